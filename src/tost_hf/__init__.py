@@ -1,0 +1,65 @@
+"""ToST, the Token Statistics Transformer (arXiv 2412.17810), for Hugging Face transformers.
+
+Importing this package registers the models with transformers' Auto classes.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from .cache_tost import CausalStatisticsCache, CausalStatisticsLayer, load_cache, save_cache
+from .configuration_tost import PRESETS, ToSTConfig
+from .modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel, ToSTPreTrainedModel
+from .tssa import TokenStatisticsSelfAttention, TSSAOutput, TSSAState, tssa, tssa_step
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .convert import convert_from_original, convert_to_original
+    from .trainer import ToSTTrainer, ToSTTrainingArguments
+
+# imported when first used: the Trainer alone takes longer to import than everything else here
+_LAZY = {
+    "ToSTTrainer": "trainer",
+    "ToSTTrainingArguments": "trainer",
+    "convert_from_original": "convert",
+    "convert_to_original": "convert",
+}
+
+AutoConfig.register("tost", ToSTConfig, exist_ok=True)
+AutoModel.register(ToSTConfig, ToSTModel, exist_ok=True)
+AutoModelForCausalLM.register(ToSTConfig, ToSTForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(ToSTConfig, ToSTForSequenceClassification, exist_ok=True)
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])
+
+
+__all__ = [
+    "PRESETS",
+    "CausalStatisticsCache",
+    "CausalStatisticsLayer",
+    "TSSAOutput",
+    "TSSAState",
+    "ToSTConfig",
+    "ToSTForCausalLM",
+    "ToSTForSequenceClassification",
+    "ToSTModel",
+    "ToSTPreTrainedModel",
+    "ToSTTrainer",
+    "ToSTTrainingArguments",
+    "TokenStatisticsSelfAttention",
+    "convert_from_original",
+    "convert_to_original",
+    "load_cache",
+    "save_cache",
+    "tssa",
+    "tssa_step",
+]

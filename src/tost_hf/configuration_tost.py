@@ -1,0 +1,134 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Configuration of ToST language models, and the sizes of the paper."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+
+CAUSAL_STATISTICS = "tost_causal_statistics"  # the cache layer type of a causal TSSA layer
+
+PRESETS = {
+    "tost-base": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768},
+    "tost-medium": {"num_hidden_layers": 24, "num_attention_heads": 16, "hidden_size": 1024},
+    "tost-large": {"num_hidden_layers": 36, "num_attention_heads": 20, "hidden_size": 1280},
+}
+
+
+@strict
+class ToSTConfig(PreTrainedConfig):
+    r"""Configuration of a ToST language model. The defaults are tost-base (110,384,016 parameters).
+
+    Args:
+        vocab_size: number of token ids; 50,304 is GPT-2's 50,257 padded to a multiple of 64.
+        hidden_size: width D. Also `n_embd`.
+        num_hidden_layers: number of blocks. Also `n_layer`.
+        num_attention_heads: number of heads (subspaces) H; must divide `hidden_size`. Also `n_head`. With one head every
+            membership is 1 and a token's score has no effect.
+        intermediate_size: width of the MLP; 4 * `hidden_size` if None.
+        hidden_act: activation of the MLP; "gelu" is the exact (erf) one.
+        max_position_embeddings: rows of the learned position tables (`embed_positions`, and `denom_bias` in each layer); a
+            model cannot run past them. None builds the position-free variant, which has neither table and no limit.
+            Also `n_positions`.
+        layer_norm_eps: epsilon of the LayerNorms.
+        layer_scale_init_value: initial value of both LayerScale vectors of a block.
+        use_bias: whether the Linear and LayerNorm layers of the blocks and the final norm have a bias. `lm_head` has none.
+        hidden_dropout: dropout after the attention's and the MLP's output projection.
+        attention_dropout: dropout on TSSA's 1 / (1 + moment).
+        embedding_dropout: dropout on the embedded tokens.
+        initializer_range: standard deviation of initial weights; the two output projections of a block get it divided by
+            sqrt(2 * `num_hidden_layers`).
+        tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
+        use_cache: whether forward returns the running statistics.
+        bos_token_id, eos_token_id, pad_token_id: special token ids; 50256 is GPT-2's end-of-text.
+
+    Raises:
+        ValueError: a value is impossible; the sentence names it.
+
+    Example:
+
+    ```python
+    >>> from tost_hf import ToSTConfig, ToSTForCausalLM
+
+    >>> model = ToSTForCausalLM(ToSTConfig.from_preset("tost-base", max_position_embeddings=2048))
+    ```
+    """
+
+    model_type = "tost"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "n_positions": "max_position_embeddings",
+    }
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    max_position_embeddings: int | None = 1024
+    layer_norm_eps: float | int = 1e-5
+    layer_scale_init_value: float | int = 1e-5
+    use_bias: bool = False
+    hidden_dropout: float | int = 0.0
+    attention_dropout: float | int = 0.0
+    embedding_dropout: float | int = 0.0
+    initializer_range: float | int = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+    pad_token_id: int | None = None
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides) -> "ToSTConfig":
+        """The configuration of a named size ("tost-base", "tost-medium", "tost-large"), with any field overridden."""
+        if name not in PRESETS:
+            raise ValueError(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
+        return cls(**(PRESETS[name] | overrides))
+
+    def __post_init__(self, **kwargs):
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads ({self.num_attention_heads})."
+            )
+        if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
+            raise ValueError(
+                f"max_position_embeddings must be at least 1, or None for no limit, got {self.max_position_embeddings}."
+            )
+        for name in ("hidden_dropout", "attention_dropout", "embedding_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}.")
+        if not self.layer_norm_eps > 0:
+            raise ValueError(f"layer_norm_eps must be above 0, got {self.layer_norm_eps}.")
+        if self.initializer_range < 0:
+            raise ValueError(f"initializer_range must not be negative, got {self.initializer_range}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act {self.hidden_act!r} is not an activation that transformers knows, such as 'gelu'.")
+
+    def validate_layer_type(self):
+        """`layer_types` is derived, so there is nothing to check (the base class knows only its own names)."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width p of one head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Tells transformers' caches which layer class to build."""
+        return [CAUSAL_STATISTICS] * self.num_hidden_layers
+
+
+__all__ = ["CAUSAL_STATISTICS", "PRESETS", "ToSTConfig"]
