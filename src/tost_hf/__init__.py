@@ -14,6 +14,7 @@ from .modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTM
 from .tssa import TokenStatisticsSelfAttention, TSSAOutput, TSSAState, tssa, tssa_step
 from .version import __version__
 
+
 if TYPE_CHECKING:
     from .convert import convert_from_original, convert_to_original
     from .trainer import ToSTTrainer, ToSTTrainingArguments
@@ -56,6 +57,7 @@ __all__ = [
     "ToSTTrainer",
     "ToSTTrainingArguments",
     "TokenStatisticsSelfAttention",
+    "__version__",
     "convert_from_original",
     "convert_to_original",
     "load_cache",

@@ -60,7 +60,10 @@ class CausalStatisticsLayer(CacheLayerMixin):
         if not self.is_initialized:
             return None
         self.prefetch()
-        return self._get_state()
+        state = self._get_state()
+        if self.static and torch.is_grad_enabled():  # a backward pass must not find them overwritten
+            state = TSSAState(*(x.clone() for x in state))
+        return state
 
     def _get_state(self) -> TSSAState:
         return TSSAState(*(getattr(self, name) for name in STATE_NAMES))

@@ -94,6 +94,8 @@ class ToSTConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
+        # @strict runs the validators as well, but buries their sentence in an error of its own
+        self.validate_architecture()
 
     def validate_architecture(self):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):

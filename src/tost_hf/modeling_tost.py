@@ -244,10 +244,15 @@ class ToSTModel(ToSTPreTrainedModel):
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         full_mask = _check_mask(attention_mask, B, T, past_length)
         attention_mask = None if full_mask is None else full_mask[:, -T:]
-        position_ids, seq_idx = self._resolve_positions(
-            position_ids, seq_idx, cu_seq_lens_q, full_mask, past_key_values, past_length, (B, T), inputs_embeds.device
-        )
-        if use_cache and past_key_values is None and seq_idx is None:
+        stated_idx = _stated_sequences(seq_idx, cu_seq_lens_q, B, T, inputs_embeds.device)
+        seq_idx = self._find_sequences(stated_idx, position_ids, attention_mask, past_key_values, (B, T))
+        if position_ids is None:
+            position_ids = _count_positions(full_mask, stated_idx, past_length, T, inputs_embeds.device)
+        position_ids = position_ids.expand(B, T)
+        self._check_positions(position_ids, attention_mask, past_length)
+        # a packed row has no one state; a compiler's view of position_ids does not tell whether a row is packed
+        unpacked = seq_idx is None or (stated_idx is None and torch.compiler.is_compiling())
+        if use_cache and past_key_values is None and unpacked:
             past_key_values = CausalStatisticsCache(self.config)
 
         hidden_states = inputs_embeds
@@ -270,7 +275,7 @@ class ToSTModel(ToSTPreTrainedModel):
     def _check_token_ids(self, input_ids: torch.Tensor) -> None:
         if input_ids.ndim != 2 or input_ids.is_floating_point():
             raise ValueError(
-                f"input_ids must be integers of shape (batch, tokens), got {input_ids.dtype} of shape {tuple(input_ids.shape)}."
+                f"input_ids must be integers of shape (batch, tokens), got {input_ids.dtype} {tuple(input_ids.shape)}."
             )
         # elsewhere the check would wait for the device, which has an assertion of its own
         if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
@@ -300,48 +305,35 @@ class ToSTModel(ToSTPreTrainedModel):
         if batch != batch_size:
             raise ValueError(f"The cache holds {batch} sequences, the batch {batch_size}; they must be the same.")
 
-    def _resolve_positions(
-        self, position_ids, seq_idx, cu_seq_lens_q, full_mask, past_key_values, past_length, shape, device
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Positions (B, T) and, where rows are packed, the sequence number (B, T) of each token."""
+    def _find_sequences(self, stated_idx, position_ids, mask, past_key_values, shape) -> torch.Tensor | None:
+        """Sequence numbers (B, T) where rows are packed, by statement or by positions that restart; else None."""
         B, T = shape
-        mask = None if full_mask is None else full_mask[:, -T:]
+        found_idx = None
         if position_ids is not None:
             if position_ids.ndim != 2 or position_ids.shape[0] not in (1, B) or position_ids.shape[1] != T:
                 raise ValueError(f"position_ids must have shape ({B}, {T}), got {tuple(position_ids.shape)}.")
-            position_ids = position_ids.expand(B, T)
-        stated = _stated_sequences(seq_idx, cu_seq_lens_q, B, T, device)
-        continues = past_key_values is not None and (
-            past_length is None or not isinstance(past_length, int) or past_length > 0
-        )
-        found = None
-        if position_ids is not None and T > 1:
-            found = _packed_sequences(position_ids, mask, may_skip=past_key_values is not None)
-        if stated is not None and position_ids is not None and not torch.compiler.is_compiling():
-            borders = _borders(stated, mask)
-            restarts = torch.zeros_like(borders) if found is None else _borders(found, mask)
-            if not torch.equal(borders, restarts):
-                raise ValueError(
-                    "position_ids do not restart at 0 exactly where seq_idx / cu_seq_lens_q begin a new sequence; give "
-                    "position_ids that do, or leave them out."
-                )
-        packed = found if stated is None else stated
-        if packed is not None and past_key_values is not None:
+            found_idx = _packed_sequences(position_ids.expand(B, T), mask, past_key_values is not None)
+            if stated_idx is not None and not torch.compiler.is_compiling():
+                restarts = _borders(torch.zeros_like(stated_idx) if found_idx is None else found_idx, mask)
+                if not torch.equal(_borders(stated_idx, mask), restarts):
+                    raise ValueError(
+                        "position_ids do not restart at 0 exactly where seq_idx / cu_seq_lens_q begin a new sequence; give "
+                        "position_ids that do, or leave them out."
+                    )
+        seq_idx = found_idx if stated_idx is None else stated_idx
+        if seq_idx is not None and past_key_values is not None:
             raise ValueError(
                 "Packed rows (position_ids that restart, seq_idx or cu_seq_lens_q) cannot be combined with a cache: a row "
                 "would have several states; run them without past_key_values, or one sequence a row."
             )
-        if position_ids is None:
-            position_ids = _count_positions(full_mask, stated, T, past_length, continues, device).expand(B, T)
-        self._check_positions(position_ids, mask, past_length, T)
-        return position_ids, packed
+        return seq_idx
 
-    def _check_positions(self, position_ids, mask, past_length, T) -> None:
+    def _check_positions(self, position_ids, mask, past_length) -> None:
         limit = self.config.max_position_embeddings
         if limit is None or torch.compiler.is_compiling():
             return
         # a position is at most the number of tokens before it: elsewhere than on the CPU only look when that is too many
-        if position_ids.device.type != "cpu" and past_length + T <= limit:
+        if position_ids.device.type != "cpu" and past_length + position_ids.shape[1] <= limit:
             return
         if mask is not None:
             position_ids = position_ids.masked_fill(~mask, 0)
@@ -408,20 +400,20 @@ def _borders(seq_idx: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return mask & (previous >= 0) & (seq_idx != seq_idx.gather(1, previous.clamp_min(0)))
 
 
-def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, may_skip: bool) -> torch.Tensor | None:
+def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, cached: bool) -> torch.Tensor | None:
     """Sequence numbers (B, T) where the positions of real tokens restart at 0, or None where no row does.
 
-    While compiling, which cannot look, the numbers are always returned, unless `may_skip`.
+    A compiler cannot look: then the numbers are returned whatever they are, except with a cache, which rules packing out.
     """
-    if torch.compiler.is_compiling() and may_skip:
+    compiling = torch.compiler.is_compiling()
+    if position_ids.shape[1] == 1 or (compiling and cached):
         return None
     mask = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask
     previous = _previous_real(mask)
-    step = position_ids - position_ids.gather(1, previous.clamp_min(0))
     follows = mask & (previous >= 0)
     restarts = follows & (position_ids == 0)
-    if not torch.compiler.is_compiling():
-        if (follows & ~restarts & (step < 1)).any():
+    if not compiling:
+        if (follows & ~restarts & (position_ids <= position_ids.gather(1, previous.clamp_min(0)))).any():
             raise ValueError(
                 "position_ids fall or repeat within a row without restarting at 0: they describe neither one sequence nor "
                 "packed ones."
@@ -431,11 +423,12 @@ def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, may
     return restarts.cumsum(1)
 
 
-def _count_positions(full_mask, seq_idx, T: int, past_length, continues: bool, device) -> torch.Tensor:
+def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.Tensor:
     """Positions (B or 1, T) that count real tokens, from 0 in each packed sequence."""
     if full_mask is None and seq_idx is None:
         return (torch.arange(T, device=device) + past_length).unsqueeze(0)
-    if continues and full_mask is not None and full_mask.shape[1] == T:
+    continues = not (isinstance(past_length, int) and past_length == 0)
+    if continues and full_mask.shape[1] == T:
         raise ValueError(
             "With a cache, give position_ids, or an attention_mask that covers the cached tokens as well as the new ones: "
             "positions count real tokens, and those in the cache are unknown from this mask."
@@ -443,8 +436,8 @@ def _count_positions(full_mask, seq_idx, T: int, past_length, continues: bool, d
     real = torch.ones_like(seq_idx, dtype=torch.bool) if full_mask is None else full_mask
     count = real.long().cumsum(1)
     if seq_idx is not None:
-        before = (count - real.long()).masked_fill(~F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True), 0)
-        count = count - before.cummax(1).values
+        begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+        count = count - (count - real.long()).masked_fill(~begins, 0).cummax(1).values
     return (count - 1).clamp_min(0)[:, -T:]
 
 

@@ -13,6 +13,7 @@ Symbols: B batch, T tokens, H heads, p head dimension, w the projected tokens, P
 Everything inside runs in float32, or in float64 for float64 inputs, whatever comes in.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -192,7 +193,7 @@ def _plan_chunks(T: int, seq_idx: torch.Tensor | None) -> list[tuple[int, int, t
     new_sequence = seq_idx[:, 1:] != seq_idx[:, :-1]
     borders = [0, *(new_sequence.any(0).nonzero().flatten() + 1).tolist(), T]
     chunks = []
-    for start, stop in zip(borders, borders[1:]):
+    for start, stop in itertools.pairwise(borders):
         starts_sequence = new_sequence[:, start - 1] if start else None
         for t in range(start, stop, CHUNK_TOKENS):
             chunks.append((t, min(t + CHUNK_TOKENS, stop), starts_sequence if t == start else None))
@@ -259,7 +260,7 @@ class _CausalTSSA(torch.autograd.Function):
         # squares, the memberships and the squares. They start as the gradients of the final state.
         w, temp, bias, padding, memberships, *carries = ctx.saved_tensors
         dtype, p = temp.dtype, w.shape[-1]
-        B, T, H, _ = w.shape
+        B, _, H, _ = w.shape
         dw = torch.empty_like(w, memory_format=torch.contiguous_format)
         dscores = torch.empty_like(memberships)
         grad_output = torch.zeros_like(w) if grad_output is None else grad_output

@@ -1,0 +1,310 @@
+"""generate() and the cache: every decoding mode gives what the model alone would give."""
+
+import copy
+
+import pytest
+import torch
+from conftest import randomize
+from safetensors.torch import load_file
+from transformers import DynamicCache, StaticCache, TextStreamer
+
+from tost_hf import CausalStatisticsCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, save_cache
+
+
+NEW = 24
+
+
+@pytest.fixture
+def prompt():
+    return torch.randint(2, 97, (2, 11))
+
+
+def generate(model, tokens, **kwargs):
+    return model.generate(tokens, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
+
+
+def greedy_without_cache(model, tokens):
+    for _ in range(NEW):
+        tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"use_cache": False},
+        {"prefill_chunk_size": 1},
+        {"prefill_chunk_size": 4},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "dynamic"},
+    ],
+    ids=str,
+)
+def test_greedy(tiny_model, prompt, kwargs):
+    assert torch.equal(generate(tiny_model, prompt, **kwargs), greedy_without_cache(tiny_model, prompt))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"prefill_chunk_size": 1}, {"cache_implementation": "static"}], ids=str)
+def test_left_padded_batch(tiny_model, prompt, kwargs):
+    mask = torch.ones_like(prompt)
+    mask[1, :5] = 0
+    out = generate(tiny_model, prompt, attention_mask=mask, **kwargs)
+    assert torch.equal(out[1, 11:], generate(tiny_model, prompt[1:, 5:])[0, 6:])
+    assert torch.equal(out[0], generate(tiny_model, prompt[:1])[0])
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"num_return_sequences": 3}, {"length_penalty": 2.0, "num_return_sequences": 2}], ids=str
+)
+def test_beam_search_with_cache_is_beam_search_without(tiny_model, prompt, kwargs):
+    kwargs = {"num_beams": 4, "output_scores": True, "return_dict_in_generate": True} | kwargs
+    with_cache = generate(tiny_model, prompt, **kwargs)
+    without = generate(tiny_model, prompt, use_cache=False, **kwargs)
+    assert torch.equal(with_cache.sequences, without.sequences)
+    torch.testing.assert_close(with_cache.sequences_scores, without.sequences_scores)
+    assert with_cache.beam_indices[:, 1:].unique().numel() > 1  # beams did move, so the cache was reordered
+
+
+def test_sampling_and_num_return_sequences(tiny_model, prompt):
+    kwargs = {"do_sample": True, "num_return_sequences": 3, "top_p": 0.9}
+    torch.manual_seed(5)
+    with_cache = generate(tiny_model, prompt, **kwargs)
+    torch.manual_seed(5)
+    assert torch.equal(with_cache, generate(tiny_model, prompt, use_cache=False, **kwargs))
+    assert with_cache.shape == (6, 11 + NEW)
+
+
+def test_constrained_decoding(tiny_model, prompt):
+    allowed = [5, 6, 7]
+    out = generate(tiny_model, prompt, num_beams=2, prefix_allowed_tokens_fn=lambda batch, ids: allowed)
+    assert set(out[:, 11:].flatten().tolist()) <= set(allowed)
+
+
+def test_streamer(tiny_model, prompt):
+    received = []
+
+    class Collect(TextStreamer):
+        def __init__(self):
+            pass
+
+        def put(self, value):
+            received.append(value.flatten())
+
+        def end(self):
+            received.append(None)
+
+    out = generate(tiny_model, prompt[:1], streamer=Collect())
+    assert received.pop() is None
+    assert torch.equal(torch.cat(received), out[0])
+
+
+@pytest.mark.parametrize("count", [1, 3, 20, 70])
+def test_prompt_lookup_is_greedy(tiny_model, prompt, count):
+    repetitive = prompt[:1].repeat(1, 3)
+    assert torch.equal(generate(tiny_model, repetitive, prompt_lookup_num_tokens=count), generate(tiny_model, repetitive))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_assisted_decoding_is_greedy(tiny_model, prompt, same):
+    assistant = tiny_model
+    if not same:  # agrees now and then, so that some candidates are kept and some taken back
+        assistant = copy.deepcopy(tiny_model)
+        with torch.no_grad():
+            assistant.model.embed_tokens.weight += 0.02 * torch.randn(97, 32)
+    for count in (1, 5, 30):
+        assistant.generation_config.num_assistant_tokens = count
+        for kwargs in ({}, {"attention_mask": torch.tensor([[0, 0] + [1] * 9])}):
+            assisted = generate(tiny_model, prompt[:1], assistant_model=assistant, **kwargs)
+            assert torch.equal(assisted, generate(tiny_model, prompt[:1], **kwargs))
+
+
+@pytest.mark.parametrize("make", [DynamicCache, StaticCache, CausalStatisticsCache])
+def test_continuation_from_a_returned_cache(tiny_model, prompt, make):
+    cache = make(config=tiny_model.config, **({"max_cache_len": 99} if make is StaticCache else {}))
+    first = generate(tiny_model, prompt, past_key_values=cache, max_new_tokens=7, return_dict_in_generate=True)
+    second = generate(tiny_model, first.sequences, past_key_values=first.past_key_values, max_new_tokens=NEW - 7)
+    assert torch.equal(second, generate(tiny_model, prompt))
+
+
+def test_one_prefix_for_many_prompts(tiny_model, prompt):
+    """The documented recipe: run the prefix once, deep-copy its cache for each continuation."""
+    prefix = CausalStatisticsCache(tiny_model.config)
+    with torch.no_grad():
+        tiny_model(prompt, past_key_values=prefix)
+    for _ in range(2):
+        tokens = torch.cat([prompt, torch.randint(2, 97, (2, 4))], 1)
+        out = generate(tiny_model, tokens, past_key_values=copy.deepcopy(prefix))
+        assert torch.equal(out, generate(tiny_model, tokens))
+
+
+# The cache itself ----------------------------------------------------------------------------------------------------
+
+
+def filled(model, tokens, static=False, record=False):
+    cache = CausalStatisticsCache(model.config, static=static)
+    if record:
+        cache.activate_past_recording()
+    model(tokens, past_key_values=cache)
+    return cache
+
+
+def states(cache):
+    return [x for layer in cache.layers for x in layer.state]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("chunks", ["whole", "singly"])
+@pytest.mark.parametrize("k", [0, 1, 2, 15, 32])
+def test_crop_is_never_having_seen(tiny_model, static, chunks, k):
+    """Taking back k tokens and going on equals never having seen them, padding included."""
+    tokens, wrong, more = torch.randint(2, 97, (2, 20)), torch.randint(2, 97, (2, k)), torch.randint(2, 97, (2, 9))
+    mask = torch.ones(2, 29, dtype=torch.long)
+    mask[1, :6] = 0
+    cache = CausalStatisticsCache(tiny_model.config, static=static)
+    cache.activate_past_recording()
+    assert cache.is_croppable
+    tiny_model(tokens, attention_mask=mask[:, :20], past_key_values=cache)
+    before = [x.clone() for x in states(cache)]
+    for piece in wrong.split(k if chunks == "whole" else 1, 1) if k else ():
+        seen = torch.ones(2, int(cache.get_seq_length()) + piece.shape[1], dtype=torch.long)
+        seen[1, :6] = 0
+        tiny_model(piece, attention_mask=seen, past_key_values=cache)
+    cache.crop(-k)
+    assert cache.get_seq_length() == 20
+    torch.testing.assert_close(states(cache), before, rtol=1e-5, atol=1e-5)
+    logits = tiny_model(more, attention_mask=mask, past_key_values=cache).logits
+    whole = tiny_model(torch.cat([tokens, more], 1), attention_mask=mask).logits[:, 20:]
+    torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_crop_again_and_further_back(tiny_model):
+    tokens = torch.randint(2, 97, (1, 100))
+    cache = filled(tiny_model, tokens, record=True)
+    cache.crop(-10)
+    cache.crop(-5)
+    torch.testing.assert_close(states(cache), states(filled(tiny_model, tokens[:, :85])))
+    cache.crop(-59)  # 64 tokens stay recorded after a crop
+    torch.testing.assert_close(states(cache), states(filled(tiny_model, tokens[:, :26])))
+    with pytest.raises(ValueError, match="only the last 0 are recorded"):
+        cache.crop(-1)
+    empty = filled(tiny_model, tokens[:, :5], record=True)
+    empty.crop(-5)
+    assert all((x == 0).all() for x in states(empty))
+
+
+def test_crop_needs_recording(tiny_model, prompt):
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        filled(tiny_model, prompt).crop(-1)
+    with pytest.raises(ValueError, match="negative"):
+        filled(tiny_model, prompt, record=True).crop(3)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_batch_operations(tiny_model, prompt, static):
+    cache = filled(tiny_model, prompt, static, record=True)
+    rows = [states(filled(tiny_model, prompt[i : i + 1])) for i in range(2)]
+
+    def assert_rows(expected):
+        assert cache.batch_size == len(expected)
+        for i, row in enumerate(expected):
+            torch.testing.assert_close([x[i : i + 1] for x in states(cache)], rows[row])
+
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert_rows([1, 0])
+    cache.batch_repeat_interleave(2)
+    assert_rows([1, 1, 0, 0])
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    assert_rows([1, 0])
+    rows = [states(filled(tiny_model, prompt[i : i + 1, :-3])) for i in range(2)]
+    cache.crop(-3)  # what was recorded moved along
+    assert_rows([1, 0])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_reset_deepcopy_and_offload(tiny_model, prompt, static):
+    cache = filled(tiny_model, prompt, static)
+    addresses = [x.data_ptr() for x in states(cache)]
+    twin = copy.deepcopy(cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and all((x == 0).all() for x in states(cache))
+    assert [x.data_ptr() for x in states(cache)] == addresses
+    tiny_model(prompt, past_key_values=cache)
+    torch.testing.assert_close(states(cache), states(twin), rtol=0, atol=0)
+    for layer in twin.layers:
+        layer.offload()
+        layer.prefetch()
+    torch.testing.assert_close(states(cache), states(twin), rtol=0, atol=0)
+    assert [tuple(item[:2]) for item in DynamicCache(config=tiny_model.config)] == [(None, None)] * 3
+
+
+def test_static_cache_carries_no_gradient(tiny_model, prompt):
+    """Otherwise a second forward would write into tensors that the first one's backward needs."""
+    cache = CausalStatisticsCache(tiny_model.config, static=True)
+    for _ in range(2):
+        loss = tiny_model(prompt, labels=prompt, past_key_values=cache).loss
+    loss.backward()
+    assert not any(x.requires_grad for x in states(cache))
+
+
+# Saved caches --------------------------------------------------------------------------------------------------------
+
+
+def test_saved_prefix(tiny_model, prompt, tmp_path):
+    out = tiny_model.generate(prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    file = tmp_path / "prefix.safetensors"
+    save_cache(out.past_key_values, file)
+    cache = load_cache(file, tiny_model.config)
+    assert int(cache.get_seq_length()) == 15  # the last token was not fed back yet
+    torch.testing.assert_close(states(cache), states(out.past_key_values), rtol=0, atol=0)
+    full = generate(tiny_model, prompt)
+    assert torch.equal(generate(tiny_model, out.sequences, past_key_values=cache, max_new_tokens=NEW - 5), full)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_saved_prefix_of_tost_base_is_74_kb(tmp_path):
+    config = ToSTConfig.from_preset("tost-base")
+    cache = CausalStatisticsCache(config)
+    for layer in cache.layers:
+        state = TSSAState(torch.ones(1, 12, 64), torch.ones(1, 12, 64), torch.ones(1, 12))
+        layer.update_state(state, torch.ones(1, 7, 12, 64), torch.ones(1, 12, 7))
+    save_cache(cache, tmp_path / "prefix.safetensors")
+    assert sum(x.nbytes for x in load_file(tmp_path / "prefix.safetensors").values()) == 74_304
+
+
+def test_bad_cache_files(tiny_model, prompt, tmp_path):
+    file = tmp_path / "prefix.safetensors"
+    with pytest.raises(ValueError, match="empty"):
+        save_cache(CausalStatisticsCache(tiny_model.config), file)
+    with pytest.raises(FileNotFoundError, match="no cache file"):
+        load_cache(file, tiny_model.config)
+    save_cache(filled(tiny_model, prompt), file)
+    other = ToSTConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
+    with pytest.raises(ValueError, match="another model: this one has 3 layers of 4 heads with 16 channels"):
+        load_cache(file, other)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        load_cache(file, tiny_model.config)
+    tiny_model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not written by save_cache"):
+        load_cache(tmp_path / "model.safetensors", tiny_model.config)
+
+
+def test_failed_save_leaves_the_old_file(tiny_model, prompt, tmp_path, monkeypatch):
+    file = tmp_path / "prefix.safetensors"
+    save_cache(filled(tiny_model, prompt), file)
+    before = file.read_bytes()
+    monkeypatch.setattr("tost_hf.cache_tost.save_file", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save_cache(filled(tiny_model, prompt[:, :3]), file)
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+def test_bf16_generation_matches_without_cache():
+    config = ToSTConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, eos_token_id=None)
+    model = randomize(ToSTForCausalLM(config)).eval().to(torch.bfloat16)
+    tokens = torch.randint(2, 97, (2, 30))
+    cache = model(tokens[:, :-1]).past_key_values
+    step = model(tokens[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(step, model(tokens).logits[:, -1:], rtol=2e-2, atol=2e-2)

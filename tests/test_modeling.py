@@ -1,0 +1,510 @@
+"""The models: padding, packing, caching and positions against each sequence alone; recorded outputs; bad input."""
+
+import copy
+
+import pytest
+import torch
+from conftest import randomize
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import DataCollatorWithFlattening, DynamicCache, GPT2Config, StaticCache
+
+from tost_hf import (
+    PRESETS,
+    CausalStatisticsCache,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForSequenceClassification,
+    ToSTModel,
+    TSSAState,
+)
+
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def ids(*shape):
+    return torch.randint(2, 97, shape)
+
+
+@pytest.mark.parametrize("name, count", list(zip(PRESETS, (110_384_016, 304_711_040, 656_447_440))))
+def test_preset_parameter_counts(name, count):
+    with torch.device("meta"):
+        model = ToSTForCausalLM(ToSTConfig.from_preset(name))
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters()) == count
+
+
+def test_initial_weights():
+    config = ToSTConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=512, use_bias=True)
+    model = ToSTForCausalLM(config)
+    layer = model.model.layers[1]
+    for weight, std in (
+        (layer.self_attn.in_proj.weight, 0.02),
+        (layer.mlp.up_proj.weight, 0.02),
+        (layer.self_attn.out_proj.weight, 0.02 / 8**0.5),
+        (layer.mlp.down_proj.weight, 0.02 / 8**0.5),
+        (model.model.embed_tokens.weight, 0.02),
+        (model.model.embed_positions.weight, 0.02),
+    ):
+        assert weight.std().item() == pytest.approx(std, rel=0.03)
+    assert (layer.attention_layer_scale == 1e-5).all() and (layer.mlp_layer_scale == 1e-5).all()
+    assert (layer.self_attn.temp == 1).all() and (layer.self_attn.denom_bias == 0).all()
+    assert (layer.self_attn.in_proj.bias == 0).all() and (layer.mlp.down_proj.bias == 0).all()
+
+
+# Cache and continuation ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [(20,), (1,) * 20, (7, 1, 12), (3, 3, 3, 3, 3, 3, 2), (19, 1)])
+@pytest.mark.parametrize(
+    "make_cache",
+    [
+        lambda config: None,
+        lambda config: DynamicCache(config=config),
+        lambda config: DynamicCache(),
+        lambda config: StaticCache(config=config, max_cache_len=20),
+        lambda config: CausalStatisticsCache(config),
+        lambda config: CausalStatisticsCache(config, static=True),
+    ],
+    ids=["none", "dynamic", "dynamic-without-config", "static", "own", "own-static"],
+)
+def test_prefill_and_steps_are_the_full_forward(tiny_model, pieces, make_cache):
+    tokens = ids(2, 20)
+    full = tiny_model(tokens).logits
+    cache, logits = make_cache(tiny_model.config), []
+    for piece in tokens.split(pieces, 1):
+        out = tiny_model(piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), full, **CLOSE)
+    assert cache.get_seq_length() == 20
+
+
+def test_use_cache_false_returns_none(tiny_model):
+    assert tiny_model(ids(1, 4), use_cache=False).past_key_values is None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_cache_has_constant_size(tiny_model, batch):
+    out = tiny_model(ids(batch, 100))
+    layer = out.past_key_values.layers[0]
+    assert layer.sum_sq.shape == layer.sum_weighted_sq.shape == (batch, 4, 8)
+    assert layer.sum_membership.shape == (batch, 4)
+
+
+def test_float64_model_keeps_float64_statistics(tiny_model):
+    assert tiny_model.double()(ids(1, 5)).past_key_values.layers[0].sum_sq.dtype == torch.float64
+
+
+@pytest.mark.slow
+def test_bf16_statistics_stay_float32_and_decoding_stays_exact():
+    """After 1,000 single-token steps the bf16 logits are as close to float64 as those of one bf16 forward pass."""
+    config = ToSTConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=1024
+    )
+    model = randomize(ToSTForCausalLM(config)).eval().to(torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    tokens = ids(2, 1001)
+    with torch.no_grad():
+        full, truth = model(tokens).logits, exact(tokens).logits
+        cache, steps = None, []
+        for t in range(1001):
+            out = model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    for layer in cache.layers:
+        assert {layer.sum_sq.dtype, layer.sum_weighted_sq.dtype, layer.sum_membership.dtype} == {torch.float32}
+
+    def error(logits):
+        tail = slice(900, None)
+        return (logits[:, tail].double() - truth[:, tail]).square().mean().sqrt()
+
+    assert error(torch.cat(steps, 1)) < 1.1 * error(full)
+
+
+# Padding and packing -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position_free", [False, True])
+@pytest.mark.parametrize("explicit_positions", [False, True])
+def test_padding_is_each_sequence_alone(tiny_config, position_free, explicit_positions):
+    """Left, right, both, and a hole, in one batch; then continued through the cache."""
+    if position_free:
+        tiny_config.max_position_embeddings = None
+    model = randomize(ToSTForCausalLM(tiny_config)).eval()
+    mask = torch.ones(4, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    mask[1, -4:] = 0
+    mask[2, :2] = mask[2, -3:] = 0
+    mask[3, 4:6] = 0
+    tokens, more = ids(4, 12), ids(4, 3)
+    positions = (mask.cumsum(1) - 1).clamp_min(0) if explicit_positions else None
+    out = model(tokens, attention_mask=mask, position_ids=positions)
+    longer = torch.cat([mask, torch.ones(4, 3, dtype=torch.long)], 1)
+    continued = model(more, attention_mask=longer, past_key_values=out.past_key_values)
+    for row in range(4):
+        real = mask[row].bool()
+        alone = model(torch.cat([tokens[row][real], more[row]])[None]).logits[0]
+        torch.testing.assert_close(out.logits[row][real], alone[: real.sum()], **CLOSE)
+        torch.testing.assert_close(continued.logits[row], alone[real.sum() :], **CLOSE)
+
+
+def test_left_padding_in_one_token_pieces(tiny_model):
+    """A one-token forward of padding leaves the state alone."""
+    tokens = ids(1, 6)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), tokens], 1)
+    mask = (torch.arange(9) >= 3).long()[None]
+    cache = CausalStatisticsCache(tiny_model.config)
+    for t in range(9):
+        out = tiny_model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache)
+    torch.testing.assert_close(out.logits[:, -1], tiny_model(tokens).logits[:, -1], **CLOSE)
+
+
+def packed_inputs(style, lengths):
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    if style == "position_ids":
+        return {"position_ids": position_ids}
+    if style == "seq_idx":
+        return {"seq_idx": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]}
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    return {"cu_seq_lens_q": cu} | ({"position_ids": position_ids} if style == "both" else {})
+
+
+@pytest.mark.parametrize("style", ["position_ids", "seq_idx", "cu_seq_lens_q", "both"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("position_free", [False, True])
+def test_packed_is_each_sequence_alone(tiny_config, style, masked, position_free):
+    if position_free:
+        tiny_config.max_position_embeddings = None
+    model = randomize(ToSTForCausalLM(tiny_config)).eval()
+    lengths = (5, 1, 17, 9)
+    tokens = ids(1, 32)
+    inputs = packed_inputs(style, lengths)
+    mask = torch.ones(1, 32, dtype=torch.long)
+    if masked:
+        mask[0, 30:] = mask[0, 7] = 0
+        if "position_ids" in inputs:  # positions count real tokens
+            inputs["position_ids"][0, 8:23] -= 1
+        inputs["attention_mask"] = mask
+    out = model(tokens, **inputs)
+    assert out.past_key_values is None
+    start = 0
+    for length in lengths:
+        real = mask[0, start : start + length].bool()
+        alone = model(tokens[:, start : start + length][:, real]).logits[0]
+        torch.testing.assert_close(out.logits[0, start : start + length][real], alone, **CLOSE)
+        start += length
+
+
+def test_flattening_collator(tiny_model):
+    features = [{"input_ids": ids(n).tolist()} for n in (4, 9, 2)]
+    batch = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True)(features)
+    logits = tiny_model(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
+    alone = [tiny_model(torch.tensor([f["input_ids"]])).logits[0] for f in features]
+    torch.testing.assert_close(logits, torch.cat(alone), **CLOSE)
+
+
+def test_several_packed_rows(tiny_model):
+    position_ids = torch.stack([torch.cat([torch.arange(4), torch.arange(6)]), torch.arange(10)])
+    tokens = ids(2, 10)
+    logits = tiny_model(tokens, position_ids=position_ids).logits
+    torch.testing.assert_close(logits[1], tiny_model(tokens[1:]).logits[0], **CLOSE)
+    torch.testing.assert_close(logits[0, 4:], tiny_model(tokens[:1, 4:]).logits[0], **CLOSE)
+
+
+# Recorded outputs ----------------------------------------------------------------------------------------------------
+
+
+def test_memberships_and_hidden_states(tiny_model):
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    out = tiny_model(ids(2, 9), attention_mask=mask, output_memberships=True, output_hidden_states=True)
+    assert len(out.memberships) == 3 and len(out.hidden_states) == 4
+    for membership in out.memberships:
+        assert membership.shape == (2, 4, 9) and membership.dtype == torch.float32
+        torch.testing.assert_close(membership.sum(1), mask.float())
+    assert tiny_model(ids(1, 3)).memberships is None
+    step = tiny_model(ids(2, 1), past_key_values=out.past_key_values, output_memberships=True)
+    assert step.memberships[0].shape == (2, 4, 1)
+
+
+def test_tuple_output(tiny_model):
+    tokens = ids(1, 4)
+    assert torch.equal(tiny_model(tokens, return_dict=False)[0], tiny_model(tokens).logits)
+
+
+def test_inputs_embeds_and_logits_to_keep(tiny_model):
+    tokens = ids(2, 9)
+    full = tiny_model(tokens).logits
+    embeds = tiny_model.get_input_embeddings()(tokens)
+    torch.testing.assert_close(tiny_model(inputs_embeds=embeds).logits, full)
+    torch.testing.assert_close(tiny_model(tokens, logits_to_keep=2).logits, full[:, -2:])
+    torch.testing.assert_close(tiny_model(tokens, logits_to_keep=torch.tensor([0, 5])).logits, full[:, [0, 5]])
+
+
+def test_loss_and_num_items_in_batch(tiny_model):
+    tokens = ids(2, 9)
+    labels = tokens.clone()
+    labels[0, 3] = -100
+    out = tiny_model(tokens, labels=labels)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+    torch.testing.assert_close(tiny_model(tokens, labels=labels, num_items_in_batch=30).loss, expected * 15 / 30)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_equal_gradients(tiny_config, reentrant):
+    model = randomize(ToSTForCausalLM(tiny_config)).train()
+    tokens = ids(2, 40)
+    model(tokens, labels=tokens).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    model(tokens, labels=tokens).loss.backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=0, atol=0)
+
+
+def test_dropout_acts_in_training_only(tiny_config):
+    tiny_config.hidden_dropout = tiny_config.attention_dropout = tiny_config.embedding_dropout = 0.3
+    model = randomize(ToSTForCausalLM(tiny_config))
+    tokens = ids(1, 8)
+    assert not torch.equal(model.train()(tokens).logits, model(tokens).logits)
+    assert torch.equal(model.eval()(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("problem_type", ["single_label_classification", "multi_label_classification", "regression"])
+def test_sequence_classification(tiny_config, problem_type):
+    """Pools the last real token, on either side of the padding, told by the mask or by the pad token."""
+    tiny_config.num_labels = 1 if problem_type == "regression" else 3
+    tiny_config.problem_type = problem_type
+    model = randomize(ToSTForSequenceClassification(tiny_config)).eval()
+    tokens, mask = ids(3, 8), torch.ones(3, 8, dtype=torch.long)
+    tokens[0, :3] = mask[0, :3] = 0
+    tokens[1, 5:] = mask[1, 5:] = 0
+    labels = torch.rand(3, 3).round() if problem_type == "multi_label_classification" else torch.tensor([0, 2, 1])
+    labels = labels.float() if problem_type == "regression" else labels
+    out = model(tokens, attention_mask=mask, labels=labels)
+    assert out.loss.isfinite() and out.logits.shape == (3, tiny_config.num_labels)
+    for row, real in enumerate(mask.bool()):
+        torch.testing.assert_close(out.logits[row], model(tokens[row][real][None]).logits[0], **CLOSE)
+    torch.testing.assert_close(model(tokens[1:]).logits[0], out.logits[1], **CLOSE)  # right padding, by the pad token
+    embeds = model.get_input_embeddings()(tokens)
+    torch.testing.assert_close(model(inputs_embeds=embeds, attention_mask=mask).logits, out.logits, **CLOSE)
+    assert model(tokens, attention_mask=mask, output_memberships=True).memberships[0].shape == (3, 4, 8)
+
+
+# Positions -----------------------------------------------------------------------------------------------------------
+
+
+def test_past_the_tables_is_an_error(tiny_model):
+    message = r"Position 128 .* hold 128 .*resize_position_embeddings.*max_position_embeddings=None"
+    with pytest.raises(IndexError, match=message):
+        tiny_model(ids(1, 129))
+    out = tiny_model(ids(1, 128))
+    with pytest.raises(IndexError, match=message):
+        tiny_model(ids(1, 1), past_key_values=out.past_key_values)
+    with pytest.raises(IndexError, match=message):
+        tiny_model.generate(ids(1, 125), max_new_tokens=10)
+    with pytest.raises(IndexError, match="must not be negative"):
+        tiny_model(ids(1, 2), position_ids=torch.tensor([[-1, 0]]))
+    mask = (torch.arange(140) >= 12).long()[None]
+    assert tiny_model(ids(1, 140), attention_mask=mask).logits.isfinite().all()  # 128 real tokens
+
+
+def test_position_free_has_no_tables_and_no_limit(tiny_config):
+    tiny_config.max_position_embeddings = None
+    model = randomize(ToSTForCausalLM(tiny_config)).eval()
+    assert not any("position" in name or "denom_bias" in name for name, _ in model.named_parameters())
+    assert model(ids(1, 3000)).logits.isfinite().all()
+    assert model.generate(ids(1, 200), max_new_tokens=5).shape == (1, 205)
+
+
+# Compilers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_forward_and_backward(tiny_model):
+    """torch.compile with its default backend, whole graph, forward and gradients."""
+    tokens = ids(2, 40)
+    compiled = torch.compile(tiny_model, fullgraph=True)
+    inputs = {"labels": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    out, expected = compiled(tokens, **inputs), tiny_model(tokens, **inputs)
+    torch.testing.assert_close(out.logits, expected.logits, **CLOSE)
+    params = list(tiny_model.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(out.loss, params), torch.autograd.grad(expected.loss, params), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_decode_step_neither_breaks_nor_recompiles(tiny_model, backend):
+    frames = 0
+
+    def counting(graph, example_inputs):
+        nonlocal frames
+        frames += 1
+        return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
+
+    torch._dynamo.reset()
+    step = torch.compile(tiny_model, fullgraph=True, backend=counting, dynamic=False)
+    for prompt_length in (8, 13):  # nor for another prompt's length
+        tokens = ids(2, prompt_length + 20)
+        full = tiny_model(tokens).logits
+        if prompt_length == 8:
+            cache = CausalStatisticsCache(tiny_model.config, static=True)
+        cache.reset()
+        with torch.no_grad():
+            tiny_model(tokens[:, :prompt_length], past_key_values=cache)
+            addresses = [getattr(layer, name).data_ptr() for layer in cache.layers for name in TSSAState._fields]
+            for t in range(prompt_length, prompt_length + 20):
+                position = torch.full((2, 1), t)
+                out = step(tokens[:, t : t + 1], position_ids=position, past_key_values=cache)
+                torch.testing.assert_close(out.logits[:, 0], full[:, t], **CLOSE)
+        assert addresses == [getattr(layer, name).data_ptr() for layer in cache.layers for name in TSSAState._fields]
+    assert frames == 1
+
+
+@pytest.mark.parametrize("kwargs", ["none", "attention_mask", "position_ids", "packed", "seq_idx"])
+def test_compiled_graph_is_whole_for_every_kind_of_input(tiny_model, kwargs):
+    tokens = ids(2, 20)
+    inputs = {
+        "none": {},
+        "attention_mask": {"attention_mask": (torch.arange(20) >= torch.tensor([[0], [6]])).long()},
+        "position_ids": {"position_ids": torch.arange(20)[None]},
+        "packed": {"position_ids": (torch.arange(20) % 7)[None].expand(2, -1)},
+        "seq_idx": {"seq_idx": (torch.arange(20) // 7)[None].expand(2, -1)},
+    }[kwargs]
+    torch._dynamo.reset()
+    out = torch.compile(tiny_model, fullgraph=True, backend="eager")(tokens, **inputs)
+    torch.testing.assert_close(out.logits, tiny_model(tokens, **inputs).logits, **CLOSE)
+
+
+def test_export_with_dynamic_shapes(tiny_model):
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens", max=128)}
+    tokens = ids(2, 20)
+    exported = torch.export.export(
+        tiny_model,
+        (),
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False},
+        dynamic_shapes={"input_ids": dims, "attention_mask": dims, "use_cache": None},
+    )
+    tokens, mask = ids(3, 50), torch.ones(3, 50, dtype=torch.long)
+    mask[1, :9] = 0
+    got = exported.module()(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(got, tiny_model(tokens, attention_mask=mask).logits, **CLOSE)
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+        ({"intermediate_size": -4}, "intermediate_size must be at least 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be at least 1"),
+        ({"hidden_dropout": 1.5}, "hidden_dropout"),
+        ({"attention_dropout": -0.1}, "attention_dropout"),
+        ({"layer_norm_eps": 0.0}, "layer_norm_eps"),
+        ({"initializer_range": -1.0}, "initializer_range"),
+        ({"hidden_act": "nonsense"}, "hidden_act 'nonsense'"),
+        ({"hidden_size": "768"}, "hidden_size"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
+    ],
+)
+def test_impossible_configurations(fields, message):
+    wrong_type = isinstance(fields.get("hidden_size"), str) or fields.get("num_hidden_layers") == 2.5
+    with pytest.raises(StrictDataclassFieldValidationError if wrong_type else ValueError, match=message):
+        ToSTConfig(**fields)
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match="no preset 'tost-huge'; choose one of tost-base"):
+        ToSTConfig.from_preset("tost-huge")
+
+
+def other_cache(**changes):
+    config = ToSTConfig(**{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4} | changes)
+    return ToSTModel(config)(ids(1, 3)).past_key_values
+
+
+def foreign_cache():
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 3, 8), 0)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "inputs, error, message",
+    [
+        (lambda: {}, ValueError, "exactly one"),
+        (lambda: {"input_ids": ids(1, 3), "inputs_embeds": torch.zeros(1, 3, 32)}, ValueError, "exactly one"),
+        (lambda: {"input_ids": torch.tensor([[3, 97]])}, IndexError, "between 0 and 96"),
+        (lambda: {"input_ids": torch.tensor([[3, -1]])}, IndexError, "between 0 and 96"),
+        (lambda: {"input_ids": torch.rand(1, 3)}, ValueError, "integers"),
+        (lambda: {"input_ids": ids(3)}, ValueError, r"shape \(batch, tokens\)"),
+        (lambda: {"input_ids": ids(0, 3)}, ValueError, "empty"),
+        (lambda: {"input_ids": ids(2, 0)}, ValueError, "empty"),
+        (lambda: {"inputs_embeds": torch.zeros(1, 3, 31)}, ValueError, "inputs_embeds must have shape"),
+        (lambda: {"input_ids": ids(2, 3), "attention_mask": torch.ones(2, 4)}, ValueError, r"must have shape \(2, 3\)"),
+        (lambda: {"input_ids": ids(2, 3), "attention_mask": torch.ones(1, 3)}, ValueError, r"must have shape \(2, 3\)"),
+        (lambda: {"input_ids": ids(1, 3), "attention_mask": torch.ones(1, 1, 3, 3)}, ValueError, "no token-by-token"),
+        (lambda: {"input_ids": ids(1, 3), "attention_mask": torch.tensor([[1, 1, 2]])}, ValueError, "must hold 1"),
+        (lambda: {"input_ids": ids(1, 3), "position_ids": torch.arange(4)[None]}, ValueError, "position_ids must have"),
+        (lambda: {"input_ids": ids(1, 4), "position_ids": torch.tensor([[0, 1, 1, 2]])}, ValueError, "fall or repeat"),
+        (lambda: {"input_ids": ids(1, 3), "past_key_values": ((1, 2),)}, TypeError, "must be a transformers Cache"),
+        (lambda: {"input_ids": ids(1, 3), "past_key_values": foreign_cache()}, ValueError, "another kind of model"),
+        (lambda: {"input_ids": ids(1, 3), "past_key_values": other_cache(num_hidden_layers=2)}, ValueError, "2 layers"),
+        (lambda: {"input_ids": ids(1, 3), "past_key_values": other_cache(num_attention_heads=8)}, ValueError, "heads"),
+        (lambda: {"input_ids": ids(2, 3), "past_key_values": other_cache()}, ValueError, "holds 1 sequences"),
+        (
+            lambda: {"input_ids": ids(1, 3), "past_key_values": other_cache(), "attention_mask": torch.ones(1, 3)},
+            ValueError,
+            "covers the cached tokens",
+        ),
+        (
+            lambda: {"input_ids": ids(1, 3), "past_key_values": other_cache(), "attention_mask": torch.ones(1, 5)},
+            ValueError,
+            "cached tokens",
+        ),
+        (
+            lambda: {
+                "input_ids": ids(1, 4),
+                "past_key_values": other_cache(),
+                "position_ids": torch.tensor([[0, 1, 0, 1]]),
+            },
+            ValueError,
+            "cannot be combined with a cache",
+        ),
+        (
+            lambda: {"input_ids": ids(1, 4), "seq_idx": torch.tensor([[0, 0, 1, 1]]), "position_ids": torch.arange(4)[None]},
+            ValueError,
+            "do not restart at 0",
+        ),
+        (
+            lambda: {
+                "input_ids": ids(1, 4),
+                "seq_idx": torch.tensor([[0, 0, 1, 1]]),
+                "cu_seq_lens_q": torch.tensor([0, 3, 4]),
+            },
+            ValueError,
+            "begin their sequences at different tokens",
+        ),
+        (lambda: {"input_ids": ids(2, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, ValueError, "one packed row"),
+        (lambda: {"input_ids": ids(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 5])}, ValueError, "must rise from 0"),
+        (lambda: {"input_ids": ids(1, 4), "seq_idx": torch.tensor([[0, 0, 1]])}, ValueError, "seq_idx must have shape"),
+    ],
+)
+def test_bad_model_input(tiny_model, inputs, error, message):
+    with pytest.raises(error, match=message):
+        tiny_model(**inputs())
+
+
+def test_models_refuse_another_models_config():
+    with pytest.raises(ValueError, match="ToSTForCausalLM needs a ToSTConfig, got a GPT2Config"):
+        ToSTForCausalLM(GPT2Config())

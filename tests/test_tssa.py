@@ -1,0 +1,288 @@
+"""The operator against a plain float64 transcription of the formulas: outputs, states and every gradient."""
+
+import pytest
+import reference
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tost_hf import TokenStatisticsSelfAttention, TSSAState, tssa, tssa_step
+
+
+F64 = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def make(B=2, T=70, H=3, p=5, dtype=torch.float64, dead=0):
+    """w (B, T, H, p), temp, bias (T, H); `dead` zero tokens at the start and one dead channel exercise the floors."""
+    w = torch.randn(B, T, H, p, dtype=dtype)
+    if dead:
+        w[:, :dead] = 0
+        w[:, :, 0, 0] = 0
+    temp = torch.rand(H, dtype=dtype) * 3 + 0.5
+    bias = torch.randn(T, H, dtype=dtype) * 0.3
+    return [x.requires_grad_() for x in (w, temp, bias)]
+
+
+def padding_mask(T):
+    mask = torch.ones(2, T, dtype=torch.bool)
+    mask[0, : T // 3] = False  # left
+    mask[1, -(T // 4) :] = False  # right
+    return mask
+
+
+def compiled(fn):
+    """The path that compilers see, its backward derived by AOT autograd; no code generation."""
+    torch._dynamo.reset()
+    return torch.compile(fn, backend="aot_eager", fullgraph=True)
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def op(request):
+    return tssa if request.param == "eager" else compiled(tssa)
+
+
+@pytest.mark.parametrize("T", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("H, p", [(1, 4), (3, 5), (12, 8)])
+def test_causal_forward(op, T, H, p):
+    w, temp, bias = make(T=T, H=H, p=p)
+    out = op(w, temp, bias)
+    expected, membership = reference.causal(w.transpose(1, 2), temp, bias.T)
+    torch.testing.assert_close(out.output, expected.transpose(1, 2), **F64)
+    torch.testing.assert_close(out.membership, membership, **F64)
+    torch.testing.assert_close(out.final_state.sum_sq, w.square().sum(1), **F64)
+    torch.testing.assert_close(out.final_state.sum_membership, membership.sum(-1), **F64)
+    weighted = (membership[..., None] * w.square().transpose(1, 2)).sum(2)
+    torch.testing.assert_close(out.final_state.sum_weighted_sq, weighted, **F64)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dead", [0, 3])
+def test_causal_gradients_are_the_closed_forms(op, masked, dead):
+    w, temp, bias = make(dead=dead)
+    mask = padding_mask(70) if masked else None
+    g = torch.randn_like(w)
+    got = torch.autograd.grad(op(w, temp, bias, mask=mask).output, (w, temp, bias), g)
+    with torch.no_grad():
+        dw, dtemp, dbias = reference.causal_gradients(
+            w.transpose(1, 2), temp, bias.T, (g if mask is None else g * mask[..., None, None]).transpose(1, 2), mask
+        )
+    torch.testing.assert_close(got, (dw.transpose(1, 2), dtemp, dbias.T), rtol=1e-9, atol=1e-11)
+    # and the closed forms are right: autograd through the literal formulas
+    literal = torch.autograd.grad(
+        reference.causal(w.transpose(1, 2), temp, bias.T, mask)[0], (w, temp, bias), g.transpose(1, 2)
+    )
+    if mask is None:
+        torch.testing.assert_close(got, literal, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dead", [0, 3])
+def test_bidirectional(op, masked, dead):
+    w, temp, _ = make(dead=dead)
+    mask = padding_mask(70) if masked else None
+    out = op(w, temp, causal=False, mask=mask)
+    expected, membership = reference.bidirectional(w.transpose(1, 2), temp, mask)
+    torch.testing.assert_close(out.output, expected.transpose(1, 2), **F64)
+    torch.testing.assert_close(out.membership, membership, **F64)
+    assert out.final_state is None
+    g = torch.randn_like(w)
+    got = torch.autograd.grad(out.output, (w, temp), g)
+    g = g if mask is None else g * mask[..., None, None]
+    with torch.no_grad():
+        dw, dtemp = reference.bidirectional_gradients(w.transpose(1, 2), temp, g.transpose(1, 2), mask)
+    torch.testing.assert_close(got, (dw.transpose(1, 2), dtemp), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradcheck(causal, masked, packed):
+    """Finite differences, of the output, the membership and the final state, for every input and the initial state."""
+    B, T, H, p = 2, 36, 2, 2
+    w, temp, bias = make(B, T, H, p)
+    mask = padding_mask(T) if masked else None
+    seq_idx = torch.arange(T).div(13, rounding_mode="floor").expand(B, T) if packed else None
+    if not causal:
+
+        def fn(w, temp):
+            return tssa(w, temp, causal=False, mask=mask, seq_idx=seq_idx)[:2]
+
+        assert torch.autograd.gradcheck(fn, (w, temp), fast_mode=True)
+        return
+    state = [torch.rand(s, dtype=torch.float64).requires_grad_() for s in ((B, H, p), (B, H, p), (B, H))]
+
+    def fn(w, temp, bias, *state):
+        out = tssa(w, temp, bias, mask=mask, seq_idx=seq_idx, initial_state=TSSAState(*state))
+        return out.output, out.membership, *out.final_state
+
+    assert torch.autograd.gradcheck(fn, (w, temp, bias, *state), fast_mode=True)
+    torch.testing.assert_close(  # the compiled path has the same gradients
+        torch.autograd.grad([x.square().sum() for x in compiled(fn)(w, temp, bias, *state)], (w, temp, bias, *state)),
+        torch.autograd.grad([x.square().sum() for x in fn(w, temp, bias, *state)], (w, temp, bias, *state)),
+        **F64,
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_rows_are_the_sequences_alone(op, causal, masked):
+    """Rows with different borders, one-token sequences, and padding inside."""
+    rows = [(5, 1, 44, 20), (33, 36, 1)]
+    w, temp, _ = make(T=70, H=3)
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    if masked:
+        mask[0, 2:4] = mask[0, 40] = mask[1, :3] = mask[1, 69] = False
+    seq_idx = torch.stack([torch.repeat_interleave(torch.arange(len(r)), torch.tensor(r)) for r in rows])
+    bias = torch.randn(2, 70, 3, dtype=torch.float64) if causal else None
+    out = op(w, temp, bias, causal=causal, mask=mask, seq_idx=seq_idx)
+    grad = torch.autograd.grad(out.output.square().sum(), w)[0]
+    for row, lengths in enumerate(rows):
+        start = 0
+        for length in lengths:
+            part = (slice(row, row + 1), slice(start, start + length))
+            alone = tssa(w[part], temp, None if bias is None else bias[part], causal=causal, mask=mask[part])
+            torch.testing.assert_close(out.output[part], alone.output, **F64)
+            torch.testing.assert_close(out.membership[row, :, part[1]], alone.membership[0], **F64)
+            torch.testing.assert_close(grad[part], torch.autograd.grad(alone.output.square().sum(), w)[0][part], **F64)
+            start += length
+        if causal:  # the state left over is the last sequence's
+            torch.testing.assert_close([x[row] for x in out.final_state], [x[0] for x in alone.final_state], **F64)
+
+
+@pytest.mark.parametrize("pieces", [(40, 30), (1, 2, 67), (69, 1)])
+def test_state_carries_over(op, pieces):
+    w, temp, bias = make()
+    whole = tssa(w, temp, bias)
+    state, outputs = None, []
+    for x, b in zip(w.split(pieces, 1), bias.split(pieces, 0)):
+        out = op(x, temp, b, initial_state=state)
+        state = out.final_state
+        outputs.append(out.output)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole.output, **F64)
+    torch.testing.assert_close(state, whole.final_state, **F64)
+
+
+def test_steps_are_the_whole():
+    w, temp, bias = make()
+    mask = padding_mask(70)
+    whole = tssa(w, temp, bias, mask=mask)
+    state = None
+    for t in range(70):
+        out = tssa_step(w[:, t], temp, bias[t], state, mask=mask[:, t])
+        state = out.final_state
+        torch.testing.assert_close(out.output, whole.output[:, t], **F64)
+        torch.testing.assert_close(out.membership, whole.membership[..., t], **F64)
+    torch.testing.assert_close(state, whole.final_state, **F64)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_low_precision_keeps_float32_statistics(op, dtype, tolerance, causal):
+    """Relative RMS error against float64 of the same rounded inputs, over 1,500 tokens: sums in bf16 would be off by 30 %."""
+    w, temp, bias = make(1, 1500, 4, 8)
+    w = w.detach().to(dtype).requires_grad_()
+    bias = bias.to(torch.float32) if causal else None
+    out = op(w, temp.float(), bias, causal=causal)
+    exact = tssa(w.double(), temp.float().double(), None if bias is None else bias.double(), causal=causal)
+    assert out.output.dtype == dtype
+    assert out.membership.dtype == torch.float32
+    assert all(x.dtype == torch.float32 for x in out.final_state or ())
+
+    def error(x, y):
+        return ((x.double() - y).square().mean() / y.square().mean()).sqrt()
+
+    assert error(out.output, exact.output) < tolerance
+    g = torch.randn_like(w)
+    got, want = torch.autograd.grad(out.output, w, g), torch.autograd.grad(exact.output, w, g.double())
+    assert error(got[0], want[0].double()) < tolerance
+
+
+def test_padding_may_hold_anything(op):
+    """Poisoned padding leaves no trace, in outputs, states and gradients."""
+    w, temp, bias = make()
+    mask = padding_mask(70)
+    poisoned = w.detach().masked_fill(~mask[..., None, None], float("nan")).requires_grad_()
+    for causal in (True, False):
+        kwargs = {"causal": causal, "mask": mask}
+        clean, dirty = (op(x, temp, bias if causal else None, **kwargs) for x in (w, poisoned))
+        torch.testing.assert_close(clean, dirty, rtol=0, atol=0)
+        assert (dirty.output[~mask] == 0).all()
+        grads = [torch.autograd.grad(o.output.square().sum(), x)[0] for o, x in ((clean, w), (dirty, poisoned))]
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_prefix_invariance_and_determinism_bit_for_bit():
+    w, temp, bias = make(dtype=torch.float32)
+    g = torch.randn_like(w)
+    first, second = (tssa(w, temp, bias) for _ in range(2))
+    assert torch.equal(first.output, second.output)
+    grads = [torch.autograd.grad(out.output, (w, temp, bias), g) for out in (first, second)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    changed = w.detach().clone()
+    changed[:, 41:] = 7.0
+    assert torch.equal(tssa(changed, temp, bias).output[:, :41], first.output[:, :41])
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_memory_is_linear(causal):
+    """No tensor is larger than the input: nothing is tokens x tokens."""
+    w, temp, _ = make(1, 3000, 2, 4)
+    with LargestTensor() as largest:
+        tssa(w, temp, causal=causal).output.sum().backward()
+    assert largest.numel == w.numel()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"w": torch.randn(2, 8, 12)}, "shape"),
+        ({"w": torch.ones(2, 8, 3, 4, dtype=torch.long)}, "floating-point"),
+        ({"temp": torch.ones(4)}, "one number a head"),
+        ({"denom_bias": torch.zeros(3, 8)}, "denom_bias"),
+        ({"mask": torch.ones(2, 7)}, "mask"),
+        ({"seq_idx": torch.ones(1, 8)}, "seq_idx"),
+        ({"causal": False, "denom_bias": torch.zeros(8, 3)}, "causal form"),
+        ({"initial_state": TSSAState(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.zeros(1, 3))}, "initial_state"),
+    ],
+)
+def test_bad_input(change, message):
+    arguments = {"w": torch.randn(2, 8, 3, 4), "temp": torch.ones(3)} | change
+    with pytest.raises(ValueError, match=message):
+        tssa(**arguments)
+
+
+def test_second_derivatives_are_refused():
+    w, temp, bias = make(T=4)
+    (grad,) = torch.autograd.grad(tssa(w, temp, bias).output.square().sum(), w, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16()])
+def test_layer_keeps_its_own_parameters_in_float32(cast):
+    layer = TokenStatisticsSelfAttention(32, 4, causal=True, layer_idx=0, max_position_embeddings=16)
+    temp = torch.rand(4, 1)
+    layer.temp.data.copy_(temp)
+    layer = cast(layer)
+    assert layer.in_proj.weight.dtype in (torch.bfloat16, torch.float16)
+    assert layer.temp.dtype == layer.denom_bias.dtype == torch.float32
+    assert torch.equal(layer.temp.data, temp)  # not rounded on the way
+    assert layer.double().temp.dtype == torch.float64
+
+
+def test_layer_dropout_acts_in_training_only():
+    layer = TokenStatisticsSelfAttention(32, 4, causal=False, attention_dropout=0.5, hidden_dropout=0.5)
+    x = torch.randn(2, 9, 32)
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[0])
