@@ -359,7 +359,7 @@ def test_compiled_decode_step_neither_breaks_nor_recompiles(tiny_model, backend)
             addresses = [getattr(layer, name).data_ptr() for layer in cache.layers for name in TSSAState._fields]
             for t in range(prompt_length, prompt_length + 20):
                 position = torch.full((2, 1), t)
-                out = step(tokens[:, t : t + 1], position_ids=position, past_key_values=cache)
+                out = step(tokens[:, t : t + 1].contiguous(), position_ids=position, past_key_values=cache)
                 torch.testing.assert_close(out.logits[:, 0], full[:, t], **CLOSE)
         assert addresses == [getattr(layer, name).data_ptr() for layer in cache.layers for name in TSSAState._fields]
     assert frames == 1
