@@ -1,0 +1,37 @@
+# `make demo` and `make test` do their own set-up: a virtual environment in .venv with the versions of tests/constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+LOWEST := .venv-lowest
+
+.PHONY: demo test test-fast test-lowest lint clean
+
+demo: $(VENV)/ready  ## trains a small ToST on the Python standard library, reloads it and lets it write
+	$(BIN)/python examples/demo.py --output_dir tost-demo
+
+test: $(VENV)/ready  ## all tests
+	$(BIN)/python -m pytest tests
+
+test-fast: $(VENV)/ready  ## without the slow ones
+	$(BIN)/python -m pytest tests -m "not slow"
+
+test-lowest: $(LOWEST)/ready  ## all tests, with the lowest versions the package declares
+	$(LOWEST)/bin/python -m pytest tests
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/ready: pyproject.toml tests/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint tests/constraints.txt --editable ".[dev]"
+	touch $@
+
+$(LOWEST)/ready: pyproject.toml tests/constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --constraint tests/constraints-lowest.txt --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(LOWEST) tost-demo build dist *.egg-info
