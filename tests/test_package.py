@@ -1,0 +1,99 @@
+"""What importing the package does and does not do, and that the README's code runs as it stands."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import randomize
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import tost_hf
+
+
+ROOT = Path(__file__).parents[1]
+TRAVELS = ("configuration_tost.py", "tssa.py", "cache_tost.py", "modeling_tost.py")  # files of a published repository
+
+
+def test_public_names_exist():
+    assert all(getattr(tost_hf, name) is not None for name in tost_hf.__all__)
+    assert set(tost_hf.__all__) <= set(dir(tost_hf))
+    assert tost_hf.__version__ == importlib.metadata.version("tost-hf")
+    with pytest.raises(AttributeError, match="nonsense"):
+        tost_hf.nonsense  # noqa: B018
+
+
+def test_import_is_lean_and_offline():
+    """Nothing that only training or a GPU needs, and no connection of any kind."""
+    code = """
+import socket, sys
+def refuse(*args, **kwargs): raise AssertionError("network")
+socket.socket.connect = socket.getaddrinfo = refuse
+sys.modules["triton"] = None  # as where it is not installed
+import tost_hf
+heavy = {"datasets", "evaluate", "torchvision", "tensorboard", "transformers.trainer"} & set(sys.modules)
+assert not heavy, heavy
+assert tost_hf.AutoConfig.for_model("tost").hidden_size == 768
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_auto_classes_know_the_models(tiny_config):
+    assert type(AutoConfig.for_model("tost")) is tost_hf.ToSTConfig
+    assert type(AutoModel.from_config(tiny_config)) is tost_hf.ToSTModel
+    assert type(AutoModelForCausalLM.from_config(tiny_config)) is tost_hf.ToSTForCausalLM
+
+
+@pytest.mark.parametrize("name", TRAVELS)
+def test_model_files_are_flat(name):
+    """Published as remote code they stand side by side without the package."""
+    text = (ROOT / "src/tost_hf" / name).read_text()
+    assert set(re.findall(r"^\s*from\s+\.(\S*)\s+import", text, re.MULTILINE)) <= {f[:-3] for f in TRAVELS}
+    assert not re.search(r"^\s*(from|import)\s+tost_hf", text, re.MULTILINE)
+    assert not re.search(r"^(from|import)\s+triton", text, re.MULTILINE)
+
+
+def code_blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def demo_folder(tmp_path, monkeypatch):
+    """./tost-demo as `make demo` leaves it, with a byte-level tokenizer and untrained weights."""
+    monkeypatch.chdir(tmp_path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained("tost-demo")
+    config = tost_hf.ToSTConfig(
+        vocab_size=320, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, bos_token_id=0, eos_token_id=0
+    )
+    randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
+
+
+def test_readme_code_runs(demo_folder):
+    """Every Python block of the README, in its order, in one namespace."""
+    namespace = {}
+    blocks = code_blocks("python")
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert len(blocks) >= 4
+    assert namespace["config"].hidden_size == 768
+    assert namespace["output"].shape == (2, 100, 4, 16)
+    assert namespace["membership"].shape == (2, 4, 100)
+    assert Path("prefix.safetensors").is_file()
+    torch.testing.assert_close(namespace["membership"].sum(1), torch.ones(2, 100))
+
+
+def test_readme_names_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    for path in re.findall(r"`((?:src|examples|tests)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+    for target in re.findall(r"^make ([\w-]+)", "\n".join(code_blocks("bash")), re.MULTILINE):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
