@@ -403,10 +403,10 @@ def test_export_with_dynamic_shapes(tiny_model):
     [
         ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
-        ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"hidden_size": -8}, "hidden_size must be at least 0"),
         ({"num_hidden_layers": -1}, "num_hidden_layers must be at least 1"),
         ({"vocab_size": 0}, "vocab_size must be at least 1"),
-        ({"intermediate_size": -4}, "intermediate_size must be at least 1"),
+        ({"intermediate_size": -4}, "intermediate_size must be at least 0"),
         ({"max_position_embeddings": 0}, "max_position_embeddings must be at least 1"),
         ({"hidden_dropout": 1.5}, "hidden_dropout"),
         ({"attention_dropout": -0.1}, "attention_dropout"),
@@ -505,6 +505,12 @@ def test_bad_model_input(tiny_model, inputs, error, message):
         tiny_model(**inputs())
 
 
+def test_models_refuse_a_width_of_zero():
+    for name in ("hidden_size", "intermediate_size"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+            ToSTModel(ToSTConfig(**{name: 0}))
+
+
 def test_models_refuse_another_models_config():
-    with pytest.raises(ValueError, match="ToSTForCausalLM needs a ToSTConfig, got a GPT2Config"):
+    with pytest.raises(ValueError, match="ToSTForCausalLM needs a ToSTConfig .*, got a GPT2Config"):
         ToSTForCausalLM(GPT2Config())

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto import modeling_auto
 
 from .cache_tost import CausalStatisticsCache, CausalStatisticsLayer, load_cache, save_cache
 from .configuration_tost import PRESETS, ToSTConfig
@@ -28,9 +29,18 @@ _LAZY = {
 }
 
 AutoConfig.register("tost", ToSTConfig, exist_ok=True)
-AutoModel.register(ToSTConfig, ToSTModel, exist_ok=True)
-AutoModelForCausalLM.register(ToSTConfig, ToSTForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(ToSTConfig, ToSTForSequenceClassification, exist_ok=True)
+for auto_class, names, model_class in (
+    (AutoModel, modeling_auto.MODEL_MAPPING_NAMES, ToSTModel),
+    (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ToSTForCausalLM),
+    (
+        AutoModelForSequenceClassification,
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        ToSTForSequenceClassification,
+    ),
+):
+    auto_class.register(ToSTConfig, model_class, exist_ok=True)
+    # register() leaves the tables of names out, by which Trainer's label smoothing tells that labels are to be shifted
+    names["tost"] = model_class.__name__
 
 
 def __getattr__(name: str):

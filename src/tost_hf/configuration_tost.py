@@ -91,16 +91,18 @@ class ToSTConfig(PreTrainedConfig):
         return cls(**(PRESETS[name] | overrides))
 
     def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)  # also sets what came under a GPT-2 name
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
-        super().__post_init__(**kwargs)
         # @strict runs the validators as well, but buries their sentence in an error of its own
         self.validate_architecture()
 
     def validate_architecture(self):
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        # a width of 0 is refused by the models, not here: transformers' tools build such configurations to probe the fields
+        lowest = dict.fromkeys(("vocab_size", "num_hidden_layers", "num_attention_heads"), 1)
+        for name, least in (lowest | {"hidden_size": 0, "intermediate_size": 0}).items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads ({self.num_attention_heads})."

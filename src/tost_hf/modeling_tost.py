@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
@@ -122,10 +123,31 @@ class ToSTPreTrainedModel(PreTrainedModel):
     def __init__(self, config: ToSTConfig, *inputs, **kwargs):
         if getattr(config, "model_type", None) != ToSTConfig.model_type:
             raise ValueError(
-                f"{type(self).__name__} needs a ToSTConfig, got a {type(config).__name__} of model type "
-                f"{getattr(config, 'model_type', None)!r}."
+                f"{type(self).__name__} needs a ToSTConfig (model type {ToSTConfig.model_type!r}), got a "
+                f"{type(config).__name__} of model type {getattr(config, 'model_type', None)!r}."
             )
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}.")
         super().__init__(config, *inputs, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool | None = None, **kwargs):
+        """As `PreTrainedModel.from_pretrained`, from safetensors files only: weights are never unpickled.
+
+        Raises:
+            ValueError: `use_safetensors=False`.
+            OSError: there are no safetensors weights, or they are damaged.
+        """
+        if use_safetensors is False:
+            raise ValueError("ToST models load safetensors weights only; convert pickled ones with `tost-hf convert`.")
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs)
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {str(pretrained_model_name_or_path)!r} are damaged or incomplete ({error}); fetch or copy "
+                "them again."
+            ) from error
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -408,19 +430,20 @@ def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, cac
     compiling = torch.compiler.is_compiling()
     if position_ids.shape[1] == 1 or (compiling and cached):
         return None
-    mask = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask
+    padded = mask is not None
+    mask = mask if padded else torch.ones_like(position_ids, dtype=torch.bool)
     previous = _previous_real(mask)
     follows = mask & (previous >= 0)
     restarts = follows & (position_ids == 0)
-    if not compiling:
-        if (follows & ~restarts & (position_ids <= position_ids.gather(1, previous.clamp_min(0)))).any():
-            raise ValueError(
-                "position_ids fall or repeat within a row without restarting at 0: they describe neither one sequence nor "
-                "packed ones."
-            )
-        if not restarts.any():
-            return None
-    return restarts.cumsum(1)
+    if compiling:
+        return restarts.cumsum(1)
+    # with padding, generate's own positions may repeat: it counts on from a padding token's 0
+    if not padded and (follows & ~restarts & (position_ids <= position_ids.gather(1, previous.clamp_min(0)))).any():
+        raise ValueError(
+            "position_ids fall or repeat within a row without restarting at 0: they describe neither one sequence nor packed "
+            "ones."
+        )
+    return restarts.cumsum(1) if restarts.any() else None
 
 
 def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.Tensor:

@@ -1,0 +1,394 @@
+"""Saving and loading through transformers: equality, dtypes, shards, Auto classes, damaged folders, resizing."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import randomize
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from tost_hf import PRESETS, ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
+
+
+def ids(*shape):
+    return torch.randint(2, 97, shape)
+
+
+def assert_equal_states(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
+
+
+def edit_weights(folder, edit):
+    """Applies `edit(state)` to the weights in a folder."""
+    state = load_file(folder / "model.safetensors")
+    edit(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    tiny_model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# Save, load, the same ------------------------------------------------------------------------------------------------
+
+
+def test_save_load_equality(tiny_model, saved):
+    attention = tiny_model.model.layers[1].self_attn
+    assert (attention.temp != 1).all() and (attention.denom_bias != 0).all()  # so that losing them would show
+    again, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not any(info.values())
+    assert_equal_states(again.state_dict(), tiny_model.state_dict())
+    tokens = ids(2, 20)
+    assert torch.equal(again(tokens).logits, tiny_model(tokens).logits)
+
+
+def test_tied_weight_is_stored_once(tiny_model, saved):
+    stored = load_file(saved / "model.safetensors")
+    assert "model.embed_tokens.weight" in stored and "lm_head.weight" not in stored
+    again = AutoModelForCausalLM.from_pretrained(saved)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_untied_weights(tiny_config, tmp_path):
+    tiny_config.tie_word_embeddings = False
+    model = randomize(ToSTForCausalLM(tiny_config)).eval()
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert not torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_equal_states(again.state_dict(), model.state_dict())
+
+
+def is_statistics(name):
+    return name.endswith(("temp", "denom_bias"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_round_trip(tiny_model, tmp_path, dtype):
+    before = {name: tensor.clone() for name, tensor in tiny_model.state_dict().items()}
+    tiny_model.to(dtype).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for again in (AutoModelForCausalLM.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)):
+        assert again.dtype == dtype
+        assert_equal_states(again.state_dict(), tiny_model.state_dict())
+        for name, tensor in again.state_dict().items():
+            if is_statistics(name):  # these keep every bit
+                assert stored[name].dtype == tensor.dtype == torch.float32 and torch.equal(tensor, before[name])
+            else:
+                assert torch.equal(tensor, before[name].to(dtype))
+        tokens = ids(2, 20)
+        assert torch.equal(again(tokens).logits, tiny_model(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_float32_folder_loads_in_another_dtype(tiny_model, saved, dtype):
+    again = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+    for name, tensor in again.state_dict().items():
+        kept = is_statistics(name) and dtype != torch.float64
+        assert tensor.dtype == (torch.float32 if kept else dtype), name
+    assert again(ids(1, 5)).logits.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_files(tiny_model, tmp_path, dtype):
+    tiny_model.to(dtype).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2 and (tmp_path / "model.safetensors.index.json").exists()
+    assert_equal_states(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), tiny_model.state_dict())
+
+
+def test_trunk_and_heads_share_their_weights(tiny_model, saved, tmp_path):
+    trunk = tiny_model.model.state_dict()
+    assert_equal_states(AutoModel.from_pretrained(saved).state_dict(), trunk)
+    classifier = AutoModelForSequenceClassification.from_pretrained(saved, num_labels=3)
+    assert_equal_states(classifier.model.state_dict(), trunk)
+    assert classifier.score.weight.shape == (3, 32)
+    # and back: a language model from the folder of a trunk
+    AutoModel.from_pretrained(saved).save_pretrained(tmp_path / "trunk")
+    assert_equal_states(AutoModelForCausalLM.from_pretrained(tmp_path / "trunk").state_dict(), tiny_model.state_dict())
+
+
+# A folder of the working directory, by name --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tost_base(tiny_model, tmp_path, monkeypatch):
+    """A folder `tost-base` with model and tokenizer in the working directory."""
+    words = ["<pad>", "<s>", *"abcdefghijklmnopqrstuvwxyz"]
+    vocab = {word: number for number, word in enumerate(words)} | {f"word{n}": n for n in range(len(words), 97)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    monkeypatch.chdir(tmp_path)
+    tiny_model.save_pretrained("tost-base")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>").save_pretrained("tost-base")
+    return tiny_model
+
+
+def test_auto_classes_by_folder_name(tost_base):
+    config = AutoConfig.from_pretrained("tost-base")
+    assert type(config) is ToSTConfig and config.hidden_size == 32
+    assert type(AutoModel.from_pretrained("tost-base")) is ToSTModel
+    assert type(AutoModelForCausalLM.from_pretrained("tost-base")) is ToSTForCausalLM
+    classifier = AutoModelForSequenceClassification.from_pretrained("tost-base", num_labels=2)
+    assert type(classifier) is ToSTForSequenceClassification
+    assert type(AutoModelForCausalLM.from_config(config)) is ToSTForCausalLM
+
+
+def test_text_generation_pipeline(tost_base):
+    generate = pipeline("text-generation", model="tost-base", device="cpu")
+    prompt = generate.tokenizer("a b c", return_tensors="pt").input_ids
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    expected = tost_base.generate(prompt, **settings)[0].tolist()
+    assert generate("a b c", return_tensors=True, **settings) == [{"generated_token_ids": expected}]
+    assert generate("a b c", **settings)[0]["generated_text"].startswith("a b c")
+    # a padded batch of prompts gives each prompt's own text
+    generate.tokenizer.padding_side = "left"
+    batch = generate(["a b c", "d"], batch_size=2, **settings)
+    assert batch == [generate("a b c", **settings), generate("d", **settings)]
+
+
+# Configurations ------------------------------------------------------------------------------------------------------
+
+
+def fields(config):
+    return config.to_dict() | {"_name_or_path": ""}
+
+
+def test_config_round_trip(tmp_path):
+    config = ToSTConfig(
+        n_embd=48, n_head=3, n_layer=5, n_positions=64, use_bias=True, attention_dropout=0.1, layer_norm_eps=1e-6
+    )
+    config.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["model_type"] == "tost" and stored["hidden_size"] == 48 and "n_embd" not in stored
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert fields(again) == fields(config)
+    assert (again.n_embd, again.n_head, again.n_layer, again.n_positions) == (48, 3, 5, 64)
+    assert (again.hidden_size, again.num_attention_heads) == (48, 3)
+    assert (again.num_hidden_layers, again.max_position_embeddings) == (5, 64)
+    assert again.intermediate_size == 192
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_round_trip(tmp_path, name):
+    config = ToSTConfig.from_preset(name, vocab_size=100, bos_token_id=None, eos_token_id=None)
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert fields(again) == fields(config) and again.hidden_size == PRESETS[name]["hidden_size"]
+
+
+def test_position_free_round_trip(tiny_config, tmp_path):
+    tiny_config.max_position_embeddings = None
+    model = randomize(ToSTForCausalLM(tiny_config)).eval()
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert not any("embed_positions" in name or "denom_bias" in name for name in stored)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.max_position_embeddings is None  # not the default, 1,024
+    assert_equal_states(again.state_dict(), model.state_dict())
+
+
+# Folders that are not whole ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [-50, 1000, 4])
+def test_truncated_weights(saved, keep):
+    weights = saved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(OSError, match="damaged or incomplete"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_pickled_weights_are_never_opened(saved, tiny_model):
+    """Not even harmless ones: only the converter reads pickles."""
+    (saved / "model.safetensors").unlink()
+    torch.save(tiny_model.state_dict(), saved / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(saved)
+    with pytest.raises(ValueError, match="tost-hf convert"):
+        AutoModelForCausalLM.from_pretrained(saved, use_safetensors=False)
+
+
+def test_no_weights(saved):
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_weights_of_another_size(saved):
+    edit_weights(saved, lambda state: state.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(RuntimeError, match="mismatched"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_config_of_another_model(tmp_path):
+    GPT2Config(n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"needs a ToSTConfig.*'gpt2'"):
+        ToSTForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text, error, message", [("{bad", OSError, "valid JSON"), ("{}", ValueError, "model_type")])
+def test_broken_config(saved, text, error, message):
+    (saved / "config.json").write_text(text)
+    with pytest.raises(error, match=message):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+# Missing weights are initialised, loaded ones are left alone ---------------------------------------------------------
+
+MISSING = ("self_attn.out_proj.weight", "mlp.down_proj.weight", "self_attn.in_proj.weight", "self_attn.temp", "layer_scale")
+
+
+@pytest.fixture
+def wide_model():
+    """Wide enough for its weights' spread to be measured."""
+    config = ToSTConfig(
+        vocab_size=97,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        layer_scale_init_value=0.25,
+        use_bias=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return randomize(ToSTForCausalLM(config)).eval()
+
+
+def test_missing_weights_get_their_initial_values(wide_model, tmp_path):
+    def drop(state):
+        for name in [name for name in state if "layers.1." in name and name.endswith(MISSING)]:
+            del state[name]
+
+    wide_model.save_pretrained(tmp_path)
+    edit_weights(tmp_path, drop)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert len(info["missing_keys"]) == 6 and "model.layers.1.self_attn.temp" in info["missing_keys"]
+    layer = loaded.model.layers[1]
+    small = 0.02 / math.sqrt(2 * 2)
+    for weight, std in (
+        (layer.self_attn.out_proj.weight, small),
+        (layer.mlp.down_proj.weight, small),
+        (layer.self_attn.in_proj.weight, 0.02),
+    ):
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
+    assert (layer.self_attn.temp == 1).all()
+    assert (layer.attention_layer_scale == 0.25).all() and (layer.mlp_layer_scale == 0.25).all()
+    expected = wide_model.state_dict()
+    for name, tensor in loaded.state_dict().items():  # everything that was in the file is as it was, its neighbours too
+        if name not in info["missing_keys"]:
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_missing_denom_bias_and_positions(wide_model, tmp_path):
+    names = ("model.embed_positions.weight", "model.layers.0.self_attn.denom_bias")
+    wide_model.save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda state: [state.pop(name) for name in names])
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == set(names)
+    assert (loaded.model.layers[0].self_attn.denom_bias == 0).all()
+    assert loaded.model.embed_positions.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(loaded.model.layers[0].self_attn.temp, wide_model.model.layers[0].self_attn.temp)
+
+
+def test_new_head_on_a_loaded_trunk(wide_model, tmp_path):
+    wide_model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=50, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight"}
+    assert loaded.score.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert_equal_states(loaded.model.state_dict(), wide_model.model.state_dict())
+
+
+# Resizing ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [120, 50])
+def test_resize_token_embeddings(tiny_config, tmp_path, tied, size):
+    tiny_config.tie_word_embeddings = tied
+    model = randomize(ToSTForCausalLM(tiny_config)).eval()
+    tokens = torch.randint(2, 50, (2, 9))
+    before = model(tokens).logits
+    model.resize_token_embeddings(size)
+    assert model.config.vocab_size == size
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    kept = min(size, 97)
+    after = model(tokens).logits
+    assert after.shape == (2, 9, size)
+    torch.testing.assert_close(after[..., :kept], before[..., :kept])
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, after)
+
+
+def tables(model):
+    """The position tables with positions first."""
+    return [model.model.embed_positions.weight, *(layer.self_attn.denom_bias[..., 0].T for layer in model.model.layers)]
+
+
+def test_cut_position_embeddings(tiny_model, tmp_path):
+    tokens = ids(2, 16)
+    logits, old = tiny_model(tokens).logits, [table.clone() for table in tables(tiny_model)]
+    tiny_model.resize_position_embeddings(16)
+    for table, was in zip(tables(tiny_model), old):
+        assert torch.equal(table, was[:16])
+    assert torch.equal(tiny_model(tokens).logits, logits)
+    with pytest.raises(IndexError, match="Position 16 "):
+        tiny_model(ids(1, 17))
+    tiny_model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.max_position_embeddings == 16 and torch.equal(again(tokens).logits, logits)
+
+
+def test_extend_position_embeddings(tiny_model, tmp_path):
+    old = [table.detach().clone() for table in tables(tiny_model)]
+    tiny_model.resize_position_embeddings(300)
+    place = torch.arange(300, dtype=torch.float64) * 127 / 299
+    low = place.floor().long().clamp_max(126)
+    share = (place - low).unsqueeze(1)
+    for table, was in zip(tables(tiny_model), old):
+        expected = (1 - share) * was[low] + share * was[low + 1]
+        torch.testing.assert_close(table.double(), expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(table[0], was[0])
+        torch.testing.assert_close(table[-1], was[-1])
+    tokens = ids(1, 300)
+    logits = tiny_model(tokens).logits
+    tiny_model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, logits)
+
+
+def test_resized_tables_keep_training_and_dtype(tiny_model):
+    tiny_model.to(torch.bfloat16).model.embed_positions.weight.requires_grad_(False)
+    tiny_model.resize_position_embeddings(200)
+    assert tiny_model.get_position_embeddings().weight.dtype == torch.bfloat16
+    assert not tiny_model.get_position_embeddings().weight.requires_grad
+    bias = tiny_model.model.layers[0].self_attn.denom_bias
+    assert bias.dtype == torch.float32 and bias.requires_grad
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, None])
+def test_impossible_position_sizes(tiny_model, size):
+    with pytest.raises(ValueError, match="must be a positive integer"):
+        tiny_model.resize_position_embeddings(size)
+
+
+def test_position_free_has_nothing_to_resize(tiny_config):
+    tiny_config.max_position_embeddings = None
+    with pytest.raises(ValueError, match="position-free"):
+        ToSTForCausalLM(tiny_config).resize_position_embeddings(64)
