@@ -159,6 +159,16 @@ def test_left_padding_in_one_token_pieces(tiny_model):
     torch.testing.assert_close(out.logits[:, -1], tiny_model(tokens).logits[:, -1], **CLOSE)
 
 
+def test_a_reset_static_cache_starts_anew(tiny_model):
+    tokens = ids(2, 9)
+    mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()
+    cache = CausalStatisticsCache(tiny_model.config, static=True)
+    for _ in range(2):
+        out = tiny_model(tokens, attention_mask=mask, past_key_values=cache)
+        cache.reset()
+    torch.testing.assert_close(out.logits, tiny_model(tokens, attention_mask=mask).logits, rtol=0, atol=0)
+
+
 def packed_inputs(style, lengths):
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
     if style == "position_ids":

@@ -207,7 +207,6 @@ class ToSTModel(ToSTPreTrainedModel):
 
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
-        self.padding_idx = config.pad_token_id
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
         if config.max_position_embeddings is not None:
@@ -264,6 +263,8 @@ class ToSTModel(ToSTPreTrainedModel):
 
         self._check_cache(past_key_values, B)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if not torch.compiler.is_compiling():
+            past_length = int(past_length)  # a static cache counts in a tensor
         full_mask = _check_mask(attention_mask, B, T, past_length)
         attention_mask = None if full_mask is None else full_mask[:, -T:]
         stated_idx = _stated_sequences(seq_idx, cu_seq_lens_q, B, T, inputs_embeds.device)
@@ -371,7 +372,7 @@ class ToSTModel(ToSTPreTrainedModel):
 
 
 def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch.Tensor | None:
-    """The padding mask as booleans, (B, T) or (B, past_length + T)."""
+    """The padding mask as booleans, (B, T) or (B, past_length + T); None where it is known to mask nothing."""
     if mask is None:
         return None
     if mask.ndim != 2:
@@ -382,8 +383,11 @@ def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch
     if mask.shape[0] != B or mask.shape[1] < T or (known and mask.shape[1] not in (T, past_length + T)):
         wanted = f"({B}, {T})" if known and not past_length else f"({B}, cached tokens + {T})"
         raise ValueError(f"attention_mask must have shape {wanted}, got {tuple(mask.shape)}.")
-    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not ((mask == 0) | (mask == 1)).all():
-        raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding, and nothing else.")
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding, and nothing else.")
+        if mask.shape[1] == past_length + T and mask.all():
+            return None
     return mask.bool()
 
 
