@@ -16,7 +16,15 @@ import tost_hf
 
 
 ROOT = Path(__file__).parents[1]
-TRAVELS = ("configuration_tost.py", "tssa.py", "cache_tost.py", "modeling_tost.py")  # files of a published repository
+TRAVELS = (  # files of a published repository
+    "configuration_tost.py",
+    "configuration_tost_vision.py",
+    "tssa.py",
+    "cache_tost.py",
+    "modeling_tost_base.py",
+    "modeling_tost.py",
+    "modeling_tost_vision.py",
+)
 
 
 def test_public_names_exist():

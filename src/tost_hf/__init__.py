@@ -6,12 +6,20 @@ Importing this package registers the models with transformers' Auto classes.
 import importlib
 from typing import TYPE_CHECKING
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+)
 from transformers.models.auto import modeling_auto
 
 from .cache_tost import CausalStatisticsCache, CausalStatisticsLayer, load_cache, save_cache
 from .configuration_tost import PRESETS, ToSTConfig
+from .configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel, ToSTPreTrainedModel
+from .modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
 from .tssa import TokenStatisticsSelfAttention, TSSAOutput, TSSAState, tssa, tssa_step
 from .version import __version__
 
@@ -28,19 +36,18 @@ _LAZY = {
     "convert_to_original": "convert",
 }
 
-AutoConfig.register("tost", ToSTConfig, exist_ok=True)
-for auto_class, names, model_class in (
-    (AutoModel, modeling_auto.MODEL_MAPPING_NAMES, ToSTModel),
-    (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ToSTForCausalLM),
-    (
-        AutoModelForSequenceClassification,
-        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        ToSTForSequenceClassification,
-    ),
+for config_class in (ToSTConfig, ToSTVisionConfig):
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+for auto_class, class_names, model_class in (
+    (AutoModel, "MODEL_MAPPING_NAMES", ToSTModel),
+    (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", ToSTForCausalLM),
+    (AutoModelForSequenceClassification, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", ToSTForSequenceClassification),
+    (AutoModel, "MODEL_MAPPING_NAMES", ToSTVisionModel),
+    (AutoModelForImageClassification, "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", ToSTForImageClassification),
 ):
-    auto_class.register(ToSTConfig, model_class, exist_ok=True)
-    # register() leaves the tables of names out, by which Trainer's label smoothing tells that labels are to be shifted
-    names["tost"] = model_class.__name__
+    auto_class.register(model_class.config_class, model_class, exist_ok=True)
+    # register() leaves out the tables of class names, by which Trainer's label smoothing tells that labels are to be shifted
+    getattr(modeling_auto, class_names)[model_class.config_class.model_type] = model_class.__name__
 
 
 def __getattr__(name: str):
@@ -55,17 +62,22 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "PRESETS",
+    "VISION_PRESETS",
     "CausalStatisticsCache",
     "CausalStatisticsLayer",
     "TSSAOutput",
     "TSSAState",
     "ToSTConfig",
     "ToSTForCausalLM",
+    "ToSTForImageClassification",
     "ToSTForSequenceClassification",
     "ToSTModel",
     "ToSTPreTrainedModel",
     "ToSTTrainer",
     "ToSTTrainingArguments",
+    "ToSTVisionConfig",
+    "ToSTVisionModel",
+    "ToSTVisionPreTrainedModel",
     "TokenStatisticsSelfAttention",
     "__version__",
     "convert_from_original",

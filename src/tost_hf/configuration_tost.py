@@ -15,6 +15,27 @@ PRESETS = {
 }
 
 
+def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilities: tuple[str, ...]) -> None:
+    """Refuses impossible values in what ToST's configurations have in common, with a ValueError that names the field."""
+    # a width of 0 is refused by the models, not here: transformers' tools build such configurations to probe the fields
+    for name, least in (dict.fromkeys(counts, 1) | {"hidden_size": 0, "intermediate_size": 0}).items():
+        if getattr(config, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)}.")
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size ({config.hidden_size}) must be a multiple of num_attention_heads ({config.num_attention_heads})."
+        )
+    for name in probabilities:
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(config, name)}.")
+    if not config.layer_norm_eps > 0:
+        raise ValueError(f"layer_norm_eps must be above 0, got {config.layer_norm_eps}.")
+    if config.initializer_range < 0:
+        raise ValueError(f"initializer_range must not be negative, got {config.initializer_range}.")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act {config.hidden_act!r} is not an activation that transformers knows, such as 'gelu'.")
+
+
 @strict
 class ToSTConfig(PreTrainedConfig):
     r"""Configuration of a ToST language model. The defaults are tost-base (110,384,016 parameters).
@@ -98,28 +119,15 @@ class ToSTConfig(PreTrainedConfig):
         self.validate_architecture()
 
     def validate_architecture(self):
-        # a width of 0 is refused by the models, not here: transformers' tools build such configurations to probe the fields
-        lowest = dict.fromkeys(("vocab_size", "num_hidden_layers", "num_attention_heads"), 1)
-        for name, least in (lowest | {"hidden_size": 0, "intermediate_size": 0}).items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads ({self.num_attention_heads})."
-            )
+        check_fields(
+            self,
+            counts=("vocab_size", "num_hidden_layers", "num_attention_heads"),
+            probabilities=("hidden_dropout", "attention_dropout", "embedding_dropout"),
+        )
         if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
             raise ValueError(
                 f"max_position_embeddings must be at least 1, or None for no limit, got {self.max_position_embeddings}."
             )
-        for name in ("hidden_dropout", "attention_dropout", "embedding_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}.")
-        if not self.layer_norm_eps > 0:
-            raise ValueError(f"layer_norm_eps must be above 0, got {self.layer_norm_eps}.")
-        if self.initializer_range < 0:
-            raise ValueError(f"initializer_range must not be negative, got {self.initializer_range}.")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act {self.hidden_act!r} is not an activation that transformers knows, such as 'gelu'.")
 
     def validate_layer_type(self):
         """`layer_types` is derived, so there is nothing to check (the base class knows only its own names)."""

@@ -5,10 +5,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -25,6 +24,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_tost import CausalStatisticsCache, CausalStatisticsLayer, check_cache
 from .configuration_tost import ToSTConfig
+from .modeling_tost_base import ToSTBaseModel
 from .tssa import TokenStatisticsSelfAttention
 
 
@@ -105,7 +105,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp_layer_scale * self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class ToSTPreTrainedModel(PreTrainedModel):
+class ToSTPreTrainedModel(ToSTBaseModel):
     """Weight initialisation, loading and saving of all ToST language models."""
 
     config: ToSTConfig
@@ -119,35 +119,6 @@ class ToSTPreTrainedModel(PreTrainedModel):
         "hidden_states": ToSTDecoderLayer,
         "memberships": OutputRecorder(TokenStatisticsSelfAttention, index=1),
     }
-
-    def __init__(self, config: ToSTConfig, *inputs, **kwargs):
-        if getattr(config, "model_type", None) != ToSTConfig.model_type:
-            raise ValueError(
-                f"{type(self).__name__} needs a ToSTConfig (model type {ToSTConfig.model_type!r}), got a "
-                f"{type(config).__name__} of model type {getattr(config, 'model_type', None)!r}."
-            )
-        for name in ("hidden_size", "intermediate_size"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}.")
-        super().__init__(config, *inputs, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool | None = None, **kwargs):
-        """As `PreTrainedModel.from_pretrained`, from safetensors files only: weights are never unpickled.
-
-        Raises:
-            ValueError: `use_safetensors=False`.
-            OSError: there are no safetensors weights, or they are damaged.
-        """
-        if use_safetensors is False:
-            raise ValueError("ToST models load safetensors weights only; convert pickled ones with `tost-hf convert`.")
-        try:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs)
-        except SafetensorError as error:
-            raise OSError(
-                f"The weights of {str(pretrained_model_name_or_path)!r} are damaged or incomplete ({error}); fetch or copy "
-                "them again."
-            ) from error
 
     @torch.no_grad()
     def _init_weights(self, module):

@@ -1,0 +1,118 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Configuration of ToST vision models, and the sizes of the paper."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from .configuration_tost import check_fields
+
+
+ATTENTION_TYPES = ("tssa", "xca", "softmax")
+
+_SIZES = {  # width, layers, heads, initial LayerScale
+    "tiny": (192, 12, 4, 1.0),
+    "small": (384, 12, 8, 1.0),
+    "tiny-24": (192, 24, 4, 1e-5),
+    "small-24": (384, 24, 8, 1e-5),
+    "medium": (512, 24, 8, 1e-5),
+    "large": (768, 24, 16, 1e-5),
+}
+VISION_PRESETS = {
+    f"tost-vision-{size}-patch{patch_size}": {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "layer_scale_init_value": layer_scale,
+        "patch_size": patch_size,
+    }
+    for size, (width, layers, heads, layer_scale) in _SIZES.items()
+    for patch_size in (16, 8)
+}
+
+
+@strict
+class ToSTVisionConfig(PreTrainedConfig):
+    r"""Configuration of a ToST vision model. The defaults are the paper's ToST-S with 16-pixel patches.
+
+    Args:
+        hidden_size: width D.
+        num_hidden_layers: number of blocks over the patches.
+        num_class_attention_layers: number of class-attention blocks after them (CaiT).
+        num_attention_heads: number of heads; must divide `hidden_size`.
+        intermediate_size: width of the MLPs; 4 * `hidden_size` if None.
+        hidden_act: activation of the stem and the MLPs; "gelu" is the exact (erf) one.
+        image_size: side of the images the model is meant for. It limits nothing: positions are computed for each image.
+        patch_size: side of a patch, a power of two from 2 to 32: the stem halves the image once for each factor of two, its
+            channels doubling up to `hidden_size`.
+        num_channels: channels of an image.
+        attention_type: "tssa", or one of the paper's baselines on the same trunk: "xca" (cross-covariance attention, XCiT) or
+            "softmax" (plain attention).
+        normalize_patch_tokens: whether a class-attention block normalises the patch tokens as well as the class token before
+            its MLP, as all released models do (their `tokens_norm`).
+        layer_norm_eps: epsilon of the LayerNorms.
+        layer_scale_init_value: initial value of the LayerScale vectors (the authors' eta).
+        qkv_bias: whether the attentions' input projections have a bias.
+        hidden_dropout: dropout after output projections.
+        attention_dropout: dropout on TSSA's 1 / (1 + moment), or on the baselines' attention weights.
+        embedding_dropout: dropout on the embedded patches.
+        drop_path_rate: probability of leaving out a residual branch for an image in training, the same in every block.
+        initializer_range: standard deviation of the truncated normal that Linear weights and the class token start from.
+
+    Raises:
+        ValueError: a value is impossible; the sentence names it.
+    """
+
+    model_type = "tost_vision"
+    base_config_key = "vision_config"
+
+    hidden_size: int = 384
+    num_hidden_layers: int = 12
+    num_class_attention_layers: int = 2
+    num_attention_heads: int = 8
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    attention_type: str = "tssa"
+    normalize_patch_tokens: bool = True
+    layer_norm_eps: float | int = 1e-6
+    layer_scale_init_value: float | int = 1.0
+    qkv_bias: bool = True
+    hidden_dropout: float | int = 0.0
+    attention_dropout: float | int = 0.0
+    embedding_dropout: float | int = 0.0
+    drop_path_rate: float | int = 0.0
+    initializer_range: float | int = 0.02
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides) -> "ToSTVisionConfig":
+        """The configuration of a named size ("tost-vision-small-patch16", ...), with any field overridden."""
+        if name not in VISION_PRESETS:
+            raise ValueError(f"There is no vision preset {name!r}; choose one of {', '.join(VISION_PRESETS)}.")
+        return cls(**(VISION_PRESETS[name] | overrides))
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        self.validate_architecture()  # as in ToSTConfig
+
+    def validate_architecture(self):
+        check_fields(
+            self,
+            counts=("num_hidden_layers", "num_class_attention_layers", "num_attention_heads", "num_channels"),
+            probabilities=("hidden_dropout", "attention_dropout", "embedding_dropout", "drop_path_rate"),
+        )
+        if self.patch_size not in (2, 4, 8, 16, 32):
+            raise ValueError(f"patch_size must be a power of two from 2 to 32, got {self.patch_size}.")
+        if self.hidden_size % (self.patch_size // 2):
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of half the patch_size ({self.patch_size}): the stem "
+                "doubles its channels up to it."
+            )
+        if self.attention_type not in ATTENTION_TYPES:
+            raise ValueError(f"attention_type must be one of {', '.join(ATTENTION_TYPES)}, got {self.attention_type!r}.")
+
+
+__all__ = ["ATTENTION_TYPES", "VISION_PRESETS", "ToSTVisionConfig"]

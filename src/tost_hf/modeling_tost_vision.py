@@ -1,0 +1,389 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""ToST vision models: XCiT's trunk with TSSA in place of cross-covariance attention, and its two baselines."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_tost_vision import ToSTVisionConfig
+from .modeling_tost_base import ToSTBaseModel
+from .tssa import TokenStatisticsSelfAttention
+
+
+@dataclass
+class ToSTVisionModelOutput(BaseModelOutputWithPooling):
+    """`memberships`: Pi of every TSSA block, each (B, H, N). `class_attentions`: of every class-attention block, the class
+    token's weights over itself and the patches, each (B, H, 1, 1 + N). Both on request."""
+
+    memberships: tuple[torch.FloatTensor, ...] | None = None
+    class_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class ToSTImageClassifierOutput(ImageClassifierOutput):
+    """`memberships` and `class_attentions` as in `ToSTVisionModelOutput`."""
+
+    memberships: tuple[torch.FloatTensor, ...] | None = None
+    class_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+# Embeddings ----------------------------------------------------------------------------------------------------------
+
+
+class ToSTVisionPatchEmbeddings(nn.Module):
+    """The stem: 3x3 convolutions of stride 2, each with BatchNorm, one for each factor of two in the patch size."""
+
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__()
+        self.patch_size, self.num_channels = config.patch_size, config.num_channels
+        halvings = config.patch_size.bit_length() - 1
+        widths = [config.num_channels, *(config.hidden_size >> (halvings - 1 - i) for i in range(halvings))]
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(narrow, wide, kernel_size=3, stride=2, padding=1, bias=False)
+            for narrow, wide in itertools.pairwise(widths)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(wide) for wide in widths[1:])
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """(B, C, height, width) to (B, D, height / patch size, width / patch size)."""
+        self._check(pixel_values)
+        x = pixel_values
+        for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
+            x = norm(convolution(x if i == 0 else self.act_fn(x)))
+        return x
+
+    def _check(self, pixel_values: torch.Tensor) -> None:
+        if pixel_values.ndim != 4 or pixel_values.shape[1] != self.num_channels:
+            raise ValueError(
+                f"pixel_values must have shape (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}."
+            )
+        batch, _, height, width = pixel_values.shape
+        if batch == 0 or height < self.patch_size or width < self.patch_size:
+            raise ValueError(
+                f"pixel_values must hold at least one image, of at least one patch ({self.patch_size} pixels) a side, got "
+                f"{batch} of {height} x {width} pixels."
+            )
+        if height % self.patch_size or width % self.patch_size:
+            raise ValueError(
+                f"The sides of an image must be multiples of the patch size ({self.patch_size}), got {height} x {width}; "
+                "resize or crop it."
+            )
+
+
+class ToSTVisionPositionEmbeddings(nn.Module):
+    """Fourier code of a patch's row and column in the grid, projected to the model's width; made for any grid."""
+
+    features = 32  # sines and cosines of one axis
+    temperature = 10000
+
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__()
+        self.projection = nn.Linear(2 * self.features, config.hidden_size)
+
+    def forward(self, height: int, width: int, device: torch.device) -> torch.Tensor:
+        """The codes (height * width, D), row by row."""
+        rows = self._code(height, device)[:, None].expand(height, width, -1)
+        columns = self._code(width, device)[None].expand(height, width, -1)
+        code = torch.cat([rows, columns], -1).flatten(0, 1)
+        return self.projection(code.to(self.projection.weight.dtype))
+
+    def _code(self, length: int, device: torch.device) -> torch.Tensor:
+        """Of places 1 to `length`, as shares of a turn, (length, 32): sine and cosine of ever slower waves, interleaved."""
+        place = torch.arange(1, length + 1, dtype=torch.float32, device=device)
+        angle = place / (length + 1e-6) * (2 * math.pi)
+        wave = torch.arange(self.features // 2, dtype=torch.float32, device=device)
+        angle = angle[:, None] / self.temperature ** (2 * wave / self.features)
+        return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
+
+
+class ToSTVisionEmbeddings(nn.Module):
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__()
+        self.patch_embeddings = ToSTVisionPatchEmbeddings(config)
+        self.position_embeddings = ToSTVisionPositionEmbeddings(config)
+        self.dropout = nn.Dropout(config.embedding_dropout)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """The patches of an image, row by row, (B, N, D)."""
+        patches = self.patch_embeddings(pixel_values)
+        positions = self.position_embeddings(*patches.shape[-2:], patches.device)
+        return self.dropout(patches.flatten(2).transpose(1, 2) + positions)
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+class _QKVAttention(nn.Module):
+    """What ordinary attentions share: one projection to queries, keys and values, and one back."""
+
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.dropout = config.attention_dropout
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.out_dropout = nn.Dropout(config.hidden_dropout)
+
+    def split(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values, each (B, H, N, p)."""
+        B, N, _ = hidden_states.shape
+        return self.qkv(hidden_states).view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, N, p) to (B, N, D), projected."""
+        return self.out_dropout(self.out_proj(x.transpose(1, 2).flatten(2)))
+
+
+class ToSTVisionSoftmaxAttention(_QKVAttention):
+    """The ViT baseline: plain attention between all patches."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dropout = self.dropout if self.training else 0.0
+        return self.merge(F.scaled_dot_product_attention(*self.split(hidden_states), dropout_p=dropout)), None
+
+
+class ToSTVisionCrossCovarianceAttention(_QKVAttention):
+    """The XCiT baseline (arXiv 2106.09681): attention between channels, normalised over the patches."""
+
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__(config)
+        self.temperature = nn.Parameter(torch.ones(config.num_attention_heads, 1, 1))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        query, key, value = self.split(hidden_states)
+        query, key = F.normalize(query, dim=-2), F.normalize(key, dim=-2)
+        weights = (query.transpose(-2, -1) @ key * self.temperature).softmax(-1)
+        weights = F.dropout(weights, self.dropout, self.training)
+        return self.merge(value @ weights.transpose(-2, -1)), None
+
+
+class ToSTVisionClassAttention(_QKVAttention):
+    """Attention in which only the class token, the first one, asks (CaiT)."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The class token (B, 1, D) and its weights over all tokens (B, H, 1, 1 + N)."""
+        query, key, value = self.split(hidden_states)
+        weights = (query[:, :, :1] @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(-1)
+        return self.merge(F.dropout(weights, self.dropout, self.training) @ value), weights
+
+
+def _make_attention(config: ToSTVisionConfig) -> nn.Module:
+    if config.attention_type == "xca":
+        return ToSTVisionCrossCovarianceAttention(config)
+    if config.attention_type == "softmax":
+        return ToSTVisionSoftmaxAttention(config)
+    return TokenStatisticsSelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        causal=False,
+        in_bias=config.qkv_bias,
+        out_bias=True,
+        attention_dropout=config.attention_dropout,
+        hidden_dropout=config.hidden_dropout,
+    )
+
+
+# Blocks --------------------------------------------------------------------------------------------------------------
+
+
+class ToSTVisionMLP(nn.Module):
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.down_proj(self.dropout(self.act_fn(self.up_proj(hidden_states)))))
+
+
+class _ToSTVisionBlock(GradientCheckpointingLayer):
+    """What both kinds of block hold: two normalised, scaled branches, left out at random for whole images."""
+
+    def __init__(self, config: ToSTVisionConfig, attention: nn.Module):
+        super().__init__()
+        width, scale = config.hidden_size, float(config.layer_scale_init_value)
+        self.drop_path_rate = float(config.drop_path_rate)
+        self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.attention = attention
+        self.attention_layer_scale = nn.Parameter(torch.full((width,), scale))
+        self.mlp_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.mlp = ToSTVisionMLP(config)
+        self.mlp_layer_scale = nn.Parameter(torch.full((width,), scale))
+
+    def drop_path(self, branch: torch.Tensor) -> torch.Tensor:
+        """Stochastic depth: zero for some images, the others scaled up by as much."""
+        if not self.training or self.drop_path_rate == 0:
+            return branch
+        return branch * F.dropout(branch.new_ones(branch.shape[0], 1, 1), self.drop_path_rate)
+
+
+class ToSTVisionLayer(_ToSTVisionBlock):
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__(config, _make_attention(config))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        attended, _ = self.attention(self.attention_norm(hidden_states))
+        hidden_states = hidden_states + self.drop_path(self.attention_layer_scale * attended)
+        return hidden_states + self.drop_path(self.mlp_layer_scale * self.mlp(self.mlp_norm(hidden_states)))
+
+
+class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
+    """A class-attention block as the authors compute it: the patch tokens' branches are not zero but the normalised tokens."""
+
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__(config, ToSTVisionClassAttention(config))
+        self.normalize_patch_tokens = config.normalize_patch_tokens
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        normed = self.attention_norm(hidden_states)
+        attended, _ = self.attention(normed)
+        branch = torch.cat([attended, normed[:, 1:]], 1)
+        hidden_states = hidden_states + self.drop_path(self.attention_layer_scale * branch)
+        if self.normalize_patch_tokens:
+            hidden_states = self.mlp_norm(hidden_states)
+        else:
+            hidden_states = torch.cat([self.mlp_norm(hidden_states[:, :1]), hidden_states[:, 1:]], 1)
+        branch = torch.cat([self.mlp_layer_scale * self.mlp(hidden_states[:, :1]), hidden_states[:, 1:]], 1)
+        return hidden_states + self.drop_path(branch)
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+class ToSTVisionPreTrainedModel(ToSTBaseModel):
+    """Weight initialisation, loading and saving of all ToST vision models."""
+
+    config: ToSTVisionConfig
+    base_model_prefix = "tost"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _input_embed_layer = "patch_embeddings"
+    _no_split_modules = ["ToSTVisionEmbeddings", "ToSTVisionLayer", "ToSTVisionClassAttentionLayer"]
+    _keep_in_fp32_modules_strict = ["temp"]
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": ToSTVisionLayer,  # the patches: embedded, and after each block
+        "memberships": OutputRecorder(TokenStatisticsSelfAttention, index=1),
+        "class_attentions": OutputRecorder(ToSTVisionClassAttention, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, std=self.config.initializer_range)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Conv2d):
+            init.kaiming_uniform_(module.weight, a=math.sqrt(5))  # PyTorch's default
+        else:
+            super()._init_weights(module)
+        if isinstance(module, TokenStatisticsSelfAttention):
+            init.ones_(module.temp)
+        elif isinstance(module, ToSTVisionCrossCovarianceAttention):
+            init.ones_(module.temperature)
+        elif isinstance(module, _ToSTVisionBlock):
+            init.constant_(module.attention_layer_scale, self.config.layer_scale_init_value)
+            init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)
+        elif isinstance(module, ToSTVisionModel):
+            init.trunc_normal_(module.class_token, std=self.config.initializer_range)
+
+
+class ToSTVisionModel(ToSTVisionPreTrainedModel):
+    """The ToST vision trunk: convolutional stem, TSSA blocks over the patches, class-attention blocks, final LayerNorm."""
+
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__(config)
+        self.embeddings = ToSTVisionEmbeddings(config)
+        self.layers = nn.ModuleList(ToSTVisionLayer(config) for _ in range(config.num_hidden_layers))
+        self.class_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
+        self.class_attention_layers = nn.ModuleList(
+            ToSTVisionClassAttentionLayer(config) for _ in range(config.num_class_attention_layers)
+        )
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.patch_embeddings
+
+    @merge_with_config_defaults
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ToSTVisionModelOutput:
+        """Runs the trunk.
+
+        Args:
+            pixel_values: (B, C, height, width), both sides multiples of the patch size; the image need not be square.
+            interpolate_pos_encoding: accepted for compatibility; positions are computed for the image at hand either way.
+
+        Returns:
+            `last_hidden_state` (B, 1 + N, D), the class token first, then the patches row by row, all after the final norm;
+            `pooler_output` (B, D), the class token.
+        """
+        if pixel_values is None:
+            raise ValueError("Give pixel_values, of shape (batch, channels, height, width).")
+        dtype = self.embeddings.patch_embeddings.convolutions[0].weight.dtype
+        hidden_states = self.embeddings(pixel_values.to(dtype))
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        hidden_states = torch.cat([self.class_token.expand(len(hidden_states), -1, -1), hidden_states], 1)
+        for layer in self.class_attention_layers:
+            hidden_states = layer(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        return ToSTVisionModelOutput(last_hidden_state=hidden_states, pooler_output=hidden_states[:, 0])
+
+
+class ToSTForImageClassification(ToSTVisionPreTrainedModel):
+    """ToST with a linear classifier on the class token."""
+
+    def __init__(self, config: ToSTVisionConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.tost = ToSTVisionModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ToSTImageClassifierOutput:
+        """Logits (B, num_labels), and the loss of `config.problem_type` where labels are given."""
+        outputs = self.tost(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits, self.config, **kwargs)
+        return ToSTImageClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            memberships=outputs.memberships,
+            class_attentions=outputs.class_attentions,
+        )
+
+
+__all__ = ["ToSTForImageClassification", "ToSTVisionModel", "ToSTVisionPreTrainedModel"]
