@@ -97,7 +97,7 @@ def show(output_dir: str) -> None:
     after = json.loads((Path(output_dir) / "eval_results.json").read_text())["eval_loss"]
     print(f"\nValidation perplexity: {math.exp(before):,.0f} before training, {math.exp(after):.1f} after.")
 
-    model = AutoModelForCausalLM.from_pretrained(f"./{output_dir}" if not os.path.isabs(output_dir) else output_dir).eval()
+    model = AutoModelForCausalLM.from_pretrained(output_dir).eval()
     tokenizer = AutoTokenizer.from_pretrained(output_dir)
     print(f"Reloaded {output_dir} as {type(model).__name__}, {model.num_parameters():,} parameters. A sampled continuation:\n")
     inputs = tokenizer(PROMPT, return_tensors="pt")
@@ -132,7 +132,7 @@ def main():
             shutil.rmtree(args.output_dir)  # an earlier demo's
         train(texts, scratch / "tokenizer", args.output_dir, args.steps)
     show(args.output_dir)
-    print(f"\nThe whole demo took {time.perf_counter() - start:.0f} s. The model is in ./{args.output_dir}.")
+    print(f"\nThe whole demo took {time.perf_counter() - start:.0f} s. The model is in {args.output_dir}.")
 
 
 if __name__ == "__main__":

@@ -479,7 +479,8 @@ class TokenStatisticsSelfAttention(nn.Module):
         """
         B, T, _ = hidden_states.shape
         w = self.in_proj(hidden_states).view(B, T, self.num_heads, self.head_dim)
-        bias = None if self.denom_bias is None else self.denom_bias[:, position_ids, 0].permute(1, 2, 0)
+        # a look-up, not an index: the gradient of an index adds up in whatever order threads come
+        bias = None if self.denom_bias is None else F.embedding(position_ids, self.denom_bias[..., 0].t())
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         state = None if layer is None else layer.state
         if layer is not None and T == 1:

@@ -1,0 +1,132 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Training with the authors' settings: `ToSTTrainingArguments` and `ToSTTrainer` on transformers' own Trainer."""
+
+import os
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import SchedulerType
+from transformers.utils import is_torch_bf16_gpu_available
+
+
+RECIPE_MAX_STEPS = 600_000
+RECIPE_WARMUP_STEPS = 2_000
+RECIPE_BATCH_SIZE = 60  # sequences of a micro-batch of tost-base
+RECIPE_ACCUMULATION = 8  # micro-batches of a step, over all processes: 480 sequences
+RECIPE_MIN_LR_RATE = 0.1
+NOT_DECAYED = ("temp", "denom_bias")
+
+
+@dataclass
+class ToSTTrainingArguments(TrainingArguments):
+    """`TrainingArguments` whose defaults are the authors' language pre-training (paper, arXiv 2412.17810, and their code).
+
+    AdamW with betas (0.9, 0.95) and weight decay 0.1, learning rate 6e-4 with 2,000 steps of warm-up and a cosine down to a
+    tenth, gradients clipped at 1.0, 600,000 steps of 480 sequences, bf16. Where the released tost-base configuration
+    differs from the paper (weight decay 0.01), the paper's value is used.
+
+    A default steps aside when it would contradict what was asked for:
+
+    - `num_train_epochs` alone decides the length of training; `max_steps`, given too, wins as in transformers.
+    - A batch size given without `gradient_accumulation_steps` is not accumulated. With neither, a step has 60 x 8 sequences
+      whatever the number of processes (the authors used 30 x 16 for tost-medium, 20 x 24 for tost-large).
+    - Warm-up takes 2,000 steps, or a tenth of a shorter run.
+    - The floor of the learning rate belongs to the default schedule; another `lr_scheduler_type` has its own arguments.
+    - bf16 is used where the device has it, unless fp16 or Accelerate's `mixed_precision` says otherwise.
+    """
+
+    learning_rate: float = field(default=6e-4, metadata={"help": "The peak learning rate of AdamW."})
+    weight_decay: float = field(
+        default=0.1,
+        metadata={"help": "Weight decay of the tensors of two or more dimensions, other than temp and denom_bias."},
+    )
+    adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "The norm gradients are clipped to."})
+    lr_scheduler_type: SchedulerType | str = field(
+        default="cosine_with_min_lr", metadata={"help": "The learning rate's schedule; the default ends at a tenth."}
+    )
+    warmup_steps: float | None = field(
+        default=None,
+        metadata={"help": "Steps of linear warm-up, or a share of the run if below 1. Default: 2,000, or a tenth if fewer."},
+    )
+    max_steps: int | None = field(
+        default=None,
+        metadata={"help": "Number of optimizer steps; wins over num_train_epochs. Default: 600,000 if neither is given."},
+    )
+    num_train_epochs: float | None = field(
+        default=None, metadata={"help": "Number of passes over the training data, in place of max_steps."}
+    )
+    per_device_train_batch_size: int | None = field(
+        default=None, metadata={"help": "Sequences of one device's micro-batch. Default: 60."}
+    )
+    gradient_accumulation_steps: int | None = field(
+        default=None,
+        metadata={"help": "Micro-batches of a step. Default: 1, or 8 shared by the processes if no batch size is given."},
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to compute in bfloat16. Default: if the device has it.",
+            "nargs": "?",  # so that a plain --bf16 still means true
+            "const": True,
+        },
+    )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "The folder of the checkpoint to go on from; the flag alone means the last one in output_dir.",
+            "nargs": "?",
+            "const": "true",
+        },
+    )
+
+    def __post_init__(self):
+        if self.max_steps is None:
+            self.max_steps = RECIPE_MAX_STEPS if self.num_train_epochs is None else -1
+        if self.num_train_epochs is None:
+            self.num_train_epochs = 3.0  # as in transformers; has an effect with max_steps=-1 only
+        if self.gradient_accumulation_steps is None:
+            processes = int(os.environ.get("WORLD_SIZE", 1))
+            default_batch = self.per_device_train_batch_size is None
+            self.gradient_accumulation_steps = max(1, RECIPE_ACCUMULATION // processes) if default_batch else 1
+        if self.per_device_train_batch_size is None:
+            self.per_device_train_batch_size = RECIPE_BATCH_SIZE
+        self._shorten_warmup = self.warmup_steps is None
+        if self.warmup_steps is None:
+            self.warmup_steps = RECIPE_WARMUP_STEPS
+        if self.lr_scheduler_kwargs is None and SchedulerType(self.lr_scheduler_type) == SchedulerType.COSINE_WITH_MIN_LR:
+            self.lr_scheduler_kwargs = {"min_lr_rate": RECIPE_MIN_LR_RATE}
+        if self.bf16 is None:
+            chosen = self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+            on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+            self.bf16 = not chosen and not on_cpu and is_torch_bf16_gpu_available()
+        super().__post_init__()
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Number of warm-up steps in a run of `num_training_steps`."""
+        steps = super().get_warmup_steps(num_training_steps)
+        return min(steps, num_training_steps // 10) if self._shorten_warmup else steps
+
+
+class ToSTTrainer(Trainer):
+    """transformers' `Trainer` with the authors' parameter groups; without `args`, with their settings too.
+
+    Weight decay applies to tensors of two or more dimensions except `temp` and `denom_bias`, which set the sharpness and the
+    bias of a membership. Tensors of one dimension (norms, biases, LayerScale) are not decayed. The embeddings are.
+    """
+
+    def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
+        super().__init__(model, ToSTTrainingArguments() if args is None else args, **kwargs)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that are decayed; what `Trainer.create_optimizer` builds its two groups from."""
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            # DeepSpeed's ZeRO-3 flattens parameters and keeps their shape aside
+            if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and name.rpartition(".")[2] not in NOT_DECAYED
+        ]
+
+
+__all__ = ["ToSTTrainer", "ToSTTrainingArguments"]

@@ -1,0 +1,737 @@
+"""Training: the recipe, ToSTTrainer, run_clm.py, and what Accelerate, torch and PEFT make of the models."""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import randomize
+from datasets import Dataset
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorWithFlattening,
+    HfArgumentParser,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
+
+from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
+from tost_hf.metrics import TokenAccuracy, perplexity
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RUN_CLM = EXAMPLES / "run_clm.py"
+EOS = "<|endoftext|>"
+TINY = "n_layer=2,n_embd=32,n_head=4,n_positions=32,vocab_size=320"
+
+
+def load_run_clm():
+    spec = importlib.util.spec_from_file_location("run_clm", RUN_CLM)
+    module = sys.modules["run_clm"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+run_clm = load_run_clm()
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+    """Real text that every machine has, the standard library's sources, and a byte-level BPE tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("text")
+    library = Path(os.__file__).parent
+    train, validation = ((library / name).read_text(encoding="utf-8")[:40_000] for name in ("argparse.py", "tarfile.py"))
+    (folder / "train.txt").write_text(train, encoding="utf-8")
+    (folder / "validation.txt").write_text(validation[:8_000], encoding="utf-8")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([train], vocab_size=300, special_tokens=[EOS], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=EOS, eos_token=EOS)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture
+def clm_args(text_folder, tmp_path):
+    """Arguments of a small run of run_clm.py; keywords replace and add, None leaves out, True is a bare flag."""
+
+    def make(**changes) -> list[str]:
+        values = {
+            "config_name": "tost-base",
+            "config_overrides": TINY,
+            "tokenizer_name": text_folder / "tokenizer",
+            "train_file": text_folder / "train.txt",
+            "validation_file": text_folder / "validation.txt",
+            "cache_dir": tmp_path / "cache",
+            "output_dir": tmp_path / "out",
+            "block_size": 32,
+            "per_device_train_batch_size": 4,
+            "max_steps": 3,
+            "learning_rate": 0.01,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "use_cpu": True,
+            "do_train": True,
+        } | changes
+        flags = (
+            [f"--{key}"] if value is True else [f"--{key}", str(value)] for key, value in values.items() if value is not None
+        )
+        return list(chain.from_iterable(flags))
+
+    return make
+
+
+def environment(tmp_path) -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "hf"),
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def launch(tmp_path, args: list[str], processes: int) -> str:
+    """Runs `accelerate launch run_clm.py` and returns what it printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # without --multi_gpu one process starts; ACCELERATE_USE_CPU makes the several ones find each other through gloo
+    several = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(RUN_CLM), *args]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(output_dir) -> list[float]:
+    history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def token_rows(rows: int, length: int = 16, vocab_size: int = 97) -> Dataset:
+    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(3)).tolist()
+    return Dataset.from_dict({"input_ids": ids, "labels": ids})
+
+
+def training_args(tmp_path, **changes) -> ToSTTrainingArguments:
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "max_steps": 5,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return ToSTTrainingArguments(**(values | changes))
+
+
+def train(trainer) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+# The recipe ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_the_published_recipe(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    args = ToSTTrainingArguments(str(tmp_path), use_cpu=True)
+    assert (args.learning_rate, args.weight_decay, args.max_grad_norm) == (6e-4, 0.1, 1.0)
+    assert (args.adam_beta1, args.adam_beta2, args.max_steps) == (0.9, 0.95, 600_000)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 480
+    assert args.get_warmup_steps(600_000) == 2000
+    assert args.bf16 is False  # on a CPU
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"num_train_epochs": 2}, {"num_train_epochs": 2, "max_steps": -1}),
+        ({"num_train_epochs": 2, "max_steps": 7}, {"max_steps": 7}),
+        ({"max_steps": -1}, {"num_train_epochs": 3, "max_steps": -1}),
+        ({"per_device_train_batch_size": 4}, {"gradient_accumulation_steps": 1}),
+        ({"gradient_accumulation_steps": 3}, {"per_device_train_batch_size": 60, "gradient_accumulation_steps": 3}),
+        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_kwargs": None}),
+        ({"lr_scheduler_kwargs": {"min_lr": 1e-5}}, {"lr_scheduler_kwargs": {"min_lr": 1e-5}}),
+    ],
+)
+def test_defaults_step_aside(tmp_path, given, expected):
+    args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, **given)
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_processes_share_the_default_accumulation(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(ToSTTrainingArguments, "device", torch.device("cpu"))  # do not wait for three other processes
+    (args,) = HfArgumentParser(ToSTTrainingArguments).parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu"])
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (60, 2)
+
+
+def test_warmup_is_shortened_only_when_it_was_not_asked_for(tmp_path):
+    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True).get_warmup_steps(500) == 50
+    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True, warmup_steps=400).get_warmup_steps(500) == 400
+    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True, warmup_steps=0).get_warmup_steps(500) == 0
+    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True, warmup_steps=0.5).get_warmup_steps(500) == 250
+
+
+@pytest.mark.parametrize("flags, bf16", [(["--bf16"], True), (["--bf16", "false"], False), ([], False)])
+def test_bf16_on_the_command_line(tmp_path, flags, bf16):
+    parser = HfArgumentParser(ToSTTrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu", *flags])
+    assert args.bf16 is bf16
+
+
+def test_arguments_survive_a_round_trip(tmp_path):
+    args = training_args(tmp_path, num_train_epochs=2, max_steps=None)
+    again = ToSTTrainingArguments(**{k: v for k, v in args.to_dict().items() if not isinstance(v, dict)})
+    assert (again.max_steps, again.num_train_epochs) == (-1, 2)
+    assert again.gradient_accumulation_steps == args.gradient_accumulation_steps
+
+
+def test_parameter_groups(tmp_path, tiny_config):
+    tiny_config.num_hidden_layers, tiny_config.use_bias = 1, True
+    model = ToSTForCausalLM(tiny_config)
+    trainer = ToSTTrainer(model, training_args(tmp_path))
+    decayed, kept = trainer.create_optimizer().param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert {names[id(p)] for p in decayed["params"]} == {
+        "model.embed_tokens.weight",
+        "model.embed_positions.weight",
+        "model.layers.0.self_attn.in_proj.weight",
+        "model.layers.0.self_attn.out_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    }
+    assert {names[id(p)] for p in kept["params"]} == set(names.values()) - {names[id(p)] for p in decayed["params"]}
+    assert model.model.layers[0].self_attn.temp.ndim == 2  # so that its name, not its shape, keeps it out
+    assert "get_decay_parameter_names" in vars(Trainer)  # the method that ToSTTrainer overrides
+
+
+def test_learning_rate_ends_at_a_tenth(tmp_path, tiny_model):
+    trainer = ToSTTrainer(tiny_model, training_args(tmp_path, learning_rate=6e-4))
+    trainer.create_optimizer_and_scheduler(num_training_steps=100)
+    rates = []
+    for _ in range(101):
+        rates.append(trainer.lr_scheduler.get_last_lr()[0])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    assert rates[5] == pytest.approx(3e-4)
+    assert rates[10] == pytest.approx(6e-4)  # warm-up takes a tenth of so short a run
+    assert rates[55] == pytest.approx(3.3e-4)
+    assert rates[100] == pytest.approx(6e-5)
+
+
+def test_trainer_without_arguments_uses_the_recipe(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert isinstance(ToSTTrainer(tiny_model).args, ToSTTrainingArguments)
+
+
+def test_trainer_equals_a_plain_loop(tmp_path, tiny_config):
+    """50 AdamW steps against a loop that spells out the recipe: groups, clipping, warm-up, cosine with a floor."""
+    steps, batch, rate, warmup = 50, 4, 0.01, 5
+    rows = token_rows(steps * batch)
+    model, twin = (randomize(ToSTForCausalLM(tiny_config)) for _ in range(2))
+    args = training_args(
+        tmp_path, max_steps=steps, learning_rate=rate, warmup_steps=warmup, train_sampling_strategy="sequential"
+    )
+    ours = train(ToSTTrainer(model, args, train_dataset=rows))
+
+    special = ("norm.weight", "temp", "denom_bias", "layer_scale")
+    decayed = [p for name, p in twin.named_parameters() if not name.endswith(special) and "layernorm" not in name]
+    kept = [p for name, p in twin.named_parameters() if all(p is not q for q in decayed)]
+    assert len(decayed) == 2 + 4 * tiny_config.num_hidden_layers
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    plain = []
+    for step, ids in enumerate(torch.tensor(rows["input_ids"]).split(batch)):
+        progress = (step - warmup) / (steps - warmup)
+        scale = step / warmup if step < warmup else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * scale
+        loss = torch.nn.functional.cross_entropy(twin(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(loss.item())
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
+    assert abs(ours[-1] - ours[0]) > 0.1  # the steps did something
+
+
+# The models in the Trainer -------------------------------------------------------------------------------------------
+
+
+def test_gradient_accumulation_equals_a_big_batch(tmp_path, tiny_config):
+    """Also where micro-batches have different numbers of tokens to predict."""
+    rows = token_rows(24)
+    labels = [[-100] * (index % 5 * 3) + ids[index % 5 * 3 :] for index, ids in enumerate(rows["labels"])]
+    rows = Dataset.from_dict({"input_ids": rows["input_ids"], "labels": labels})
+    results = []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        model = randomize(ToSTForCausalLM(tiny_config))
+        args = training_args(
+            tmp_path, max_steps=3, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation
+        )
+        results.append((train(ToSTTrainer(model, args, train_dataset=rows)), model.state_dict()))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-4)
+
+
+def test_gradients_are_the_same_in_every_run():
+    """Of two threads, on tensors large enough to be shared between them; else a resumed run could not repeat its losses."""
+    sizes = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 12}
+    config = ToSTConfig(**sizes, max_position_embeddings=512, bos_token_id=None, eos_token_id=None)
+    model, ids = randomize(ToSTForCausalLM(config)), torch.randint(50, (16, 512))
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, others = gradients(), [gradients() for _ in range(5)]
+    finally:
+        torch.set_num_threads(threads)
+    assert {name for other in others for name in other if not torch.equal(other[name], first[name])} == set()
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, ToSTTrainer])
+def test_label_smoothing_shifts_the_labels(tmp_path, tiny_config, trainer_class):
+    """Trainer looks the class name up in a table of transformers that registering does not fill."""
+    first = []
+    for smoothing in (0.0, 1e-9):
+        model = randomize(ToSTForCausalLM(tiny_config))
+        args = training_args(tmp_path, max_steps=1, label_smoothing_factor=smoothing)
+        first += train(trainer_class(model, args, train_dataset=token_rows(4)))
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+
+
+def test_evaluate_and_predict(tmp_path, tiny_model):
+    rows = token_rows(10)
+    trainer = ToSTTrainer(tiny_model, training_args(tmp_path, per_device_eval_batch_size=4), eval_dataset=rows)
+    ids = torch.tensor(rows["input_ids"])
+    with torch.no_grad():
+        expected = tiny_model(ids, labels=ids)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.loss.item(), abs=1e-5)
+    predicted = trainer.predict(rows).predictions  # the logits alone: no cache among them
+    torch.testing.assert_close(torch.from_numpy(predicted), expected.logits, rtol=0, atol=1e-5)
+
+
+def test_packed_training_equals_separate_rows(tmp_path, tiny_config):
+    generator = torch.Generator().manual_seed(4)
+    ids = [torch.randint(97, (length,), generator=generator).tolist() for length in (5, 17, 9, 12, 3, 20, 8, 11)]
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+
+    def pad(features):
+        width = max(len(feature["input_ids"]) for feature in features)
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        features = [feature | {"attention_mask": [1] * len(feature["input_ids"])} for feature in features]
+        return {k: torch.tensor([f[k] + [fill[k]] * (width - len(f[k])) for f in features]) for k in fill}
+
+    results = []
+    for collator in (pad, DataCollatorWithFlattening()):
+        model = randomize(ToSTForCausalLM(tiny_config))
+        args = training_args(tmp_path, max_steps=4)
+        results.append(train(ToSTTrainer(model, args, train_dataset=rows, data_collator=collator)))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-5)
+    assert results[0][0] != results[0][-1]
+
+
+def test_lora(tmp_path, tiny_model):
+    peft = pytest.importorskip("peft")
+    ids = torch.tensor(token_rows(2)["input_ids"])
+    base = {name: parameter.clone() for name, parameter in tiny_model.named_parameters()}
+    before = tiny_model(ids).logits
+    targets = ["in_proj", "out_proj", "up_proj", "down_proj"]
+    adapted = peft.get_peft_model(
+        tiny_model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, lora_dropout=0.0)
+    )
+    adapters = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert len(adapters) == 2 * len(targets) * tiny_model.config.num_hidden_layers and all("lora_" in n for n in adapters)
+    torch.testing.assert_close(adapted(ids).logits, before)
+
+    results = train(ToSTTrainer(adapted, training_args(tmp_path, max_steps=20), train_dataset=token_rows(8)))
+    assert results[-1] < results[0] - 0.1
+    adapted.eval()
+    after = adapted(ids).logits
+    assert (after - before).abs().max() > 0.1
+    adapted.save_pretrained(tmp_path / "adapter")
+
+    fresh = randomize(ToSTForCausalLM(tiny_model.config)).eval()
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(ids).logits, after)
+    torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, after, rtol=1e-4, atol=1e-4)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(parameter, base[name.removeprefix("base_model.model.").replace(".base_layer", "")])
+
+
+# torch's own sharding: FSDP2 through Accelerate needs an accelerator -------------------------------------------------
+
+
+def sharded_worker(rank: int, folder: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = ToSTForCausalLM.from_pretrained(folder / "start")
+    mesh = init_device_mesh("cpu", (2,))
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    results = adamw_steps(model, slice(rank, None, 2))
+    torch.distributed.all_reduce(results)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    shards = {p.to_local().numel() for p in model.parameters()}
+    if rank == 0:
+        full = {p.numel() for p in model.parameters()}
+        torch.save({"losses": results / 2, "sharded": max(shards) <= max(full) // 2 + 64}, folder / "result.pt")
+        model.save_pretrained(folder / "end", state_dict=state)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def adamw_steps(model, rows: slice) -> torch.Tensor:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    results = []
+    for ids in torch.tensor(token_rows(40)["input_ids"]).split(8):
+        loss = model(input_ids=ids[rows], labels=ids[rows]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(loss.detach())
+    return torch.stack(results)
+
+
+@pytest.mark.slow
+def test_fully_shard_equals_one_process(tmp_path, tiny_model):
+    tiny_model.save_pretrained(tmp_path / "start")
+    torch.multiprocessing.spawn(sharded_worker, args=(tmp_path,), nprocs=2)
+    single = adamw_steps(tiny_model, slice(None))
+    result = torch.load(tmp_path / "result.pt")
+    assert result["sharded"]
+    torch.testing.assert_close(result["losses"], single, rtol=0, atol=1e-5)
+    assert single[0] - single[-1] != 0
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "end").eval()
+    torch.testing.assert_close(reloaded.state_dict(), tiny_model.state_dict(), rtol=0, atol=1e-4)
+
+
+# run_clm.py, started as users start it -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_one_and_two_processes(tmp_path, clm_args):
+    """The same global batch gives the same losses, and they fall."""
+    common = {"max_steps": 20, "use_cpu": None, "do_eval": True, "eval_on_start": True, "max_eval_samples": 24}
+    one = clm_args(**common, per_device_train_batch_size=8, output_dir=tmp_path / "one", report_to="tensorboard")
+    two = clm_args(**common, per_device_train_batch_size=4, output_dir=tmp_path / "two")
+    printed = launch(tmp_path, one, processes=1)
+    assert re.findall(r"process \d of \d", printed) == ["process 0 of 1"]
+    printed = launch(tmp_path, two, processes=2)
+    assert sorted(re.findall(r"process \d of \d", printed)) == ["process 0 of 2", "process 1 of 2"]
+
+    single, double = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(single) == 20 and single[-1] < single[0] - 1
+    torch.testing.assert_close(single, double, rtol=0, atol=1e-4)
+    assert list((tmp_path / "one").rglob("events.out.tfevents.*"))
+    for folder in ("one", "two"):
+        results = json.loads((tmp_path / folder / "eval_results.json").read_text())
+        history = json.loads((tmp_path / folder / "trainer_state.json").read_text())["log_history"]
+        assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]), rel=1e-4)
+        assert results["perplexity"] < history[0]["eval_perplexity"] / 2  # against the one before training
+        assert 0 < results["eval_accuracy"] < 1
+
+
+@pytest.mark.slow
+def test_kill_and_resume_bit_for_bit(tmp_path, clm_args):
+    """With dropout, shuffling, accumulation and an epoch's end on the way: every random state has to come back."""
+    overrides = TINY + ",hidden_dropout=0.1,attention_dropout=0.1,embedding_dropout=0.1"
+    common = {
+        "config_overrides": overrides,
+        "max_train_samples": 60,  # 7.5 steps an epoch
+        "gradient_accumulation_steps": 2,
+        "max_steps": 30,
+        "save_strategy": "steps",
+        "save_steps": 5,
+    }
+
+    def start(folder, **changes):
+        command = [sys.executable, str(RUN_CLM), *clm_args(**common, output_dir=folder, **changes)]
+        log = open(tmp_path / "log.txt", "a")
+        return subprocess.Popen(command, env=environment(tmp_path), stdout=log, stderr=log, start_new_session=True)
+
+    assert start(tmp_path / "whole").wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+    killed = start(tmp_path / "killed")
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "killed/checkpoint-10/trainer_state.json").exists():
+        assert killed.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
+        time.sleep(0.002)
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert killed.wait(timeout=60) == -signal.SIGKILL
+    assert not (tmp_path / "killed/trainer_state.json").exists()  # it did not get to the end
+    assert not (tmp_path / "killed/checkpoint-30").exists()
+
+    first_checkpoint = (tmp_path / "killed/checkpoint-5/trainer_state.json").stat()
+    assert start(tmp_path / "killed", resume_from_checkpoint=True).wait(timeout=300) == 0
+    whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "killed")
+    assert len(whole) == 30 and resumed == whole
+    # and it did not begin again
+    assert (tmp_path / "killed/checkpoint-5/trainer_state.json").stat().st_mtime_ns == first_checkpoint.st_mtime_ns
+
+
+# run_clm.py, in this process -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, size", [("tost-base", (12, 768)), ("tost-medium", (24, 1024)), ("tost-large", (36, 1280))])
+def test_presets(name, size):
+    config = run_clm.load_config(run_clm.ModelArguments(config_name=name))
+    assert isinstance(config, ToSTConfig) and (config.num_hidden_layers, config.hidden_size) == size
+
+
+def test_a_folder_named_like_a_preset_wins(tmp_path, monkeypatch, tiny_config):
+    monkeypatch.chdir(tmp_path)
+    tiny_config.save_pretrained("tost-base")
+    assert run_clm.load_config(run_clm.ModelArguments(config_name="tost-base")).hidden_size == tiny_config.hidden_size
+
+
+def test_config_overrides():
+    overrides = "n_embd=64,num_attention_heads=2,max_position_embeddings=null,layer_norm_eps=1e-6,use_bias=True"
+    config = run_clm.load_config(run_clm.ModelArguments(config_overrides=overrides))
+    assert (config.hidden_size, config.intermediate_size, config.num_attention_heads) == (64, 256, 2)
+    assert (config.max_position_embeddings, config.layer_norm_eps, config.use_bias) == (None, 1e-6, True)
+    other = run_clm.load_config(run_clm.ModelArguments(model_type="gpt2", config_overrides="n_layer=3"))
+    assert (other.model_type, other.num_hidden_layers) == ("gpt2", 3)
+
+
+def test_vocabulary_and_special_tokens_follow_the_tokenizer(text_folder):
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = run_clm.load_model(run_clm.ModelArguments(), ToSTConfig(vocab_size=100, **small), tokenizer)
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == 320  # 300, to a multiple of 64
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.pad_token_id is None
+    args = run_clm.ModelArguments(dtype="bfloat16")
+    model = run_clm.load_model(args, ToSTConfig(vocab_size=1000, **small), tokenizer)
+    assert model.config.vocab_size == 1000 and model.dtype == torch.bfloat16
+
+
+def test_a_larger_tokenizer_resizes_a_pretrained_model(tmp_path, text_folder, tiny_model):
+    tiny_model.save_pretrained(tmp_path / "model")
+    args = run_clm.ModelArguments(model_name_or_path=str(tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    model = run_clm.load_model(args, run_clm.load_config(args), tokenizer)
+    assert model.config.vocab_size == 320
+    assert torch.equal(model.get_input_embeddings().weight[:97], tiny_model.get_input_embeddings().weight)
+
+
+def blocks_of(text_folder, file, block_size=8, **options):
+    data_args = run_clm.DataTrainingArguments(train_file=str(file), validation_split_percentage=0, **options)
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    rows = run_clm.load_texts(run_clm.ModelArguments(cache_dir=str(file.parent / "cache")), data_args)["train"]
+    return list(run_clm.prepare_blocks("train", rows, tokenizer, block_size, None, data_args)), tokenizer
+
+
+def decode(blocks, tokenizer) -> str:
+    return tokenizer.decode(list(chain.from_iterable(block["input_ids"] for block in blocks)))
+
+
+def test_a_text_file_is_cut_without_loss(tmp_path, text_folder):
+    text = (text_folder / "train.txt").read_text(encoding="utf-8")[:5000]
+    (tmp_path / "part.txt").write_text(text, encoding="utf-8")
+    blocks, tokenizer = blocks_of(text_folder, tmp_path / "part.txt")
+    assert all(len(block["input_ids"]) == 8 and block["labels"] == block["input_ids"] for block in blocks)
+    joined = decode(blocks, tokenizer)
+    assert text.startswith(joined) and len(joined) > len(text) - 80
+    assert EOS not in joined
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
+def test_each_row_of_other_files_ends_with_eos(tmp_path, text_folder, ending):
+    rows = Dataset.from_dict({"text": ["import os\n", "", "x = 1"], "other": [1, 2, 3]})
+    file = tmp_path / f"rows.{ending}"
+    {"csv": rows.to_csv, "parquet": rows.to_parquet}.get(ending, rows.to_json)(str(file))
+    blocks, tokenizer = blocks_of(text_folder, file, block_size=2)
+    joined = decode(blocks, tokenizer)
+    assert ("import os\n" + EOS + "x = 1" + EOS).startswith(joined) and len(joined) > 20
+    blocks, tokenizer = blocks_of(text_folder, file, block_size=2, add_eos_token=False)
+    assert EOS not in decode(blocks, tokenizer)
+
+
+def test_streaming_gives_the_same_blocks(tmp_path, text_folder):
+    (tmp_path / "part.txt").write_text("one = 1\ntwo = 2\n" * 50, encoding="utf-8")
+    whole, _ = blocks_of(text_folder, tmp_path / "part.txt")
+    streamed, _ = blocks_of(text_folder, tmp_path / "part.txt", streaming=True)
+    assert streamed == whole and len(whole) > 10
+
+
+def test_held_out_rows_are_not_trained_on():
+    rows = Dataset.from_dict({"text": [str(index) for index in range(200)]})
+    for stream in (rows, rows.to_iterable_dataset()):
+        train_rows, held_out = ([row["text"] for row in part] for part in run_clm.hold_out(stream, 5))
+        assert len(held_out) == 10 and sorted(train_rows + held_out) == sorted(rows["text"])
+
+
+def test_training_on_a_stream(tmp_path, clm_args):
+    run_clm.main(clm_args(streaming=True, do_eval=True, max_eval_samples=8, validation_file=None))
+    assert len(losses(tmp_path / "out")) == 3
+    assert json.loads((tmp_path / "out/eval_results.json").read_text())["perplexity"] > 1
+
+
+def test_epochs(tmp_path, clm_args):
+    run_clm.main(clm_args(max_steps=None, num_train_epochs=2, max_train_samples=12))
+    assert len(losses(tmp_path / "out")) == 6
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_arguments_from_a_file_and_evaluation_alone(tmp_path, text_folder, tiny_config, ending):
+    tiny_config.vocab_size = 320
+    model = randomize(ToSTForCausalLM(tiny_config)).eval()
+    model.save_pretrained(tmp_path / "model")
+    arguments = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "tokenizer_name": str(text_folder / "tokenizer"),
+        "validation_file": str(text_folder / "validation.txt"),
+        "cache_dir": str(tmp_path / "cache"),
+        "output_dir": str(tmp_path / "out"),
+        "block_size": 16,
+        "max_eval_samples": 10,
+        "do_eval": True,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    (tmp_path / f"arguments.{ending}").write_text({"json": json.dumps, "yaml": yaml.safe_dump}[ending](arguments))
+    run_clm.main([str(tmp_path / f"arguments.{ending}")])
+    results = json.loads((tmp_path / "out/eval_results.json").read_text())
+
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    tokens = tokenizer((text_folder / "validation.txt").read_text(encoding="utf-8"))["input_ids"]
+    ids = torch.tensor(tokens[:160]).view(10, 16)
+    with torch.no_grad():
+        expected = model(ids, labels=ids)
+    right = expected.logits[:, :-1].argmax(-1) == ids[:, 1:]
+    assert results["eval_loss"] == pytest.approx(expected.loss.item(), abs=1e-4)
+    assert results["perplexity"] == pytest.approx(math.exp(expected.loss.item()), rel=1e-4)
+    assert results["eval_accuracy"] == pytest.approx(right.float().mean().item())
+    assert results["eval_samples"] == 10
+
+
+def test_resuming_finds_the_last_complete_checkpoint(tmp_path):
+    def found(resume):
+        return run_clm.find_checkpoint(training_args(tmp_path, resume_from_checkpoint=resume))
+
+    assert found(None) is None
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        found("true")
+    for step in (5, 10, 15):
+        (tmp_path / f"out/checkpoint-{step}").mkdir(parents=True)
+        if step < 15:  # the last one was being written when the run was killed
+            (tmp_path / f"out/checkpoint-{step}/trainer_state.json").touch()
+    assert found(None) == found("true") == str(tmp_path / "out/checkpoint-10")
+    assert found(str(tmp_path / "out/checkpoint-5")) == str(tmp_path / "out/checkpoint-5")
+    assert found("false") is None
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        found(str(tmp_path / "elsewhere"))
+
+
+def test_another_model_keeps_the_plain_trainer(tmp_path, clm_args, monkeypatch):
+    made = []
+    monkeypatch.setattr(run_clm, "Trainer", lambda *args, **kwargs: made.append("Trainer") or Trainer(*args, **kwargs))
+    gpt2 = "n_layer=1,n_embd=16,n_head=2,n_positions=32,vocab_size=320"
+    run_clm.main(clm_args(config_name=None, model_type="gpt2", config_overrides=gpt2, max_steps=1))
+    assert made == ["Trainer"] and len(losses(tmp_path / "out")) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, error, sentence",
+    [
+        ({"train_file": None, "validation_file": None}, ValueError, "no text to work on"),
+        ({"train_file": "absent.txt"}, FileNotFoundError, "'absent.txt' does not exist"),
+        ({"train_file": "notes.docx"}, ValueError, "must end in one of: .txt"),
+        ({"train_file": "EMPTY"}, ValueError, "is empty"),
+        ({"train_file": "SHORT"}, ValueError, "shorter than one block of 32 tokens"),
+        ({"train_file": "SHORT", "validation_file": None}, ValueError, "single row"),
+        ({"train_file": None}, ValueError, "no train text"),
+        ({"validation_file": None, "validation_split_percentage": 0, "do_eval": True}, ValueError, "no validation text"),
+        ({"validation_split_percentage": 100}, ValueError, "below 100"),
+        ({"block_size": 33}, ValueError, "--block_size 33 is over the model's max_position_embeddings of 32"),
+        ({"block_size": 1}, ValueError, "at least 2"),
+        ({"tokenizer_name": None}, ValueError, "needs a tokenizer"),
+        ({"config_overrides": "hiden_size=8"}, ValueError, "no use for 'hiden_size=8'"),
+        ({"config_overrides": "n_layer"}, ValueError, "no use for 'n_layer'"),
+        ({"config_overrides": "n_head=5"}, ValueError, "must be a multiple of num_attention_heads"),
+        (
+            {"config_name": None, "model_name_or_path": "x"},
+            ValueError,
+            "--config_overrides is for a model trained from scratch",
+        ),
+        ({"resume_from_checkpoint": "absent"}, FileNotFoundError, "'absent' does not exist"),
+        ({"nonsense": 1}, ValueError, "nonsense"),
+    ],
+)
+def test_bad_input(tmp_path, clm_args, changes, error, sentence):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("short")
+    files = {"EMPTY": tmp_path / "empty.txt", "SHORT": tmp_path / "short.txt"}
+    changes = {key: files.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
+    with pytest.raises(error, match=re.escape(sentence)):
+        run_clm.main(clm_args(**changes))
+
+
+def test_a_position_free_model_takes_any_block(tmp_path, clm_args):
+    overrides = TINY.replace("n_positions=32", "n_positions=null")
+    run_clm.main(clm_args(config_overrides=overrides, block_size=200, max_steps=1))
+    assert len(losses(tmp_path / "out")) == 1
+
+
+# Metrics and launcher files ------------------------------------------------------------------------------------------
+
+
+def test_metrics():
+    counted = TokenAccuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
+    assert counted == {"accuracy": pytest.approx(2 / 3)}
+    metric = TokenAccuracy()
+    metric.add_batch(predictions=[1, 2], references=[1, 3])
+    metric.add_batch(predictions=[4], references=[4])
+    assert metric.compute() == {"accuracy": pytest.approx(2 / 3)}
+    assert math.isnan(TokenAccuracy().compute(predictions=[1], references=[-100])["accuracy"])
+    assert perplexity(math.log(7)) == pytest.approx(7)
+    assert perplexity(1e6) == math.inf and math.isnan(perplexity(math.nan))
+
+
+@pytest.mark.parametrize(
+    "file, kind", [("fsdp2.yaml", "FSDP"), ("deepspeed_zero2.yaml", "DEEPSPEED"), ("multi_node.yaml", "MULTI_GPU")]
+)
+def test_accelerate_files(file, kind):
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    config = load_config_from_file(str(EXAMPLES / "accelerate" / file))
+    assert config.distributed_type == kind and config.mixed_precision == "bf16"
+    flags = vars(launch_command_parser().parse_args(["script.py"]))
+    assert set(config.fsdp_config) | set(config.deepspeed_config) <= set(flags)  # accelerate knows every key
+    if kind == "FSDP":
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert [config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]] == ToSTForCausalLM._no_split_modules
