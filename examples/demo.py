@@ -121,7 +121,7 @@ def show(output_dir: str) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="tost-demo", help="the folder of the trained model; replaced if it exists")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     args = parser.parse_args()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
