@@ -1,6 +1,7 @@
 """The models: padding, packing, caching and positions against each sequence alone; recorded outputs; bad input."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tost_hf import (
 )
 
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler (g++)")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -333,6 +335,7 @@ def test_position_free_has_no_tables_and_no_limit(tiny_config):
 # Compilers -----------------------------------------------------------------------------------------------------------
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_compiled_forward_and_backward(tiny_model):
     """torch.compile with its default backend, whole graph, forward and gradients."""
@@ -347,7 +350,7 @@ def test_compiled_forward_and_backward(tiny_model):
     )
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
 def test_compiled_decode_step_neither_breaks_nor_recompiles(tiny_model, backend):
     frames = 0
 

@@ -12,10 +12,11 @@ F64 = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def make(B=2, T=70, H=3, p=5, dtype=torch.float64, dead=0):
-    """w (B, T, H, p), temp, bias (T, H); `dead` zero tokens at the start and one dead channel exercise the floors."""
+    """w (B, T, H, p), temp, bias (T, H); `dead` zero tokens, two tiny ones and one dead channel exercise the floors."""
     w = torch.randn(B, T, H, p, dtype=dtype)
     if dead:
         w[:, :dead] = 0
+        w[:, dead : dead + 2] *= 1e-7
         w[:, :, 0, 0] = 0
     temp = torch.rand(H, dtype=dtype) * 3 + 0.5
     bias = torch.randn(T, H, dtype=dtype) * 0.3
