@@ -525,5 +525,5 @@ def test_models_refuse_a_width_of_zero():
 
 
 def test_models_refuse_another_models_config():
-    with pytest.raises(ValueError, match="ToSTForCausalLM needs a ToSTConfig .*, got a GPT2Config"):
+    with pytest.raises(ValueError, match=r"ToSTForCausalLM needs a ToSTConfig .*, got a GPT2Config"):
         ToSTForCausalLM(GPT2Config())
