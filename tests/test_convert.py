@@ -1,6 +1,5 @@
 """Conversion of the authors' checkpoints: equal outputs, equal tensors on the way back, refusals; library and command."""
 
-import argparse
 import os
 import subprocess
 import sys
@@ -213,11 +212,6 @@ def gap(contents):
     del contents["model_args"]
 
 
-def vision(contents):
-    state = {"module.cls_token": torch.zeros(1, 1, 8), "module.blocks.0.attn.temp": torch.ones(2, 1)}
-    return {"model": state, "epoch": 3, "args": argparse.Namespace(model="tost_cab_tiny_12_p16")}
-
-
 H0 = "transformer.h.0."
 REFUSED = {
     "GPT-2 attention, stated": (stated(TSSA=False), "TSSA=False"),
@@ -246,7 +240,6 @@ REFUSED = {
     "an entry that is no tensor": (replaced(H0 + "gamma1", 1.0), "gamma1.*not a named tensor"),
     "state dict without a frame": (lambda contents: contents["model"], "not a checkpoint of the authors' code"),
     "a list": (lambda contents: [1, 2], "not a checkpoint of the authors' code"),
-    "vision": (vision, "vision checkpoint"),
 }
 
 

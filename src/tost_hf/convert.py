@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,18 +19,23 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, is_vision_available
 
 from .configuration_tost import ToSTConfig
+from .configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
+from .image_processing import make_image_processor
 from .modeling_tost import ToSTForCausalLM
+from .modeling_tost_vision import ToSTForImageClassification
 
 
 logger = logging.getLogger(__name__)
 
+Config = ToSTConfig | ToSTVisionConfig
 StateDict = dict[str, torch.Tensor]
 PathLike = str | os.PathLike[str]
 
-# The authors' name of each module or parameter, and ours; numbers between dots are carried over in their order.
+# The authors' name of each module or parameter, and ours; {} is the number of a layer.
 LANGUAGE_NAMES = {
     "transformer.wte": "model.embed_tokens",
     "transformer.wpe": "model.embed_positions",
@@ -47,24 +52,80 @@ LANGUAGE_NAMES = {
     "transformer.ln_f": "model.norm",
     "lm_head": "lm_head",
 }
+VISION_NAMES = {
+    "cls_token": "tost.class_token",
+    # the authors' stem is a sequence with an activation after each convolution but the last
+    **{f"patch_embed.proj.{2 * i}.0": f"tost.embeddings.patch_embeddings.convolutions.{i}" for i in range(5)},
+    **{f"patch_embed.proj.{2 * i}.1": f"tost.embeddings.patch_embeddings.norms.{i}" for i in range(5)},
+    "pos_embeder.token_projection": "tost.embeddings.position_embeddings.projection",
+    "blocks.{}.norm1": "tost.layers.{}.attention_norm",
+    "blocks.{}.gamma1": "tost.layers.{}.attention_layer_scale",
+    "blocks.{}.norm2": "tost.layers.{}.mlp_norm",
+    "blocks.{}.mlp.fc1": "tost.layers.{}.mlp.up_proj",
+    "blocks.{}.mlp.fc2": "tost.layers.{}.mlp.down_proj",
+    "blocks.{}.gamma2": "tost.layers.{}.mlp_layer_scale",
+    "cls_attn_blocks.{}.norm1": "tost.class_attention_layers.{}.attention_norm",
+    "cls_attn_blocks.{}.attn.qkv": "tost.class_attention_layers.{}.attention.qkv",
+    "cls_attn_blocks.{}.attn.proj": "tost.class_attention_layers.{}.attention.out_proj",
+    "cls_attn_blocks.{}.gamma1": "tost.class_attention_layers.{}.attention_layer_scale",
+    "cls_attn_blocks.{}.norm2": "tost.class_attention_layers.{}.mlp_norm",
+    "cls_attn_blocks.{}.mlp.fc1": "tost.class_attention_layers.{}.mlp.up_proj",
+    "cls_attn_blocks.{}.mlp.fc2": "tost.class_attention_layers.{}.mlp.down_proj",
+    "cls_attn_blocks.{}.gamma2": "tost.class_attention_layers.{}.mlp_layer_scale",
+    "norm": "tost.norm",
+    "head": "classifier",
+}
+VISION_ATTENTION_NAMES = {  # by attention_type, beside VISION_NAMES
+    "tssa": {
+        "blocks.{}.attn.qkv": "tost.layers.{}.attention.in_proj",  # one projection, in spite of its name
+        "blocks.{}.attn.temp": "tost.layers.{}.attention.temp",
+        "blocks.{}.attn.to_out.0": "tost.layers.{}.attention.out_proj",
+    },
+    "xca": {
+        "blocks.{}.attn.qkv": "tost.layers.{}.attention.qkv",
+        "blocks.{}.attn.temperature": "tost.layers.{}.attention.temperature",
+        "blocks.{}.attn.proj": "tost.layers.{}.attention.out_proj",
+    },
+    "softmax": {
+        "blocks.{}.attn.qkv": "tost.layers.{}.attention.qkv",
+        "blocks.{}.attn.proj": "tost.layers.{}.attention.out_proj",
+    },
+}
 
 _WRAPPERS = ("_orig_mod.", "module.")  # torch.compile's and DDP's prefixes, in either order
 _VISION_MODULES = ("cls_token", "patch_embed.", "cls_attn_blocks.", "pos_embeder.")
+_XCIT_MODULES = (".local_mp.", ".norm3.", ".gamma3")  # XCiT's local patch interaction
+_POSITION_PROJECTION = "pos_embeder.token_projection.weight"  # a 1x1 convolution in the authors' code, a Linear here
 _END_OF_TEXT = 50256  # of GPT-2's tokenizer, which the authors use
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")  # one number in the authors' code
 
 
-def convert_from_original(checkpoint: PathLike, output_dir: PathLike, *, overwrite: bool = False) -> Path:
-    """Converts a language checkpoint of the authors' code (`ckpt.pt`) to a transformers folder.
+def convert_from_original(
+    checkpoint: PathLike,
+    output_dir: PathLike,
+    *,
+    overwrite: bool = False,
+    ema: bool = False,
+    num_attention_heads: int | None = None,
+    normalize_patch_tokens: bool | None = None,
+) -> Path:
+    """Converts a checkpoint of the authors' code, language (`ckpt.pt`) or vision (`checkpoint.pth`), to a transformers folder.
 
-    The folder gets `config.json`, `model.safetensors` and `generation_config.json`, and loads with
-    `AutoModelForCausalLM.from_pretrained`. Tensors keep their values and their dtype. The sizes are read from the tensors.
-    A tokenizer is not part of a checkpoint: the authors' models use GPT-2's.
+    The folder gets `config.json`, `model.safetensors` and, by kind, `generation_config.json` or `preprocessor_config.json`. It
+    loads with `AutoModelForCausalLM` or `AutoModelForImageClassification`. Tensors keep their values and their dtype. Which
+    model it is, and its sizes, is read from the tensors; among vision models these are ToST and its baselines of the same
+    trunk with cross-covariance or softmax attention. A tokenizer is not part of a checkpoint: the authors' models use GPT-2's.
 
     Args:
-        checkpoint: the file: a dict with `model`, the state dict, and usually `model_args`. The rest is not used.
+        checkpoint: the file: a dict with `model`, the state dict, and usually `model_args` (language) or `args` (vision). The
+            rest is not used.
         output_dir: the folder to write.
         overwrite: whether to replace the model in a folder that is not empty; other files in it stay.
+        ema: whether to take the averaged weights, `model_ema`. Vision only, as are the next two.
+        num_attention_heads: the heads of a softmax baseline, which its tensors do not tell; by default those of the authors'
+            size that `args.model` names.
+        normalize_patch_tokens: the authors' `tokens_norm`, which no tensor tells; by default what `args` says, else true, as
+            in all released models.
 
     Returns:
         `output_dir`.
@@ -78,16 +139,25 @@ def convert_from_original(checkpoint: PathLike, output_dir: PathLike, *, overwri
     checkpoint, target = Path(checkpoint), Path(output_dir)
     _check_folder(target, overwrite)
     contents = _load_pickle(checkpoint)
-    state, model_args = _state_dict(contents, checkpoint), _stated_sizes(contents, checkpoint)
-    _refuse_other_models(state, model_args, checkpoint)
-    config = _infer_config(state, model_args, checkpoint)
-    model = _empty_model(config)
-    needed = {rename(name, _reversed(LANGUAGE_NAMES)): tensor.shape for name, tensor in model.state_dict().items()}
-    _check_tensors(state, needed, checkpoint)
-    model.load_state_dict({rename(name, LANGUAGE_NAMES): tensor for name, tensor in state.items()}, assign=True)
+    state = _state_dict(contents, "model_ema" if ema else "model", checkpoint)
+    if any(name.startswith(_VISION_MODULES) for name in state):
+        stated = _stated_settings(contents, "args", checkpoint)
+        config = _vision_config(state, stated, num_attention_heads, normalize_patch_tokens, checkpoint)
+    elif num_attention_heads is not None or normalize_patch_tokens is not None:
+        raise ValueError(
+            f"{checkpoint} is no vision checkpoint; heads and normalised patch tokens are settings of these only."
+        )
+    else:
+        config = _language_config(state, _stated_settings(contents, "model_args", checkpoint), checkpoint)
+    model, names = _empty_model(config), _names(config)
+    _check_tensors(state, _authors_tensors(model), checkpoint)
+    ours = {rename(name, names): tensor for name, tensor in state.items()}
+    model.load_state_dict({name: ours[name].reshape(own.shape) for name, own in model.state_dict().items()}, assign=True)
     model.tie_weights()
     with _staged_folder(target) as folder:
         model.save_pretrained(folder)
+        if isinstance(config, ToSTVisionConfig):
+            _save_image_processor(config, folder)
     return target
 
 
@@ -100,16 +170,18 @@ def convert_to_original(
     best_val_loss: float = 1e9,
     config: Mapping | None = None,
 ) -> Path:
-    """Converts a transformers folder with a `ToSTForCausalLM` to a checkpoint that the authors' code loads.
+    """Converts a transformers folder to a checkpoint that the authors' code loads.
 
-    The file holds `model`, `model_args`, `iter_num`, `best_val_loss` and `config`. It has no `optimizer`, so the authors'
-    training run cannot resume from it.
+    Of a `ToSTForCausalLM` the file holds `model`, `model_args`, `iter_num`, `best_val_loss` and `config`; of a
+    `ToSTForImageClassification`, `model` and `args`, a plain dict. It has no `optimizer`, so the authors' training run cannot
+    resume from it. It holds nothing that `torch.load` with `weights_only=True` refuses.
 
     Args:
         model_dir: folder with `config.json` and `model.safetensors` (or its shards).
-        output_file: the file to write, usually `ckpt.pt`.
+        output_file: the file to write, usually `ckpt.pt` (language) or `checkpoint.pth` (vision).
         overwrite: whether to replace an existing file.
-        iter_num, best_val_loss, config: the training state that the file records; the defaults are those of a fresh run.
+        iter_num, best_val_loss, config: the training state that a language file records; the defaults are those of a fresh
+            run.
 
     Returns:
         `output_file`.
@@ -122,21 +194,23 @@ def convert_to_original(
     source, target = Path(model_dir), Path(output_file)
     _check_file(target, overwrite)
     model_config = _read_config(source)
-    model_args = _model_args(model_config, source)
+    if isinstance(model_config, ToSTVisionConfig):
+        settings = {"args": _vision_args(model_config, source)}
+    else:
+        settings = {
+            "model_args": _language_args(model_config, source),
+            "iter_num": iter_num,
+            "best_val_loss": torch.tensor(best_val_loss),
+            "config": dict(config or {}),
+        }
     state = _load_safetensors(source)
     if "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied: stored once by us, twice by the authors
-    needed = {name: tensor.shape for name, tensor in _empty_model(model_config).state_dict().items()}
-    _check_tensors(state, needed, source)
-    contents = {
-        "model": {rename(name, _reversed(LANGUAGE_NAMES)): state[name] for name in needed},
-        "model_args": model_args,
-        "iter_num": iter_num,
-        "best_val_loss": torch.tensor(best_val_loss),
-        "config": dict(config or {}),
-    }
+    model, names = _empty_model(model_config), _names(model_config)
+    _check_tensors(state, model.state_dict(), source)
+    authors = {name: state[rename(name, names)].reshape(own.shape) for name, own in _authors_tensors(model).items()}
     with _staged_file(target) as file:
-        torch.save(contents, file)
+        torch.save({"model": authors} | settings, file)
     return target
 
 
@@ -145,12 +219,21 @@ def convert_to_original(
 
 def rename(name: str, names: Mapping[str, str]) -> str | None:
     """The new name of a tensor by a table such as `LANGUAGE_NAMES`; None where the table does not have its module."""
-    number = r"(?<=\.)\d+(?=\.)"
-    template, numbers = re.sub(number, "{}", name), re.findall(number, name)
-    if template in names:
-        return names[template].format(*numbers)
-    module, _, leaf = template.rpartition(".")
-    return f"{names[module].format(*numbers)}.{leaf}" if module in names else None
+    number = re.search(r"(?<=\.)\d+(?=\.)", name)
+    layer = number[0] if number else ""
+    for template in (name, re.sub(r"(?<=\.)\d+(?=\.)", "{}", name, count=1)):
+        module, _, leaf = template.rpartition(".")
+        if template in names:
+            return names[template].replace("{}", layer)
+        if module in names:
+            return names[module].replace("{}", layer) + f".{leaf}"
+    return None
+
+
+def _names(config: Config) -> Mapping[str, str]:
+    if isinstance(config, ToSTVisionConfig):
+        return VISION_NAMES | VISION_ATTENTION_NAMES[config.attention_type]
+    return LANGUAGE_NAMES
 
 
 def _reversed(names: Mapping[str, str]) -> dict[str, str]:
@@ -163,19 +246,29 @@ def _strip_wrappers(name: str) -> str:
     return name
 
 
-def _check_tensors(state: StateDict, needed: Mapping[str, torch.Size], source: Path) -> None:
-    """Refuses tensors that are missing, unknown, not floating or of another shape than needed."""
+def _authors_tensors(model: PreTrainedModel) -> StateDict:
+    """The tensors of a model under the authors' names and in their shapes."""
+    back = _reversed(_names(model.config))
+    tensors = {rename(name, back): tensor for name, tensor in model.state_dict().items()}
+    if _POSITION_PROJECTION in tensors:
+        tensors[_POSITION_PROJECTION] = tensors[_POSITION_PROJECTION][..., None, None]
+    return tensors
+
+
+def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
+    """Refuses tensors that are missing, unknown, or of another shape or another sort of number than needed."""
     missing = [name for name in needed if name not in state]
     unknown = [name for name in state if name not in needed]
     problems = [f"it lacks {_listed(missing)}"] * bool(missing) + [f"it has {_listed(unknown)}"] * bool(unknown)
     if problems:
-        raise ValueError(f"{source} does not hold exactly the tensors of a ToST language model: {' and '.join(problems)}.")
-    for name, shape in needed.items():
+        raise ValueError(f"{source} does not hold exactly the tensors of a ToST model of its sizes: {' and '.join(problems)}.")
+    for name, wanted in needed.items():
         tensor = state[name]
-        if tensor.shape != shape or not tensor.is_floating_point():
+        if tensor.shape != wanted.shape or tensor.is_floating_point() != wanted.is_floating_point():
+            numbers = "floating-point numbers" if wanted.is_floating_point() else "integers"
             raise ValueError(
                 f"{source}: {name} has shape {tuple(tensor.shape)} and {tensor.dtype}, but the model's sizes ask for "
-                f"floating-point numbers of shape {tuple(shape)}."
+                f"{numbers} of shape {tuple(wanted.shape)}."
             )
 
 
@@ -190,7 +283,7 @@ def _load_pickle(path: Path) -> object:
     with path.open("rb"):  # a missing or forbidden file gets its own error here
         pass
     try:
-        # vision checkpoints hold a Namespace; with it they can be recognised
+        # the authors' vision checkpoints hold one under "args"
         with torch.serialization.safe_globals([argparse.Namespace]):
             # memory-mapped, the optimizer is never read
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -207,15 +300,15 @@ def _load_pickle(path: Path) -> object:
         ) from error
 
 
-def _state_dict(contents: object, source: Path) -> StateDict:
-    """The tensors under "model", without the prefixes of torch.compile and DDP."""
-    stored = contents.get("model") if isinstance(contents, Mapping) else None
+def _state_dict(contents: object, key: str, source: Path) -> StateDict:
+    """The tensors under "model" or "model_ema", without the prefixes of torch.compile and DDP."""
+    stored = contents.get(key) if isinstance(contents, Mapping) else None
     if not isinstance(stored, Mapping) or not stored:
-        raise ValueError(f"{source} is not a checkpoint of the authors' code: that is a dict with a state dict under 'model'.")
+        raise ValueError(f"{source} is not a checkpoint of the authors' code: that is a dict with a state dict under {key!r}.")
     state = {}
     for name, tensor in stored.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{source}: the entry {name!r} of 'model' is not a named tensor.")
+            raise ValueError(f"{source}: the entry {name!r} of {key!r} is not a named tensor.")
         bare = _strip_wrappers(name)
         if bare in state:
             raise ValueError(f"{source} holds {bare} twice, under different prefixes.")
@@ -223,16 +316,80 @@ def _state_dict(contents: object, source: Path) -> StateDict:
     return state
 
 
-def _stated_sizes(contents: Mapping, source: Path) -> Mapping:
-    model_args = contents.get("model_args", {})
-    if not isinstance(model_args, Mapping):
-        raise ValueError(f"{source}: model_args must be a dict, got {type(model_args).__name__}.")
-    return model_args
+def _stated_settings(contents: Mapping, key: str, source: Path) -> Mapping:
+    """`model_args` or `args`: what the run that wrote the file was told."""
+    stated = contents.get(key, {})
+    if isinstance(stated, argparse.Namespace):
+        stated = vars(stated)
+    if not isinstance(stated, Mapping):
+        raise ValueError(f"{source}: {key} must be a dict, got {type(stated).__name__}.")
+    return stated
 
 
-def _refuse_other_models(state: StateDict, model_args: Mapping, source: Path) -> None:
-    if any(name.startswith(_VISION_MODULES) for name in state):
-        raise ValueError(f"{source} is a ToST vision checkpoint; only language checkpoints can be converted.")
+def _shape(state: StateDict, name: str, ndim: int, source: Path) -> torch.Size:
+    if name not in state:
+        raise ValueError(f"{source} does not hold a ToST model: it lacks {name}.")
+    if state[name].ndim != ndim:
+        raise ValueError(f"{source}: {name} must have {ndim} dimensions, got shape {tuple(state[name].shape)}.")
+    return state[name].shape
+
+
+def _count(state: StateDict, pattern: str) -> int:
+    """How many different numbers the names have in a place."""
+    return len({match[1] for name in state if (match := re.match(pattern, name))})
+
+
+def _make_config(make: Callable[..., Config], fields: Mapping, source: Path) -> Config:
+    try:
+        return make(**fields)
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{source}: {_last_line(error)}") from error
+
+
+def _refuse_settings(config: Config, fixed: Mapping, source: Path) -> None:
+    """Refuses a configuration with other values than these, the only ones in the authors' code."""
+    for name, value in fixed.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"{source} has {name}={getattr(config, name)!r}, but a model in the authors' format has {name}={value!r}."
+            )
+
+
+# Language models
+
+
+def _language_config(state: StateDict, model_args: Mapping, source: Path) -> ToSTConfig:
+    """The configuration by the tensors' shapes, which `model_args` must not contradict."""
+    _refuse_gpt2(state, model_args, source)
+    vocab_size, n_embd = _shape(state, "transformer.wte.weight", 2, source)
+    sizes = {
+        "n_layer": _count(state, r"transformer\.h\.([^.]*)"),
+        "n_head": _shape(state, "transformer.h.0.attn.temp", 2, source)[0],
+        "n_embd": n_embd,
+        "block_size": _shape(state, "transformer.wpe.weight", 2, source)[0],
+        "bias": "transformer.ln_f.bias" in state,
+        "vocab_size": vocab_size,
+    }
+    for name, size in sizes.items():
+        if model_args.get(name, size) != size:
+            raise ValueError(f"{source}: model_args says {name}={model_args[name]}, but the tensors say {name}={size}.")
+    end_of_text = _END_OF_TEXT if vocab_size > _END_OF_TEXT else None
+    fields = {
+        "num_hidden_layers": sizes["n_layer"],
+        "num_attention_heads": sizes["n_head"],
+        "hidden_size": n_embd,
+        "max_position_embeddings": sizes["block_size"],
+        "use_bias": sizes["bias"],
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": _tied(state, source),
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        **dict.fromkeys(_DROPOUTS, model_args.get("dropout", 0.0)),
+    }
+    return _make_config(ToSTConfig, fields, source)
+
+
+def _refuse_gpt2(state: StateDict, model_args: Mapping, source: Path) -> None:
     c_attn = state.get("transformer.h.0.attn.c_attn.weight")
     fused_qkv = c_attn is not None and c_attn.ndim == 2 and c_attn.shape[0] == 3 * c_attn.shape[1]
     if fused_qkv or not model_args.get("TSSA", True):
@@ -241,47 +398,6 @@ def _refuse_other_models(state: StateDict, model_args: Mapping, source: Path) ->
             f"{source} is a GPT-2 checkpoint with softmax attention ({reason}), not a ToST model; convert it as a GPT-2 "
             f"model instead."
         )
-
-
-def _infer_config(state: StateDict, model_args: Mapping, source: Path) -> ToSTConfig:
-    """The configuration by the tensors' shapes, which `model_args` must not contradict."""
-
-    def shape(name: str, ndim: int = 2) -> torch.Size:
-        if name not in state:
-            raise ValueError(f"{source} does not hold a ToST language model: it lacks {name}.")
-        if state[name].ndim != ndim:
-            raise ValueError(f"{source}: {name} must have {ndim} dimensions, got shape {tuple(state[name].shape)}.")
-        return state[name].shape
-
-    layers = {name.split(".")[2] for name in state if name.startswith("transformer.h.")}
-    vocab_size, n_embd = shape("transformer.wte.weight")
-    sizes = {
-        "n_layer": len(layers),
-        "n_head": shape("transformer.h.0.attn.temp")[0],
-        "n_embd": n_embd,
-        "block_size": shape("transformer.wpe.weight")[0],
-        "bias": "transformer.ln_f.bias" in state,
-        "vocab_size": vocab_size,
-    }
-    for name, size in sizes.items():
-        if model_args.get(name, size) != size:
-            raise ValueError(f"{source}: model_args says {name}={model_args[name]}, but the tensors say {name}={size}.")
-    end_of_text = _END_OF_TEXT if vocab_size > _END_OF_TEXT else None
-    try:
-        return ToSTConfig(
-            num_hidden_layers=sizes["n_layer"],
-            num_attention_heads=sizes["n_head"],
-            hidden_size=n_embd,
-            max_position_embeddings=sizes["block_size"],
-            use_bias=sizes["bias"],
-            vocab_size=vocab_size,
-            tie_word_embeddings=_tied(state, source),
-            bos_token_id=end_of_text,
-            eos_token_id=end_of_text,
-            **dict.fromkeys(_DROPOUTS, model_args.get("dropout", 0.0)),
-        )
-    except (ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{source}: {_last_line(error)}") from error
 
 
 def _tied(state: StateDict, source: Path) -> bool:
@@ -293,27 +409,7 @@ def _tied(state: StateDict, source: Path) -> bool:
     return tied
 
 
-# The transformers folder
-
-
-def _empty_model(config: ToSTConfig) -> ToSTForCausalLM:
-    with torch.device("meta"):
-        return ToSTForCausalLM(config)
-
-
-def _read_config(folder: Path) -> ToSTConfig:
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} is not a folder with a transformers model: there is no config.json in it.")
-    fields, _ = ToSTConfig.get_config_dict(folder, local_files_only=True)
-    if fields.get("model_type") != ToSTConfig.model_type:
-        raise ValueError(f"{folder} holds a model of type {fields.get('model_type')!r}, not {ToSTConfig.model_type!r}.")
-    try:
-        return ToSTConfig.from_dict(fields)
-    except (ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{folder / 'config.json'}: {_last_line(error)}") from error
-
-
-def _model_args(config: ToSTConfig, source: Path) -> dict:
+def _language_args(config: ToSTConfig, source: Path) -> dict:
     """`model_args` of the authors' code; refuses what that code has no setting for."""
     if config.max_position_embeddings is None:
         raise ValueError(f"{source} is position-free (max_position_embeddings=None); the authors' format has no such model.")
@@ -324,11 +420,7 @@ def _model_args(config: ToSTConfig, source: Path) -> dict:
         "intermediate_size": 4 * config.hidden_size,
         **dict.fromkeys(_DROPOUTS, config.hidden_dropout),
     }
-    for name, value in fixed.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"{source} has {name}={getattr(config, name)!r}, but a model in the authors' format has {name}={value!r}."
-            )
+    _refuse_settings(config, fixed, source)
     return {
         "n_layer": config.num_hidden_layers,
         "n_head": config.num_attention_heads,
@@ -339,6 +431,120 @@ def _model_args(config: ToSTConfig, source: Path) -> dict:
         "dropout": config.hidden_dropout,
         "TSSA": True,
     }
+
+
+# Vision models
+
+
+def _vision_config(
+    state: StateDict, args: Mapping, heads: int | None, normalize_patch_tokens: bool | None, source: Path
+) -> ToSTVisionConfig:
+    """The configuration by the tensors' shapes and, where these do not tell, by `args`."""
+    _refuse_xcit(state, source)
+    width = _shape(state, "cls_token", 3, source)[2]
+    attention_type = _attention_type(state, width, source)
+    if normalize_patch_tokens is None:
+        normalize_patch_tokens = args.get("tokens_norm", True)
+    fields = {
+        "hidden_size": width,
+        "num_hidden_layers": _count(state, r"blocks\.([^.]*)"),
+        "num_class_attention_layers": _count(state, r"cls_attn_blocks\.([^.]*)"),
+        "num_attention_heads": _vision_heads(state, args, heads, attention_type, width, source),
+        "intermediate_size": _shape(state, "blocks.0.mlp.fc1.weight", 2, source)[0],
+        "image_size": args.get("input_size", 224),
+        "patch_size": 2 ** _count(state, r"patch_embed\.proj\.([^.]*)\.0\.weight"),
+        "num_channels": _shape(state, "patch_embed.proj.0.0.weight", 4, source)[1],
+        "attention_type": attention_type,
+        "normalize_patch_tokens": normalize_patch_tokens,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "hidden_dropout": args.get("drop", 0.0),
+        "embedding_dropout": args.get("drop", 0.0),
+        "drop_path_rate": args.get("drop_path", 0.0),
+        "num_labels": _shape(state, "head.weight", 2, source)[0],
+    }
+    return _make_config(ToSTVisionConfig, fields, source)
+
+
+def _refuse_xcit(state: StateDict, source: Path) -> None:
+    local = [name for name in state if any(module in name for module in _XCIT_MODULES)]
+    if local:
+        raise ValueError(
+            f"{source} is an XCiT checkpoint with local patch interaction ({_listed(local, most=1)}), which ToST's trunk and "
+            "its baselines do not have; it cannot be converted."
+        )
+
+
+def _attention_type(state: StateDict, width: int, source: Path) -> str:
+    if "blocks.0.attn.temperature" in state:
+        return "xca"
+    fused_qkv = _shape(state, "blocks.0.attn.qkv.weight", 2, source)[0] == 3 * width
+    return "softmax" if fused_qkv and "blocks.0.attn.temp" not in state else "tssa"
+
+
+def _vision_heads(state: StateDict, args: Mapping, heads: int | None, attention_type: str, width: int, source: Path) -> int:
+    """The number of heads: a tensor's, except in a softmax baseline."""
+    if attention_type != "softmax":
+        name, ndim = ("temp", 2) if attention_type == "tssa" else ("temperature", 3)
+        stored = _shape(state, f"blocks.0.attn.{name}", ndim, source)[0]
+        if heads not in (None, stored):
+            raise ValueError(f"{source}: {heads} attention heads are asked for, but the tensors say {stored}.")
+        return stored
+    size = re.search("tiny|small|medium|large", str(args.get("model")))
+    preset = VISION_PRESETS[f"tost-vision-{size[0]}-patch16"] if size else {}
+    named = preset["num_attention_heads"] if preset.get("hidden_size") == width else None
+    for known in (heads, args.get("num_heads"), named):
+        if known is not None:
+            return known
+    raise ValueError(
+        f"{source} has softmax attention, whose number of heads is not in the tensors, and args.model "
+        f"({args.get('model')!r}) names no size of this width; give num_attention_heads (--num-attention-heads)."
+    )
+
+
+def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
+    """What `args` of the authors' code says of a model; refuses what that code has no setting for."""
+    fixed = {
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-6,
+        "attention_dropout": 0,
+        "embedding_dropout": config.hidden_dropout,
+    }
+    _refuse_settings(config, fixed, source)
+    return {
+        "input_size": config.image_size,
+        "nb_classes": config.num_labels,
+        "drop": config.hidden_dropout,
+        "drop_path": config.drop_path_rate,
+        # in the authors' code these two belong to the model that a name chooses; `convert_from_original` reads them
+        "num_heads": config.num_attention_heads,
+        "tokens_norm": config.normalize_patch_tokens,
+    }
+
+
+# The transformers folder
+
+
+def _empty_model(config: Config) -> PreTrainedModel:
+    model_class = ToSTForImageClassification if isinstance(config, ToSTVisionConfig) else ToSTForCausalLM
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def _save_image_processor(config: ToSTVisionConfig, folder: Path) -> None:
+    if is_vision_available():
+        make_image_processor(config).save_pretrained(folder)
+    else:
+        logger.warning("Pillow is not installed, so the folder gets no image processor.")
+
+
+def _read_config(folder: Path) -> Config:
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} is not a folder with a transformers model: there is no config.json in it.")
+    fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    for config_class in (ToSTConfig, ToSTVisionConfig):
+        if fields.get("model_type") == config_class.model_type:
+            return _make_config(config_class.from_dict, {"config_dict": fields}, folder / "config.json")
+    raise ValueError(f"{folder} holds a model of type {fields.get('model_type')!r}, not 'tost' or 'tost_vision'.")
 
 
 def _load_safetensors(folder: Path) -> StateDict:
@@ -416,4 +622,11 @@ def _staged_file(target: Path) -> Iterator[Path]:
         staged.unlink(missing_ok=True)
 
 
-__all__ = ["LANGUAGE_NAMES", "convert_from_original", "convert_to_original", "rename"]
+__all__ = [
+    "LANGUAGE_NAMES",
+    "VISION_ATTENTION_NAMES",
+    "VISION_NAMES",
+    "convert_from_original",
+    "convert_to_original",
+    "rename",
+]

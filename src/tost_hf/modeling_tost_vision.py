@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_tost_vision import ToSTVisionConfig
 from .modeling_tost_base import ToSTBaseModel
-from .tssa import TokenStatisticsSelfAttention
+from .tssa import TokenStatisticsSelfAttention, compute_dtype
 
 
 @dataclass
@@ -165,7 +165,9 @@ class ToSTVisionCrossCovarianceAttention(_QKVAttention):
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
         query, key, value = self.split(hidden_states)
         query, key = F.normalize(query, dim=-2), F.normalize(key, dim=-2)
-        weights = (query.transpose(-2, -1) @ key * self.temperature).softmax(-1)
+        weights = (
+            ((query.transpose(-2, -1) @ key).to(compute_dtype(value.dtype)) * self.temperature).softmax(-1).to(value.dtype)
+        )
         weights = F.dropout(weights, self.dropout, self.training)
         return self.merge(value @ weights.transpose(-2, -1)), None
 
@@ -346,7 +348,7 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
         hidden_states = self.embeddings(pixel_values.to(dtype))
         for layer in self.layers:
             hidden_states = layer(hidden_states)
-        hidden_states = torch.cat([self.class_token.expand(len(hidden_states), -1, -1), hidden_states], 1)
+        hidden_states = torch.cat([self.class_token.expand(hidden_states.shape[0], -1, -1), hidden_states], 1)
         for layer in self.class_attention_layers:
             hidden_states = layer(hidden_states)
         hidden_states = self.norm(hidden_states)

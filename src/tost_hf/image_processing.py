@@ -1,0 +1,50 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The image processor of ToST vision models: transformers' own of ViT, with the authors' two evaluation crops."""
+
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from transformers import ViTImageProcessorPil
+
+    from .configuration_tost_vision import ToSTVisionConfig
+
+CROPS = ("center", "squash")
+
+
+def make_image_processor(
+    config_or_size: "ToSTVisionConfig | int | tuple[int, int]", crop: str = "center"
+) -> "ViTImageProcessorPil":
+    """The processor that turns pictures of any size and mode into RGB `pixel_values` with ImageNet's statistics.
+
+    Args:
+        config_or_size: the configuration of a model, whose `image_size` is used, or a side, or (height, width).
+        crop: "center" resizes the shorter side and cuts out the centre, as after pre-training; "squash" resizes both sides
+            whatever the shape of the picture, as after fine-tuning.
+
+    Returns:
+        A processor that works without torchvision. `save_pretrained` writes it, `AutoImageProcessor` reads it back.
+    """
+    from transformers import ViTImageProcessorPil  # needs Pillow, which the models do not
+    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
+
+    if crop not in CROPS:
+        raise ValueError(f"crop must be one of {', '.join(CROPS)}, got {crop!r}.")
+    sides = getattr(config_or_size, "image_size", config_or_size)
+    height, width = (sides, sides) if isinstance(sides, int) else sides
+    if min(height, width) < 1:
+        raise ValueError(f"The sides of an image must be at least 1, got {height} x {width}.")
+    exact = {"height": height, "width": width}
+    centered = crop == "center"
+    return ViTImageProcessorPil(
+        do_convert_rgb=True,
+        size={"shortest_edge": max(height, width)} if centered else exact,
+        resample=PILImageResampling.BICUBIC,
+        do_center_crop=centered,
+        crop_size=exact if centered else None,
+        image_mean=IMAGENET_DEFAULT_MEAN,
+        image_std=IMAGENET_DEFAULT_STD,
+    )
+
+
+__all__ = ["CROPS", "make_image_processor"]

@@ -1,0 +1,354 @@
+"""Conversion of the authors' vision checkpoints: equal outputs, equal tensors on the way back, baselines, refusals."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import randomize
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
+from tost_hf import convert_from_original as to_folder
+from tost_hf import convert_to_original as to_file
+from tost_hf.cli import main
+from tost_hf.convert import VISION_ATTENTION_NAMES, VISION_NAMES, rename
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+P16, P8 = FIXTURES / "vision_p16.pth", FIXTURES / "vision_p8_tokensnorm_off.pth"
+NORMALIZED = {P16: None, P8: False}  # tokens_norm, which the files do not state
+
+
+def read_pth(path):
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(path, weights_only=True)
+
+
+def assert_same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def write_changed(path, change, source=P8):
+    """A copy of a fixture after `change(contents)`, which changes it in place or returns another object."""
+    contents = read_pth(source)
+    torch.save(change(contents) or contents, path)
+    return path
+
+
+@pytest.fixture(scope="module", params=NORMALIZED, ids=lambda path: path.stem)
+def converted(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("converted") / request.param.stem
+    assert to_folder(request.param, folder, normalize_patch_tokens=NORMALIZED[request.param]) == folder
+    return request.param, folder
+
+
+# Equal to the authors' code ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-4)])
+@torch.no_grad()
+def test_logits_features_and_memberships(converted, dtype, tolerance):
+    path, folder = converted
+    expected = load_file(path.with_suffix(".golden.safetensors"))
+    model = AutoModelForImageClassification.from_pretrained(folder, dtype=dtype).eval()
+    pixels = expected["pixel_values"].to(dtype)
+    output = model(pixels, output_memberships=True)
+    assert relative_error(output.logits, expected["logits"]) < tolerance
+    assert relative_error(torch.stack(output.memberships), expected["membership"]) < tolerance
+    assert relative_error(model.tost(pixels).pooler_output, expected["features_cls"]) < tolerance
+    if path == P16:
+        assert relative_error(model(expected["pixel_values_2"].to(dtype)).logits, expected["logits_2"]) < tolerance
+
+
+def test_folder(converted):
+    path, folder = converted
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "preprocessor_config.json"}
+    assert [file.name for file in folder.parent.iterdir()] == [folder.name]  # nothing temporary is left
+    config, side = ToSTVisionConfig.from_pretrained(folder), read_pth(path)["args"].input_size
+    assert config.normalize_patch_tokens == (path == P16) and config.image_size == side
+    assert AutoImageProcessor.from_pretrained(folder).crop_size == {"height": side, "width": side}
+
+
+def test_names_cover_every_kind_of_trunk_in_both_directions():
+    for attention_type, of_attention in VISION_ATTENTION_NAMES.items():
+        names = VISION_NAMES | of_attention
+        back = {ours: authors for authors, ours in names.items()}
+        assert len(back) == len(names)
+        for ours in tiny(attention_type=attention_type).state_dict():
+            assert rename(rename(ours, back), names) == ours
+    names = VISION_NAMES | VISION_ATTENTION_NAMES["tssa"]
+    assert rename("blocks.11.attn.to_out.0.bias", names) == "tost.layers.11.attention.out_proj.bias"
+    assert rename("patch_embed.proj.6.1.running_var", names) == "tost.embeddings.patch_embeddings.norms.3.running_var"
+    assert rename("blocks.0.attn.to_out.1.bias", names) is None
+
+
+# There and back ------------------------------------------------------------------------------------------------------
+
+
+def test_there_and_back(converted, tmp_path):
+    path, folder = converted
+    original = read_pth(path)
+    assert to_file(folder, tmp_path / "back.pth") == tmp_path / "back.pth"
+    back = torch.load(tmp_path / "back.pth", weights_only=True)
+    assert_same_bits(back["model"], original["model"])
+    assert back["model"]["patch_embed.proj.0.1.num_batches_tracked"].dtype == torch.int64
+    assert back["args"]["input_size"] == original["args"].input_size
+    assert back["args"]["tokens_norm"] == (path == P16)
+    # the file states what the tensors do not tell: nothing needs to be said again
+    again = to_folder(tmp_path / "back.pth", tmp_path / "again")
+    assert (again / "config.json").read_text() == (folder / "config.json").read_text()
+    assert_same_bits(load_file(again / "model.safetensors"), load_file(folder / "model.safetensors"))
+
+
+def test_averaged_weights(tmp_path):
+    folder = to_folder(P16, tmp_path / "model", ema=True)
+    to_file(folder, tmp_path / "back.pth")
+    stored = read_pth(P16)
+    assert_same_bits(read_pth(tmp_path / "back.pth")["model"], stored["model_ema"])
+    assert not torch.equal(stored["model_ema"]["norm.weight"], stored["model"]["norm.weight"])
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_fine_tuned_files_and_prefixes(tmp_path, prefix):
+    """Fine-tuned files hold the DataParallel model, the accuracy and the epoch only."""
+
+    def change(contents):
+        return {"model": {prefix + name: tensor for name, tensor in contents["model"].items()}, "acc": 97.1, "epoch": 3}
+
+    folder = to_folder(write_changed(tmp_path / "vit-ckpt.t7", change), tmp_path / "model")
+    assert ToSTVisionConfig.from_pretrained(folder).image_size == 224
+    to_file(folder, tmp_path / "back.pth")
+    assert_same_bits(read_pth(tmp_path / "back.pth")["model"], read_pth(P8)["model"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_is_kept(tmp_path, dtype):
+    def change(contents):
+        model = contents["model"]
+        contents["model"] = {n: tensor.to(dtype) if tensor.is_floating_point() else tensor for n, tensor in model.items()}
+
+    source = write_changed(tmp_path / "checkpoint.pth", change)
+    folder = to_folder(source, tmp_path / "model")
+    assert AutoModelForImageClassification.from_pretrained(folder).dtype == dtype
+    to_file(folder, tmp_path / "back.pth")
+    assert_same_bits(read_pth(tmp_path / "back.pth")["model"], read_pth(source)["model"])
+
+
+def test_settings_of_the_run(tmp_path):
+    def change(contents):
+        contents["args"].drop, contents["args"].drop_path = 0.1, 0.05
+
+    config = ToSTVisionConfig.from_pretrained(to_folder(write_changed(tmp_path / "c.pth", change), tmp_path / "model"))
+    assert (config.hidden_dropout, config.embedding_dropout, config.drop_path_rate) == (0.1, 0.1, 0.05)
+    assert config.attention_dropout == 0
+    args = read_pth(to_file(tmp_path / "model", tmp_path / "back.pth"))["args"]
+    assert (args["drop"], args["drop_path"], args["nb_classes"]) == (0.1, 0.05, 5)
+
+
+# Other trunks --------------------------------------------------------------------------------------------------------
+
+
+def tiny(**fields):
+    config = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4, "image_size": 16}
+    return randomize(ToSTForImageClassification(ToSTVisionConfig(**(config | fields)))).eval()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_type": "xca"},
+        {"attention_type": "softmax"},
+        {"attention_type": "xca", "qkv_bias": False},
+        {"patch_size": 2, "num_channels": 1},
+        {"patch_size": 32, "num_class_attention_layers": 3, "num_labels": 7},
+        {"num_hidden_layers": 12, "intermediate_size": 48, "drop_path_rate": 0.1},
+    ],
+)
+def test_trunks_go_there_and_back(tmp_path, fields):
+    model = tiny(**fields)
+    model.save_pretrained(tmp_path / "model")
+    again = to_folder(to_file(tmp_path / "model", tmp_path / "c.pth"), tmp_path / "again")
+    loaded = AutoModelForImageClassification.from_pretrained(again)
+    assert loaded.config.to_dict() | {"_name_or_path": ""} == model.config.to_dict() | {
+        "_name_or_path": "",
+        "dtype": "float32",
+    }
+    assert_same_bits(loaded.state_dict(), model.state_dict())
+
+
+def authors_baseline(tmp_path, attention_type, width=192, **args):
+    """A checkpoint of a baseline, with what the authors' run states of it."""
+    tiny(attention_type=attention_type, hidden_size=width, num_attention_heads=4).save_pretrained(tmp_path / "source")
+    contents = read_pth(to_file(tmp_path / "source", tmp_path / "checkpoint.pth"))
+    contents["args"] = argparse.Namespace(**args)
+    torch.save(contents, tmp_path / "checkpoint.pth")
+    return tmp_path / "checkpoint.pth"
+
+
+@pytest.mark.parametrize("attention_type", ["xca", "softmax"])
+def test_baselines_are_recognised(tmp_path, attention_type):
+    source = authors_baseline(tmp_path, attention_type, model="vit_tiny_12_p4", input_size=16)
+    config = ToSTVisionConfig.from_pretrained(to_folder(source, tmp_path / "model"))
+    assert (config.attention_type, config.num_attention_heads) == (attention_type, 4)
+    assert config.patch_size == 4 and config.hidden_size == 192
+
+
+def test_heads_of_a_softmax_baseline(tmp_path):
+    source = authors_baseline(tmp_path, "softmax", width=32, model="vit_tiny_12_p4")  # tiny, but not of tiny's width
+    with pytest.raises(ValueError, match=r"'vit_tiny_12_p4'.*give num_attention_heads"):
+        to_folder(source, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    folder = to_folder(source, tmp_path / "model", num_attention_heads=8)
+    assert ToSTVisionConfig.from_pretrained(folder).num_attention_heads == 8
+    with pytest.raises(ValueError, match=r"hidden_size \(32\) must be a multiple of num_attention_heads \(5\)"):
+        to_folder(source, tmp_path / "other", num_attention_heads=5)
+    with pytest.raises(ValueError, match="num_attention_heads must be at least 1"):
+        to_folder(source, tmp_path / "other", num_attention_heads=0)
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def removed(name):
+    def change(contents):
+        del contents["model"][name]
+
+    return change
+
+
+def replaced(name, tensor):
+    return lambda contents: contents["model"].update({name: tensor})
+
+
+def stated(**args):
+    return lambda contents: vars(contents["args"]).update(args)
+
+
+def deit(contents):
+    return {"model": {"cls_token": torch.zeros(1, 1, 8), "patch_embed.proj.weight": torch.zeros(8, 3, 16, 16)}}
+
+
+REFUSED = {
+    "XCiT": (replaced("blocks.0.local_mp.conv1.weight", torch.zeros(48, 1, 3, 3)), "XCiT .*local_mp.conv1"),
+    "XCiT, by its norm": (replaced("blocks.1.norm3.weight", torch.zeros(48)), "XCiT .*norm3"),
+    "XCiT, by its scale": (replaced("blocks.1.gamma3", torch.zeros(48)), "XCiT .*gamma3"),
+    "a plain ViT": (deit, "lacks blocks.0.attn.qkv.weight"),
+    "missing temp": (removed("blocks.0.attn.temp"), "lacks blocks.0.attn.temp"),
+    "missing class token": (removed("cls_token"), "lacks cls_token"),
+    "missing head": (removed("head.weight"), "lacks head.weight"),
+    "missing BatchNorm statistics": (removed("patch_embed.proj.2.1.running_var"), "lacks patch_embed.proj.2.1.running_var"),
+    "missing convolution": (removed("patch_embed.proj.2.0.weight"), "lacks|has"),
+    "layers with a gap": (replaced("blocks.7.gamma1", torch.zeros(48)), r"lacks blocks\.2\..* has blocks\.7\.gamma1"),
+    "unknown key": (replaced("blocks.0.attn.rotary", torch.zeros(2)), "has blocks.0.attn.rotary"),
+    "same key twice": (replaced("module.cls_token", torch.zeros(1, 1, 48)), "cls_token twice"),
+    "positions as a Linear": (
+        replaced("pos_embeder.token_projection.weight", torch.zeros(48, 64)),
+        r"token_projection.weight has shape \(48, 64\) .* \(48, 64, 1, 1\)",
+    ),
+    "another number of Fourier features": (
+        replaced("pos_embeder.token_projection.weight", torch.zeros(48, 32, 1, 1)),
+        r"shape \(48, 32, 1, 1\)",
+    ),
+    "class token of another rank": (replaced("cls_token", torch.zeros(48)), "cls_token must have 3 dimensions"),
+    "another width": (replaced("norm.weight", torch.zeros(47)), r"norm.weight has shape \(47,\)"),
+    "heads that differ between layers": (
+        replaced("blocks.1.attn.temp", torch.zeros(4, 1)),
+        r"blocks.1.attn.temp has shape \(4, 1\)",
+    ),
+    "counts that are not integers": (
+        replaced("patch_embed.proj.0.1.num_batches_tracked", torch.tensor(1.0)),
+        r"num_batches_tracked has shape .*torch\.float32.* integers",
+    ),
+    "integer weights": (replaced("norm.bias", torch.zeros(48, dtype=torch.long)), "norm.bias has shape .* torch.int64"),
+    "an entry that is no tensor": (replaced("blocks.0.gamma1", 1.0), "gamma1.*not a named tensor"),
+    "impossible drop-path": (stated(drop_path=1.5), "drop_path_rate must be at least 0"),
+    "image size of another type": (stated(input_size="large"), "image_size"),
+    "args of another type": (lambda contents: contents.update(args=[1]), "args must be a dict"),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_refused_checkpoints(tmp_path, change, message):
+    source = write_changed(tmp_path / "checkpoint.pth", change)
+    with pytest.raises(ValueError, match=message) as caught:
+        to_folder(source, tmp_path / "model")
+    assert str(source) in str(caught.value) and "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == ["checkpoint.pth"]  # nothing half-written
+
+
+def test_refused_requests(tmp_path):
+    with pytest.raises(ValueError, match="8 attention heads are asked for, but the tensors say 4"):
+        to_folder(P16, tmp_path / "model", num_attention_heads=8)
+    without = write_changed(tmp_path / "checkpoint.pth", lambda contents: {"model": contents["model"]})
+    with pytest.raises(ValueError, match="state dict under 'model_ema'"):
+        to_folder(without, tmp_path / "model", ema=True)
+    for options in ({"num_attention_heads": 2}, {"normalize_patch_tokens": False}):
+        with pytest.raises(ValueError, match="no vision checkpoint"):
+            to_folder(FIXTURES / "lm_bias.pt", tmp_path / "model", **options)
+    assert os.listdir(tmp_path) == ["checkpoint.pth"]
+
+
+class Fraction:
+    """Neither a tensor nor a Namespace."""
+
+
+def test_a_namespace_is_the_only_class_that_is_loaded(tmp_path):
+    source = write_changed(tmp_path / "checkpoint.pth", stated(ratio=Fraction()))
+    with pytest.raises(ValueError, match=r"checkpoint.pth needs [\w.]*Fraction to be loaded"):
+        to_folder(source, tmp_path / "model")
+
+
+CANNOT_GO_BACK = {
+    "activation": ({"hidden_act": "relu"}, "hidden_act='relu'"),
+    "epsilon": ({"layer_norm_eps": 1e-5}, "layer_norm_eps=1e-05"),
+    "attention dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    "several dropouts": ({"embedding_dropout": 0.5}, "embedding_dropout=0.5"),
+}
+
+
+@pytest.mark.parametrize("fields, message", CANNOT_GO_BACK.values(), ids=CANNOT_GO_BACK)
+def test_models_that_the_authors_format_cannot_hold(tmp_path, fields, message):
+    tiny(**fields).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        to_file(tmp_path / "model", tmp_path / "back.pth")
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_trunk_without_its_classifier_cannot_go_back(tmp_path):
+    ToSTVisionModel(tiny().config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"lacks tost\.class_token"):
+        to_file(tmp_path / "model", tmp_path / "back.pth")
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def test_command(tmp_path, capsys):
+    folder, back = str(tmp_path / "model"), str(tmp_path / "back.pth")
+    assert main(["convert", str(P8), folder, "--ema", "--no-normalize-patch-tokens", "--num-attention-heads", "3"]) == 0
+    assert not ToSTVisionConfig.from_pretrained(folder).normalize_patch_tokens
+    assert main(["convert", folder, back]) == 0
+    assert capsys.readouterr().out == f"Wrote {folder}\nWrote {back}\n"
+    assert_same_bits(read_pth(back)["model"], read_pth(P8)["model_ema"])
+    assert main(["convert", folder, str(tmp_path / "other.pth"), "--ema"]) == 1
+    assert "is a folder, to convert back" in capsys.readouterr().err and not (tmp_path / "other.pth").exists()
+
+
+def test_a_vision_model_replaces_a_language_model(tmp_path):
+    config = ToSTConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, eos_token_id=1)
+    ToSTForCausalLM(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(FileExistsError, match="not empty"):
+        to_folder(P16, tmp_path / "model")
+    assert isinstance(
+        AutoModelForImageClassification.from_pretrained(to_folder(P16, tmp_path / "model", overwrite=True)),
+        ToSTForImageClassification,
+    )

@@ -1,0 +1,532 @@
+"""The vision models: sizes, initial values, the three attentions, recorded outputs, saving and pipelines, bad input."""
+
+import copy
+import math
+import shutil
+
+import pytest
+import torch
+from conftest import randomize
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    ViTConfig,
+    pipeline,
+)
+
+from tost_hf import (
+    VISION_PRESETS,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForImageClassification,
+    ToSTModel,
+    ToSTVisionConfig,
+    ToSTVisionModel,
+)
+from tost_hf.configuration_tost_vision import ATTENTION_TYPES
+from tost_hf.image_processing import make_image_processor
+from tost_hf.modeling_tost_vision import ToSTVisionCrossCovarianceAttention, ToSTVisionLayer, ToSTVisionSoftmaxAttention
+
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+every_attention = pytest.mark.parametrize("attention_type", ATTENTION_TYPES)
+
+
+def tiny_config(**fields):
+    tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8, "image_size": 32}
+    return ToSTVisionConfig(**(tiny | {"num_labels": 3} | fields))
+
+
+def tiny_model(**fields):
+    return randomize(ToSTForImageClassification(tiny_config(**fields))).eval()
+
+
+def images(*shape):
+    return torch.randn(*(shape or (2, 3, 32, 32)))
+
+
+def assert_equal_states(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
+
+
+# Sizes and initial values --------------------------------------------------------------------------------------------
+
+PARAMETERS = {
+    "tiny-patch16": 5_769_328,
+    "tiny-patch8": 5_759_560,
+    "small-patch16": 22_589_944,
+    "small-patch8": 22_549_672,
+    "tiny-24-patch16": 10_223_008,
+    "tiny-24-patch8": 10_213_240,
+    "small-24-patch16": 40_344_664,
+    "small-24-patch8": 40_304_392,
+    "medium-patch16": 71_481_064,
+    "medium-patch8": 71_408_936,
+    "large-patch16": 160_286_920,
+    "large-patch8": 160_123_432,
+}
+BASELINE_PARAMETERS = {
+    ("xca", "tiny"): 6_658_672,
+    ("xca", "small"): 26_138_104,
+    ("xca", "medium"): 84_088_552,
+    ("softmax", "tiny"): 6_658_624,
+    ("softmax", "small"): 26_138_008,
+    ("softmax", "medium"): 84_088_360,
+}
+
+
+def parameters(preset, **fields):
+    with torch.device("meta"):
+        model = ToSTForImageClassification(ToSTVisionConfig.from_preset(preset, num_labels=1000, **fields))
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+    return model.num_parameters()
+
+
+def test_preset_parameter_counts():
+    assert {f"tost-vision-{name}" for name in PARAMETERS} == set(VISION_PRESETS)
+    for name, count in PARAMETERS.items():
+        assert parameters(f"tost-vision-{name}") == count, name
+
+
+def test_baseline_parameter_counts():
+    for (attention_type, size), count in BASELINE_PARAMETERS.items():
+        assert parameters(f"tost-vision-{size}-patch16", attention_type=attention_type) == count
+
+
+def test_initial_weights():
+    model = ToSTForImageClassification(ToSTVisionConfig(hidden_size=256, num_hidden_layers=2, layer_scale_init_value=0.25))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert module.bias is None or (module.bias == 0).all(), name
+            if module.weight.numel() > 5000:
+                assert module.weight.std().item() == pytest.approx(0.02, rel=0.05), name
+        elif isinstance(module, nn.Conv2d):  # PyTorch's default: uniform within 1 / sqrt(fan in)
+            bound = 1 / math.sqrt(module.weight[0].numel())
+            assert bound * 0.98 < module.weight.abs().max() <= bound, name
+            assert module.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.1), name
+        elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
+            assert (module.weight == 1).all() and (module.bias == 0).all(), name
+    for block in (*model.tost.layers, *model.tost.class_attention_layers):
+        assert (block.attention_layer_scale == 0.25).all() and (block.mlp_layer_scale == 0.25).all()
+    assert (model.tost.layers[0].attention.temp == 1).all()
+    assert model.tost.class_token.std().item() == pytest.approx(0.02, rel=0.2)
+    xca = ToSTForImageClassification(tiny_config(attention_type="xca"))
+    assert (xca.tost.layers[0].attention.temperature == 1).all()
+
+
+def test_stem_widths_double_up_to_the_models():
+    stem = ToSTVisionModel(ToSTVisionConfig(hidden_size=384, patch_size=16, num_hidden_layers=1)).embeddings.patch_embeddings
+    assert [convolution.out_channels for convolution in stem.convolutions] == [48, 96, 192, 384]
+    assert [norm.num_features for norm in stem.norms] == [48, 96, 192, 384]
+
+
+# Images of any size --------------------------------------------------------------------------------------------------
+
+
+@every_attention
+@pytest.mark.parametrize("patch_size", [2, 4, 8, 16, 32])
+def test_every_patch_size_and_images_that_are_not_square(patch_size, attention_type):
+    model = tiny_model(patch_size=patch_size, attention_type=attention_type).train()
+    output = model.tost(images(2, 3, 2 * patch_size, 3 * patch_size))
+    assert output.last_hidden_state.shape == (2, 1 + 6, 32) and output.pooler_output.shape == (2, 32)
+    assert torch.equal(output.last_hidden_state[:, 0], output.pooler_output)
+    model(images(2, 3, 2 * patch_size, 3 * patch_size), labels=torch.tensor([0, 2])).loss.backward()
+    for name, param in model.named_parameters():
+        assert param.grad is not None and param.grad.isfinite().all(), name
+        # a BatchNorm takes away what does not vary over the batch; else every parameter matters
+        assert param.grad.any(), name
+
+
+def test_rows_and_columns_of_the_grid_have_their_places():
+    """The position code as the paper's code writes it, with the grid's rows first."""
+    embeddings = tiny_model().double().tost.embeddings.position_embeddings
+    projection = embeddings.projection
+    height, width = 3, 5
+    code = torch.zeros(height, width, 64)
+    for row in range(height):
+        for column in range(width):
+            for half, place in ((0, (row + 1) / (height + 1e-6)), (32, (column + 1) / (width + 1e-6))):
+                for i in range(32):
+                    angle = place * 2 * math.pi / 10000 ** (2 * (i // 2) / 32)
+                    code[row, column, half + i] = math.cos(angle) if i % 2 else math.sin(angle)
+    expected = code.flatten(0, 1).double() @ projection.weight.T + projection.bias
+    torch.testing.assert_close(embeddings(height, width, "cpu"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_interpolate_pos_encoding_changes_nothing():
+    model, pixels = tiny_model(), images(1, 3, 48, 16)
+    expected = model(pixels).logits
+    for value in (True, False):
+        assert torch.equal(model(pixels, interpolate_pos_encoding=value).logits, expected)
+        assert torch.equal(model.tost(pixels, interpolate_pos_encoding=value)[0], model.tost(pixels)[0])
+
+
+# The attentions of the baselines -------------------------------------------------------------------------------------
+
+
+def split_heads(module, x):
+    B, N, C = x.shape
+    return module.qkv(x).reshape(B, N, 3, module.num_heads, C // module.num_heads).permute(2, 0, 3, 1, 4)
+
+
+def test_cross_covariance_attention_is_xcits():
+    module = randomize(ToSTVisionCrossCovarianceAttention(tiny_config())).double()
+    x = images(2, 7, 32).double()
+    q, k, v = (y.transpose(-2, -1) for y in split_heads(module, x))  # each channel is a vector over the tokens
+    q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+    weights = torch.softmax(q @ k.transpose(-2, -1) * module.temperature, -1)
+    expected = module.out_proj((weights @ v).permute(0, 3, 1, 2).reshape(2, 7, 32))
+    torch.testing.assert_close(module(x)[0], expected)
+
+
+def test_softmax_attention_is_explicit_softmax():
+    module = randomize(ToSTVisionSoftmaxAttention(tiny_config())).double()
+    x = images(2, 7, 32).double()
+    q, k, v = split_heads(module, x)
+    weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(8), -1)
+    torch.testing.assert_close(module(x)[0], module.out_proj((weights @ v).transpose(1, 2).reshape(2, 7, 32)))
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_drop_path_leaves_out_whole_images():
+    layer = ToSTVisionLayer(tiny_config(drop_path_rate=0.25)).train()
+    branch = images(4000, 3, 2)
+    share = layer.drop_path(branch) / branch
+    kept = share[:, 0, 0] != 0
+    torch.testing.assert_close(share, kept.float()[:, None, None].expand_as(share) / 0.75)  # all or nothing of an image
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.03)
+    assert torch.equal(layer.eval().drop_path(branch), branch)
+
+
+@torch.no_grad()
+def test_drop_path_is_the_same_in_every_block():
+    model = ToSTForImageClassification(tiny_config(drop_path_rate=0.25))
+    blocks = (*model.tost.layers, *model.tost.class_attention_layers)
+    assert {block.drop_path_rate for block in blocks} == {0.25}
+
+
+@every_attention
+@pytest.mark.parametrize("field", ["hidden_dropout", "attention_dropout", "embedding_dropout", "drop_path_rate"])
+def test_dropout_acts_in_training_only(attention_type, field):
+    model, pixels = tiny_model(attention_type=attention_type, **{field: 0.4}), images()
+    assert torch.equal(model(pixels).logits, model(pixels).logits)
+    plain = tiny_model(attention_type=attention_type)
+    assert torch.equal(model(pixels).logits, plain(pixels).logits)
+    for module in (*model.train().modules(), *plain.train().modules()):
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()  # its statistics would move from one forward to the next
+    assert torch.equal(plain(pixels).logits, plain(pixels).logits)
+    assert not torch.equal(model(pixels).logits, model(pixels).logits)
+
+
+@every_attention
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_equal_gradients(attention_type, reentrant):
+    model = tiny_model(attention_type=attention_type, drop_path_rate=0.3).train()
+    again, pixels, labels = copy.deepcopy(model), images(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+    again.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for m in (model, again):
+        torch.manual_seed(3)
+        m(pixels, labels=labels).loss.backward()
+    # the reentrant kind adds up the gradient of a residual branch in another order
+    tolerance = {"rtol": 1e-4, "atol": 1e-7} if reentrant else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close([p.grad for p in again.parameters()], [p.grad for p in model.parameters()], **tolerance)
+    assert_equal_states(again.state_dict(), model.state_dict())  # BatchNorm has counted the batch once
+
+
+@every_attention
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "moved"])
+@torch.no_grad()
+def test_half_precision(attention_type, dtype, loaded, tmp_path):
+    model, pixels = tiny_model(attention_type=attention_type), images()
+    expected, temps = model(pixels).logits, [getattr(layer.attention, "temp", None) for layer in model.tost.layers]
+    if loaded:
+        model.save_pretrained(tmp_path)
+        model = ToSTForImageClassification.from_pretrained(tmp_path, dtype=dtype)
+    else:
+        model = copy.deepcopy(model).to(dtype)
+    output = model(pixels, output_memberships=True)  # pixels are cast
+    assert output.logits.dtype == dtype
+    torch.testing.assert_close(output.logits.float(), expected, rtol=0.1, atol=0.1 * expected.abs().max().item())
+    if attention_type == "tssa":
+        assert all(torch.equal(layer.attention.temp, temp) for layer, temp in zip(model.tost.layers, temps))  # float32, exact
+        assert {membership.dtype for membership in output.memberships} == {torch.float32}
+    assert model.tost.embeddings.patch_embeddings.norms[0].running_mean.dtype == dtype
+
+
+def test_backward_in_bf16():
+    model = tiny_model().to(torch.bfloat16).train()
+    model(images(), labels=torch.tensor([0, 1])).loss.backward()
+    for name, param in model.named_parameters():
+        assert param.grad.dtype == param.dtype and param.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("problem_type", ["single_label_classification", "multi_label_classification", "regression", None])
+def test_losses(problem_type):
+    model, pixels = tiny_model(num_labels=1 if problem_type == "regression" else 3, problem_type=problem_type), images()
+    labels = {
+        "single_label_classification": torch.tensor([2, 0]),
+        "multi_label_classification": torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]),
+        "regression": torch.tensor([0.5, -1.0]),
+        None: torch.tensor([2, 0]),  # told by the labels
+    }[problem_type]
+    output = model(pixels, labels=labels)
+    expected = {
+        "single_label_classification": F.cross_entropy,
+        "multi_label_classification": F.binary_cross_entropy_with_logits,
+        "regression": lambda logits, labels: F.mse_loss(logits.squeeze(), labels),
+        None: F.cross_entropy,
+    }[problem_type](output.logits, labels)
+    torch.testing.assert_close(output.loss, expected)
+    assert model(pixels).loss is None
+    loss, logits = model(pixels, labels=labels, return_dict=False)
+    assert torch.equal(loss, output.loss) and torch.equal(logits, output.logits)
+
+
+# Recorded outputs ----------------------------------------------------------------------------------------------------
+
+
+@every_attention
+def test_recorded_outputs(attention_type):
+    model, pixels = tiny_model(attention_type=attention_type, num_class_attention_layers=3), images(2, 3, 32, 48)
+    plain = model(pixels)
+    assert plain.hidden_states is None and plain.memberships is None and plain.class_attentions is None
+    output = model(pixels, output_hidden_states=True, output_memberships=True, output_class_attentions=True)
+    assert torch.equal(output.logits, plain.logits)
+    assert [tuple(x.shape) for x in output.hidden_states] == [(2, 24, 32)] * 3
+    assert torch.equal(output.hidden_states[0], model.tost.embeddings(pixels))
+    assert [tuple(x.shape) for x in output.class_attentions] == [(2, 4, 1, 25)] * 3
+    for weights in output.class_attentions:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 1))
+    assert [tuple(x.shape) for x in output.memberships or ()] == [(2, 4, 24)] * (2 if attention_type == "tssa" else 0)
+    for membership in output.memberships or ():
+        torch.testing.assert_close(membership.sum(1), torch.ones(2, 24))
+
+
+def test_patches_are_not_ordered_by_attention():
+    """TSSA over the same patches in another order gives the same patches in that order."""
+    attention = tiny_model().tost.layers[0].attention
+    x, order = images(2, 24, 32), torch.randperm(24)
+    torch.testing.assert_close(attention(x)[0][:, order], attention(x[:, order])[0], **CLOSE)
+
+
+# Saving, Auto classes, pipelines -------------------------------------------------------------------------------------
+
+LABELS = {0: "cat", 1: "dog", 2: "tost"}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model after a training step, with its processor, and its folder."""
+    model = tiny_model(id2label=LABELS, label2id={name: number for number, name in LABELS.items()})
+    model.train()(images(4, 3, 32, 32))
+    model.eval().save_pretrained(tmp_path / "model")
+    make_image_processor(model.config).save_pretrained(tmp_path / "model")
+    return model, str(tmp_path / "model")
+
+
+def test_save_load_equality_with_batch_statistics(saved):
+    model, folder = saved
+    again, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+    assert type(again) is ToSTForImageClassification and not any(info.values())
+    assert_equal_states(again.state_dict(), model.state_dict())
+    norm = again.tost.embeddings.patch_embeddings.norms[0]
+    assert norm.num_batches_tracked == 1 and norm.running_mean.any()
+    pixels = images()
+    assert torch.equal(again(pixels).logits, model(pixels).logits)
+    assert again.config.id2label == LABELS and again.config.label2id["tost"] == 2
+
+
+@every_attention
+def test_baselines_save_and_load(tmp_path, attention_type):
+    model = tiny_model(attention_type=attention_type)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert again.config.attention_type == attention_type
+    assert_equal_states(again.state_dict(), model.state_dict())
+
+
+def test_trunk_and_classifier_share_their_weights(saved, tmp_path):
+    model, folder = saved
+    trunk = AutoModel.from_pretrained(folder)
+    assert type(trunk) is ToSTVisionModel
+    assert_equal_states(trunk.state_dict(), model.tost.state_dict())
+    trunk.save_pretrained(tmp_path / "trunk")
+    again, info = ToSTForImageClassification.from_pretrained(tmp_path / "trunk", num_labels=5, output_loading_info=True)
+    assert info["missing_keys"] == {"classifier.weight", "classifier.bias"}
+    assert_equal_states(again.tost.state_dict(), model.tost.state_dict())
+
+
+def test_head_is_replaced_when_the_labels_differ(saved):
+    model, folder = saved
+    with pytest.raises(RuntimeError, match="mismatched"):
+        AutoModelForImageClassification.from_pretrained(folder, num_labels=7)
+    again = AutoModelForImageClassification.from_pretrained(folder, num_labels=7, ignore_mismatched_sizes=True)
+    assert again.classifier.weight.shape == (7, 32) and (again.classifier.bias == 0).all()
+    assert_equal_states(again.tost.state_dict(), model.tost.state_dict())
+
+
+def test_config_round_trip(tmp_path):
+    config = ToSTVisionConfig.from_preset(
+        "tost-vision-tiny-24-patch8", num_labels=11, attention_type="xca", image_size=[64, 32]
+    )
+    assert config.layer_scale_init_value == 1e-5
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is ToSTVisionConfig
+    assert again.to_dict() | {"_name_or_path": ""} == config.to_dict() | {"_name_or_path": ""}
+
+
+@torch.no_grad()
+def test_image_classification_pipeline(saved, tmp_path):
+    model, folder = saved
+    picture = Image.effect_noise((50, 40), 90).convert("RGB")
+    picture.save(tmp_path / "picture.png")
+    classify = pipeline("image-classification", model=folder, device="cpu")
+    pixels = AutoImageProcessor.from_pretrained(folder)(picture, return_tensors="pt").pixel_values
+    expected = {LABELS[i]: p for i, p in enumerate(model(pixels).logits.softmax(-1)[0].tolist())}
+    for source in (picture, str(tmp_path / "picture.png")):
+        answer = {entry["label"]: entry["score"] for entry in classify(source, top_k=3)}
+        assert answer == pytest.approx(expected, rel=1e-5)
+    both = classify([picture, str(tmp_path / "picture.png")], top_k=3, batch_size=2)
+    assert len(both) == 2 and both[0] == both[1]
+    assert both[0][0]["label"] == max(expected, key=expected.get)
+
+
+@torch.no_grad()
+def test_image_feature_extraction_pipeline(saved):
+    model, folder = saved
+    picture = Image.effect_noise((32, 32), 90).convert("RGB")
+    extract = pipeline("image-feature-extraction", model=folder, device="cpu")
+    features = extract(picture, return_tensors=True)
+    pixels = AutoImageProcessor.from_pretrained(folder)(picture, return_tensors="pt").pixel_values
+    assert features.shape == (1, 17, 32)
+    torch.testing.assert_close(features, model.tost(pixels).last_hidden_state, **CLOSE)
+    pooled = extract(picture, pool=True, return_tensors=True)
+    torch.testing.assert_close(pooled, model.tost(pixels).pooler_output, **CLOSE)
+
+
+# Compilers -----------------------------------------------------------------------------------------------------------
+
+
+@every_attention
+@torch.no_grad()
+def test_export_with_dynamic_batch_and_image_size(attention_type):
+    model = tiny_model(attention_type=attention_type)
+    rows, columns = torch.export.Dim("rows", min=2, max=64), torch.export.Dim("columns", min=2, max=64)
+    shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64), 2: 8 * rows, 3: 8 * columns}}
+    program = torch.export.export(model, (), {"pixel_values": images(2, 3, 24, 40)}, dynamic_shapes=shapes).module()
+    for shape in ((2, 3, 24, 40), (3, 3, 64, 16), (1, 3, 16, 32)):
+        pixels = images(*shape)
+        torch.testing.assert_close(program(pixel_values=pixels).logits, model(pixels).logits, **CLOSE)
+
+
+@every_attention
+def test_compile_without_graph_breaks(attention_type):
+    model = tiny_model(attention_type=attention_type).train()
+    again, pixels, labels = copy.deepcopy(model), images(), torch.tensor([0, 2])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected, output = again(pixels, labels=labels), compiled(pixels, labels=labels)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    expected.loss.backward()
+    output.loss.backward()
+    for (name, param), other in zip(again.named_parameters(), model.parameters()):
+        torch.testing.assert_close(other.grad, param.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler (g++)")
+@torch.no_grad()
+def test_default_compiler():
+    model, pixels = tiny_model(), images()
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(pixels).logits, model(pixels).logits, rtol=1e-4, atol=1e-4)
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"patch_size": 12}, "patch_size must be a power of two from 2 to 32, got 12"),
+        ({"patch_size": 1}, "patch_size must be a power of two"),
+        ({"patch_size": 64}, "patch_size must be a power of two"),
+        ({"hidden_size": 36, "patch_size": 16}, r"hidden_size \(36\) must be a multiple of half the patch_size \(16\)"),
+        ({"attention_type": "linear"}, "attention_type must be one of tssa, xca, softmax, got 'linear'"),
+        ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
+        ({"num_channels": 0}, "num_channels must be at least 1"),
+        ({"num_class_attention_layers": 0}, "num_class_attention_layers must be at least 1"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate must be at least 0 and below 1"),
+        ({"attention_dropout": -0.1}, "attention_dropout"),
+        ({"hidden_act": "nonsense"}, "hidden_act 'nonsense'"),
+        ({"layer_norm_eps": 0.0}, "layer_norm_eps"),
+    ],
+)
+def test_impossible_configurations(fields, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"patch_size": "16"}, {"hidden_size": 1.5}, {"image_size": "large"}])
+def test_values_of_another_type(fields):
+    with pytest.raises(StrictDataclassFieldValidationError, match=next(iter(fields))):
+        tiny_config(**fields)
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match="no vision preset 'tost-vision-huge'; choose one of tost-vision-tiny-patch16"):
+        ToSTVisionConfig.from_preset("tost-vision-huge")
+
+
+@pytest.mark.parametrize(
+    "model_class, config, message",
+    [
+        (ToSTForImageClassification, ToSTConfig, "ToSTForImageClassification needs a ToSTVisionConfig .*got a ToSTConfig"),
+        (ToSTVisionModel, ToSTConfig, "ToSTVisionModel needs a ToSTVisionConfig .*got a ToSTConfig"),
+        (ToSTForCausalLM, ToSTVisionConfig, "ToSTForCausalLM needs a ToSTConfig .*got a ToSTVisionConfig"),
+        (ToSTModel, ToSTVisionConfig, "ToSTModel needs a ToSTConfig .*got a ToSTVisionConfig"),
+        (ToSTForImageClassification, ViTConfig, "needs a ToSTVisionConfig .*got a ViTConfig"),
+    ],
+)
+def test_models_refuse_another_models_config(model_class, config, message):
+    with pytest.raises(ValueError, match=message):
+        model_class(config())
+
+
+@pytest.mark.parametrize(
+    "pixels, message",
+    [
+        (None, "Give pixel_values"),
+        (torch.zeros(2, 1, 32, 32), r"shape \(batch, 3, height, width\), got \(2, 1, 32, 32\)"),
+        (torch.zeros(2, 4, 32, 32), r"got \(2, 4, 32, 32\)"),
+        (torch.zeros(3, 32, 32), r"got \(3, 32, 32\)"),
+        (torch.zeros(2, 3, 4, 32), r"at least one patch \(8 pixels\) a side, got 2 of 4 x 32"),
+        (torch.zeros(2, 3, 0, 0), "at least one patch .* got 2 of 0 x 0"),
+        (torch.zeros(0, 3, 32, 32), "at least one image"),
+        (torch.zeros(2, 3, 32, 36), r"multiples of the patch size \(8\), got 32 x 36; resize or crop"),
+        (torch.zeros(2, 3, 33, 32), "multiples of the patch size"),
+    ],
+)
+def test_bad_images(pixels, message):
+    model = tiny_model()
+    for module in (model, model.tost):
+        with pytest.raises(ValueError, match=message):
+            module(pixels)
+
+
+def test_labels_out_of_range():
+    with pytest.raises((ValueError, IndexError), match=r"out of bounds|between 0 and 2"):
+        tiny_model()(images(), labels=torch.tensor([0, 3]))
