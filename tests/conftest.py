@@ -10,8 +10,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from transformers import AutoImageProcessor
 
 import tost_hf
+
+
+# where its backends are missing, transformers puts a placeholder in the class's place
+auto_processor_missing = hasattr(AutoImageProcessor, "_backends")
+needs_auto_processor = pytest.mark.skipif(
+    auto_processor_missing, reason="AutoImageProcessor of this transformers needs torchvision"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import needs_auto_processor, randomize
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from PIL import Image
 from torch import nn
@@ -389,6 +389,7 @@ def test_config_round_trip(tmp_path):
     assert again.to_dict() | {"_name_or_path": ""} == config.to_dict() | {"_name_or_path": ""}
 
 
+@needs_auto_processor
 @torch.no_grad()
 def test_image_classification_pipeline(saved, tmp_path):
     model, folder = saved
@@ -405,6 +406,7 @@ def test_image_classification_pipeline(saved, tmp_path):
     assert both[0][0]["label"] == max(expected, key=expected.get)
 
 
+@needs_auto_processor
 @torch.no_grad()
 def test_image_feature_extraction_pipeline(saved):
     model, folder = saved

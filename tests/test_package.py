@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import auto_processor_missing, randomize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -43,7 +43,7 @@ def refuse(*args, **kwargs): raise AssertionError("network")
 socket.socket.connect = socket.getaddrinfo = refuse
 sys.modules["triton"] = None  # as where it is not installed
 import tost_hf
-heavy = {"datasets", "evaluate", "torchvision", "tensorboard", "transformers.trainer"} & set(sys.modules)
+heavy = {"datasets", "evaluate", "torchvision", "kornia", "tensorboard", "transformers.trainer"} & set(sys.modules)
 assert not heavy, heavy
 assert tost_hf.AutoConfig.for_model("tost").hidden_size == 768
 """
@@ -70,8 +70,8 @@ def code_blocks(language):
 
 
 @pytest.fixture
-def demo_folder(tmp_path, monkeypatch):
-    """./tost-demo as `make demo` leaves it, with a byte-level tokenizer and untrained weights."""
+def demo_folders(tmp_path, monkeypatch):
+    """./tost-demo and ./tost-digits as the README's commands leave them, but with untrained weights."""
     monkeypatch.chdir(tmp_path)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}
@@ -83,12 +83,17 @@ def demo_folder(tmp_path, monkeypatch):
         vocab_size=320, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, bos_token_id=0, eos_token_id=0
     )
     randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
+    config = tost_hf.ToSTVisionConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, patch_size=2, image_size=16, num_labels=10
+    )
+    randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained("tost-digits")
+    tost_hf.make_image_processor(config).save_pretrained("tost-digits")
 
 
-def test_readme_code_runs(demo_folder):
+def test_readme_code_runs(demo_folders):
     """Every Python block of the README, in its order, in one namespace."""
     namespace = {}
-    blocks = code_blocks("python")
+    blocks = [block for block in code_blocks("python") if not (auto_processor_missing and "AutoImageProcessor" in block)]
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
     assert len(blocks) >= 4

@@ -26,12 +26,17 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .convert import convert_from_original, convert_to_original
+    from .image_processing import make_image_processor
     from .trainer import ToSTTrainer, ToSTTrainingArguments
+    from .trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 # imported when first used: the Trainer alone takes longer to import than everything else here
 _LAZY = {
     "ToSTTrainer": "trainer",
     "ToSTTrainingArguments": "trainer",
+    "ToSTVisionTrainer": "trainer_vision",
+    "ToSTVisionTrainingArguments": "trainer_vision",
+    "make_image_processor": "image_processing",
     "convert_from_original": "convert",
     "convert_to_original": "convert",
 }
@@ -78,11 +83,14 @@ __all__ = [
     "ToSTVisionConfig",
     "ToSTVisionModel",
     "ToSTVisionPreTrainedModel",
+    "ToSTVisionTrainer",
+    "ToSTVisionTrainingArguments",
     "TokenStatisticsSelfAttention",
     "__version__",
     "convert_from_original",
     "convert_to_original",
     "load_cache",
+    "make_image_processor",
     "save_cache",
     "tssa",
     "tssa_step",

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Metrics of language models that need no network: `evaluate.load` downloads the code of even the simplest one."""
+"""Metrics that need no network: `evaluate.load` downloads the code of even the simplest one."""
 
 import math
 
@@ -44,6 +44,39 @@ class TokenAccuracy(evaluate.Metric):
         return {"accuracy": float((predictions == references)[counted].mean())}
 
 
+class TopKAccuracy(evaluate.Metric):
+    """Share of images whose class was the most likely one ("accuracy"), or among the k most likely ("top5_accuracy").
+
+    Predictions are the classes of an image from the most likely on, as many as count: five, unless there are fewer.
+
+    Example:
+
+    ```python
+    >>> from tost_hf.metrics import TopKAccuracy
+
+    >>> TopKAccuracy().compute(predictions=[[5, 7, 9, 1, 2], [3, 1, 0, 2, 8]], references=[5, 0])
+    {'accuracy': 0.5, 'top5_accuracy': 1.0}
+    ```
+    """
+
+    def __init__(self, *args, keep_in_memory: bool = True, **kwargs):
+        super().__init__(*args, keep_in_memory=keep_in_memory, **kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Share of images whose class was the most likely one, or among the five most likely.",
+            citation="",
+            inputs_description="predictions: the most likely classes of each image, best first; references: its class.",
+            features=datasets.Features(
+                {"predictions": datasets.List(datasets.Value("int64")), "references": datasets.Value("int64")}
+            ),
+        )
+
+    def _compute(self, predictions, references) -> dict[str, float]:
+        right = np.asarray(predictions) == np.asarray(references)[:, None]
+        return {"accuracy": float(right[:, 0].mean()), "top5_accuracy": float(right[:, :5].any(1).mean())}
+
+
 def perplexity(loss: float) -> float:
     """exp(`loss`), the perplexity of a mean loss in nats; infinity where that is too large for a float."""
     try:
@@ -52,4 +85,4 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-__all__ = ["TokenAccuracy", "perplexity"]
+__all__ = ["TokenAccuracy", "TopKAccuracy", "perplexity"]

@@ -277,7 +277,6 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
     supports_gradient_checkpointing = True
     _input_embed_layer = "patch_embeddings"
     _no_split_modules = ["ToSTVisionEmbeddings", "ToSTVisionLayer", "ToSTVisionClassAttentionLayer"]
-    _keep_in_fp32_modules_strict = ["temp"]
     _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": ToSTVisionLayer,  # the patches: embedded, and after each block
@@ -319,6 +318,8 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
         )
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
+        if config.attention_type == "tssa":  # only then is there one
+            self._keep_in_fp32_modules_strict = {"attention.temp"}
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -1,0 +1,458 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Trains or fine-tunes an image classifier: transformers' run_image_classification, with ToST's presets and recipes.
+
+    python examples/run_image_classification.py --config_name tost-vision-small-patch16 --dataset_name ILSVRC/imagenet-1k \
+        --do_train --do_eval --output_dir my-tost --dataloader_num_workers 8
+    python examples/run_image_classification.py --recipe finetune --model_name_or_path my-tost --dataset_name uoft-cs/cifar10 \
+        --do_train --do_eval --output_dir my-cifar --dataloader_num_workers 8
+
+The arguments are those of transformers' own run_image_classification.py; a .json or .yaml file of them may be given instead.
+Options left out are the published recipe (see `ToSTVisionTrainingArguments`). Start it with `accelerate launch` to use several
+devices.
+"""
+
+import io
+import logging
+import os
+import sys
+from dataclasses import dataclass, field
+
+import datasets
+import torch
+from datasets import ClassLabel, Dataset, Features, Value, load_dataset
+from PIL import Image, ImageOps
+from run_clm import find_checkpoint, parse_value, report, set_up_logging
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    EvalPrediction,
+    HfArgumentParser,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ViTImageProcessorPil,
+    set_seed,
+)
+
+from tost_hf import VISION_PRESETS, ToSTVisionConfig
+from tost_hf.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
+from tost_hf.image_processing import make_image_processor
+from tost_hf.metrics import TopKAccuracy
+from tost_hf.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
+
+
+logger = logging.getLogger("run_image_classification")
+
+DROP_PATH_RATES = {"tiny": 0.0, "small": 0.05}  # of the pre-training recipe; 0.15 from medium on
+EVALUATION_SPLITS = ("validation", "valid", "val", "dev", "test")
+
+
+@dataclass
+class ModelArguments:
+    """Which model or configuration."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "The model to fine-tune; leave it out to train one from scratch."}
+    )
+    model_type: str = field(
+        default="tost_vision", metadata={"help": "The kind of model to train from scratch by default sizes."}
+    )
+    config_name: str | None = field(
+        default=None,
+        metadata={"help": f"The configuration to train from scratch: {', '.join(VISION_PRESETS)}, a folder or a Hub id."},
+    )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={"help": "Changes to the configuration, such as num_hidden_layers=6,patch_size=4,drop_path_rate=0.1."},
+    )
+    image_size: int | None = field(
+        default=None, metadata={"help": "Side of the images in training and evaluation. Default: the configuration's."}
+    )
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
+    model_revision: str = field(default="main", metadata={"help": "The branch, tag or commit of the model to use."})
+    token: str | None = field(default=None, metadata={"help": "The Hub token; the one of `hf auth login` if left out."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Whether to run code that a Hub repository brings. Read it before."}
+    )
+
+    def __post_init__(self):
+        if self.model_name_or_path is not None and self.config_name is not None:
+            raise ValueError("--config_name is for a model trained from scratch, not for --model_name_or_path.")
+        if self.image_size is not None and self.image_size < 1:
+            raise ValueError(f"--image_size must be at least 1, got {self.image_size}.")
+
+
+@dataclass
+class DataTrainingArguments:
+    """Which images, and their labels."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "The dataset, a Hub id or a folder."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "The configuration of the dataset."})
+    train_dir: str | None = field(default=None, metadata={"help": "A folder with one folder of training images a class."})
+    validation_dir: str | None = field(
+        default=None, metadata={"help": "A folder with one folder of validation images a class."}
+    )
+    train_file: str | None = field(default=None, metadata={"help": "A parquet file of training images."})
+    validation_file: str | None = field(default=None, metadata={"help": "A parquet file of validation images."})
+    image_column_name: str | None = field(default=None, metadata={"help": "The column of images. Default: the only one."})
+    label_column_name: str | None = field(default=None, metadata={"help": "The column of labels. Default: the only one."})
+    class_names: str | None = field(
+        default=None,
+        metadata={"help": "The names of the labels 0, 1, ..., with commas between, where the data has numbers alone."},
+    )
+    train_val_split: float = field(
+        default=0.15, metadata={"help": "The part of the training images held out where there are no others."}
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use so many training images only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use so many validation images only."})
+
+    def __post_init__(self):
+        if not any((self.dataset_name, self.train_dir, self.validation_dir, self.train_file, self.validation_file)):
+            raise ValueError(
+                "There are no images to work on: give --dataset_name, --train_dir, --train_file, --validation_dir or "
+                "--validation_file."
+            )
+        if not 0 <= self.train_val_split < 1:
+            raise ValueError(f"--train_val_split must be at least 0 and below 1, got {self.train_val_split}.")
+        for folder in filter(None, (self.train_dir, self.validation_dir)):
+            if not os.path.isdir(folder):
+                raise FileNotFoundError(f"The image folder {folder!r} does not exist.")
+        for file in filter(None, (self.train_file, self.validation_file)):
+            if not file.lower().endswith(".parquet"):
+                raise ValueError(f"The image file {file!r} must end in .parquet.")
+            if "://" not in file and not os.path.isfile(file):
+                raise FileNotFoundError(f"The image file {file!r} does not exist.")
+
+
+def parse_args(args: list[str]) -> tuple[ModelArguments, DataTrainingArguments, ToSTVisionTrainingArguments]:
+    """Arguments from the command line, or from the one .json or .yaml file it names."""
+    parser = HfArgumentParser((ModelArguments, DataTrainingArguments, ToSTVisionTrainingArguments), description=__doc__)
+    if len(args) == 1 and args[0].endswith(".json"):
+        return parser.parse_json_file(os.path.abspath(args[0]))
+    if len(args) == 1 and args[0].endswith((".yaml", ".yml")):
+        return parser.parse_yaml_file(os.path.abspath(args[0]))
+    return parser.parse_args_into_dataclasses(args)
+
+
+# Images and labels ---------------------------------------------------------------------------------------------------
+
+
+def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, seed: int) -> dict[str, Dataset]:
+    """The rows of "train" and "validation": "image", a file's content, "label", of named classes, "source", for messages."""
+    options = {"cache_dir": model_args.cache_dir, "token": model_args.token}
+    if data_args.dataset_name is not None:
+        found = load_dataset(data_args.dataset_name, data_args.dataset_config_name, **options)
+        evaluation = next((name for name in EVALUATION_SPLITS if name in found), None)
+        rows = {"train": found.get("train"), "validation": found[evaluation] if evaluation is not None else None}
+        if evaluation is not None:
+            logger.info(f"Evaluation is on the split {evaluation!r}.")
+    else:
+        rows = {}
+        for split, folder, file in (
+            ("train", data_args.train_dir, data_args.train_file),
+            ("validation", data_args.validation_dir, data_args.validation_file),
+        ):
+            if folder is not None:
+                files = os.path.join(folder, "**")
+                rows[split] = load_dataset("imagefolder", data_files=files, split="train", drop_labels=False, **options)
+            elif file is not None:
+                rows[split] = load_dataset("parquet", data_files=file, split="train", **options)
+    rows = {split: part for split, part in rows.items() if part is not None}
+    rows = {split: choose_columns(split, part, data_args) for split, part in rows.items()}
+
+    names = label_names(next(iter(rows.values())), data_args)
+    rows = {split: number_labels(split, part, names, data_args) for split, part in rows.items()}
+    if "validation" not in rows and "train" in rows and data_args.train_val_split > 0:
+        if len(rows["train"]) < 2:
+            raise ValueError("There is a single training image, of which none can be held out: use --train_val_split 0.")
+        halves = rows["train"].train_test_split(data_args.train_val_split, seed=seed)
+        rows = {"train": halves["train"], "validation": halves["test"]}
+    return rows
+
+
+def choose_columns(split: str, rows: Dataset, data_args: DataTrainingArguments) -> Dataset:
+    """The columns of images and labels, called so, the images as they are in their files."""
+    images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+    labels = [name for name, feature in rows.features.items() if isinstance(feature, ClassLabel)]
+    columns = {}
+    for new, old, candidates, usual in (
+        ("image", data_args.image_column_name, images, ("image", "img", "pixel_values")),
+        ("label", data_args.label_column_name, labels, ("label", "labels", "fine_label")),
+    ):
+        if old is None:
+            candidates = candidates or [name for name in usual if name in rows.column_names]
+            if len(candidates) != 1:
+                raise ValueError(
+                    f"The {split} data has {'no' if not candidates else 'more than one'} column of {new}s; choose one of "
+                    f"{', '.join(rows.column_names)} by --{new}_column_name."
+                )
+            old = candidates[0]
+        elif old not in rows.column_names:
+            raise ValueError(f"The {split} data has no column {old!r}; choose one of {', '.join(rows.column_names)}.")
+        columns[new] = old
+    rows = rows.select_columns(list(columns.values())).rename_columns({old: new for new, old in columns.items() if old != new})
+    return rows.cast_column("image", datasets.Image(decode=False))
+
+
+def label_names(rows: Dataset, data_args: DataTrainingArguments) -> list[str]:
+    """The names of the classes: those given, or of the data."""
+    feature = rows.features["label"]
+    if data_args.class_names is not None:
+        return [name.strip() for name in data_args.class_names.split(",")]
+    if isinstance(feature, ClassLabel) and feature.names:
+        return feature.names
+    if feature.dtype in ("string", "large_string"):
+        return sorted(set(rows["label"]) - {None})
+    raise ValueError("The labels are numbers without names: give the names by --class_names cat,dog,... in their order.")
+
+
+def number_labels(split: str, rows: Dataset, names: list[str], data_args: DataTrainingArguments) -> Dataset:
+    """Rows whose labels are numbers of `names`; raises on one that is not."""
+    feature = rows.features["label"]
+    labels = rows["label"][:]
+    own = feature.names if isinstance(feature, ClassLabel) and data_args.class_names is None else None
+    if own is not None or feature.dtype in ("string", "large_string"):  # by name: files may number them differently
+        labels = [own[label] if own is not None and label is not None and 0 <= label < len(own) else label for label in labels]
+        known = {name: number for number, name in enumerate(names)}
+    else:
+        known = {number: number for number in range(len(names))}
+    for row, label in enumerate(labels):
+        if label not in known:
+            raise ValueError(
+                f"Row {row} of the {split} images has the label {label!r}, which is none of the {len(names)} classes "
+                f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}."
+            )
+    columns = {
+        "label": [known[label] for label in labels],
+        "source": [f"Row {row} of the {split} images" for row in range(len(labels))],
+    }
+    numbers = Dataset.from_dict(columns, Features({"label": ClassLabel(names=names), "source": Value("string")}))
+    return datasets.concatenate_datasets([rows.remove_columns("label"), numbers], axis=1)
+
+
+def read_image(source: str, stored: dict | None) -> Image.Image:
+    """The RGB picture in a file's content; grey and palette images are converted, transparent ones put on white."""
+    stored = stored or {}
+    where = source + (f" ({stored['path']})" if stored.get("path") else "")
+    if not stored.get("bytes") and (not stored.get("path") or os.path.getsize(stored["path"]) == 0):
+        raise ValueError(f"{where} is empty.")
+    try:
+        with Image.open(io.BytesIO(stored["bytes"]) if stored.get("bytes") else stored["path"]) as image:
+            if image.mode[0] in "IF":
+                raise ValueError(f"it has more than 8 bits a channel (mode {image.mode}), which would turn white")
+            # Pillow reads a file's pixels when they are needed, and raises whatever its many readers raise
+            image = ImageOps.exif_transpose(image)
+            if image.has_transparency_data:
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+            return image.convert("RGB")
+    except Exception as error:
+        raise ValueError(f"{where} cannot be read as an image: {error}") from error
+
+
+class TrainingImages(torch.utils.data.Dataset):
+    """Random views of images. `sampler` chooses which, and each one's draw."""
+
+    def __init__(self, rows: Dataset, view: TrainingView, repeats: int, seed: int):
+        self.rows, self.view, self.seed = rows, view, seed
+        self.sampler = RepeatedSampler(len(rows), repeats, seed)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: tuple[int, int]) -> dict:
+        index, draw = key
+        row, seed = self.rows[index], draw_seed(self.seed, index, draw)
+        return {
+            "pixel_values": self.view(read_image(row["source"], row["image"]), seed),
+            "labels": row["label"],
+            "seed": seed,
+        }
+
+
+class EvaluationImages(torch.utils.data.Dataset):
+    """Images as the processor makes them."""
+
+    def __init__(self, rows: Dataset, processor: ViTImageProcessorPil):
+        self.rows, self.processor = rows, processor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        row = self.rows[index]
+        image = read_image(row["source"], row["image"])
+        return {"pixel_values": self.processor(image, return_tensors="pt")["pixel_values"][0], "labels": row["label"]}
+
+
+# Model ---------------------------------------------------------------------------------------------------------------
+
+
+def load_config(model_args: ModelArguments, recipe: str = "pretrain") -> PreTrainedConfig:
+    """The configuration of the model to fine-tune, or of the one to train from scratch."""
+    hub = {
+        "cache_dir": model_args.cache_dir,
+        "revision": model_args.model_revision,
+        "token": model_args.token,
+        "trust_remote_code": model_args.trust_remote_code,
+    }
+    name = model_args.config_name or model_args.model_name_or_path
+    overrides = {}
+    if name is None:
+        config = AutoConfig.for_model(model_args.model_type)
+    elif name in VISION_PRESETS and not os.path.isdir(name) and model_args.config_name is not None:
+        config = ToSTVisionConfig.from_preset(name)
+        if recipe == "pretrain":
+            overrides["drop_path_rate"] = DROP_PATH_RATES.get(name.split("-")[2], 0.15)
+    elif name.startswith("tost-vision-") and "/" not in name and not os.path.isdir(name):
+        raise ValueError(f"There is no preset {name!r}; --config_name takes one of {', '.join(VISION_PRESETS)}.")
+    else:
+        config = AutoConfig.from_pretrained(name, **hub)
+    overrides["image_size"] = model_args.image_size or getattr(config, "image_size", 224)
+    for assignment in filter(None, (model_args.config_overrides or "").split(",")):
+        key, equals, value = assignment.partition("=")
+        key = config.attribute_map.get(key.strip(), key.strip())
+        if not equals or key not in config.to_dict():
+            raise ValueError(
+                f"--config_overrides has no use for {assignment!r}; write key=value, of {config.model_type} keys."
+            )
+        overrides[key] = parse_value(value.strip())
+    fields = config.to_dict()
+    if "hidden_size" in overrides and fields.get("intermediate_size") == 4 * fields["hidden_size"]:
+        fields["intermediate_size"] = None  # follows the new width
+    config = type(config).from_dict(fields | overrides)
+    sides = [config.image_size] if isinstance(config.image_size, int) else config.image_size
+    if isinstance(getattr(config, "patch_size", None), int) and any(side % config.patch_size for side in sides):
+        raise ValueError(f"The image size {config.image_size} must be a multiple of the patch size {config.patch_size}.")
+    return config
+
+
+def load_model(model_args: ModelArguments, config: PreTrainedConfig, names: list[str]) -> PreTrainedModel:
+    """The model to fine-tune, with a new classifier if its labels are not `names`, or a new model."""
+    old_names = [config.id2label[i] for i in range(config.num_labels)]
+    config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
+    options = {"trust_remote_code": model_args.trust_remote_code}
+    if model_args.model_name_or_path is None or old_names != names:
+        model = AutoModelForImageClassification.from_config(config, **options)
+    if model_args.model_name_or_path is None:
+        logger.info(f"A new model of {model.num_parameters():,} parameters")
+        return model
+    pretrained = AutoModelForImageClassification.from_pretrained(
+        model_args.model_name_or_path,
+        config=config,
+        cache_dir=model_args.cache_dir,
+        revision=model_args.model_revision,
+        token=model_args.token,
+        ignore_mismatched_sizes=True,  # of the classifier
+        **options,
+    )
+    if old_names != names:
+        if not hasattr(pretrained, "classifier"):
+            raise ValueError(f"{type(pretrained).__name__} has no `classifier` that could be replaced for the new labels.")
+        logger.warning(
+            f"The model knows {len(old_names)} labels ({', '.join(old_names[:3])}, ...), the data has {len(names)} "
+            f"({', '.join(names[:3])}, ...): its classifier is replaced by a new one."
+        )
+        pretrained.classifier = model.classifier  # one of the same size would have been kept
+    return pretrained
+
+
+def load_processor(model_args: ModelArguments, config: PreTrainedConfig, recipe: str) -> ViTImageProcessorPil:
+    """The processor for evaluation and use, with the statistics the model was trained with."""
+    processor = make_image_processor(config, "center" if recipe == "pretrain" else "squash")
+    if model_args.model_name_or_path is not None:
+        try:
+            old = ViTImageProcessorPil.from_pretrained(
+                model_args.model_name_or_path,
+                cache_dir=model_args.cache_dir,
+                revision=model_args.model_revision,
+                token=model_args.token,
+            )
+        except OSError:
+            logger.warning(f"{model_args.model_name_or_path} has no image processor: ImageNet's mean and deviation are used.")
+        else:
+            processor.image_mean, processor.image_std = old.image_mean, old.image_std
+    return processor
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def most_likely(logits, labels):
+    """The five most likely classes, kept in place of the logits."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+
+
+def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
+    return TopKAccuracy().compute(predictions=evaluated.predictions, references=evaluated.label_ids)
+
+
+def main(args: list[str] | None = None) -> None:
+    model_args, data_args, training_args = parse_args(sys.argv[1:] if args is None else args)
+    set_up_logging(training_args)
+    logger.setLevel(training_args.get_process_log_level())
+    set_seed(training_args.seed)
+
+    config = load_config(model_args, training_args.recipe)
+    with training_args.main_process_first(desc="preparing the images"):
+        rows = load_images(model_args, data_args, training_args.seed)
+    for split, wanted, limit in (
+        ("train", training_args.do_train, data_args.max_train_samples),
+        ("validation", training_args.do_eval, data_args.max_eval_samples),
+    ):
+        if wanted and split not in rows:
+            raise ValueError(f"There are no {split} images; give --{split}_dir or --{split}_file, or a dataset that has them.")
+        if split in rows and limit is not None:
+            # mixed, as folders come class by class
+            rows[split] = rows[split].shuffle(seed=training_args.seed).select(range(min(limit, len(rows[split]))))
+    names = next(iter(rows.values())).features["label"].names
+    model = load_model(model_args, config, names)
+    processor = load_processor(model_args, config, training_args.recipe)
+
+    prepared = {}
+    if "train" in rows:
+        sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size)
+        view = TrainingView(
+            sides,
+            processor.image_mean,
+            processor.image_std,
+            training_args.rand_augment_operations,
+            training_args.rand_augment_magnitude,
+            training_args.rand_augment_std,
+            training_args.rand_augment_probability,
+            training_args.random_erasing,
+            (training_args.min_crop_scale, 1.0),
+        )
+        prepared["train"] = TrainingImages(rows["train"], view, training_args.repeated_augmentation, training_args.seed)
+    if "validation" in rows:
+        prepared["validation"] = EvaluationImages(rows["validation"], processor)
+    trainer = ToSTVisionTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=prepared.get("train"),
+        eval_dataset=prepared.get("validation"),
+        processing_class=processor,
+        data_collator=ImageCollator(len(names), training_args.mixup, training_args.cutmix),
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=most_likely,
+    )
+
+    if training_args.do_train:
+        result = trainer.train(resume_from_checkpoint=find_checkpoint(training_args))
+        trainer.save_model()  # and the image processor
+        report(trainer, "train", result.metrics, rows["train"], None)
+        trainer.save_state()
+    if training_args.do_eval:
+        report(trainer, "eval", trainer.evaluate(), rows["validation"], None)
+
+    card = {"finetuned_from": model_args.model_name_or_path, "tasks": "image-classification"}
+    if data_args.dataset_name is not None:
+        card["dataset_tags"] = card["dataset"] = data_args.dataset_name
+        card["dataset_args"] = data_args.dataset_config_name
+    if training_args.push_to_hub:
+        trainer.push_to_hub(**card)
+    else:
+        trainer.create_model_card(**card)
+
+
+if __name__ == "__main__":
+    main()
