@@ -6,21 +6,20 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import zlib
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import randomize
+from conftest import auto_processor_missing, randomize
 from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
 from PIL import Image as PILImage
 from safetensors.torch import load_file
+from scripts import EXAMPLES, command_line, environment, launch, losses
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 from transformers import (
@@ -38,13 +37,10 @@ from tost_hf.metrics import TopKAccuracy
 from tost_hf.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPT = EXAMPLES / "run_image_classification.py"
 NAMES = ["zero", "one", "two"]
 TINY = "patch_size=4,hidden_size=32,num_hidden_layers=2,num_class_attention_layers=1,num_attention_heads=4"
 MEAN, STD = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
-# transformers 5.17 has no AutoImageProcessor where there is no torchvision
-AUTO_NEEDS_TORCHVISION = "torchvision" in getattr(AutoImageProcessor, "_backends", ())
 
 
 def load_script():
@@ -102,52 +98,20 @@ def image_args(digit_folder, tmp_path):
             "use_cpu": True,
             "do_train": True,
         } | changes
-        flags = (
-            [f"--{key}"] if value is True else [f"--{key}", str(value)] for key, value in values.items() if value is not None
-        )
-        return list(chain.from_iterable(flags))
+        return command_line(values)
 
     return make
 
 
-def environment(tmp_path) -> dict[str, str]:
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(tmp_path / "hf"),
-        "ACCELERATE_USE_CPU": "true",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-
-
-def launch(tmp_path, args: list[str], processes: int) -> str:
-    """Runs `accelerate launch run_image_classification.py` and returns what it printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # without --multi_gpu one process starts; ACCELERATE_USE_CPU makes the several ones find each other through gloo
-    several = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(SCRIPT), *args]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def load_processor(folder) -> ViTImageProcessorPil:
-    if AUTO_NEEDS_TORCHVISION:
+    if auto_processor_missing:
         return ViTImageProcessorPil.from_pretrained(folder)
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
 def make_pipeline(folder):
-    options = {"image_processor": load_processor(folder)} if AUTO_NEEDS_TORCHVISION else {}
+    options = {"image_processor": load_processor(folder)} if auto_processor_missing else {}
     return pipeline("image-classification", model=str(folder), **options)
-
-
-def losses(output_dir) -> list[float]:
-    history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def results(output_dir) -> dict[str, float]:
@@ -755,8 +719,8 @@ def test_two_processes_equal_one(tmp_path, image_args):
     common = {"freeze_batch_norm": True, "optim": "sgd", "learning_rate": 0.1, "mixup": 0, "cutmix": 0, "ema_decay": 0.5}
     # 12 steps an epoch; the images of the evaluation fill its batches, as Trainer averages over batches
     common |= {"max_steps": 14, "do_eval": True, "lr_scheduler_type": "constant", "max_eval_samples": 16}
-    one = launch(tmp_path, image_args(output_dir=tmp_path / "one", per_device_train_batch_size=8, **common), 1)
-    two = launch(tmp_path, image_args(output_dir=tmp_path / "two", per_device_train_batch_size=4, **common), 2)
+    one = launch(SCRIPT, tmp_path, image_args(output_dir=tmp_path / "one", per_device_train_batch_size=8, **common), 1)
+    two = launch(SCRIPT, tmp_path, image_args(output_dir=tmp_path / "two", per_device_train_batch_size=4, **common), 2)
     assert "process 0 of 1" in one and "process 0 of 2" in two and "process 1 of 2" in two
     torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5, atol=1e-5)
     for file in ("model.safetensors", "ema/model.safetensors"):

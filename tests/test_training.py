@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 import yaml
 from conftest import randomize
 from datasets import Dataset
+from scripts import EXAMPLES, command_line, environment, launch, losses
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -32,7 +32,6 @@ from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArgume
 from tost_hf.metrics import TokenAccuracy, perplexity
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 RUN_CLM = EXAMPLES / "run_clm.py"
 EOS = "<|endoftext|>"
 TINY = "n_layer=2,n_embd=32,n_head=4,n_positions=32,vocab_size=320"
@@ -85,41 +84,9 @@ def clm_args(text_folder, tmp_path):
             "use_cpu": True,
             "do_train": True,
         } | changes
-        flags = (
-            [f"--{key}"] if value is True else [f"--{key}", str(value)] for key, value in values.items() if value is not None
-        )
-        return list(chain.from_iterable(flags))
+        return command_line(values)
 
     return make
-
-
-def environment(tmp_path) -> dict[str, str]:
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(tmp_path / "hf"),
-        "ACCELERATE_USE_CPU": "true",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-
-
-def launch(tmp_path, args: list[str], processes: int) -> str:
-    """Runs `accelerate launch run_clm.py` and returns what it printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # without --multi_gpu one process starts; ACCELERATE_USE_CPU makes the several ones find each other through gloo
-    several = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(RUN_CLM), *args]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-def losses(output_dir) -> list[float]:
-    history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def token_rows(rows: int, length: int = 16, vocab_size: int = 97) -> Dataset:
@@ -448,9 +415,9 @@ def test_accelerate_launch_with_one_and_two_processes(tmp_path, clm_args):
     common = {"max_steps": 20, "use_cpu": None, "do_eval": True, "eval_on_start": True, "max_eval_samples": 24}
     one = clm_args(**common, per_device_train_batch_size=8, output_dir=tmp_path / "one", report_to="tensorboard")
     two = clm_args(**common, per_device_train_batch_size=4, output_dir=tmp_path / "two")
-    printed = launch(tmp_path, one, processes=1)
+    printed = launch(RUN_CLM, tmp_path, one, processes=1)
     assert re.findall(r"process \d of \d", printed) == ["process 0 of 1"]
-    printed = launch(tmp_path, two, processes=2)
+    printed = launch(RUN_CLM, tmp_path, two, processes=2)
     assert sorted(re.findall(r"process \d of \d", printed)) == ["process 0 of 2", "process 1 of 2"]
 
     single, double = losses(tmp_path / "one"), losses(tmp_path / "two")

@@ -5,6 +5,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 
@@ -25,6 +26,23 @@ def print_header() -> None:
         f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; Python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}, commit {commit or 'unknown'}"
     )
+
+
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**33),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**30),
+}
+
+
+def restart_keeping_freed_memory() -> None:
+    """Starts the script again with a C library (glibc) that keeps memory once freed.
+
+    By default it gives tensors over 32 MB back to the kernel, and large sizes would mostly measure the page faults of getting
+    them again.
+    """
+    if not KEEP_FREED_MEMORY.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_FREED_MEMORY)
 
 
 def interleaved_medians(

@@ -120,7 +120,8 @@ class ToSTVisionEmbeddings(nn.Module):
         """The patches of an image, row by row, (B, N, D)."""
         patches = self.patch_embeddings(pixel_values)
         positions = self.position_embeddings(*patches.shape[-2:], patches.device)
-        return self.dropout(patches.flatten(2).transpose(1, 2) + positions)
+        patches = patches.flatten(2).transpose(1, 2).contiguous()  # or every block would inherit the strides of an image
+        return self.dropout(patches + positions)
 
 
 # Attention -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,36 @@ NOT_DECAYED = ("temp", "denom_bias")
 
 
 @dataclass
-class ToSTTrainingArguments(TrainingArguments):
+class _RecipeArguments(TrainingArguments):
+    """What the recipes of language and vision have in common."""
+
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to compute in bfloat16. Default: if the device has it.",
+            "nargs": "?",  # so that a plain --bf16 still means true
+            "const": True,
+        },
+    )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "The folder of the checkpoint to go on from; the flag alone means the last one in output_dir.",
+            "nargs": "?",
+            "const": "true",
+        },
+    )
+
+    def __post_init__(self):
+        if self.bf16 is None:
+            chosen = self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+            on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+            self.bf16 = not chosen and not on_cpu and is_torch_bf16_gpu_available()
+        super().__post_init__()
+
+
+@dataclass
+class ToSTTrainingArguments(_RecipeArguments):
     """`TrainingArguments` whose defaults are the authors' language pre-training (paper, arXiv 2412.17810, and their code).
 
     AdamW with betas (0.9, 0.95) and weight decay 0.1, learning rate 6e-4 with 2,000 steps of warm-up and a cosine down to a
@@ -64,22 +93,6 @@ class ToSTTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Micro-batches of a step. Default: 1, or 8 shared by the processes if no batch size is given."},
     )
-    bf16: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to compute in bfloat16. Default: if the device has it.",
-            "nargs": "?",  # so that a plain --bf16 still means true
-            "const": True,
-        },
-    )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "The folder of the checkpoint to go on from; the flag alone means the last one in output_dir.",
-            "nargs": "?",
-            "const": "true",
-        },
-    )
 
     def __post_init__(self):
         if self.max_steps is None:
@@ -97,10 +110,6 @@ class ToSTTrainingArguments(TrainingArguments):
             self.warmup_steps = RECIPE_WARMUP_STEPS
         if self.lr_scheduler_kwargs is None and SchedulerType(self.lr_scheduler_type) == SchedulerType.COSINE_WITH_MIN_LR:
             self.lr_scheduler_kwargs = {"min_lr_rate": RECIPE_MIN_LR_RATE}
-        if self.bf16 is None:
-            chosen = self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-            on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-            self.bf16 = not chosen and not on_cpu and is_torch_bf16_gpu_available()
         super().__post_init__()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:

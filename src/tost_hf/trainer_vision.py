@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SchedulerType
-from transformers.utils import is_torch_bf16_gpu_available
 
-from .trainer import ToSTTrainer
+from .trainer import ToSTTrainer, _RecipeArguments
 
 
 RECIPES = {
@@ -62,7 +61,7 @@ def _by_recipe(text: str):
 
 
 @dataclass
-class ToSTVisionTrainingArguments(TrainingArguments):
+class ToSTVisionTrainingArguments(_RecipeArguments):
     """`TrainingArguments` whose defaults are the authors' recipes for images (paper, arXiv 2412.17810, and XCiT's code).
 
     `recipe="pretrain"` is ImageNet pre-training: 400 epochs of AdamW, weight decay 0.05, learning rate 5e-4 x batch / 512
@@ -108,24 +107,8 @@ class ToSTVisionTrainingArguments(TrainingArguments):
     freeze_batch_norm: bool = field(
         default=False, metadata={"help": "Normalise by BatchNorm's running statistics in training too, and leave them as is."}
     )
-    bf16: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to compute in bfloat16. Default: if the device has it.",
-            "nargs": "?",  # so that a plain --bf16 still means true
-            "const": True,
-        },
-    )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Whether to drop columns that the model's forward does not take."}
-    )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "The folder of the checkpoint to go on from; the flag alone means the last one in output_dir.",
-            "nargs": "?",
-            "const": "true",
-        },
     )
 
     def __post_init__(self):
@@ -154,10 +137,6 @@ class ToSTVisionTrainingArguments(TrainingArguments):
         self._default_warmup = self.warmup_steps is None
         if self.warmup_steps is None:
             self.warmup_steps = 0
-        if self.bf16 is None:
-            chosen = self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-            on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-            self.bf16 = not chosen and not on_cpu and is_torch_bf16_gpu_available()
         super().__post_init__()
 
     def _check_augmentation(self) -> None:

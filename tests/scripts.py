@@ -1,0 +1,47 @@
+"""Running the example scripts as a user does: command lines, environments, `accelerate launch`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def command_line(values: dict) -> list[str]:
+    """Flags of a dict of arguments: None leaves one out, True is a bare flag."""
+    flags = ([f"--{key}"] if value is True else [f"--{key}", str(value)] for key, value in values.items() if value is not None)
+    return list(chain.from_iterable(flags))
+
+
+def environment(tmp_path) -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "hf"),
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def launch(script: Path, tmp_path, args: list[str], processes: int) -> str:
+    """Runs `accelerate launch` and returns what it printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # without --multi_gpu one process starts; ACCELERATE_USE_CPU makes the several ones find each other through gloo
+    several = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(script), *args]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(output_dir) -> list[float]:
+    history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
