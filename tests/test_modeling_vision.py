@@ -532,3 +532,11 @@ def test_bad_images(pixels, message):
 def test_labels_out_of_range():
     with pytest.raises((ValueError, IndexError), match=r"out of bounds|between 0 and 2"):
         tiny_model()(images(), labels=torch.tensor([0, 3]))
+
+
+def test_initializer_factor_scales_the_stem():
+    for factor in (1.0, 0.5):
+        model = ToSTVisionModel(ToSTVisionConfig(hidden_size=64, num_hidden_layers=1, initializer_factor=factor))
+        weight = model.embeddings.patch_embeddings.convolutions[-1].weight
+        bound = factor / weight[0].numel() ** 0.5
+        assert 0.99 * bound < weight.abs().max() <= bound

@@ -57,6 +57,7 @@ class ToSTVisionConfig(PreTrainedConfig):
         embedding_dropout: dropout on the embedded patches.
         drop_path_rate: probability of leaving out a residual branch for an image in training, the same in every block.
         initializer_range: standard deviation of the truncated normal that Linear weights and the class token start from.
+        initializer_factor: factor on the stem's initial weights, which are PyTorch's default for convolutions; leave it at 1.
 
     Raises:
         ValueError: a value is impossible; the sentence names it.
@@ -84,6 +85,7 @@ class ToSTVisionConfig(PreTrainedConfig):
     embedding_dropout: float | int = 0.0
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02
+    initializer_factor: float | int = 1.0
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ToSTVisionConfig":

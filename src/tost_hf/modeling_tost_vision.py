@@ -292,7 +292,8 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            init.kaiming_uniform_(module.weight, a=math.sqrt(5))  # PyTorch's default
+            bound = self.config.initializer_factor / math.sqrt(module.weight[0].numel())  # PyTorch's default
+            init.uniform_(module.weight, -bound, bound)
         else:
             super()._init_weights(module)
         if isinstance(module, TokenStatisticsSelfAttention):
