@@ -137,9 +137,9 @@ def _ending(file: str) -> str:
     return file.rpartition(".")[2].lower()
 
 
-def parse_args(args: list[str]) -> tuple[ModelArguments, DataTrainingArguments, ToSTTrainingArguments]:
-    """Arguments from the command line, or from the one .json or .yaml file it names."""
-    parser = HfArgumentParser((ModelArguments, DataTrainingArguments, ToSTTrainingArguments), description=__doc__)
+def parse_args(args: list[str], *argument_classes: type, description: str | None = None) -> tuple:
+    """An instance of each class of arguments, from the command line or from the one .json or .yaml file it names."""
+    parser = HfArgumentParser(argument_classes, description=description)
     if len(args) == 1 and args[0].endswith(".json"):
         return parser.parse_json_file(os.path.abspath(args[0]))
     if len(args) == 1 and args[0].endswith((".yaml", ".yml")):
@@ -372,7 +372,10 @@ def find_checkpoint(training_args: ToSTTrainingArguments) -> str | None:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, training_args = parse_args(sys.argv[1:] if args is None else args)
+    args = sys.argv[1:] if args is None else args
+    model_args, data_args, training_args = parse_args(
+        args, ModelArguments, DataTrainingArguments, ToSTTrainingArguments, description=__doc__
+    )
     set_up_logging(training_args)
     set_seed(training_args.seed)
 

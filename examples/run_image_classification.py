@@ -21,12 +21,11 @@ import datasets
 import torch
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 from PIL import Image, ImageOps
-from run_clm import find_checkpoint, parse_value, report, set_up_logging
+from run_clm import find_checkpoint, parse_args, parse_value, report, set_up_logging
 from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedConfig,
     PreTrainedModel,
     ViTImageProcessorPil,
@@ -121,16 +120,6 @@ class DataTrainingArguments:
                 raise ValueError(f"The image file {file!r} must end in .parquet.")
             if "://" not in file and not os.path.isfile(file):
                 raise FileNotFoundError(f"The image file {file!r} does not exist.")
-
-
-def parse_args(args: list[str]) -> tuple[ModelArguments, DataTrainingArguments, ToSTVisionTrainingArguments]:
-    """Arguments from the command line, or from the one .json or .yaml file it names."""
-    parser = HfArgumentParser((ModelArguments, DataTrainingArguments, ToSTVisionTrainingArguments), description=__doc__)
-    if len(args) == 1 and args[0].endswith(".json"):
-        return parser.parse_json_file(os.path.abspath(args[0]))
-    if len(args) == 1 and args[0].endswith((".yaml", ".yml")):
-        return parser.parse_yaml_file(os.path.abspath(args[0]))
-    return parser.parse_args_into_dataclasses(args)
 
 
 # Images and labels ---------------------------------------------------------------------------------------------------
@@ -387,7 +376,10 @@ def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, training_args = parse_args(sys.argv[1:] if args is None else args)
+    args = sys.argv[1:] if args is None else args
+    model_args, data_args, training_args = parse_args(
+        args, ModelArguments, DataTrainingArguments, ToSTVisionTrainingArguments, description=__doc__
+    )
     set_up_logging(training_args)
     logger.setLevel(training_args.get_process_log_level())
     set_seed(training_args.seed)

@@ -2,13 +2,10 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from conftest import auto_processor_missing, randomize
 from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
 from PIL import Image as PILImage
 from safetensors.torch import load_file
-from scripts import EXAMPLES, command_line, environment, launch, losses
+from scripts import EXAMPLES, command_line, environment, kill_once_written, launch, losses, run_in_background
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 from transformers import (
@@ -746,18 +743,11 @@ def test_kill_and_resume_bit_for_bit(tmp_path, image_args):
     }
 
     def start(folder, **changes):
-        command = [sys.executable, str(SCRIPT), *image_args(**common, output_dir=folder, **changes)]
-        log = open(tmp_path / "log.txt", "a")
-        return subprocess.Popen(command, env=environment(tmp_path), stdout=log, stderr=log, start_new_session=True)
+        return run_in_background(SCRIPT, tmp_path, image_args(**common, output_dir=folder, **changes))
 
     assert start(tmp_path / "whole").wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()[-3000:]
     killed = start(tmp_path / "killed")
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "killed/checkpoint-15/trainer_state.json").exists():
-        assert killed.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
-        time.sleep(0.002)
-    os.killpg(killed.pid, signal.SIGKILL)
-    assert killed.wait(timeout=60) == -signal.SIGKILL
+    kill_once_written(killed, tmp_path / "killed/checkpoint-15/trainer_state.json", tmp_path / "log.txt")
     assert not (tmp_path / "killed/checkpoint-30").exists()  # it did not get to the end
 
     first_checkpoint = (tmp_path / "killed/checkpoint-5/trainer_state.json").stat()

@@ -5,10 +5,7 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +14,7 @@ import torch
 import yaml
 from conftest import randomize
 from datasets import Dataset
-from scripts import EXAMPLES, command_line, environment, launch, losses
+from scripts import EXAMPLES, command_line, kill_once_written, launch, losses, run_in_background
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -446,18 +443,11 @@ def test_kill_and_resume_bit_for_bit(tmp_path, clm_args):
     }
 
     def start(folder, **changes):
-        command = [sys.executable, str(RUN_CLM), *clm_args(**common, output_dir=folder, **changes)]
-        log = open(tmp_path / "log.txt", "a")
-        return subprocess.Popen(command, env=environment(tmp_path), stdout=log, stderr=log, start_new_session=True)
+        return run_in_background(RUN_CLM, tmp_path, clm_args(**common, output_dir=folder, **changes))
 
     assert start(tmp_path / "whole").wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()[-3000:]
     killed = start(tmp_path / "killed")
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "killed/checkpoint-10/trainer_state.json").exists():
-        assert killed.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
-        time.sleep(0.002)
-    os.killpg(killed.pid, signal.SIGKILL)
-    assert killed.wait(timeout=60) == -signal.SIGKILL
+    kill_once_written(killed, tmp_path / "killed/checkpoint-10/trainer_state.json", tmp_path / "log.txt")
     assert not (tmp_path / "killed/trainer_state.json").exists()  # it did not get to the end
     assert not (tmp_path / "killed/checkpoint-30").exists()
 
