@@ -141,6 +141,7 @@ def test_export_kernel(tmp_path, capsys):
             "__init__.py",
             "metadata.json",
             "tssa.py",
+            "tssa_compiled.py",
             "tssa_triton.py",
         }
         metadata = json.loads((build / "metadata.json").read_text())

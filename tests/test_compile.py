@@ -3,10 +3,11 @@
 import shutil
 
 import pytest
+import reference
 import torch
 from transformers import CompileConfig
 
-from tost_hf import CausalStatisticsCache
+from tost_hf import CausalStatisticsCache, tssa, tssa_compiled
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -67,6 +68,35 @@ def test_training_options(tiny_model, packed, checkpointing, autocast):
             tiny_model.train()
         compiled = torch.compile(tiny_model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(loss_and_gradients(compiled, tokens, **inputs), expected, **CLOSE)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+def test_compiled_operator(dtype, tolerance):
+    """Inductor's code for whole chunks, and eager code for the rest, against the float64 formulas; two runs are bit-equal."""
+    op = torch.compile(tssa, fullgraph=True)
+    compilations = []
+    for T in (300, 150, 427):
+        w = torch.randn(2, T, 3, 16).to(dtype).requires_grad_()
+        temp, bias = (torch.rand(3) + 0.5).requires_grad_(), (0.3 * torch.randn(T, 3)).requires_grad_()
+        mask = torch.ones(2, T, dtype=torch.bool)
+        mask[0, :40], mask[1, -30:] = False, False
+        g = torch.randn_like(w) * mask[..., None, None]
+        runs = []
+        for _ in range(2):
+            out = op(w, temp, bias, mask=mask)
+            runs.append((out.output, out.membership, *torch.autograd.grad(out.output, (w, temp, bias), g)))
+        assert all(torch.equal(x, y) for x, y in zip(*runs))
+        inputs = [x.detach().double().requires_grad_() for x in (w, temp, bias)]
+        out, membership = reference.causal(inputs[0].transpose(1, 2), inputs[1], inputs[2].T, mask)
+        expected = (out.transpose(1, 2), membership)
+        expected += torch.autograd.grad(out, inputs, g.double().transpose(1, 2))
+        for got, wanted in zip(runs[0], expected, strict=True):
+            assert (got - wanted).norm() < tolerance * wanted.norm()
+        codes = (tssa_compiled._forward_formulas.__code__, tssa_compiled._backward_formulas.__code__)
+        compilations.append([len(torch._dynamo.eval_frame._debug_get_cache_entry_list(code)) for code in codes])
+    assert compilations[0][1] == 1 and compilations == compilations[:1] * 3  # once, whatever the length
 
 
 @backends

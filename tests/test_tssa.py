@@ -11,8 +11,16 @@ import reference
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tost_hf import CausalStatisticsCache, TokenStatisticsSelfAttention, ToSTConfig, TSSAState, tssa, tssa_step
-from tost_hf.tssa import _choose_backend, _warn_of_fallback
+from tost_hf import (
+    CausalStatisticsCache,
+    TokenStatisticsSelfAttention,
+    ToSTConfig,
+    TSSAState,
+    tssa,
+    tssa_compiled,
+    tssa_step,
+)
+from tost_hf.tssa import FusedChunk, _choose_backend, _warn_of_fallback
 
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -20,10 +28,15 @@ F64 = {"rtol": 1e-10, "atol": 1e-12}
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    """So that small inputs have several chunks, and several groups of rows."""
+    """So that small inputs have several chunks and several groups of rows; compiled chunks run their formulas as they are."""
     module = sys.modules["tost_hf.tssa"]
     monkeypatch.setattr(module, "CHUNK_TOKENS", 32)
     monkeypatch.setattr(module, "CHUNK_NUMBERS", 32 * 16)
+    chunks = [FusedChunk(32, tssa_compiled._forward_chunk, tssa_compiled._backward_chunk)]
+    values = {"CHUNK_TOKENS": 32, "BLOCK_GROUPS": 4, "GROUP_TOKENS": 4, "_CHUNKS": chunks}
+    values |= {f"_compiled_{way}": getattr(tssa_compiled, f"_{way}_formulas") for way in ("forward", "backward")}
+    for name, value in values.items():
+        monkeypatch.setattr(tssa_compiled, name, value)
 
 
 def make(B=2, T=70, H=3, p=5, dtype=torch.float64, dead=0):
@@ -251,6 +264,36 @@ def test_prefix_invariance_and_determinism_bit_for_bit():
     with torch.no_grad():
         alone = tssa(big[33:34], torch.ones(12)).output
         assert torch.equal(tssa(big, torch.ones(12)).output[33:34], alone)
+
+
+def test_compiled_chunks_know_nothing_of_what_follows():
+    w, temp, bias = make(dtype=torch.float32)
+    op = compiled(tssa)
+    first = op(w, temp, bias).output
+    for future in (7.0, float("inf"), float("nan")):
+        changed = w.detach().clone()
+        changed[:, 41:] = future
+        assert torch.equal(op(changed, temp, bias).output[:, :41], first[:, :41])
+
+
+def test_without_a_compiler_eager_code_goes_on(monkeypatch):
+    def fail(*args):
+        raise torch._dynamo.exc.BackendCompilerFailed(tssa, RuntimeError("no g++"), None)
+
+    chunks = [FusedChunk(32, fail, fail), FusedChunk(32, None, None)]
+    monkeypatch.setattr(tssa_compiled, "_CHUNKS", chunks)
+    w, temp, bias = make()
+    expected = tssa(w, temp, bias)
+    op = compiled(tssa)
+    with pytest.warns(UserWarning, match="C\\+\\+ compiler"):
+        out = op(w, temp, bias)
+    assert len(chunks) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        out = op(w, temp, bias)
+    torch.testing.assert_close(out.output, expected.output, **F64)
+    got, wanted = (torch.autograd.grad(o.output.square().sum(), (w, temp, bias)) for o in (out, expected))
+    torch.testing.assert_close(got, wanted, **F64)
 
 
 def test_many_rows_with_other_borders():

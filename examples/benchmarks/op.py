@@ -31,6 +31,7 @@ from timing import (
     plot,
     print_header,
     ratio,
+    restart_keeping_freed_memory,
     spread,
 )
 from torch.nn import functional as F
@@ -294,4 +295,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if "--memory" not in sys.argv:
+        restart_keeping_freed_memory()
     sys.exit(main())

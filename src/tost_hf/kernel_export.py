@@ -12,7 +12,7 @@ from .version import __version__
 
 NAME = "tssa"
 VERSION = 1  # of the kernel's interface, as the Hub counts it
-FILES = ("tssa.py", "tssa_triton.py")
+FILES = ("tssa.py", "tssa_compiled.py", "tssa_triton.py")
 BACKENDS = ("cuda", "cpu")  # on a CPU the operator's reference path runs
 INIT = '''\
 """Token Statistics Self-Attention (arXiv 2412.17810), from tost_hf {version}."""

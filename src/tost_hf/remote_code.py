@@ -14,7 +14,14 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 
-_SHARED_FILES = ("remote_code.py", "configuration_tost.py", "tssa.py", "tssa_triton.py", "modeling_tost_base.py")
+_SHARED_FILES = (
+    "remote_code.py",
+    "configuration_tost.py",
+    "tssa.py",
+    "tssa_compiled.py",
+    "tssa_triton.py",
+    "modeling_tost_base.py",
+)
 CODE_FILES = {  # by model type; siblings of this file, here and in every published folder
     "tost": (*_SHARED_FILES, "cache_tost.py", "modeling_tost.py"),
     "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),

@@ -20,8 +20,8 @@ or, without it, the environment variable TOST_HF_BACKEND chooses: "auto" takes t
 import functools
 import itertools
 import os
-import re
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -114,14 +114,15 @@ def tssa(
     bias = w.new_zeros(1, 1, 1, dtype=dtype) if denom_bias is None else denom_bias.to(dtype)
     bias = bias.reshape(-1, *bias.shape[-2:]).expand(w.shape[0], w.shape[1], w.shape[2])
     state = _zero_state(w) if initial_state is None else _as_state(initial_state, w)
+    arguments = (w, temp.to(dtype), bias, padding, seq_idx, *state)
     if not torch.compiler.is_compiling():
-        output, membership, *final = _CausalTSSA.apply(w, temp.to(dtype), bias, padding, seq_idx, *state)
+        output, membership, *final = _CausalTSSA.apply(*arguments)
     elif w.device.type == "cpu" and not torch.compiler.is_exporting():
-        keep = torch.is_grad_enabled() and any(x.requires_grad for x in (w, temp, bias, *state))
-        results = _causal_operator(w, temp.to(dtype), bias, padding, seq_idx, *state, keep, CHUNK_TOKENS)
-        output, membership, *final = results[:5]
+        from .tssa_compiled import causal_tssa
+
+        output, membership, *final = causal_tssa(*arguments)
     else:
-        output, membership, *final = _causal_whole(w, temp.to(dtype), bias, padding, seq_idx, state)
+        output, membership, *final = _causal_whole(*arguments)
     return TSSAOutput(output, membership.transpose(1, 2), TSSAState(*final))
 
 
@@ -272,20 +273,28 @@ def _membership(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor |
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _plan_chunks(T: int, seq_idx: torch.Tensor | None) -> list[tuple[int, int, torch.Tensor | None]]:
-    """Chunks (start, stop, starts_sequence) that straddle no border of any row.
+class FusedChunk(NamedTuple):
+    """Compiled code for chunks of one length, in place of `_forward_chunk` and `_backward_chunk`; it takes what they take."""
+
+    tokens: int
+    forward: Callable | None  # None for the eager code
+    backward: Callable | None
+
+
+def _plan_chunks(T: int, seq_idx: torch.Tensor | None, size: int) -> list[tuple[int, int, torch.Tensor | None]]:
+    """Chunks (start, stop, starts_sequence) of at most `size` tokens that straddle no border of any row.
 
     `starts_sequence` (B,) marks the rows in which a packed sequence begins at the chunk's first token.
     """
     if seq_idx is None:
-        return [(t, min(t + CHUNK_TOKENS, T), None) for t in range(0, T, CHUNK_TOKENS)]
+        return [(t, min(t + size, T), None) for t in range(0, T, size)]
     new_sequence = seq_idx[:, 1:] != seq_idx[:, :-1]
     borders = [0, *(new_sequence.any(0).nonzero().flatten() + 1).tolist(), T]
     chunks = []
     for start, stop in itertools.pairwise(borders):
         starts_sequence = new_sequence[:, start - 1] if start else None
-        for t in range(start, stop, CHUNK_TOKENS):
-            chunks.append((t, min(t + CHUNK_TOKENS, stop), starts_sequence if t == start else None))
+        for t in range(start, stop, size):
+            chunks.append((t, min(t + size, stop), starts_sequence if t == start else None))
     return chunks
 
 
@@ -301,12 +310,13 @@ def _clear_rows(sums: tuple[torch.Tensor, ...], rows: torch.Tensor | None) -> tu
     return tuple(x.masked_fill(rows.view(-1, *[1] * (x.ndim - 1)), 0) for x in sums)
 
 
-def _plan(w: torch.Tensor, seq_idx: torch.Tensor | None) -> list[tuple[slice, list]]:
+def _plan(w: torch.Tensor, seq_idx: torch.Tensor | None, fused: FusedChunk | None) -> list[tuple[slice, list]]:
     """Rows that are worked on together, few enough that a chunk of them stays in the cache, and the chunks of each."""
     B, T, H, p = w.shape
-    rows = max(1, CHUNK_NUMBERS // (CHUNK_TOKENS * H * p))
+    size = CHUNK_TOKENS if fused is None else fused.tokens
+    rows = max(1, CHUNK_NUMBERS // (size * H * p))
     groups = [slice(row, min(row + rows, B)) for row in range(0, B, rows)]
-    return [(group, _plan_chunks(T, None if seq_idx is None else seq_idx[group])) for group in groups]
+    return [(group, _plan_chunks(T, None if seq_idx is None else seq_idx[group], size)) for group in groups]
 
 
 class _RunningSum:
@@ -365,25 +375,30 @@ class _Workspace:
         self.suffix_c = _RunningSum(self.c, reverse=True)
 
 
-def _workspaces(w, chunks, dtype, backward=False) -> dict[int, _Workspace]:
-    sizes = {_round_up(stop - start) for start, stop, _ in chunks}
-    return {tokens: _Workspace(w, tokens, dtype, backward) for tokens in sizes}
+def _chunk_steps(w, chunks, dtype, fused: FusedChunk | None, backward: bool) -> dict[int, Callable]:
+    """For each length of chunk, what computes it: `_forward_chunk` or `_backward_chunk`, or compiled code for it."""
+    chunk = _backward_chunk if backward else _forward_chunk
+    lengths = {stop - start for start, stop, _ in chunks}
+    compiled = None if fused is None else fused.backward if backward else fused.forward
+    compiled = {} if compiled is None else {fused.tokens: compiled}
+    sizes = {_round_up(length) for length in lengths - compiled.keys()}
+    spaces = {size: _Workspace(w, size, dtype, backward) for size in sizes}
+    return {length: compiled.get(length) or functools.partial(chunk, spaces[_round_up(length)]) for length in lengths}
 
 
 def _round_up(tokens: int) -> int:
     return -(-tokens // GROUP_TOKENS) * GROUP_TOKENS
 
 
-def _load(x: torch.Tensor, padding: torch.Tensor | None, start: int, stop: int, buffer: torch.Tensor) -> torch.Tensor:
-    """A chunk of `x` in the buffer's dtype and length, 0 at padding (not multiplied: it may hold NaN) and past the end."""
-    x = x[:, start:stop]
+def _load(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
+    """A chunk `x` in the buffer's dtype and length, 0 at padding (not multiplied: it may hold NaN) and past the end."""
     if padding is None and x.shape == buffer.shape and x.dtype == buffer.dtype:
         return x
-    real = buffer[:, : stop - start]
+    real = buffer[:, : x.shape[1]]
     real.copy_(x)
     if padding is not None:
-        real.masked_fill_(padding[:, start:stop, None, None], 0)
-    buffer[:, stop - start :] = 0
+        real.masked_fill_(padding[..., None, None], 0)
+    buffer[:, x.shape[1] :] = 0
     return buffer
 
 
@@ -395,13 +410,13 @@ def _suffix_sum(x: torch.Tensor) -> torch.Tensor:
     return x.flip(1).cumsum(1).flip(1)
 
 
-def _causal_forward(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership, keep):
+def causal_forward(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership, keep, fused=None):
     """Output, membership, the three final sums, and what the backward needs: scores and the sums before each chunk.
 
     The last four are empty unless `keep`.
     """
     dtype = temp.dtype
-    plan = _plan(w, seq_idx)
+    plan = _plan(w, seq_idx, fused)
     count = sum((rows.stop - rows.start) * len(chunks) for rows, chunks in plan) if keep else 0
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
     membership = w.new_empty(w.shape[:3], dtype=dtype)
@@ -422,12 +437,13 @@ def _causal_forward(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, su
             (scores[rows], [x[place:stop].unflatten(0, (len(chunks), rows.stop - rows.start)) for x in carries])
             if keep
             else None,
+            fused,
         )
         place = stop
     return output, membership, *final, scores, *carries
 
 
-def _causal_backward(
+def causal_backward(
     grad_output,
     grad_membership,
     grad_sum_sq,
@@ -440,6 +456,7 @@ def _causal_backward(
     membership,
     scores,
     *carries,
+    fused=None,
 ):
     """Gradients of w, temp, bias (B, T, H) and the three initial sums."""
     dw = torch.empty_like(w, memory_format=torch.contiguous_format)
@@ -449,7 +466,7 @@ def _causal_backward(
     dfinal = (grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership)
     dfinal = [zero if grad is None else grad for grad, zero in zip(dfinal, _zero_state(w))]
     place, dinitial = 0, []
-    for rows, chunks in _plan(w, seq_idx):
+    for rows, chunks in _plan(w, seq_idx, fused):
         stop = place + (rows.stop - rows.start) * len(chunks)
         dinitial.append(
             _backward_rows(
@@ -464,6 +481,7 @@ def _causal_backward(
                 ),
                 (grad_output[rows], None if grad_membership is None else grad_membership[rows], [x[rows] for x in dfinal]),
                 (dw[rows], dscores[rows], dtemp),
+                fused,
             )
         )
         place = stop
@@ -473,7 +491,7 @@ def _causal_backward(
 class _CausalTSSA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, w, temp, bias, padding, seq_idx, *state):
-        *outputs, scores, sum_sq, sum_weighted_sq, sum_membership = _causal_forward(
+        *outputs, scores, sum_sq, sum_weighted_sq, sum_membership = causal_forward(
             w, temp, bias, padding, seq_idx, *state, any(ctx.needs_input_grad)
         )
         carries = (sum_sq, sum_weighted_sq, sum_membership)
@@ -484,225 +502,149 @@ class _CausalTSSA(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        dw, dtemp, dbias, *dstate = _causal_backward(*grads, *ctx.saved_tensors)
+        dw, dtemp, dbias, *dstate = causal_backward(*grads, *ctx.saved_tensors)
         return dw, dtemp, dbias, None, None, *dstate
 
 
-def _forward_rows(w, temp, bias, padding, state, chunks, outputs, kept):
+def _tokens(x: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    return None if x is None else x[:, start:stop]
+
+
+def _forward_rows(w, temp, bias, padding, state, chunks, outputs, kept, fused):
     """Fills `outputs`, and where not None `kept`, for rows that are worked on together."""
-    dtype, p = temp.dtype, w.shape[-1]
     output, memberships, final = outputs
-    workspaces = _workspaces(w, chunks, dtype)
+    steps = _chunk_steps(w, chunks, temp.dtype, fused, backward=False)
     for index, (start, stop, starts_sequence) in enumerate(chunks):
         state = _clear_rows(state, starts_sequence)
-        tokens = stop - start
-        space = workspaces[_round_up(tokens)]
-        pad = None if padding is None else padding[:, start:stop]
-        x = _load(w, padding, start, stop, space.x)
-        sum_sq, sum_weighted_sq, sum_membership = state
-        may_be_floored = _may_be_floored(sum_sq)
-
-        sq = torch.mul(x, x, out=space.sq)
-        sum_sq = space.prefix_a(sum_sq)
-        if may_be_floored:
-            space.a.clamp_min_(EPS_SUM_SQ)
-        score = torch.div(sq, space.a, out=space.a).sum(-1)[:, :tokens].add_(bias[:, start:stop], alpha=p)
-        membership = _membership(score, temp, pad)
+        if kept is not None:
+            for carry, value in zip(kept[1], state):
+                carry[index] = value
+        inputs = (_tokens(x, start, stop) for x in (output, w, bias, padding))
+        membership, score, *state = steps[stop - start](*inputs, temp, *state)
         memberships[:, start:stop] = membership
         if kept is not None:
-            scores, carries = kept
-            scores[:, start:stop] = score
-            for carry, value in zip(carries, state):
-                carry[index] = value
-
-        membership = _pad_tokens(membership, x.shape[1])
-        sq.mul_(membership.unsqueeze(-1))
-        sum_weighted_sq = space.prefix_sq(sum_weighted_sq)
-        count = membership.cumsum(1)
-        sum_membership, count = sum_membership + count[:, -1], count.add_(sum_membership.to(dtype).unsqueeze(1))
-        state = (sum_sq, sum_weighted_sq, sum_membership)
-        # -x Pi / (1 + N / D), as -x Pi D / (N + D)
-        count.add_(EPS_MEMBERSHIP)
-        torch.mul(x, membership.mul_(count).neg_().unsqueeze(-1), out=space.a)
-        torch.div(space.a[:, :tokens], sq.add_(count.unsqueeze(-1))[:, :tokens], out=output[:, start:stop])
+            kept[0][:, start:stop] = score
     for x, value in zip(final, state):
         x.copy_(value)
 
 
-def _backward_rows(w, temp, padding, chunks, kept, grads, results):
+def _forward_chunk(space, output, w, bias, padding, temp, sum_sq, sum_weighted_sq, sum_membership):
+    """One chunk: fills `output`, returns its membership and score (rows, tokens, H) and the three sums after it."""
+    tokens = w.shape[1]
+    x = _load(w, padding, space.x)
+    may_be_floored = _may_be_floored(sum_sq)
+    sq = torch.mul(x, x, out=space.sq)
+    sum_sq = space.prefix_a(sum_sq)
+    if may_be_floored:
+        space.a.clamp_min_(EPS_SUM_SQ)
+    score = torch.div(sq, space.a, out=space.a).sum(-1)[:, :tokens].add_(bias, alpha=w.shape[-1])
+    membership = _membership(score, temp, padding)
+
+    weight = _pad_tokens(membership, x.shape[1])
+    sq.mul_(weight.unsqueeze(-1))
+    sum_weighted_sq = space.prefix_sq(sum_weighted_sq)
+    count = weight.cumsum(1)
+    sum_membership, count = sum_membership + count[:, -1], count.add_(sum_membership.to(temp.dtype).unsqueeze(1))
+    # -x Pi / (1 + N / D), as -x Pi D / (N + D)
+    count.add_(EPS_MEMBERSHIP)
+    torch.mul(x, (weight * count).neg_().unsqueeze(-1), out=space.a)
+    torch.div(space.a[:, :tokens], sq.add_(count.unsqueeze(-1))[:, :tokens], out=output)
+    return membership, score, sum_sq, sum_weighted_sq, sum_membership
+
+
+def _backward_rows(w, temp, padding, chunks, kept, grads, results, fused):
     """Fills `dw` and `dscores`, adds to `dtemp`, and returns the gradients of the initial state.
 
     dname is the gradient with respect to name. A running sum's gradient is a suffix sum: U, V and W, of the weighted squares,
-    the memberships and the squares. They start as the gradients of the final state. N and D are the running sums of weighted
-    squares and memberships, so the output is -x Pi D / (N + D).
+    the memberships and the squares. They start as the gradients of the final state.
     """
-    dtype = temp.dtype
     memberships, scores, carries = kept
     grad_output, grad_membership, (grad_sum_sq, U, V) = grads
     dw, dscores, dtemp = results
-    minus_W = -grad_sum_sq
-    workspaces = _workspaces(w, chunks, dtype, backward=True)
+    sums = (-grad_sum_sq, U, V)
+    steps = _chunk_steps(w, chunks, temp.dtype, fused, backward=True)
     for index in reversed(range(len(chunks))):
         start, stop, starts_sequence = chunks[index]
-        sum_sq, sum_weighted_sq, sum_membership = (x[index] for x in carries)
-        tokens = stop - start
-        space = workspaces[_round_up(tokens)]
-        size = space.sq.shape[1]
-        a, b, c, d = space.a, space.b, space.c, space.d
-        x = _load(w, padding, start, stop, space.x)
-        grad = _load(grad_output, padding, start, stop, space.grad)
-        membership = _pad_tokens(memberships[:, start:stop], size)
-        score = _pad_tokens(scores[:, start:stop], size)
-        weight = membership.unsqueeze(-1)
-
-        # the forward values again, from the sums at the chunk's border
-        sq = torch.mul(x, x, out=space.sq)
-        space.prefix_a(sum_sq)
-        floored = a < EPS_SUM_SQ if _may_be_floored(sum_sq) else None
-        if floored is not None:
-            a.clamp_min_(EPS_SUM_SQ)
-        a.reciprocal_()
-        torch.mul(sq, weight, out=b)
-        space.prefix_b(sum_weighted_sq)
-        count = membership.cumsum(1).add_(sum_membership.unsqueeze(1)).add_(EPS_MEMBERSHIP)
-        torch.add(b, count.unsqueeze(-1), out=d).reciprocal_()
-        weighted_count = (membership * count).unsqueeze(-1)
-
-        # output -> N, D, membership
-        torch.mul(grad, d, out=space.grad)  # g / (N + D)
-        torch.mul(space.grad, x, out=c)
-        dmembership = c.sum(-1).mul_(count).neg_()
-        c.mul_(d)  # g x / (N + D)^2
-        dcount = torch.mul(c, b, out=b).sum(-1).mul_(membership).neg_()
-        c.mul_(weighted_count)
-        next_U = space.suffix_c(U)
-        suffix_v = _suffix_sum(dcount)
-        next_V = V + suffix_v[:, 0]
-        dmembership += torch.mul(sq, c, out=b).sum(-1) + suffix_v.add_(V.to(dtype).unsqueeze(1))
-        if grad_membership is not None:
-            dmembership[:, :tokens] += grad_membership[:, start:stop]
-
-        # membership -> score: the one step that joins the heads
-        dlogit = dmembership.sub_((membership * dmembership).sum(-1, keepdim=True)).mul_(membership)
-        dtemp += (dlogit * score).sum((0, 1))
-        dscore = dlogit.mul_(temp)
-        dscores[:, start:stop] = dscore[:, :tokens]
-
-        # score -> running sum of squares -> tokens
-        dratio = torch.mul(a, dscore.unsqueeze(-1), out=d)
-        a.mul_(sq).mul_(dratio)
-        if floored is not None:
-            a.masked_fill_(floored, 0)
-        next_minus_W = space.suffix_a(minus_W)
-        minus_W, U, V = _clear_rows((next_minus_W, next_U, next_V), starts_sequence)
-        dsq = dratio.sub_(a).addcmul_(c, weight)
-        dx = space.grad.mul_(weighted_count.neg_()).addcmul_(dsq, x, value=2)
-        if padding is not None:
-            dx[:, :tokens].masked_fill_(padding[:, start:stop, None, None], 0)
-        dw[:, start:stop] = dx[:, :tokens]
+        tensors = (dw, grad_output, grad_membership, w, padding, memberships, scores)
+        inputs = (_tokens(x, start, stop) for x in tensors)
+        dscore, dtemp_here, *sums = steps[stop - start](*inputs, temp, *(x[index] for x in carries), *sums)
+        dscores[:, start:stop] = dscore
+        dtemp += dtemp_here
+        sums = _clear_rows(sums, starts_sequence)
+    minus_W, U, V = sums
     return -minus_W, U, V
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The same for torch.compile on the CPU, as one opaque operator: what Inductor makes of the formulas there is slower than
-# the eager path. Packed rows have an unforeseen number of chunks: their backward computes the sums at the borders again.
-# ---------------------------------------------------------------------------------------------------------------------
+def _backward_chunk(
+    space,
+    dw,
+    grad,
+    grad_membership,
+    w,
+    padding,
+    membership,
+    score,
+    temp,
+    sum_sq,
+    sum_weighted_sq,
+    sum_membership,
+    minus_W,
+    U,
+    V,
+):
+    """One chunk: fills `dw`, returns dscore, dtemp and -W, U and V before the chunk.
 
+    N and D are the running sums of weighted squares and memberships, so the output is -x Pi D / (N + D).
+    """
+    dtype, tokens, size = temp.dtype, w.shape[1], space.sq.shape[1]
+    a, b, c, d = space.a, space.b, space.c, space.d
+    x = _load(w, padding, space.x)
+    grad = _load(grad, padding, space.grad)
+    membership, score = _pad_tokens(membership, size), _pad_tokens(score, size)
+    weight = membership.unsqueeze(-1)
 
-def _operator(name: str):
-    """A decorator for custom operators, in a namespace of the package's: a model's own code may be loaded beside it."""
-    namespace = re.sub(r"\W", "_", __name__.rpartition(".")[0] or __name__, flags=re.ASCII)
-    return torch.library.custom_op(f"{namespace}::{name}", mutates_args=())
+    # the forward values again, from the sums at the chunk's border
+    sq = torch.mul(x, x, out=space.sq)
+    space.prefix_a(sum_sq)
+    floored = a < EPS_SUM_SQ if _may_be_floored(sum_sq) else None
+    if floored is not None:
+        a.clamp_min_(EPS_SUM_SQ)
+    a.reciprocal_()
+    torch.mul(sq, weight, out=b)
+    space.prefix_b(sum_weighted_sq)
+    count = membership.cumsum(1).add_(sum_membership.unsqueeze(1)).add_(EPS_MEMBERSHIP)
+    torch.add(b, count.unsqueeze(-1), out=d).reciprocal_()
+    weighted_count = (membership * count).unsqueeze(-1)
 
+    # output -> N, D, membership
+    torch.mul(grad, d, out=space.grad)  # g / (N + D)
+    torch.mul(space.grad, x, out=c)
+    dmembership = c.sum(-1).mul_(count).neg_()
+    c.mul_(d)  # g x / (N + D)^2
+    dcount = torch.mul(c, b, out=b).sum(-1).mul_(membership).neg_()
+    c.mul_(weighted_count)
+    U = space.suffix_c(U)
+    suffix_v = _suffix_sum(dcount)
+    V, suffix_v = V + suffix_v[:, 0], suffix_v.add_(V.to(dtype).unsqueeze(1))
+    dmembership += torch.mul(sq, c, out=b).sum(-1) + suffix_v
+    if grad_membership is not None:
+        dmembership[:, :tokens] += grad_membership
 
-@_operator("reference_forward")
-def _causal_operator(
-    w: torch.Tensor,
-    temp: torch.Tensor,
-    bias: torch.Tensor,
-    padding: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    sum_sq: torch.Tensor,
-    sum_weighted_sq: torch.Tensor,
-    sum_membership: torch.Tensor,
-    keep: bool,
-    chunk_tokens: int,  # for the compiler, which keeps what it compiled on disk: shapes depend on it
-) -> tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-]:
-    state = (sum_sq, sum_weighted_sq, sum_membership)
-    return _causal_forward(w, temp, bias, padding, seq_idx, *state, keep and seq_idx is None)
+    # membership -> score: the one step that joins the heads
+    dlogit = dmembership.sub_((membership * dmembership).sum(-1, keepdim=True)).mul_(membership)
+    dtemp = (dlogit * score).sum((0, 1))
+    dscore = dlogit.mul_(temp)
 
-
-@_causal_operator.register_fake
-def _(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens):
-    B, T, H, _ = w.shape
-    keep = keep and seq_idx is None
-    count = B * ((T + chunk_tokens - 1) // chunk_tokens) if keep else 0
-    membership = w.new_empty((B, T, H), dtype=temp.dtype)
-    return (
-        w.new_empty(w.shape),
-        membership,
-        *(w.new_empty(x.shape, dtype=x.dtype) for x in (sum_sq, sum_weighted_sq, sum_membership)),
-        torch.empty_like(membership) if keep else membership.new_empty(0),
-        *(membership.new_empty((count, *shape[1:])) for shape in _sum_shapes(w)),
-    )
-
-
-@_operator("reference_backward")
-def _causal_backward_operator(
-    grad_output: torch.Tensor | None,
-    grad_membership: torch.Tensor | None,
-    grad_sum_sq: torch.Tensor | None,
-    grad_sum_weighted_sq: torch.Tensor | None,
-    grad_sum_membership: torch.Tensor | None,
-    w: torch.Tensor,
-    temp: torch.Tensor,
-    bias: torch.Tensor,
-    padding: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    state: list[torch.Tensor],
-    kept: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    if seq_idx is not None:
-        _, membership, _, _, _, *kept = _causal_forward(w, temp, bias, padding, seq_idx, *state, True)
-        kept = (membership, *kept)
-    grads = (grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership)
-    return _causal_backward(*grads, w, temp, padding, seq_idx, *kept)
-
-
-@_causal_backward_operator.register_fake
-def _(dout, dmembership, dsum_sq, dsum_weighted_sq, dsum_membership, w, temp, bias, padding, seq_idx, state, kept):
-    return (
-        w.new_empty(w.shape),
-        temp.new_empty(temp.shape),
-        temp.new_empty(bias.shape),
-        *(x.new_empty(x.shape) for x in state),
-    )
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, _, _ = inputs
-    ctx.save_for_backward(*tensors, output[1], *output[5:])
-    ctx.mark_non_differentiable(*output[5:])
-    ctx.set_materialize_grads(False)
-
-
-def _operator_backward(ctx, *grads):
-    w, temp, bias, padding, seq_idx, *rest = ctx.saved_tensors
-    dw, dtemp, dbias, *dstate = _causal_backward_operator(*grads[:5], w, temp, bias, padding, seq_idx, rest[:3], rest[3:])
-    return dw, dtemp, dbias, None, None, *dstate, None, None
-
-
-_causal_operator.register_autograd(_operator_backward, setup_context=_setup_context)
+    # score -> running sum of squares -> tokens
+    dratio = torch.mul(a, dscore.unsqueeze(-1), out=d)
+    a.mul_(sq).mul_(dratio)
+    if floored is not None:
+        a.masked_fill_(floored, 0)
+    minus_W = space.suffix_a(minus_W)
+    dsq = dratio.sub_(a).addcmul_(c, weight)
+    dx = space.grad.mul_(weighted_count.neg_()).addcmul_(dsq, x, value=2)[:, :tokens]
+    dw.copy_(dx if padding is None else dx.masked_fill_(padding[..., None, None], 0))
+    return dscore[:, :tokens], dtemp, minus_W, U, V
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -739,7 +681,7 @@ def _real_tokens(w: torch.Tensor, padding: torch.Tensor | None, dtype: torch.dty
     return w.to(dtype) if padding is None else w.to(dtype).masked_fill(padding[..., None, None], 0)
 
 
-def _causal_whole(w, temp, bias, padding, seq_idx, state):
+def _causal_whole(w, temp, bias, padding, seq_idx, *state):
     x = _real_tokens(w, padding, temp.dtype)
     offset = None if seq_idx is None else _offset_in_sequence(seq_idx)
     carried = [s.to(temp.dtype).unsqueeze(1) for s in state]
