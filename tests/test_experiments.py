@@ -20,6 +20,7 @@ import compare_vision
 import experiments
 import locality
 import long_context
+import observations
 import recall
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from transformers import PreTrainedTokenizerFast
@@ -416,6 +417,24 @@ def test_compare_vision_runs(tmp_path, images):
     assert len(rows) == 3 * 2 * 3 and {row["context"] for row in rows} == {"16"}
     assert {row["model"] for row in rows} == {"TSSA", "XCA", "softmax"}
     assert all("CIFAR10_FOLDER" in row["command"] and str(images) not in row["command"] for row in rows)
+
+
+def test_observations_run(tmp_path, images, text, capsys):
+    file = tmp_path / "results.csv"
+    size = ["--width", "16", "--heads", "2", "--layers", "2", "--batch", "4", "--patch_size", "2", "--test_images", "3"]
+    data = ["--images", str(images), "--text", str(text), "--test_texts", "2"]
+    observations.main([*TOY, *size, *data, "--results", str(file)])
+    rows = rows_of(file)
+    value = {(row["task"], row["model"], row["seed"], row["metric"]): float(row["value"]) for row in rows}
+    assert len(value) == len(rows)
+    assert {key[:3] for key in value} == {(t, m, s) for t in ("images", "text") for m in observations.STATES for s in "01"}
+    for (task, model, seed, metric), rate in value.items():
+        if metric.startswith("coding rate"):
+            assert rate <= value[task, model, seed, metric.replace("coding rate", "variational")] + 1e-6
+    assert value["text", "untrained", "0", "distance from uniform, position 0 on, layer 1"] == pytest.approx(0, abs=1e-6)
+    assert "| mutual information, another image's | trained |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        observations.main([*TOY, *data, "--learning_rates", "1e-3", "3e-3"])
 
 
 def test_ablations_run(tmp_path, images):

@@ -1,0 +1,144 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The authors' observations, asked of small models before and after training: what TSSA's layers compress and group.
+
+    python examples/observations.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+
+An image model and a language model are trained as compare_vision.py and compare_lm.py do, with as many layers as here, and
+measured on held-out images and text by `tost_hf.interpret`:
+
+- *Does the compression term fall with depth?* Its variational form under both normalisations, and the coding rate that it
+  bounds, in nats, layer by layer.
+- *Do memberships group patches by content?* The adjusted mutual information of each patch's strongest head with k-means of
+  colours and places: of the image's own memberships, of shuffled ones, and of another image's (what place alone explains).
+- *Does the membership flatten with position?* Its distance from uniform, 1 - entropy / ln H, by position in the text.
+"""
+
+import math
+
+import compare_lm
+import torch
+from compare_vision import load_images, make_classifier, make_parser_of_images, normalize, train_classifier
+from experiments import Results, make_language_model, spread, train
+from transformers import PreTrainedModel, set_seed
+
+from tost_hf.interpret import (
+    NORMALIZATIONS,
+    ModelTrace,
+    compression_terms,
+    entropy_by_position,
+    membership_clusters_score,
+    trace_model,
+)
+
+
+CONTEXT = 256  # tokens of a text
+STATES = ("untrained", "trained")
+
+
+def compression_by_layer(trace: ModelTrace) -> dict[str, float]:
+    """Means over images or texts; layers count from 1."""
+    metrics = {}
+    for normalization in NORMALIZATIONS:
+        terms = compression_terms(trace, normalization)
+        for name, values in (("variational", terms.variational), ("coding rate", terms.coding_rate)):
+            means = values.mean(0).tolist()
+            metrics |= {f"{name}, unit {normalization}, layer {i}": x for i, x in enumerate(means, 1)}
+    return metrics
+
+
+def measure_images(model: PreTrainedModel, pixels: torch.Tensor) -> dict[str, float]:
+    found = membership_clusters_score(model, pixels)
+    metrics = compression_by_layer(trace_model(model, pixel_values=pixels))
+    for name, values in found._asdict().items():
+        name = {"score": "own", "other_image": "another image's"}.get(name, name)
+        metrics |= {f"mutual information, {name}, layer {i}": x for i, x in enumerate(values.mean(0).tolist(), 1)}
+    return metrics
+
+
+def measure_text(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, float]:
+    trace = trace_model(model, input_ids=input_ids)
+    starts, entropy = entropy_by_position(trace)
+    heads = trace.memberships.shape[2]
+    metrics = compression_by_layer(trace)
+    for start, by_layer in zip(starts, entropy.T.tolist()):
+        distances = {i: 1 - x / math.log(heads) for i, x in enumerate(by_layer, 1)}
+        metrics |= {f"distance from uniform, position {start} on, layer {i}": x for i, x in distances.items()}
+    return metrics
+
+
+def observe_images(args, results: Results) -> None:
+    training, test = load_images(args.images, args.test_images)
+    pixels = normalize(test.pixels)
+    for seed in args.seeds:
+        set_seed(seed)
+        model = make_classifier(args, training.names, training.pixels.shape[-1])
+        report(results, "images", "untrained", model, measure_images(model, pixels), args, pixels.shape[-1], seed)
+        model, _ = train_classifier(model, training, args, learning_rate=args.learning_rates[0], seed=seed)
+        report(results, "images", "trained", model, measure_images(model, pixels), args, pixels.shape[-1], seed)
+
+
+def observe_text(args, results: Results) -> None:
+    size = compare_lm.SIZES["small"]
+    training, validation = compare_lm.load_texts(args.text)
+    training = compare_lm.shorten(training, size.train_characters)
+    tokenizer = compare_lm.train_tokenizer(training, size.vocab_size)
+    examples, held_out = (
+        compare_lm.cut(compare_lm.encode(tokenizer, texts), CONTEXT)
+        for texts in (training, compare_lm.shorten(validation, CONTEXT * (args.test_texts + 1)))
+    )
+    input_ids = torch.stack([block["input_ids"] for block in held_out[: args.test_texts]])
+    for seed in args.seeds:
+        set_seed(seed)
+        model = make_language_model(
+            "ToST",
+            vocab_size=tokenizer.get_vocab_size(),
+            width=size.width,
+            layers=args.layers,
+            head_dim=size.head_dim,
+            context=CONTEXT,
+        )
+        report(results, "text", "untrained", model, measure_text(model, input_ids), args, CONTEXT, seed)
+        train(model, examples, steps=args.steps, learning_rate=args.text_learning_rate, seed=seed, batch_size=args.text_batch)
+        report(results, "text", "trained", model, measure_text(model, input_ids), args, CONTEXT, seed)
+
+
+def report(results, task, state, network, metrics, args, context, seed) -> None:
+    batch = args.batch if task == "images" else args.text_batch
+    steps = 0 if state == "untrained" else args.steps
+    results.add(metrics, task=task, model=state, network=network, steps=steps, batch=batch, context=context, seed=seed)
+    print(f"{task}, {state}, seed {seed}: done", flush=True)
+
+
+def print_tables(results: Results, task: str) -> None:
+    """A row a quantity and state, a column a layer; mean ± standard deviation over the seeds."""
+    metrics = list(dict.fromkeys(row["metric"] for row in results.rows if row["task"] == task))
+    quantities = list(dict.fromkeys(metric.rpartition(", layer ")[0] for metric in metrics))
+    layers = max(int(metric.rpartition(" ")[2]) for metric in metrics)
+    print(f"\n| {task} | | " + " | ".join(f"layer {i}" for i in range(1, layers + 1)) + " |")
+    print("|---" * (layers + 2) + "|")
+    for quantity in quantities:
+        form = ".1f" if "uniform" not in quantity and "information" not in quantity else ".3f"
+        for state in STATES:
+            values = [results.values(task=task, model=state, metric=f"{quantity}, layer {i}") for i in range(1, layers + 1)]
+            print(f"| {quantity} | {state} | " + " | ".join(spread(x, form) for x in values) + " |")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser_of_images(__doc__, steps=400)
+    parser.set_defaults(learning_rates=[1e-3], layers=4, test_images=200)
+    parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
+    parser.add_argument("--test_texts", type=int, default=100, help=f"pieces of {CONTEXT} bytes to measure on")
+    parser.add_argument("--text_learning_rate", type=float, default=1e-2)
+    parser.add_argument("--text_batch", type=int, default=8)
+    args = parser.parse_args(arguments)
+    if len(args.learning_rates) > 1:
+        parser.error("--learning_rates takes one value here: nothing is chosen")
+    results = Results(parser, args, __file__)
+    observe_images(args, results)
+    observe_text(args, results)
+    for task in ("images", "text"):
+        print_tables(results, task)
+
+
+if __name__ == "__main__":
+    main()
