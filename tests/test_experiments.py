@@ -419,8 +419,8 @@ def test_compare_vision_runs(tmp_path, images):
     assert all("CIFAR10_FOLDER" in row["command"] and str(images) not in row["command"] for row in rows)
 
 
-def test_observations_run(tmp_path, images, text, capsys):
-    file = tmp_path / "results.csv"
+def test_observations_run(tmp_path, images, capsys):
+    file, text = tmp_path / "results.csv", write_text(tmp_path / "text")
     size = ["--width", "16", "--heads", "2", "--layers", "2", "--batch", "4", "--patch_size", "2", "--test_images", "3"]
     data = ["--images", str(images), "--text", str(text), "--test_texts", "2"]
     observations.main([*TOY, *size, *data, "--results", str(file)])
