@@ -20,7 +20,7 @@ from tost_hf import (
     tssa_compiled,
     tssa_step,
 )
-from tost_hf.tssa import FusedChunk, _choose_backend, _warn_of_fallback
+from tost_hf.tssa import _choose_backend, _warn_of_fallback
 
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -32,8 +32,7 @@ def short_chunks(monkeypatch):
     module = sys.modules["tost_hf.tssa"]
     monkeypatch.setattr(module, "CHUNK_TOKENS", 32)
     monkeypatch.setattr(module, "CHUNK_NUMBERS", 32 * 16)
-    chunks = [FusedChunk(32, tssa_compiled._forward_chunk, tssa_compiled._backward_chunk)]
-    values = {"CHUNK_TOKENS": 32, "BLOCK_GROUPS": 4, "GROUP_TOKENS": 4, "_CHUNKS": chunks}
+    values = {"CHUNK_TOKENS": 16, "BLOCK_GROUPS": 4, "GROUP_TOKENS": 4, "CHUNK_NUMBERS": 2 * 32 * 16}
     values |= {f"_compiled_{way}": getattr(tssa_compiled, f"_{way}_formulas") for way in ("forward", "backward")}
     for name, value in values.items():
         monkeypatch.setattr(tssa_compiled, name, value)
@@ -280,14 +279,14 @@ def test_without_a_compiler_eager_code_goes_on(monkeypatch):
     def fail(*args):
         raise torch._dynamo.exc.BackendCompilerFailed(tssa, RuntimeError("no g++"), None)
 
-    chunks = [FusedChunk(32, fail, fail), FusedChunk(32, None, None)]
-    monkeypatch.setattr(tssa_compiled, "_CHUNKS", chunks)
+    code = [(fail, fail), (None, None)]
+    monkeypatch.setattr(tssa_compiled, "_CODE", code)
     w, temp, bias = make()
     expected = tssa(w, temp, bias)
     op = compiled(tssa)
     with pytest.warns(UserWarning, match="C\\+\\+ compiler"):
         out = op(w, temp, bias)
-    assert len(chunks) == 1
+    assert code == [(None, None)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         out = op(w, temp, bias)

@@ -273,10 +273,12 @@ def _membership(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor |
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class FusedChunk(NamedTuple):
-    """Compiled code for chunks of one length, in place of `_forward_chunk` and `_backward_chunk`; it takes what they take."""
+class CompiledChunks(NamedTuple):
+    """Compiled code for chunks of one length; it takes what `_forward_chunk` and `_backward_chunk` take but the workspace."""
 
-    tokens: int
+    tokens: int  # of a chunk
+    rows: int  # worked on together
+    borders: int  # least number of places for the sums at borders of chunks, used or not
     forward: Callable | None  # None for the eager code
     backward: Callable | None
 
@@ -310,11 +312,11 @@ def _clear_rows(sums: tuple[torch.Tensor, ...], rows: torch.Tensor | None) -> tu
     return tuple(x.masked_fill(rows.view(-1, *[1] * (x.ndim - 1)), 0) for x in sums)
 
 
-def _plan(w: torch.Tensor, seq_idx: torch.Tensor | None, fused: FusedChunk | None) -> list[tuple[slice, list]]:
+def _plan(w: torch.Tensor, seq_idx: torch.Tensor | None, compiled: CompiledChunks | None) -> list[tuple[slice, list]]:
     """Rows that are worked on together, few enough that a chunk of them stays in the cache, and the chunks of each."""
     B, T, H, p = w.shape
-    size = CHUNK_TOKENS if fused is None else fused.tokens
-    rows = max(1, CHUNK_NUMBERS // (size * H * p))
+    size = CHUNK_TOKENS if compiled is None else compiled.tokens
+    rows = max(1, CHUNK_NUMBERS // (size * H * p)) if compiled is None else compiled.rows
     groups = [slice(row, min(row + rows, B)) for row in range(0, B, rows)]
     return [(group, _plan_chunks(T, None if seq_idx is None else seq_idx[group], size)) for group in groups]
 
@@ -375,15 +377,14 @@ class _Workspace:
         self.suffix_c = _RunningSum(self.c, reverse=True)
 
 
-def _chunk_steps(w, chunks, dtype, fused: FusedChunk | None, backward: bool) -> dict[int, Callable]:
+def _chunk_steps(w, chunks, dtype, compiled: CompiledChunks | None, backward: bool) -> dict[int, Callable]:
     """For each length of chunk, what computes it: `_forward_chunk` or `_backward_chunk`, or compiled code for it."""
     chunk = _backward_chunk if backward else _forward_chunk
-    lengths = {stop - start for start, stop, _ in chunks}
-    compiled = None if fused is None else fused.backward if backward else fused.forward
-    compiled = {} if compiled is None else {fused.tokens: compiled}
-    sizes = {_round_up(length) for length in lengths - compiled.keys()}
-    spaces = {size: _Workspace(w, size, dtype, backward) for size in sizes}
-    return {length: compiled.get(length) or functools.partial(chunk, spaces[_round_up(length)]) for length in lengths}
+    code = None if compiled is None else compiled.backward if backward else compiled.forward
+    steps = {} if code is None else {compiled.tokens: code}
+    lengths = {stop - start for start, stop, _ in chunks} - steps.keys()
+    spaces = {size: _Workspace(w, size, dtype, backward) for size in map(_round_up, lengths)}
+    return steps | {length: functools.partial(chunk, spaces[_round_up(length)]) for length in lengths}
 
 
 def _round_up(tokens: int) -> int:
@@ -410,14 +411,15 @@ def _suffix_sum(x: torch.Tensor) -> torch.Tensor:
     return x.flip(1).cumsum(1).flip(1)
 
 
-def causal_forward(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership, keep, fused=None):
+def causal_forward(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership, keep, compiled=None):
     """Output, membership, the three final sums, and what the backward needs: scores and the sums before each chunk.
 
     The last four are empty unless `keep`.
     """
     dtype = temp.dtype
-    plan = _plan(w, seq_idx, fused)
-    count = sum((rows.stop - rows.start) * len(chunks) for rows, chunks in plan) if keep else 0
+    plan = _plan(w, seq_idx, compiled)
+    count = sum((rows.stop - rows.start) * len(chunks) for rows, chunks in plan)
+    count = max(count, compiled.borders if compiled is not None else 0) if keep else 0
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
     membership = w.new_empty(w.shape[:3], dtype=dtype)
     final = [torch.empty_like(x) for x in (sum_sq, sum_weighted_sq, sum_membership)]
@@ -437,7 +439,7 @@ def causal_forward(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum
             (scores[rows], [x[place:stop].unflatten(0, (len(chunks), rows.stop - rows.start)) for x in carries])
             if keep
             else None,
-            fused,
+            compiled,
         )
         place = stop
     return output, membership, *final, scores, *carries
@@ -456,7 +458,7 @@ def causal_backward(
     membership,
     scores,
     *carries,
-    fused=None,
+    compiled=None,
 ):
     """Gradients of w, temp, bias (B, T, H) and the three initial sums."""
     dw = torch.empty_like(w, memory_format=torch.contiguous_format)
@@ -466,7 +468,7 @@ def causal_backward(
     dfinal = (grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership)
     dfinal = [zero if grad is None else grad for grad, zero in zip(dfinal, _zero_state(w))]
     place, dinitial = 0, []
-    for rows, chunks in _plan(w, seq_idx, fused):
+    for rows, chunks in _plan(w, seq_idx, compiled):
         stop = place + (rows.stop - rows.start) * len(chunks)
         dinitial.append(
             _backward_rows(
@@ -481,7 +483,7 @@ def causal_backward(
                 ),
                 (grad_output[rows], None if grad_membership is None else grad_membership[rows], [x[rows] for x in dfinal]),
                 (dw[rows], dscores[rows], dtemp),
-                fused,
+                compiled,
             )
         )
         place = stop
@@ -510,10 +512,10 @@ def _tokens(x: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | Non
     return None if x is None else x[:, start:stop]
 
 
-def _forward_rows(w, temp, bias, padding, state, chunks, outputs, kept, fused):
+def _forward_rows(w, temp, bias, padding, state, chunks, outputs, kept, compiled):
     """Fills `outputs`, and where not None `kept`, for rows that are worked on together."""
     output, memberships, final = outputs
-    steps = _chunk_steps(w, chunks, temp.dtype, fused, backward=False)
+    steps = _chunk_steps(w, chunks, temp.dtype, compiled, backward=False)
     for index, (start, stop, starts_sequence) in enumerate(chunks):
         state = _clear_rows(state, starts_sequence)
         if kept is not None:
@@ -552,7 +554,7 @@ def _forward_chunk(space, output, w, bias, padding, temp, sum_sq, sum_weighted_s
     return membership, score, sum_sq, sum_weighted_sq, sum_membership
 
 
-def _backward_rows(w, temp, padding, chunks, kept, grads, results, fused):
+def _backward_rows(w, temp, padding, chunks, kept, grads, results, compiled):
     """Fills `dw` and `dscores`, adds to `dtemp`, and returns the gradients of the initial state.
 
     dname is the gradient with respect to name. A running sum's gradient is a suffix sum: U, V and W, of the weighted squares,
@@ -562,7 +564,7 @@ def _backward_rows(w, temp, padding, chunks, kept, grads, results, fused):
     grad_output, grad_membership, (grad_sum_sq, U, V) = grads
     dw, dscores, dtemp = results
     sums = (-grad_sum_sq, U, V)
-    steps = _chunk_steps(w, chunks, temp.dtype, fused, backward=True)
+    steps = _chunk_steps(w, chunks, temp.dtype, compiled, backward=True)
     for index in reversed(range(len(chunks))):
         start, stop, starts_sequence = chunks[index]
         tensors = (dw, grad_output, grad_membership, w, padding, memberships, scores)

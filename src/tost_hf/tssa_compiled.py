@@ -2,7 +2,7 @@
 """Causal TSSA under torch.compile on a CPU: one opaque operator, whose chunks run code that Inductor made once for all layers.
 
 The caller's graph sees an operator with a closed-form backward, so it does not grow with the formulas. Inside, chunks of
-`CHUNK_TOKENS` tokens run compiled formulas; what is shorter (ends, packed sequences) runs the eager ones of tssa.py.
+many tokens run compiled formulas; what is shorter (ends, packed sequences) runs the eager ones of tssa.py.
 
 Inductor has no fused running sum on CPUs: here one is unrolled over GROUP_TOKENS consecutive tokens, each in a tensor of its
 own (a *phase*), and only the sums before each group pass through memory.
@@ -14,12 +14,13 @@ import warnings
 
 import torch
 
-from .tssa import EPS_MEMBERSHIP, EPS_SUM_SQ, FusedChunk, _sum_shapes, causal_backward, causal_forward
+from .tssa import EPS_MEMBERSHIP, EPS_SUM_SQ, CompiledChunks, _sum_shapes, causal_backward, causal_forward
 
 
 GROUP_TOKENS = 8  # tokens of a group: their sums are unrolled
 BLOCK_GROUPS = 8  # groups of a block: their sums are masked ones, block by block
-CHUNK_TOKENS = 2 * GROUP_TOKENS * BLOCK_GROUPS  # a chunk's tensors stay in the cache
+CHUNK_TOKENS = 2 * GROUP_TOKENS * BLOCK_GROUPS  # of the shortest chunks; longer ones have twice as many, and so on
+CHUNK_NUMBERS = 2**19  # size of a chunk's tensors, which stay in the cache
 
 
 # Running sums over a chunk -------------------------------------------------------------------------------------------
@@ -160,21 +161,36 @@ def _backward_chunk(dw, grad, grad_membership, w, padding, membership, score, te
 
 
 # Where compiling fails, eager code goes on over the same chunks.
-_CHUNKS = [FusedChunk(CHUNK_TOKENS, _forward_chunk, _backward_chunk), FusedChunk(CHUNK_TOKENS, None, None)]
+_CODE = [(_forward_chunk, _backward_chunk), (None, None)]
 
 
-def _run(function, *arguments):
+def _plan(w: torch.Tensor, seq_idx: torch.Tensor | None) -> CompiledChunks:
+    """Chunks as long as the cache allows; the shortest where packed sequences end anywhere."""
+    B, T, H, p = w.shape
+    tokens = CHUNK_TOKENS
+    while seq_idx is None and 2 * tokens <= T and B * 2 * tokens * H * p <= CHUNK_NUMBERS:
+        tokens *= 2
+    rows = max(1, CHUNK_NUMBERS // (tokens * H * p))
+    return CompiledChunks(tokens, rows, _border_count(B, T), *_CODE[0])
+
+
+def _border_count(B: int, T: int) -> int:
+    """Of the shortest chunks: the compiler must know it for any length."""
+    return B * ((T + CHUNK_TOKENS - 1) // CHUNK_TOKENS)
+
+
+def _run(function, w: torch.Tensor, seq_idx: torch.Tensor | None, *arguments):
     """`causal_forward` or `causal_backward` with compiled chunks."""
     try:
-        return function(*arguments, fused=_CHUNKS[0])
+        return function(*arguments, compiled=_plan(w, seq_idx))
     except torch._dynamo.exc.BackendCompilerFailed as error:
         warnings.warn(
             "TSSA could not be compiled for the CPU and runs its eager code, which is slower; is there a C++ compiler? "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0]})",
             stacklevel=2,
         )
-        del _CHUNKS[0]
-        return function(*arguments, fused=_CHUNKS[0])
+        del _CODE[0]
+        return function(*arguments, compiled=_plan(w, seq_idx))
 
 
 # The operator --------------------------------------------------------------------------------------------------------
@@ -217,14 +233,14 @@ def _forward_operator(
     torch.Tensor,
 ]:
     state = (sum_sq, sum_weighted_sq, sum_membership)
-    return _run(causal_forward, w, temp, bias, padding, seq_idx, *state, keep and seq_idx is None)
+    return _run(causal_forward, w, seq_idx, w, temp, bias, padding, seq_idx, *state, keep and seq_idx is None)
 
 
 @_forward_operator.register_fake
 def _(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens):
     B, T, H, _ = w.shape
     keep = keep and seq_idx is None
-    count = B * ((T + chunk_tokens - 1) // chunk_tokens) if keep else 0
+    count = _border_count(B, T) if keep else 0
     membership = w.new_empty((B, T, H), dtype=temp.dtype)
     return (
         w.new_empty(w.shape),
@@ -251,10 +267,10 @@ def _backward_operator(
     kept: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     if seq_idx is not None:
-        _, membership, _, _, _, *kept = _run(causal_forward, w, temp, bias, padding, seq_idx, *state, True)
+        _, membership, _, _, _, *kept = _run(causal_forward, w, seq_idx, w, temp, bias, padding, seq_idx, *state, True)
         kept = (membership, *kept)
     grads = (grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership)
-    return _run(causal_backward, *grads, w, temp, padding, seq_idx, *kept)
+    return _run(causal_backward, w, seq_idx, *grads, w, temp, padding, seq_idx, *kept)
 
 
 @_backward_operator.register_fake
