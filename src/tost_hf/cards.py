@@ -85,12 +85,12 @@ PUBLISHED = {
 # Measured by us, as in the repository's README: name of the size, what was measured, the table, the command ---------------
 
 _MEASURED = (
-    "measured by the authors of `tost_hf` on two cores of an {} (CPU only, float32, eager; torch 2.13.0, transformers "
+    "measured by the authors of `tost_hf` on two cores of an AMD EPYC (CPU only, float32, eager; torch 2.13.0, transformers "
     "5.23.0), with random weights, batch 1"
 )
 SPEED = {
     "tost-base": (
-        f"A new token, beside transformers' GPT-2 of equal width, {_MEASURED.format('AMD EPYC')}:",
+        f"A new token, beside transformers' GPT-2 of equal width, {_MEASURED}:",
         """\
 | | position 10 | position 100 | position 1,000 | cache at 1,000 | forward over 1,000 tokens, memory beyond the model |
 |---|---|---|---|---|---|
@@ -99,15 +99,15 @@ SPEED = {
         "python examples/benchmarks/decode.py",
     ),
     "tost-vision-small-patch16": (
-        f"An image, beside ViT-small with PyTorch's scaled dot product attention, {_MEASURED.format('Intel Xeon')}:",
+        f"An image, beside ViT-small with PyTorch's scaled dot product attention, {_MEASURED}:",
         """\
 | pixels | patches | ToST | ViT | ViT / ToST | memory beyond the model, ToST | ViT |
 |---|---|---|---|---|---|---|
-| 224 | 196 | 37.2 ms | 37.4 ms | 1.01 | 16 MiB | 10 MiB |
-| 448 | 784 | 114 ms | 143 ms | 1.26 | 59 MiB | 25 MiB |
-| 896 | 3,136 | 424 ms | 1,011 ms | 2.38 | 138 MiB | 117 MiB |
-| 1,024 | 4,096 | 575 ms | 1,599 ms | 2.78 | 183 MiB | 99 MiB |
-| 2,048 | 16,384 | 2,463 ms | 18,860 ms | 7.66 | 677 MiB | 386 MiB |""",
+| 224 | 196 | 62.2 ms | 65.0 ms | 1.07 | 19 MiB | 10 MiB |
+| 448 | 784 | 205 ms | 277 ms | 1.35 | 43 MiB | 28 MiB |
+| 896 | 3,136 | 780 ms | 1,915 ms | 2.42 | 129 MiB | 95 MiB |
+| 1,024 | 4,096 | 1,023 ms | 2,987 ms | 2.89 | 184 MiB | 116 MiB |
+| 2,048 | 16,384 | 4,129 ms | 37,925 ms | 9.24 | 672 MiB | 390 MiB |""",
         "python examples/benchmarks/resolution.py --repeats 3",
     ),
 }
