@@ -15,6 +15,7 @@ Everything inside runs in float32, or in float64 for float64 inputs, whatever co
 
 Two implementations: the *reference* in PyTorch, for every device and dtype, and the kernels of tssa_triton.py. `backend=`
 or, without it, the environment variable TOST_HF_BACKEND chooses: "auto" takes the kernels on a GPU, where they can run.
+The causal reference works chunk by chunk; under torch.compile on a CPU it is the operator of tssa_compiled.py.
 """
 
 import functools

@@ -42,7 +42,7 @@ def _join(phases: list[torch.Tensor]) -> torch.Tensor:
 
 def _exclusive_sum(x: torch.Tensor, dim: int, reverse: bool) -> torch.Tensor:
     """Sums of what comes before (after, in reverse) along a short dimension; nothing of the rest goes in, not even NaN."""
-    place = torch.arange(x.shape[dim])
+    place = torch.arange(x.shape[dim], device=x.device)
     earlier = place > place[:, None] if reverse else place < place[:, None]
     earlier = earlier.view(*earlier.shape, *[1] * (x.ndim - dim - 1))
     return torch.where(earlier, x.unsqueeze(dim), 0).sum(dim + 1)
@@ -141,7 +141,7 @@ def _dense(x: torch.Tensor | None, padding: torch.Tensor | None = None, dtype: t
     """A copy with the strides of its shape alone, lest the code is compiled anew for each length of row; 0 at padding."""
     if x is None:
         return None
-    copy = torch.empty(x.shape, dtype=dtype or x.dtype).copy_(x)
+    copy = x.new_empty(x.shape, dtype=dtype or x.dtype).copy_(x)
     return copy if padding is None else copy.masked_fill_(padding[..., None, None], 0)
 
 
