@@ -156,7 +156,7 @@ def _backward_chunk(dw, grad, grad_membership, w, padding, membership, score, te
     x, grad = (_dense(tokens, padding, temp.dtype) for tokens in (w, grad))
     small = map(_dense, (grad_membership, membership, score))
     dx, *rest = _compiled_backward(x, grad, *small, temp, *map(_dense, sums))
-    dw.copy_(dx if padding is None else dx.masked_fill_(padding[..., None, None], 0))
+    dw.copy_(dx)  # 0 at padding, where x and grad are
     return rest
 
 
