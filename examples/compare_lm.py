@@ -145,9 +145,8 @@ def main(arguments: list[str] | None = None) -> None:
         ("ToST", "ToST", size.layers),
         ("ToST, deeper", "ToST", size.layers * 6 // 5),
     ):
-        trainers_of = {}
 
-        def run(seed, learning_rate, label=label, name=name, layers=layers, trainers_of=trainers_of):
+        def run(seed, learning_rate, label=label, name=name, layers=layers):
             model = make_language_model(
                 name,
                 vocab_size=vocab_size,
@@ -156,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
                 head_dim=size.head_dim,
                 context=size.context,
             )
-            trainer = trainers_of[seed, learning_rate] = train(
+            trainer = train(
                 model,
                 examples,
                 steps=steps,
@@ -171,21 +170,21 @@ def main(arguments: list[str] | None = None) -> None:
             )
             loss = trainer.evaluate()["eval_loss"]
             print(f"{label}, seed {seed}, learning rate {learning_rate}: {loss:.3f}", flush=True)
-            return {"loss": loss}
+            return trainer, {"loss": loss}
 
         found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"])
-        for seed, metrics in found.items():
+        for seed, (trainer, metrics) in found.items():
             results.add(
                 metrics | {"bigram_loss": baseline},
                 task=args.name,
                 model=label,
-                network=trainers_of[seed, metrics["learning_rate"]].model,
+                network=trainer.model,
                 steps=steps,
                 batch=size.batch,
                 context=size.context,
                 seed=seed,
             )
-        curves[label] = curve([trainers_of[seed, metrics["learning_rate"]] for seed, metrics in found.items()], steps)
+        curves[label] = curve([trainer for trainer, _ in found.values()], steps)
 
     print(results.table(lambda task: "loss", [args.name], form=".3f"))
     print(f"bigram: {baseline:.3f} nats a token, perplexity {math.exp(baseline):.1f}")

@@ -134,24 +134,23 @@ def compare(args, results: Results, task: str, makers: dict) -> None:
     """
     training, test = load_images(args.images, args.test_images)
     for name, make in makers.items():
-        networks = {}
 
-        def run(seed, learning_rate, name=name, make=make, networks=networks):
+        def run(seed, learning_rate, name=name, make=make):
             model, loss = train_classifier(
                 make(training.names, training.pixels.shape[-1]), training, args, learning_rate=learning_rate, seed=seed
             )
-            networks[seed, learning_rate] = model
             metrics = {"accuracy": accuracy(model, test), "training_loss": loss}
             print(f"{name}, seed {seed}, learning rate {learning_rate}: {metrics}", flush=True)
-            return metrics
+            return model, metrics
 
         # by the training loss: the test images choose nothing
-        for seed, metrics in over_seeds(run, args.seeds, args.learning_rates, lambda found: -found["training_loss"]).items():
+        found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["training_loss"])
+        for seed, (model, metrics) in found.items():
             results.add(
                 metrics,
                 task=task,
                 model=name,
-                network=networks[seed, metrics["learning_rate"]],
+                network=model,
                 steps=args.steps,
                 batch=args.batch,
                 context=(training.pixels.shape[-1] // args.patch_size) ** 2,

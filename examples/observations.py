@@ -69,12 +69,13 @@ def measure_text(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, f
 def observe_images(args, results: Results) -> None:
     training, test = load_images(args.images, args.test_images)
     pixels = normalize(test.pixels)
+    patches = (pixels.shape[-1] // args.patch_size) ** 2
     for seed in args.seeds:
         set_seed(seed)
         model = make_classifier(args, training.names, training.pixels.shape[-1])
-        report(results, "images", "untrained", model, measure_images(model, pixels), args, pixels.shape[-1], seed)
+        report(results, "images", "untrained", model, measure_images(model, pixels), args, patches, seed)
         model, _ = train_classifier(model, training, args, learning_rate=args.learning_rates[0], seed=seed)
-        report(results, "images", "trained", model, measure_images(model, pixels), args, pixels.shape[-1], seed)
+        report(results, "images", "trained", model, measure_images(model, pixels), args, patches, seed)
 
 
 def observe_text(args, results: Results) -> None:

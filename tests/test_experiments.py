@@ -128,11 +128,12 @@ def test_the_best_learning_rate_of_the_first_seed_serves_the_others():
 
     def run(seed, rate):
         runs.append((seed, rate))
-        return {"loss": {0.1: 3.0, 0.2: 2.0, 0.4: math.nan}[rate] + seed}
+        return f"model {seed}, {rate}", {"loss": {0.1: 3.0, 0.2: 2.0, 0.4: math.nan}[rate] + seed}
 
     found = experiments.over_seeds(run, [0, 1, 2], [0.4, 0.1, 0.2], lambda metrics: -metrics["loss"])
     assert runs == [(0, 0.4), (0, 0.1), (0, 0.2), (1, 0.2), (2, 0.2)]
-    assert found == {seed: {"loss": 2.0 + seed, "learning_rate": 0.2} for seed in (0, 1, 2)}
+    metrics = {seed: {"loss": 2.0 + seed, "learning_rate": 0.2} for seed in (0, 1, 2)}
+    assert found == {seed: (f"model {seed}, 0.2", metrics[seed]) for seed in (0, 1, 2)}
 
 
 def test_rows_are_added_and_tables_show_mean_and_deviation(tmp_path):
@@ -427,6 +428,7 @@ def test_observations_run(tmp_path, images, capsys):
     rows = rows_of(file)
     value = {(row["task"], row["model"], row["seed"], row["metric"]): float(row["value"]) for row in rows}
     assert len(value) == len(rows)
+    assert {(row["task"], row["context"]) for row in rows} == {("images", "16"), ("text", "256")}
     assert {key[:3] for key in value} == {(t, m, s) for t in ("images", "text") for m in observations.STATES for s in "01"}
     for (task, model, seed, metric), rate in value.items():
         if metric.startswith("coding rate"):

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import matplotlib
 import numpy as np
@@ -60,6 +61,7 @@ COLUMNS = (
     "versions",
     "date",
 )
+Trained = TypeVar("Trained")  # a model or its trainer
 MARKERS = ("o", "s", "^", "D", "v", "P")  # lines are told apart without colours, too
 
 
@@ -343,28 +345,27 @@ def label_accuracy(model: PreTrainedModel, batches: Iterable[dict[str, torch.Ten
 
 
 def over_seeds(
-    run: Callable[[int, float], dict[str, float]],
+    run: Callable[[int, float], tuple[Trained, dict[str, float]]],
     seeds: list[int],
     learning_rates: list[float],
     score: Callable[[dict], float],
-) -> dict[int, dict[str, float]]:
+) -> dict[int, tuple[Trained, dict[str, float]]]:
     """Runs every seed, with the learning rate that gave the highest score on the first one.
 
     Args:
-        run: takes a seed and a learning rate and returns metrics; the model is to be built inside.
+        run: takes a seed and a learning rate, builds a model, and returns what it trained and its metrics.
         score: the metrics' quality; not a number counts as the worst.
 
     Returns:
-        Each seed's metrics, "learning_rate" among them.
+        What each seed's run returned, with "learning_rate" among the metrics.
     """
-    tried = {}
-    for rate in learning_rates:
-        set_seed(seeds[0])
-        tried[rate] = run(seeds[0], rate) | {"learning_rate": rate}
-    scores = {rate: score(metrics) for rate, metrics in tried.items()}
-    best = max(scores, key=lambda rate: scores[rate] if math.isfinite(scores[rate]) else -math.inf)
-    found = {seeds[0]: tried[best]}
-    for seed in seeds[1:]:
+
+    def run_seeded(seed, rate):
         set_seed(seed)
-        found[seed] = run(seed, best) | {"learning_rate": best}
-    return found
+        trained, metrics = run(seed, rate)
+        return trained, metrics | {"learning_rate": rate}
+
+    tried = {rate: run_seeded(seeds[0], rate) for rate in learning_rates}
+    scores = {rate: score(metrics) for rate, (_, metrics) in tried.items()}
+    best = max(scores, key=lambda rate: scores[rate] if math.isfinite(scores[rate]) else -math.inf)
+    return {seeds[0]: tried[best]} | {seed: run_seeded(seed, best) for seed in seeds[1:]}

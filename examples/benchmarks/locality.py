@@ -59,10 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     for task in args.tasks:
         for name in args.models:
-            networks = {}
 
-            def run(seed, learning_rate, task=task, name=name, networks=networks):
-                model = networks[seed, learning_rate] = make_language_model(
+            def run(seed, learning_rate, task=task, name=name):
+                model = make_language_model(
                     name, vocab_size=VOCAB_SIZE, width=args.width, layers=args.layers, head_dim=16, context=args.length
                 )
 
@@ -73,14 +72,15 @@ def main(arguments: list[str] | None = None) -> None:
                 train(model, data, steps=args.steps, learning_rate=learning_rate, seed=seed, data_collator=first)
                 accuracy = label_accuracy(model, Batches(make, 16, TEST_SEED))
                 print(f"{task}, {name}, seed {seed}, learning rate {learning_rate}: {accuracy:.1%}", flush=True)
-                return {"accuracy": accuracy}
+                return model, {"accuracy": accuracy}
 
-            for seed, metrics in over_seeds(run, args.seeds, args.learning_rates, lambda found: found["accuracy"]).items():
+            found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: metrics["accuracy"])
+            for seed, (model, metrics) in found.items():
                 results.add(
                     metrics,
                     task=task,
                     model=name,
-                    network=networks[seed, metrics["learning_rate"]],
+                    network=model,
                     steps=args.steps,
                     batch=args.batch,
                     context=args.length,

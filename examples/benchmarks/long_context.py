@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         tokens = encode(tokenizer, validation)
         examples = cut(encode(tokenizer, training), TRAINED_AT)
         held_out = cut(tokens, TRAINED_AT)[:32]
-        trained, steps = {}, args.steps
+        steps = args.steps
 
         def run(seed, learning_rate):
             model = make_language_model(
@@ -156,11 +156,10 @@ def main(arguments: list[str] | None = None) -> None:
                 eval_dataset=held_out,
                 prediction_loss_only=True,
             )
-            trained[seed, learning_rate] = trainer.model.eval()
-            return {"loss": trainer.evaluate()["eval_loss"]}
+            return trainer.model.eval(), {"loss": trainer.evaluate()["eval_loss"]}
 
         found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"])
-        models = {seed: trained[seed, metrics["learning_rate"]] for seed, metrics in found.items()}
+        models = {seed: model for seed, (model, _) in found.items()}
 
     if len(tokens) <= args.length:
         print(f"The validation text has {len(tokens):,} tokens only; reading as many.")

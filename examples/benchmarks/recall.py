@@ -78,10 +78,9 @@ def main(arguments: list[str] | None = None) -> None:
         return make_batch_of(rng, int(rng.choice(args.pairs)))
 
     for name in args.models:
-        networks = {}
 
-        def run(seed, learning_rate, name=name, networks=networks):
-            model = networks[seed, learning_rate] = make_language_model(
+        def run(seed, learning_rate, name=name):
+            model = make_language_model(
                 name,
                 vocab_size=args.vocab_size,
                 width=args.width,
@@ -96,16 +95,16 @@ def main(arguments: list[str] | None = None) -> None:
                 held_out = Batches(partial(make_batch_of, pairs=pairs), args.test_batches, TEST_SEED + pairs)
                 metrics[str(pairs)] = label_accuracy(model, held_out)
             print(f"{name}, seed {seed}, learning rate {learning_rate}: {metrics}", flush=True)
-            return metrics
+            return model, metrics
 
-        for seed, metrics in over_seeds(run, args.seeds, args.learning_rates, lambda found: sum(found.values())).items():
-            rate = metrics["learning_rate"]
+        found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: sum(metrics[str(n)] for n in args.pairs))
+        for seed, (model, metrics) in found.items():
             for pairs in args.pairs:
                 results.add(
-                    {"accuracy": metrics[str(pairs)], "learning_rate": rate},
+                    {"accuracy": metrics[str(pairs)], "learning_rate": metrics["learning_rate"]},
                     task=f"{pairs} pairs",
                     model=name,
-                    network=networks[seed, rate],
+                    network=model,
                     steps=args.steps,
                     batch=TOKENS // (4 * pairs),
                     context=4 * pairs,
