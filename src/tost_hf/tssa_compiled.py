@@ -14,7 +14,16 @@ import warnings
 
 import torch
 
-from .tssa import EPS_MEMBERSHIP, EPS_SUM_SQ, CompiledChunks, _sum_shapes, causal_backward, causal_forward
+from .tssa import (
+    EPS_MEMBERSHIP,
+    EPS_SUM_SQ,
+    CompiledChunks,
+    _membership,
+    _suffix_sum,
+    _sum_shapes,
+    causal_backward,
+    causal_forward,
+)
 
 
 GROUP_TOKENS = 8  # tokens of a group: their sums are unrolled
@@ -75,9 +84,7 @@ def _forward_formulas(x, bias, padding, temp, sum_sq, sum_weighted_sq, sum_membe
     before, sum_sq = _sums_before(sq, sum_sq)
     denominators = [s.clamp_min(EPS_SUM_SQ) for s in _running_sums(before, sq)]
     score = _join([(a / s).sum(-1) for a, s in zip(sq, denominators)]) + x[0].shape[-1] * bias
-    membership = (score * temp).softmax(-1)
-    if padding is not None:
-        membership = membership.masked_fill(padding.unsqueeze(-1), 0)
+    membership = _membership(score, temp, padding)
 
     count = membership.cumsum(1)
     count, sum_membership = count + sum_membership.to(temp.dtype).unsqueeze(1), sum_membership + count[:, -1]
@@ -108,7 +115,7 @@ def _backward_formulas(
     dN = [a * pi * d for a, pi, d in zip(dquotient, Pi, D)]
     after, next_U = _sums_before(dN, U, reverse=True)
     suffix_u = _running_sums(after, dN, reverse=True)
-    suffix_v = dcount.flip(1).cumsum(1).flip(1)
+    suffix_v = _suffix_sum(dcount)
     V, suffix_v = V + suffix_v[:, 0], suffix_v + V.to(temp.dtype).unsqueeze(1)
     dmembership = dmembership + suffix_v + _join([(a * u).sum(-1) for a, u in zip(sq, suffix_u)])
     if grad_membership is not None:
