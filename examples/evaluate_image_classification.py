@@ -37,7 +37,7 @@ from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 import tost_hf  # noqa: F401 (makes ToST known to the Auto classes)
-from tost_hf.metrics import TopKAccuracy
+from tost_hf.training.metrics import TopKAccuracy
 
 
 logger = logging.getLogger("evaluate_image_classification")

@@ -49,7 +49,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import tost_hf  # noqa: F401 (makes ToST known to the Auto classes)
-from tost_hf.metrics import perplexity
+from tost_hf.training.metrics import perplexity
 
 
 logger = logging.getLogger("evaluate_lm")

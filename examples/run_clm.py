@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from tost_hf import PRESETS, ToSTConfig, ToSTTrainer, ToSTTrainingArguments
-from tost_hf.metrics import TokenAccuracy, perplexity
+from tost_hf.training.metrics import TokenAccuracy, perplexity
 
 
 logger = logging.getLogger("run_clm")

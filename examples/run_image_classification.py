@@ -33,10 +33,10 @@ from transformers import (
 )
 
 from tost_hf import VISION_PRESETS, ToSTVisionConfig
-from tost_hf.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
 from tost_hf.image_processing import make_image_processor
-from tost_hf.metrics import TopKAccuracy
-from tost_hf.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
+from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
+from tost_hf.training.metrics import TopKAccuracy
+from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 
 logger = logging.getLogger("run_image_classification")

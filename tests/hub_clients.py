@@ -99,7 +99,7 @@ class Clients:
         self,
         hub: Hub,
         folder: Path,
-        preload: str = "import tost_hf.cli, tost_hf.publishing, tost_hf.verification",
+        preload: str = "import tost_hf.cli, tost_hf.hub.publishing, tost_hf.hub.verification",
         options: tuple[str, ...] = (),
         **environment: str,
     ):

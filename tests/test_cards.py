@@ -22,8 +22,8 @@ import tost_hf
 
 pytest.importorskip("jinja2")
 
-from tost_hf import cards
-from tost_hf.cards import PRESET_CARDS, build_card, preset_card, write_card
+from tost_hf.hub import cards
+from tost_hf.hub.cards import PRESET_CARDS, build_card, preset_card, write_card
 
 
 ROOT = Path(__file__).parents[1]
@@ -129,7 +129,7 @@ def vision_folder(tmp_path):
 
 
 def test_committed_cards_are_current():
-    """`python -m tost_hf.cards model_cards` writes them again."""
+    """`python -m tost_hf.hub.cards model_cards` writes them again."""
     assert {path.stem for path in (ROOT / "model_cards").iterdir()} == set(PRESET_CARDS)
     for name in PRESET_CARDS:
         assert (ROOT / f"model_cards/{name}.md").read_text() == str(preset_card(name)), name

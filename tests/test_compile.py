@@ -7,7 +7,8 @@ import reference
 import torch
 from transformers import CompileConfig
 
-from tost_hf import CausalStatisticsCache, tssa, tssa_compiled
+from tost_hf import CausalStatisticsCache, tssa
+from tost_hf.model import tssa_compiled
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -26,8 +26,8 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from transformers import PreTrainedTokenizerFast
 
 from tost_hf import CausalStatisticsCache, ToSTVisionConfig
-from tost_hf.modeling_tost_vision import ToSTForImageClassification
-from tost_hf.tssa import TokenStatisticsSelfAttention
+from tost_hf.model.modeling_tost_vision import ToSTForImageClassification
+from tost_hf.model.tssa import TokenStatisticsSelfAttention
 
 
 TOY = ["--steps", "2", "--seeds", "0", "1", "--learning_rates", "1e-3"]

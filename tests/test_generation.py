@@ -296,7 +296,9 @@ def test_failed_save_leaves_the_old_file(tiny_model, prompt, tmp_path, monkeypat
     file = tmp_path / "prefix.safetensors"
     save_cache(filled(tiny_model, prompt), file)
     before = file.read_bytes()
-    monkeypatch.setattr("tost_hf.cache_tost.save_file", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        "tost_hf.model.cache_tost.save_file", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         save_cache(filled(tiny_model, prompt[:, :3]), file)
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]

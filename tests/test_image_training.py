@@ -28,10 +28,10 @@ from transformers import (
 )
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
-from tost_hf.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed, mix
 from tost_hf.image_processing import make_image_processor
-from tost_hf.metrics import TopKAccuracy
-from tost_hf.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
+from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed, mix
+from tost_hf.training.metrics import TopKAccuracy
+from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 
 SCRIPT = EXAMPLES / "run_image_classification.py"

@@ -29,9 +29,9 @@ from tost_hf import (
     ToSTVisionConfig,
     ToSTVisionModel,
 )
-from tost_hf.configuration_tost_vision import ATTENTION_TYPES
 from tost_hf.image_processing import make_image_processor
-from tost_hf.modeling_tost_vision import ToSTVisionCrossCovarianceAttention, ToSTVisionLayer, ToSTVisionSoftmaxAttention
+from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
+from tost_hf.model.modeling_tost_vision import ToSTVisionCrossCovarianceAttention, ToSTVisionLayer, ToSTVisionSoftmaxAttention
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import tost_hf
-from tost_hf.remote_code import AUTO_MAPS, CODE_FILES
+from tost_hf.model.remote_code import AUTO_MAPS, CODE_FILES
 
 
 ROOT = Path(__file__).parents[1]
@@ -58,17 +58,17 @@ def test_listed_files_are_those_the_models_import(model_type):
     modules = {reference.partition(".")[0] for reference in AUTO_MAPS[model_type].values()}
     needed = {f"{name}.py" for name in modules}
     for name in modules:
-        needed |= {Path(path).name for path in get_relative_import_files(ROOT / f"src/tost_hf/{name}.py")}
+        needed |= {Path(path).name for path in get_relative_import_files(ROOT / f"src/tost_hf/model/{name}.py")}
     assert needed == set(CODE_FILES[model_type])
     for reference in AUTO_MAPS[model_type].values():
         module, _, class_name = reference.partition(".")
-        assert hasattr(importlib.import_module(f"tost_hf.{module}"), class_name)
+        assert hasattr(importlib.import_module(f"tost_hf.model.{module}"), class_name)
 
 
 @pytest.mark.parametrize("name", TRAVELS)
 def test_model_files_are_flat(name):
     """Published as remote code they stand side by side without the package."""
-    text = (ROOT / "src/tost_hf" / name).read_text()
+    text = (ROOT / "src/tost_hf/model" / name).read_text()
     assert set(re.findall(r"^\s*from\s+\.(\S*)\s+import", text, re.MULTILINE)) <= {f[:-3] for f in TRAVELS}
     assert not re.search(r"^\s*(from|import)\s+tost_hf", text, re.MULTILINE)
     assert not re.search(r"^(from|import)\s+triton", text, re.MULTILINE)

@@ -11,8 +11,8 @@ import torch
 from hub_clients import CARD, Client, Clients, language_folder, language_model, vision_folder
 
 import tost_hf
-from tost_hf import remote_code
-from tost_hf.remote_code import CODE_FILES
+from tost_hf.model import remote_code
+from tost_hf.model.remote_code import CODE_FILES
 
 
 TRUST = {"trust_remote_code": True}

@@ -11,8 +11,8 @@ from scripts import EXAMPLES, command_line
 from transformers import Trainer
 
 import tost_hf
-from tost_hf.remote_code import CODE_FILES
-from tost_hf.trainer_hub import PublishingTrainer
+from tost_hf.model.remote_code import CODE_FILES
+from tost_hf.training.trainer_hub import PublishingTrainer
 
 
 TRAIN = """
@@ -49,7 +49,7 @@ STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
 
 @pytest.fixture(scope="module")
 def clients(hub, tmp_path_factory):
-    preload = "import datasets, tost_hf.trainer"
+    preload = "import datasets, tost_hf.training.trainer"
     with Clients(hub, tmp_path_factory.mktemp("clients"), preload) as forks:
         yield forks
 

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
-from tost_hf.metrics import TokenAccuracy, perplexity
+from tost_hf.training.metrics import TokenAccuracy, perplexity
 
 
 RUN_CLM = EXAMPLES / "run_clm.py"

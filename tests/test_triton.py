@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers.dynamic_module_utils import get_imports
 
-from tost_hf import TSSAState, tssa, tssa_step, tssa_triton
+from tost_hf import TSSAState, tssa, tssa_step
+from tost_hf.model import tssa_triton
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

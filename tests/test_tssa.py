@@ -17,10 +17,10 @@ from tost_hf import (
     ToSTConfig,
     TSSAState,
     tssa,
-    tssa_compiled,
     tssa_step,
 )
-from tost_hf.tssa import _choose_backend, _warn_of_fallback
+from tost_hf.model import tssa_compiled
+from tost_hf.model.tssa import _choose_backend, _warn_of_fallback
 
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -29,7 +29,7 @@ F64 = {"rtol": 1e-10, "atol": 1e-12}
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     """So that small inputs have several chunks and several groups of rows; compiled chunks run their formulas as they are."""
-    module = sys.modules["tost_hf.tssa"]
+    module = sys.modules["tost_hf.model.tssa"]
     monkeypatch.setattr(module, "CHUNK_TOKENS", 32)
     monkeypatch.setattr(module, "CHUNK_NUMBERS", 32 * 16)
     values = {"CHUNK_TOKENS": 16, "BLOCK_GROUPS": 4, "GROUP_TOKENS": 4, "CHUNK_NUMBERS": 2 * 32 * 16}
@@ -393,7 +393,7 @@ def test_a_million_tokens():
 @pytest.fixture
 def fake_kernels(monkeypatch):
     """A stand-in for tssa_triton.py that takes float32 tokens and says when it was called."""
-    fake = types.ModuleType("tost_hf.tssa_triton")
+    fake = types.ModuleType("tost_hf.model.tssa_triton")
     fake.calls, fake.available = [], True
 
     def run(w, temp, bias, mask, seq_idx, state, causal):
@@ -411,7 +411,7 @@ def fake_kernels(monkeypatch):
     fake.is_available = lambda: fake.available
     fake.supports = lambda w: w.dtype == torch.float32
     fake.tssa_triton, fake.tssa_step_triton = run, run_step
-    monkeypatch.setitem(sys.modules, "tost_hf.tssa_triton", fake)
+    monkeypatch.setitem(sys.modules, "tost_hf.model.tssa_triton", fake)
     monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
     return fake
 

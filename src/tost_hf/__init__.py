@@ -15,42 +15,42 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-from .cache_tost import CausalStatisticsCache, CausalStatisticsLayer, load_cache, save_cache
-from .configuration_tost import PRESETS, ToSTConfig
-from .configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
-from .modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel, ToSTPreTrainedModel
-from .modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
-from .tssa import TokenStatisticsSelfAttention, TSSAOutput, TSSAState, tssa, tssa_step
+from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer, load_cache, save_cache
+from .model.configuration_tost import PRESETS, ToSTConfig
+from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
+from .model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel, ToSTPreTrainedModel
+from .model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
+from .model.tssa import TokenStatisticsSelfAttention, TSSAOutput, TSSAState, tssa, tssa_step
 from .version import __version__
 
 
 if TYPE_CHECKING:
-    from .cards import build_card, write_card
     from .convert import convert_from_original, convert_to_original
+    from .hub.cards import build_card, write_card
+    from .hub.publishing import Publication, publish
+    from .hub.verification import verify
     from .image_processing import make_image_processor
     from .interpret import inspect_model, inspect_path, trace_model
-    from .publishing import Publication, publish
-    from .trainer import ToSTTrainer, ToSTTrainingArguments
-    from .trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
-    from .verification import verify
+    from .training.trainer import ToSTTrainer, ToSTTrainingArguments
+    from .training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 # imported when first used: the Trainer alone takes longer to import than everything else here
 _LAZY = {
-    "ToSTTrainer": "trainer",
-    "ToSTTrainingArguments": "trainer",
-    "ToSTVisionTrainer": "trainer_vision",
-    "ToSTVisionTrainingArguments": "trainer_vision",
+    "ToSTTrainer": "training.trainer",
+    "ToSTTrainingArguments": "training.trainer",
+    "ToSTVisionTrainer": "training.trainer_vision",
+    "ToSTVisionTrainingArguments": "training.trainer_vision",
     "make_image_processor": "image_processing",
     "convert_from_original": "convert",
     "convert_to_original": "convert",
-    "build_card": "cards",
-    "write_card": "cards",
+    "build_card": "hub.cards",
+    "write_card": "hub.cards",
     "inspect_model": "interpret",
     "inspect_path": "interpret",
     "trace_model": "interpret",
-    "Publication": "publishing",
-    "publish": "publishing",
-    "verify": "verification",
+    "Publication": "hub.publishing",
+    "publish": "hub.publishing",
+    "verify": "hub.verification",
 }
 
 for config_class in (ToSTConfig, ToSTVisionConfig):

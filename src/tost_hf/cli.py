@@ -172,7 +172,7 @@ def _add_card(commands) -> None:
 
 
 def _card(args: argparse.Namespace) -> None:
-    from .cards import write_card
+    from .hub.cards import write_card
 
     print(f"Wrote {write_card(args.folder, repo_id=args.repo_id, revision=args.revision, license=args.license)}")
 
@@ -210,10 +210,10 @@ def _add_publish(commands) -> None:
 
 
 def _publish(args: argparse.Namespace) -> None:
-    from .publishing import publish
+    from .hub.publishing import publish
 
     if args.card:
-        from .cards import write_card
+        from .hub.cards import write_card
 
         write_card(args.folder, repo_id=args.repo_id, revision=args.tag, with_code=args.with_code)
     names = ("private", "revision", "tag", "create_pr", "dry_run", "with_code")
@@ -247,7 +247,7 @@ def _add_verify(commands) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from .verification import verify
+    from .hub.verification import verify
 
     checks = verify(args.source, revision=args.revision)
     for check in checks:
@@ -275,7 +275,7 @@ def _add_info(commands) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
-    from .verification import info
+    from .hub.verification import info
 
     for name, value in info(args.source, revision=args.revision).items():
         print(f"{name:12}{value}")
@@ -306,7 +306,7 @@ def _add_inspect(commands) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from .interpret import inspect_path
+    from .interpret.report import inspect_path
 
     options = {"layers": args.layers, "image_size": args.image_size, "processor": args.processor}
     for path in inspect_path(args.model, args.input, args.out, **options):
@@ -345,7 +345,7 @@ def _add_export_kernel(commands) -> None:
 
 
 def _export_kernel(args: argparse.Namespace) -> None:
-    from .kernel_export import export_kernel
+    from .hub.kernel_export import export_kernel
 
     print(f"Wrote {export_kernel(args.output, overwrite=args.overwrite)}")
 

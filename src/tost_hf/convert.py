@@ -16,13 +16,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checks import tensors, weight_files
-from .configuration_tost import ToSTConfig
-from .configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .files import check_file, check_folder, staged_file, staged_folder
+from .hub.checks import tensors, weight_files
 from .image_processing import save_image_processor
-from .modeling_tost import ToSTForCausalLM
-from .modeling_tost_vision import ToSTForImageClassification
+from .model.configuration_tost import ToSTConfig
+from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
+from .model.modeling_tost import ToSTForCausalLM
+from .model.modeling_tost_vision import ToSTForImageClassification
 
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from transformers.utils import is_vision_available
 if TYPE_CHECKING:
     from transformers import ViTImageProcessorPil
 
-    from .configuration_tost_vision import ToSTVisionConfig
+    from .model.configuration_tost_vision import ToSTVisionConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import is_torch_bf16_gpu_available
 
-from .modeling_tost import ToSTForCausalLM
+from ..model.modeling_tost import ToSTForCausalLM
 from .trainer_hub import PublishingTrainer
 
 

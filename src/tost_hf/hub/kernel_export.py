@@ -6,8 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
-from .files import check_folder, staged_folder
-from .version import __version__
+from ..files import check_folder, staged_folder
+from ..model.remote_code import source_file
+from ..version import __version__
 
 
 NAME = "tssa"
@@ -68,4 +69,4 @@ def _write_package(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(INIT.format(version=__version__))
     for name in FILES:
-        shutil.copyfile(Path(__file__).with_name(name), folder / name)
+        shutil.copyfile(source_file(name), folder / name)

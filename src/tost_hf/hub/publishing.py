@@ -17,9 +17,9 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from ..model.remote_code import AUTO_MAPS, CODE_FILES, code_files
+from ..version import __version__
 from .checks import check_card, check_weights, forbidden_file, load_config
-from .remote_code import AUTO_MAPS, CODE_FILES, code_files
-from .version import __version__
 
 
 STAGED = "_push-"  # how folders begin that hold a checkpoint while the Trainer sends it

@@ -12,7 +12,9 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from .cache_tost import state_bytes
+from ..model.cache_tost import state_bytes
+from ..model.remote_code import CODE_FILES, code_files
+from ..version import __version__
 from .checks import (
     check_card,
     check_weights,
@@ -24,8 +26,6 @@ from .checks import (
     weight_files,
 )
 from .publishing import ALL_CODE, same_content
-from .remote_code import CODE_FILES, code_files
-from .version import __version__
 
 
 NUM_TOKENS = 16

@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .interpret import CompressionTerms, EntropyByPosition
+    from .report import CompressionTerms, EntropyByPosition
 
 GENERATOR = '<meta name="generator" content="tost-hf inspect">'  # tells our index.html from a stranger's
 WIDTH, DPI = 8, 160  # inches, and pixels an inch

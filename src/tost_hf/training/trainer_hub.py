@@ -16,12 +16,12 @@ from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import CONFIG_NAME
 
-from .cards import CARD, RUN_ARGUMENTS, save_card, write_card
-from .checks import forbidden_file
-from .modeling_tost_base import ToSTBaseModel
-from .publishing import STAGED, Commit, commit_files, model_files
-from .remote_code import AUTO_MAPS
-from .version import __version__
+from ..hub.cards import CARD, RUN_ARGUMENTS, save_card, write_card
+from ..hub.checks import forbidden_file
+from ..hub.publishing import STAGED, Commit, commit_files, model_files
+from ..model.modeling_tost_base import ToSTBaseModel
+from ..model.remote_code import AUTO_MAPS
+from ..version import __version__
 
 
 class PublishingTrainer(Trainer):

@@ -21,11 +21,11 @@ from huggingface_hub.utils import is_jinja_available, validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
-from .cache_tost import state_bytes
+from ..files import staged_file
+from ..model.cache_tost import state_bytes
+from ..model.configuration_tost import PRESETS, ToSTConfig
+from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .checks import SECRET_TEXTS, load_config, model_class, parameter_count, weight_files
-from .configuration_tost import PRESETS, ToSTConfig
-from .configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
-from .files import staged_file
 
 
 CARD = "README.md"

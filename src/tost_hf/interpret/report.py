@@ -32,8 +32,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .modeling_tost_vision import ToSTVisionClassAttention, ToSTVisionPatchEmbeddings
-from .tssa import TokenStatisticsSelfAttention
+from ..model.modeling_tost_vision import ToSTVisionClassAttention, ToSTVisionPatchEmbeddings
+from ..model.tssa import TokenStatisticsSelfAttention
 
 
 if TYPE_CHECKING:
@@ -397,7 +397,7 @@ def inspect_model(
             holds an index.html that is not ours.
         ImportError: matplotlib or Pillow is missing.
     """
-    from . import interpret_plots as plots
+    from . import plots
 
     _require("matplotlib")
     numbers = _chosen_layers(layers, len(_tssa_layers(model)))
@@ -446,7 +446,7 @@ def _is_file(path) -> bool:
 
 
 def _inspect_image(model, processor, input, layers, image_size):
-    from . import interpret_plots as plots
+    from . import plots
 
     pixel_values, picture, source = _load_image(model, processor, input, image_size)
     trace = trace_model(model, pixel_values=pixel_values)
@@ -478,7 +478,7 @@ def _load_image(model, processor, input, image_size) -> tuple[torch.Tensor, torc
     _require("PIL")
     from PIL import Image, ImageOps
 
-    from .image_processing import make_image_processor
+    from ..image_processing import make_image_processor
 
     source = "an image in memory"
     if not isinstance(input, Image.Image):
@@ -516,7 +516,7 @@ def _nearest_multiple(side: float, patch_size: int) -> int:
 
 
 def _inspect_text(model, tokenizer, input, layers):
-    from . import interpret_plots as plots
+    from . import plots
 
     if tokenizer is None:
         raise ValueError("A language model needs its tokenizer.")

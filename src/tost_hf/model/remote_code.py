@@ -1,0 +1,96 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Source files in published folders: which ones travel, and how a configuration carries them.
+
+A configuration whose `auto_map` is set is always saved together with the flat source files it names, so that
+`from_pretrained(..., trust_remote_code=True)` works where this package is not installed. Where it is installed, its own
+classes are used and nobody needs the flag.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+
+_SHARED_FILES = (
+    "remote_code.py",
+    "configuration_tost.py",
+    "tssa.py",
+    "tssa_compiled.py",
+    "tssa_triton.py",
+    "modeling_tost_base.py",
+)
+CODE_FILES = {  # by model type; siblings of this file, here and in every published folder
+    "tost": (*_SHARED_FILES, "cache_tost.py", "modeling_tost.py"),
+    "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
+}
+AUTO_MAPS = {
+    "tost": {
+        "AutoConfig": "configuration_tost.ToSTConfig",
+        "AutoModel": "modeling_tost.ToSTModel",
+        "AutoModelForCausalLM": "modeling_tost.ToSTForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_tost.ToSTForSequenceClassification",
+    },
+    "tost_vision": {
+        "AutoConfig": "configuration_tost_vision.ToSTVisionConfig",
+        "AutoModel": "modeling_tost_vision.ToSTVisionModel",
+        "AutoModelForImageClassification": "modeling_tost_vision.ToSTForImageClassification",
+    },
+}
+
+
+def source_file(name: str) -> Path:
+    """Where one of the files that travel lies."""
+    return Path(__file__).with_name(name)
+
+
+def code_files(model_type: str) -> dict[str, Path]:
+    """Name and path of each source file that a published model of this type carries."""
+    files = {name: source_file(name) for name in CODE_FILES[model_type]}
+    # all are there in the package; as remote code, transformers fetches only those a loaded class needs
+    return {name: path for name, path in files.items() if path.is_file()}
+
+
+class CodeCarryingConfig(PreTrainedConfig):
+    """A configuration that, where its `auto_map` is set, is saved with the source files of its models."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Has no effect: `auto_map` decides. transformers calls it for remote code, and would then always save the files."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
+        """As `PreTrainedConfig.save_pretrained`, with the source files beside `config.json` where `auto_map` is set."""
+        if getattr(self, "auto_map", None):
+            self.auto_map = dict(AUTO_MAPS[self.model_type])  # one that was loaded may name the repository it came from
+            os.makedirs(save_directory, exist_ok=True)
+            for name, source in code_files(self.model_type).items():
+                target = Path(save_directory, name)
+                if source.resolve() != target.resolve():
+                    shutil.copyfile(source, target)
+        super().save_pretrained(save_directory)
+        if push_to_hub:  # not left to the base class, which would upload config.json alone
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+
+@contextlib.contextmanager
+def carrying_code(config: CodeCarryingConfig, with_code: bool | None):
+    """Within it, saving `config` takes the source files along (True), leaves them out (False), or as it was set (None)."""
+    before = getattr(config, "auto_map", None)
+    if with_code is not None:
+        _set_auto_map(config, AUTO_MAPS[config.model_type] if with_code else None)
+    try:
+        yield
+    finally:
+        _set_auto_map(config, before)
+
+
+def _set_auto_map(config: CodeCarryingConfig, auto_map: dict[str, str] | None) -> None:
+    if auto_map:
+        config.auto_map = dict(auto_map)
+    elif hasattr(config, "auto_map"):  # transformers asks for the attribute, so it must not be there as None
+        del config.auto_map
+
+
+__all__ = ["AUTO_MAPS", "CODE_FILES", "CodeCarryingConfig", "carrying_code", "code_files", "source_file"]

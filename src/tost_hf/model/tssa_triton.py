@@ -1,0 +1,978 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Triton kernels of TSSA, forward and backward, causal and bidirectional, and the decode step.
+
+The operator is two chained sums over tokens with a softmax over heads between them. Tokens are cut into chunks; only totals
+cross a chunk's border, and totals add. So each direction is three kernels that work on all chunks at once, with a small
+scan over the chunk totals after the first and the second:
+
+    forward    totals of w^2        -> scan -> membership, totals of Pi w^2 and Pi -> scan -> output
+    backward   totals of dN and dD  -> scan -> score gradient, totals of dS        -> scan -> dw
+
+with S = sum w^2, N = sum Pi w^2, D = sum Pi: running sums in the causal form, totals in the bidirectional one (`CAUSAL`).
+A running sum's gradient is a suffix sum, so the backward scans run the other way. Statistics are float32 whatever comes in,
+no sum is formed by subtraction, and there are no atomics: two runs agree to the last bit.
+
+Chunks are cut at fixed places, by (H, p) alone, so an output never depends on the tokens after it. In packed rows a
+chunk ends where its sequence does; a table made on the host lists the chunks, which are the same as if each sequence
+were alone.
+
+The kernels are bound as custom operators, opaque to compilers, in a namespace named after the package this file is loaded
+into: an installed package and a model's remote code can both be loaded. Nothing here needs Triton until it is called.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+
+EPS_SUM_SQ = 1e-12  # floor of a causal running sum of squares
+EPS_NORM = 1e-12  # floor of a channel's norm over the tokens (bidirectional)
+EPS_MEMBERSHIP = 1e-8  # keeps the mean over memberships finite when nothing has been counted yet
+
+_jit = (lambda fn: fn) if triton is None else triton.jit
+_jit_any_length = (lambda fn: fn) if triton is None else triton.jit(do_not_specialize=["T", "bias_tokens"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels. Tensors are contiguous: w, grad, output, dw (B, T, H, p); membership, dscore (B, T, H); chunk totals and carries
+# (chunks, H, p) or (chunks, H), where carries of the bidirectional form have one row a sequence. Blocks: BLOCK_T tokens,
+# BLOCK_H >= H heads, BLOCK_P >= P channels of one head. Addresses are 64-bit.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@_jit
+def _chunk(index, mask, chunk_table, T, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
+    """A chunk's tokens (places in the flattened batch), which of them exist and which are real, and its row of carries."""
+    if chunk_table is None:
+        per_row = tl.cdiv(T, BLOCK_T)
+        row = index // per_row
+        start = (index % per_row) * BLOCK_T
+        stop = T.to(tl.int64)
+        sequence = row
+    else:
+        row = tl.load(chunk_table + 4 * index)
+        start = tl.load(chunk_table + 4 * index + 1)
+        stop = tl.load(chunk_table + 4 * index + 2)
+        sequence = tl.load(chunk_table + 4 * index + 3)
+    t = start + tl.arange(0, BLOCK_T)
+    exists = t < stop
+    tokens = row * T + t
+    real = exists
+    if mask is not None:
+        real = exists & (tl.load(mask + tokens, mask=exists, other=0) != 0)
+    if CAUSAL:
+        carry = index
+    else:
+        carry = sequence
+    return tokens, exists, real, carry
+
+
+@_jit
+def _load(pointer, tokens, head, real, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """One head of a chunk's tokens, (BLOCK_T, BLOCK_P) in float32; padding is 0 and is not read."""
+    p = tl.arange(0, BLOCK_P)
+    places = (tokens * H + head)[:, None] * P + p[None, :]
+    return tl.load(pointer + places, mask=real[:, None] & (p < P)[None, :], other=0.0).to(tl.float32)
+
+
+@_jit
+def _store(pointer, value, tokens, head, exists, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    p = tl.arange(0, BLOCK_P)
+    places = (tokens * H + head)[:, None] * P + p[None, :]
+    tl.store(pointer + places, value, mask=exists[:, None] & (p < P)[None, :])
+
+
+@_jit
+def _load_row(pointer, row, head, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """One head of a row of carries, (BLOCK_P,)."""
+    p = tl.arange(0, BLOCK_P)
+    return tl.load(pointer + (row * H + head) * P + p, mask=p < P, other=0.0)
+
+
+@_jit
+def _store_row(pointer, value, row, head, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    p = tl.arange(0, BLOCK_P)
+    tl.store(pointer + (row * H + head) * P + p, value, mask=p < P)
+
+
+@_jit
+def _running(values, carry, CAUSAL: tl.constexpr, REVERSE: tl.constexpr):
+    """Sums over tokens (axis 0): the carry plus those inside the chunk, or the carry alone, which is then the total."""
+    if CAUSAL:
+        return carry + tl.cumsum(values, 0, reverse=REVERSE)
+    else:
+        return carry + tl.zeros_like(values)
+
+
+@_jit
+def _column(values, heads, head):
+    """Column `head` of (BLOCK_T, BLOCK_H)."""
+    return tl.sum(tl.where((heads == head)[None, :], values, 0.0), 1)
+
+
+@_jit
+def _moment(x, pi, weighted_sq, count, eps, CAUSAL: tl.constexpr):
+    """The second moment N / D of the head's tokens, and 1 / D."""
+    N = _running(x * x * pi[:, None], weighted_sq[None, :], CAUSAL, False)
+    inverse = 1.0 / (_running(pi, count, CAUSAL, False) + eps)
+    return N * inverse[:, None], inverse
+
+
+@_jit_any_length
+def _totals_kernel(
+    w,
+    membership,  # None: totals of squares only
+    mask,
+    chunk_table,
+    total_sq,
+    total_weighted_sq,
+    total_membership,
+    T,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Chunk totals of w^2 and, where the membership is known, of Pi w^2 and Pi. One program a chunk and head."""
+    index = tl.program_id(0).to(tl.int64) // H
+    head = tl.program_id(0) % H
+    tokens, _, real, _ = _chunk(index, mask, chunk_table, T, True, BLOCK_T)
+    x = _load(w, tokens, head, real, H, P, BLOCK_P)
+    sq = x * x
+    _store_row(total_sq, tl.sum(sq, 0), index, head, H, P, BLOCK_P)
+    if membership is not None:
+        pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
+        _store_row(total_weighted_sq, tl.sum(sq * pi[:, None], 0), index, head, H, P, BLOCK_P)
+        tl.store(total_membership + index * H + head, tl.sum(pi, 0))
+
+
+@_jit
+def _scan(
+    totals,
+    carries,
+    initial,
+    final,
+    channels,
+    width,
+    first,
+    count,
+    sequence,
+    initial_row,
+    final_row,
+    CAUSAL: tl.constexpr,
+    REVERSE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Exclusive sums of a block of channels over one sequence's chunks, or its total (bidirectional).
+
+    Entry j is the sum of the j chunks before it: the totals are read shifted by one, so that nothing is subtracted.
+    """
+    inside = channels < width
+    carry = tl.zeros(channels.shape, tl.float32)
+    if initial is not None:
+        if initial_row >= 0:
+            carry += tl.load(initial + initial_row * width + channels, mask=inside, other=0.0)
+    for j0 in range(0, count + 1, BLOCK_N):
+        j = j0 + tl.arange(0, BLOCK_N)
+        if REVERSE:
+            chunk = first + count - 1 - j
+            previous = chunk + 1
+        else:
+            chunk = first + j
+            previous = chunk - 1
+        known = ((j > 0) & (j <= count))[:, None] & inside[None, :]
+        x = tl.load(totals + previous[:, None] * width + channels[None, :], mask=known, other=0.0)
+        if CAUSAL:
+            places = chunk[:, None] * width + channels[None, :]
+            tl.store(carries + places, carry[None, :] + tl.cumsum(x, 0), mask=(j < count)[:, None] & inside[None, :])
+        carry += tl.sum(x, 0)
+    if not CAUSAL:
+        tl.store(carries + sequence * width + channels, carry, mask=inside)
+    if final is not None:
+        if final_row >= 0:
+            tl.store(final + final_row * width + channels, carry, mask=inside)
+
+
+@_jit_any_length
+def _scan_kernel(
+    totals,
+    carries,
+    initial,
+    final,
+    totals2,  # None: no second set of channels
+    carries2,
+    initial2,
+    final2,
+    sequence_table,
+    T,
+    WIDTH: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    REVERSE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Carries from chunk totals (chunks, WIDTH) and (chunks, WIDTH2). One program a sequence and block of channels."""
+    blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
+    blocks2: tl.constexpr = (WIDTH2 + BLOCK_C - 1) // BLOCK_C
+    sequence = tl.program_id(0).to(tl.int64) // (blocks + blocks2)
+    block = tl.program_id(0) % (blocks + blocks2)
+    if sequence_table is None:
+        count = tl.cdiv(T, BLOCK_T).to(tl.int64)
+        first = sequence * count
+        initial_row = sequence
+        final_row = sequence
+    else:  # the state before the row enters its first sequence, the one after it leaves its last
+        first = tl.load(sequence_table + 4 * sequence)
+        count = tl.load(sequence_table + 4 * sequence + 1)
+        initial_row = tl.load(sequence_table + 4 * sequence + (3 if REVERSE else 2))
+        final_row = tl.load(sequence_table + 4 * sequence + (2 if REVERSE else 3))
+    channels = tl.arange(0, BLOCK_C)
+    if block < blocks:
+        _scan(
+            totals,
+            carries,
+            initial,
+            final,
+            block * BLOCK_C + channels,
+            WIDTH,
+            first,
+            count,
+            sequence,
+            initial_row,
+            final_row,
+            CAUSAL,
+            REVERSE,
+            BLOCK_N,
+        )
+    else:
+        if totals2 is not None:
+            _scan(
+                totals2,
+                carries2,
+                initial2,
+                final2,
+                (block - blocks) * BLOCK_C + channels,
+                WIDTH2,
+                first,
+                count,
+                sequence,
+                initial_row,
+                final_row,
+                CAUSAL,
+                REVERSE,
+                BLOCK_N,
+            )
+
+
+@_jit_any_length
+def _membership_kernel(
+    w,
+    temp,
+    bias,
+    mask,
+    chunk_table,
+    sum_sq,
+    membership,
+    total_weighted_sq,
+    total_membership,
+    T,
+    bias_tokens,  # T * B, or T where the rows share one bias
+    floor,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Softmax over the heads, and the chunk totals that need it. One program a chunk, all heads."""
+    index = tl.program_id(0).to(tl.int64)
+    tokens, exists, real, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
+    heads = tl.arange(0, BLOCK_H)
+    score = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    for head in range(H):
+        x = _load(w, tokens, head, real, H, P, BLOCK_P)
+        S = _running(x * x, _load_row(sum_sq, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, False)
+        z = tl.sum(x * x / tl.maximum(S, floor), 1)
+        score = tl.where((heads == head)[None, :], z[:, None], score)
+    some = real[:, None] & (heads < H)[None, :]
+    places = tokens[:, None] * H + heads[None, :]
+    if bias is not None:
+        score += P * tl.load(bias + (tokens % bias_tokens)[:, None] * H + heads[None, :], mask=some, other=0.0)
+    score *= tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
+    score = tl.where((heads < H)[None, :], score, float("-inf"))
+    pi = tl.exp(score - tl.max(score, 1)[:, None])
+    pi = tl.where(some, pi / tl.sum(pi, 1)[:, None], 0.0)
+    tl.store(membership + places, pi, mask=exists[:, None] & (heads < H)[None, :])
+    tl.store(total_membership + index * H + heads, tl.sum(pi, 0), mask=heads < H)
+    for head in range(H):
+        x = _load(w, tokens, head, real, H, P, BLOCK_P)
+        weighted = x * x * _column(pi, heads, head)[:, None]
+        _store_row(total_weighted_sq, tl.sum(weighted, 0), index, head, H, P, BLOCK_P)
+
+
+@_jit_any_length
+def _output_kernel(
+    w,
+    membership,
+    mask,
+    chunk_table,
+    sum_weighted_sq,
+    sum_membership,
+    output,
+    T,
+    eps,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The output. One program a chunk and head."""
+    index = tl.program_id(0).to(tl.int64) // H
+    head = tl.program_id(0) % H
+    tokens, exists, real, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
+    x = _load(w, tokens, head, real, H, P, BLOCK_P)
+    pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
+    weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
+    count = tl.load(sum_membership + carry * H + head)
+    moment, _ = _moment(x, pi, weighted_sq, count, eps, CAUSAL)
+    _store(output, -(x * pi[:, None]) / (1.0 + moment), tokens, head, exists, H, P, BLOCK_P)
+
+
+@_jit_any_length
+def _moment_grad_kernel(
+    w,
+    grad,
+    membership,
+    mask,
+    chunk_table,
+    sum_weighted_sq,
+    sum_membership,
+    total_dN,
+    total_dD,
+    T,
+    eps,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Chunk totals of the gradients of N and D. One program a chunk and head."""
+    index = tl.program_id(0).to(tl.int64) // H
+    head = tl.program_id(0) % H
+    tokens, _, real, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
+    x = _load(w, tokens, head, real, H, P, BLOCK_P)
+    g = _load(grad, tokens, head, real, H, P, BLOCK_P)
+    pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
+    weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
+    count = tl.load(sum_membership + carry * H + head)
+    moment, inverse = _moment(x, pi, weighted_sq, count, eps, CAUSAL)
+    shrink = 1.0 / (1.0 + moment)
+    dN = g * x * shrink * shrink * (pi * inverse)[:, None]
+    _store_row(total_dN, tl.sum(dN, 0), index, head, H, P, BLOCK_P)
+    tl.store(total_dD + index * H + head, -tl.sum(tl.sum(dN * moment, 1), 0))
+
+
+@_jit_any_length
+def _score_grad_kernel(
+    w,
+    grad,
+    grad_membership,  # or None
+    temp,
+    bias,
+    membership,
+    mask,
+    chunk_table,
+    sum_sq,
+    sum_weighted_sq,
+    sum_membership,
+    suffix_dN,
+    suffix_dD,
+    dscore,
+    dtemp,
+    total_dS,
+    T,
+    bias_tokens,
+    floor,
+    eps,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Backward of the softmax over the heads, and the chunk totals that need it. One program a chunk, all heads."""
+    index = tl.program_id(0).to(tl.int64)
+    tokens, exists, real, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
+    heads = tl.arange(0, BLOCK_H)
+    dpi = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    for head in range(H):
+        x = _load(w, tokens, head, real, H, P, BLOCK_P)
+        g = _load(grad, tokens, head, real, H, P, BLOCK_P)
+        pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
+        weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
+        count = tl.load(sum_membership + carry * H + head)
+        moment, inverse = _moment(x, pi, weighted_sq, count, eps, CAUSAL)
+        shrink = 1.0 / (1.0 + moment)
+        dN = g * x * shrink * shrink * (pi * inverse)[:, None]
+        dD = -tl.sum(dN * moment, 1)
+        U = _running(dN, _load_row(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, True)
+        V = _running(dD, tl.load(suffix_dD + carry * H + head), CAUSAL, True)
+        column = tl.sum(x * (x * U - g * shrink), 1) + V
+        dpi = tl.where((heads == head)[None, :], column[:, None], dpi)
+    some = real[:, None] & (heads < H)[None, :]
+    places = tokens[:, None] * H + heads[None, :]
+    if grad_membership is not None:
+        dpi += tl.load(grad_membership + places, mask=some, other=0.0)
+    pi = tl.load(membership + places, mask=some, other=0.0)
+    dlogit = pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
+    q = dlogit * tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
+    tl.store(dscore + places, q, mask=exists[:, None] & (heads < H)[None, :])
+    for head in range(H):
+        x = _load(w, tokens, head, real, H, P, BLOCK_P)
+        S = _running(x * x, _load_row(sum_sq, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, False)
+        inverse = 1.0 / tl.maximum(S, floor)
+        ratio = x * x * inverse
+        z = tl.sum(ratio, 1)
+        if bias is not None:
+            z += P * tl.load(bias + (tokens % bias_tokens) * H + head, mask=real, other=0.0)
+        tl.store(dtemp + index * H + head, tl.sum(_column(dlogit, heads, head) * z, 0))
+        dS = tl.where(S < floor, 0.0, -_column(q, heads, head)[:, None] * ratio * inverse)
+        _store_row(total_dS, tl.sum(dS, 0), index, head, H, P, BLOCK_P)
+
+
+@_jit_any_length
+def _input_grad_kernel(
+    w,
+    grad,
+    membership,
+    dscore,
+    mask,
+    chunk_table,
+    sum_sq,
+    sum_weighted_sq,
+    sum_membership,
+    suffix_dN,
+    suffix_dS,
+    dw,
+    T,
+    floor,
+    eps,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The gradient of w. One program a chunk and head."""
+    index = tl.program_id(0).to(tl.int64) // H
+    head = tl.program_id(0) % H
+    tokens, exists, real, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
+    x = _load(w, tokens, head, real, H, P, BLOCK_P)
+    S = _running(x * x, _load_row(sum_sq, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, False)
+    inverse = 1.0 / tl.maximum(S, floor)
+    q = tl.load(dscore + tokens * H + head, mask=real, other=0.0)[:, None]
+    dS = tl.where(S < floor, 0.0, -q * x * x * inverse * inverse)
+    dsq = q * inverse + _running(dS, _load_row(suffix_dS, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, True)
+    g = _load(grad, tokens, head, real, H, P, BLOCK_P)
+    pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
+    weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
+    count = tl.load(sum_membership + carry * H + head)
+    moment, inverse_count = _moment(x, pi, weighted_sq, count, eps, CAUSAL)
+    shrink = 1.0 / (1.0 + moment)
+    dN = g * x * shrink * shrink * (pi * inverse_count)[:, None]
+    dsq += pi[:, None] * _running(dN, _load_row(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, True)
+    _store(dw, 2.0 * x * dsq - g * shrink * pi[:, None], tokens, head, exists, H, P, BLOCK_P)
+
+
+@_jit
+def _step_kernel(
+    w,
+    temp,
+    bias,
+    mask,
+    sum_sq,
+    sum_weighted_sq,
+    sum_membership,
+    output,
+    membership,
+    bias_stride,
+    floor,
+    eps,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """One token: updates the sums where they lie. One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, BLOCK_H)
+    p = tl.arange(0, BLOCK_P)
+    few = heads < H
+    all_ = few[:, None] & (p < P)[None, :]
+    places = (row * H + heads)[:, None] * P + p[None, :]
+    real = few
+    if mask is not None:
+        real = few & (tl.load(mask + row + 0 * heads) != 0)
+    x = tl.load(w + places, mask=all_ & real[:, None], other=0.0).to(tl.float32)
+    S = tl.load(sum_sq + places, mask=all_, other=0.0) + x * x
+    N = tl.load(sum_weighted_sq + places, mask=all_, other=0.0)
+    D = tl.load(sum_membership + row * H + heads, mask=few, other=0.0)
+    score = tl.sum(x * x / tl.maximum(S, floor), 1)
+    if bias is not None:
+        score += P * tl.load(bias + row * bias_stride + heads, mask=few, other=0.0)
+    score = tl.where(few, score * tl.load(temp + heads, mask=few, other=0.0), float("-inf"))
+    pi = tl.exp(score - tl.max(score, 0))
+    pi = tl.where(real, pi / tl.sum(pi, 0), 0.0)
+    N += x * x * pi[:, None]
+    D += pi
+    tl.debug_barrier()  # in small tiles several threads read the same number: all must have, before one writes
+    tl.store(sum_sq + places, S, mask=all_)
+    tl.store(sum_weighted_sq + places, N, mask=all_)
+    tl.store(sum_membership + row * H + heads, D, mask=few)
+    tl.store(membership + row * H + heads, pi, mask=few)
+    moment = (N / (D + eps)[:, None]).to(tl.float32)
+    tl.store(output + places, -(x * pi[:, None]) / (1.0 + moment), mask=all_)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launching
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Blocks(NamedTuple):
+    tokens: int  # of a chunk
+    heads: int
+    channels: int
+    warps: int
+    step_warps: int  # of the decode step, whose one tile is heads x channels
+
+
+def _blocks(H: int, p: int) -> _Blocks:
+    """Block sizes, from the shape of a token alone: depending on T, they would let outputs depend on later tokens.
+
+    Tiles of tokens x channels and of tokens x heads hold up to 2,048 numbers where 16 tokens allow it, 8 a thread: about
+    as much as leaves the backward's ten or so tiles in registers, with two programs or more on a multiprocessor.
+    """
+    heads, channels = _power_of_2(H), _power_of_2(p)
+    widest = max(heads, channels)
+    tokens, step_warps = max(16, min(64, 2048 // widest)), max(1, min(16, heads * channels // 256))
+    return _Blocks(tokens, heads, channels, 8 if widest >= 32 else 4, step_warps)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class _Plan(NamedTuple):
+    """How rows are cut. Without packing both tables are None, and the kernels reckon."""
+
+    chunks: int
+    sequences: int
+    chunk_table: torch.Tensor | None  # (chunks, 4): row, first token, one past the sequence's last token, sequence
+    sequence_table: torch.Tensor | None  # (sequences, 4): first chunk, chunks, row if it starts it, row if it ends it; or -1
+
+
+_packed_plans = WeakTensorKeyDictionary()  # the layers of a model share one seq_idx, which is read on the host once
+
+
+def _plan(w: torch.Tensor, seq_idx: torch.Tensor | None, block_t: int) -> _Plan:
+    B, T = w.shape[:2]
+    if seq_idx is None or w.numel() == 0:
+        return _Plan(B * _cdiv(T, block_t), B, None, None)
+    if seq_idx.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("Packed rows cannot be captured in a CUDA graph: where sequences end decides which kernels run.")
+    if seq_idx.is_inference():  # changes made to such a tensor leave no trace
+        return _packed_plan(seq_idx, block_t)
+    key = (seq_idx._version, block_t)
+    known = _packed_plans.get(seq_idx)
+    if known is None or known[0] != key:
+        known = _packed_plans[seq_idx] = key, _packed_plan(seq_idx, block_t)
+    return known[1]
+
+
+def _packed_plan(seq_idx: torch.Tensor, block_t: int) -> _Plan:
+    T = seq_idx.shape[1]
+    on_host = seq_idx.cpu()
+    row, start = F.pad(on_host[:, 1:] != on_host[:, :-1], (1, 0), value=True).nonzero(as_tuple=True)
+    stop = start.roll(-1)
+    stop[stop == 0] = T  # the next sequence starts the next row
+    chunks = _cdiv(stop - start, block_t)
+    first = chunks.cumsum(0) - chunks
+    sequence = torch.repeat_interleave(chunks)
+    chunk_start = start[sequence] + (torch.arange(len(sequence)) - first[sequence]) * block_t
+    chunk_table = torch.stack([row[sequence], chunk_start, stop[sequence], sequence], 1)
+    sequence_table = torch.stack([first, chunks, row.where(start == 0, -1), row.where(stop == T, -1)], 1)
+    return _Plan(len(sequence), len(row), chunk_table.to(seq_idx.device), sequence_table.to(seq_idx.device))
+
+
+def _cdiv(n, m):
+    return (n + m - 1) // m
+
+
+def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+_SCAN_CHUNKS, _SCAN_CHANNELS = 64, 32  # block of the scans over chunk totals
+
+
+class _Call:
+    """What the launches of one forward or backward share."""
+
+    def __init__(self, w, mask, seq_idx, causal):
+        self.w, self.causal = w.contiguous(), causal
+        self.mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
+        self.B, self.T, self.H, self.p = w.shape
+        self.blocks = _blocks(self.H, self.p)
+        self.plan = _plan(w, seq_idx, self.blocks.tokens)
+        self.where = (self.mask, self.plan.chunk_table)
+        self.sizes = {"H": self.H, "P": self.p, "BLOCK_T": self.blocks.tokens, "BLOCK_P": self.blocks.channels}
+        self.sizes["num_warps"] = self.blocks.warps
+
+    def new(self, *shape: int) -> torch.Tensor:
+        return self.w.new_empty(shape, dtype=torch.float32)
+
+    def new_totals(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.new(self.plan.chunks, self.H, self.p), self.new(self.plan.chunks, self.H)
+
+    def new_state(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.new(*shape) for shape in _state_shapes(self.w))
+
+    def per_head(self, kernel, *args, **sizes) -> None:
+        kernel[(self.plan.chunks * self.H,)](*args, **self.sizes, **sizes)
+
+    def all_heads(self, kernel, *args) -> None:
+        kernel[(self.plan.chunks,)](*args, CAUSAL=self.causal, BLOCK_H=self.blocks.heads, **self.sizes)
+
+    def totals(self, membership: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Chunk totals of w^2 and, given the membership, of Pi w^2 and Pi."""
+        total_sq = self.new_totals()[0]
+        weighted = (None, None) if membership is None else self.new_totals()
+        self.per_head(_totals_kernel, self.w, membership, *self.where, total_sq, *weighted, self.T)
+        return [total_sq, *weighted]
+
+    def scan(self, totals, initial, final, reverse: bool = False) -> list[torch.Tensor]:
+        """Carries of one or two quantities from their chunk totals; starts at `initial`, writes `final`, where not None."""
+        carries = [x.new_empty(self.plan.chunks if self.causal else self.plan.sequences, *x.shape[1:]) for x in totals]
+        widths = [x.shape[1:].numel() for x in totals]
+        args = list(zip(totals, carries, initial, final))
+        if len(args) == 1:
+            args.append((None,) * 4)
+            widths.append(0)
+        grid = (self.plan.sequences * sum(_cdiv(width, _SCAN_CHANNELS) for width in widths),)
+        _scan_kernel[grid](
+            *args[0],
+            *args[1],
+            self.plan.sequence_table,
+            self.T,
+            *widths,
+            CAUSAL=self.causal,
+            REVERSE=reverse,
+            BLOCK_T=self.blocks.tokens,
+            BLOCK_N=_SCAN_CHUNKS,
+            BLOCK_C=_SCAN_CHANNELS,
+        )
+        return carries
+
+
+def _state_shapes(w: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    B, _, H, p = w.shape
+    return (B, H, p), (B, H, p), (B, H)
+
+
+def _carry_sizes(w: torch.Tensor, seq_idx: torch.Tensor | None, causal: bool) -> list[tuple[int]]:
+    """Sizes of the flat carries kept for the backward. None for packed rows: their number depends on where sequences end.
+
+    Flat, because a compiler would ask of a dimension of its own whether it is 1, and fix the number of tokens by that.
+    """
+    B, T, H, p = w.shape
+    rows = 0 if seq_idx is not None else B * _cdiv(T, _blocks(H, p).tokens) if causal else B
+    return [(rows * H * p,), (rows * H * p,), (rows * H,)]
+
+
+def _floor(causal: bool) -> float:
+    return EPS_SUM_SQ if causal else EPS_NORM**2
+
+
+def _bias_tokens(bias: torch.Tensor | None) -> int:
+    """Tokens after which the bias starts again: those of one row, if the rows share it."""
+    return 1 if bias is None else max(1, bias.shape[0] * bias.shape[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Custom operators. They cannot return None: what does not exist is an empty tensor.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _operator(name: str, mutates_args: tuple[str, ...] = ()):
+    namespace = re.sub(r"\W", "_", (__name__.rpartition(".")[0] or __name__).removesuffix(".model"), flags=re.ASCII)
+    return torch.library.custom_op(f"{namespace}::{name}", mutates_args=mutates_args)
+
+
+@_operator("tssa_forward")
+def _forward(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    sum_sq: torch.Tensor | None,
+    sum_weighted_sq: torch.Tensor | None,
+    sum_membership: torch.Tensor | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, membership, the three sums after the last token, and three carries for the backward."""
+    with torch.cuda.device_of(w):
+        call = _Call(w, mask, seq_idx, causal)
+        output, membership = torch.empty_like(call.w), call.new(call.B, call.T, call.H)
+        bias = _contiguous(bias)
+        initial = [_contiguous(x) for x in (sum_sq, sum_weighted_sq, sum_membership)]
+        final = call.new_state() if causal else (None,) * 3
+        sums = call.scan(call.totals()[:1], initial[:1], final[:1])
+        totals = call.new_totals()
+        call.all_heads(
+            _membership_kernel,
+            *(call.w, temp, bias, *call.where, *sums, membership, *totals, call.T, _bias_tokens(bias), _floor(causal)),
+        )
+        sums += call.scan(totals, initial[1:], final[1:])
+        call.per_head(
+            _output_kernel,
+            *(call.w, membership, *call.where, *sums[1:], output, call.T, EPS_MEMBERSHIP),
+            CAUSAL=causal,
+        )
+    if not causal:
+        final = [call.new(0) for _ in range(3)]
+    if seq_idx is not None:
+        sums = [call.new(0) for _ in sums]
+    return output, membership, *final, *(x.flatten() for x in sums)
+
+
+@_forward.register_fake
+def _(w, temp, bias, mask, seq_idx, sum_sq, sum_weighted_sq, sum_membership, causal):
+    shapes = (w.shape[:3], *(_state_shapes(w) if causal else ((0,),) * 3), *_carry_sizes(w, seq_idx, causal))
+    return w.new_empty(w.shape), *(w.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+@_operator("tssa_backward")
+def _backward(
+    grad_output: torch.Tensor | None,
+    grad_membership: torch.Tensor | None,
+    grad_sum_sq: torch.Tensor | None,
+    grad_sum_weighted_sq: torch.Tensor | None,
+    grad_sum_membership: torch.Tensor | None,
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    sum_sq: torch.Tensor | None,
+    sum_weighted_sq: torch.Tensor | None,
+    sum_membership: torch.Tensor | None,
+    membership: torch.Tensor,
+    carry_sq: torch.Tensor,
+    carry_weighted_sq: torch.Tensor,
+    carry_membership: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of w, temp, bias and the three initial sums."""
+    with torch.cuda.device_of(w):
+        call = _Call(w, mask, seq_idx, causal)
+        bias, grad_membership = _contiguous(bias), _contiguous(grad_membership)
+        grad = torch.zeros_like(call.w) if grad_output is None else grad_output.contiguous()
+        sums = [carry_sq, carry_weighted_sq, carry_membership]
+        if seq_idx is not None:
+            initial = [_contiguous(x) for x in (sum_sq, sum_weighted_sq, sum_membership)]
+            totals = call.totals(membership)
+            sums = call.scan(totals[:1], initial[:1], (None,)) + call.scan(totals[1:], initial[1:], (None, None))
+        dS, dN, dD = (_contiguous(x) for x in (grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership))
+        has_state = sum_sq is not None
+        dstate = call.new_state() if has_state else (None,) * 3
+        dw, dscore, dtemp = torch.empty_like(call.w), torch.empty_like(membership), call.new(call.plan.chunks, call.H)
+
+        totals = call.new_totals()
+        call.per_head(
+            _moment_grad_kernel,
+            *(call.w, grad, membership, *call.where, *sums[1:], *totals, call.T, EPS_MEMBERSHIP),
+            CAUSAL=causal,
+        )
+        suffix_dN, suffix_dD = call.scan(totals, (dN, dD), dstate[1:], reverse=True)
+        total_dS = call.new_totals()[0]
+        call.all_heads(
+            _score_grad_kernel,
+            *(call.w, grad, grad_membership, temp, bias, membership, *call.where, *sums, suffix_dN, suffix_dD),
+            *(dscore, dtemp, total_dS, call.T, _bias_tokens(bias), _floor(causal), EPS_MEMBERSHIP),
+        )
+        (suffix_dS,) = call.scan((total_dS,), (dS,), dstate[:1], reverse=True)
+        call.per_head(
+            _input_grad_kernel,
+            *(call.w, grad, membership, dscore, *call.where, *sums, suffix_dN, suffix_dS, dw, call.T),
+            *(_floor(causal), EPS_MEMBERSHIP),
+            CAUSAL=causal,
+        )
+    dbias = call.new(0)
+    if bias is not None:
+        dbias = dscore.mul_(call.p)
+        if bias.shape[0] != call.B:
+            dbias = dbias.sum(0, keepdim=True)
+    return dw, dtemp.sum(0), dbias, *(dstate if has_state else [call.new(0) for _ in range(3)])
+
+
+@_backward.register_fake
+def _(
+    grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership, w, temp, bias, mask, seq_idx,
+    sum_sq, *rest,
+):  # fmt: skip
+    shapes = (temp.shape, (0,) if bias is None else bias.shape, *(((0,),) * 3 if sum_sq is None else _state_shapes(w)))
+    return w.new_empty(w.shape), *(w.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.causal = inputs
+    membership, carries = output[1], output[5:]
+    ctx.save_for_backward(*tensors, membership, *carries)
+    ctx.mark_non_differentiable(*(carries if ctx.causal else output[2:]))
+    ctx.set_materialize_grads(False)
+
+
+def _autograd_backward(ctx, *grads):
+    saved = ctx.saved_tensors  # once: checkpointing computes them at each look
+    dw, dtemp, dbias, *dstate = _backward(*grads[:5], *saved, ctx.causal)
+    bias, sum_sq = saved[2], saved[5]
+    return dw, dtemp, None if bias is None else dbias, None, None, *((None,) * 3 if sum_sq is None else dstate), None
+
+
+_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+@_operator("tssa_step", mutates_args=("sum_sq", "sum_weighted_sq", "sum_membership"))
+def _step(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    sum_sq: torch.Tensor,
+    sum_weighted_sq: torch.Tensor,
+    sum_membership: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and membership of one token."""
+    B, H, p = w.shape
+    w, bias = w.contiguous(), _contiguous(bias)
+    output, membership = torch.empty_like(w), w.new_empty((B, H), dtype=torch.float32)
+    mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
+    bias_stride = 0 if bias is None or bias.shape[0] != B else H
+    blocks = _blocks(H, p)
+    with torch.cuda.device_of(w):
+        _step_kernel[(B,)](
+            *(w, temp, bias, mask, sum_sq, sum_weighted_sq, sum_membership, output, membership, bias_stride),
+            *(EPS_SUM_SQ, EPS_MEMBERSHIP),
+            H=H,
+            P=p,
+            BLOCK_H=blocks.heads,
+            BLOCK_P=blocks.channels,
+            num_warps=blocks.step_warps,
+        )
+    return output, membership
+
+
+@_step.register_fake
+def _(w, temp, bias, mask, sum_sq, sum_weighted_sq, sum_membership):
+    return w.new_empty(w.shape), w.new_empty(w.shape[:2], dtype=torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What tssa.py calls
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    """Whether Triton can be imported."""
+    return triton is not None
+
+
+def supports(w: torch.Tensor) -> bool:
+    """Whether the kernels take `w`: float32, bfloat16 or float16 on a GPU, or anywhere under TRITON_INTERPRET=1."""
+    if triton is None or w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    return w.is_cuda or not isinstance(_output_kernel, triton.JITFunction)
+
+
+def tssa_triton(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """TSSA by the kernels; `tssa.tssa` without its checks of shapes.
+
+    Args:
+        w: (B, T, H, p), of a dtype and device that `supports` accepts.
+        temp: (H,).
+        bias: (B or 1, T, H), or None.
+        mask: (B, T), bool, true at real tokens, or None.
+        seq_idx: (B, T) integers, packed rows, or None. Read on the host, once for all layers that share the tensor.
+        state: sums before the first token, (B, H, p), (B, H, p) and (B, H), or None; causal form only.
+        causal: prefix sums or totals.
+
+    Returns:
+        The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the three sums after the last token (None in
+        the bidirectional form), all differentiable once with respect to w, temp, bias and state.
+    """
+    state = (None,) * 3 if state is None else [x.float() for x in state]
+    bias = None if bias is None else bias.float()
+    output, membership, *rest = _forward(w, temp.float().contiguous(), bias, mask, seq_idx, *state, causal)
+    return output, membership, *(rest[:3] if causal else (None,) * 3)
+
+
+def tssa_step_triton(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    sum_sq: torch.Tensor,
+    sum_weighted_sq: torch.Tensor,
+    sum_membership: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal TSSA of one new token. Has no gradient: a backward through it is refused.
+
+    Args:
+        w: (B, H, p), of a dtype and device that `supports` accepts.
+        temp: (H,).
+        bias: (B or 1, H), or None.
+        mask: (B,), bool, or None; a padding token leaves the sums as they were.
+        sum_sq, sum_weighted_sq, sum_membership: (B, H, p), (B, H, p) and (B, H), float32 or float64 and contiguous; updated
+            in place. A million terms added one by one need float64 in the last two.
+
+    Returns:
+        The output (B, H, p) in `w`'s dtype and the membership (B, H).
+
+    Raises:
+        ValueError: the sums have another dtype, or are not contiguous.
+    """
+    for x in (sum_sq, sum_weighted_sq, sum_membership):
+        if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
+            raise ValueError(
+                f"The sums are updated in place: they must be float32 or float64 and contiguous, got {x.dtype}, {x.stride()}."
+            )
+    bias = None if bias is None else bias.float()
+    return _step(w, temp.float().contiguous(), bias, mask, sum_sq, sum_weighted_sq, sum_membership)

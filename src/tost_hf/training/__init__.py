@@ -1,0 +1,1 @@
+"""Training with the authors' settings, on text and on images."""
