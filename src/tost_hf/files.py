@@ -27,14 +27,20 @@ def check_file(target: Path, overwrite: bool) -> None:
         raise FileExistsError(f"The file {target} exists; choose another, or overwrite it (--overwrite).")
 
 
+EVALUATION = "evaluation.json"  # written by examples/evaluate_lm.py and evaluate_image_classification.py
+EVAL_RESULTS = "eval_results.json"  # these three by Trainer.save_metrics
+ALL_RESULTS = "all_results.json"
+TRAIN_RESULTS = "train_results.json"
+TRAINER_STATE = "trainer_state.json"
+RUN_ARGUMENTS = "run_arguments.json"  # written by the training scripts
 RECORDS = (  # what a folder tells of its model's training and evaluation
     SAFE_WEIGHTS_INDEX_NAME,
-    "evaluation.json",
-    "eval_results.json",
-    "all_results.json",
-    "train_results.json",
-    "trainer_state.json",
-    "run_arguments.json",
+    EVALUATION,
+    EVAL_RESULTS,
+    ALL_RESULTS,
+    TRAIN_RESULTS,
+    TRAINER_STATE,
+    RUN_ARGUMENTS,
 )
 
 

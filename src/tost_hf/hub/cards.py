@@ -21,7 +21,7 @@ from huggingface_hub.utils import is_jinja_available, validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
-from ..files import staged_file
+from ..files import ALL_RESULTS, EVAL_RESULTS, EVALUATION, RUN_ARGUMENTS, TRAIN_RESULTS, TRAINER_STATE, staged_file
 from ..model.cache_tost import state_bytes
 from ..model.configuration_tost import PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
@@ -29,8 +29,6 @@ from .checks import SECRET_TEXTS, load_config, model_class, parameter_count, wei
 
 
 CARD = "README.md"
-EVALUATION = "evaluation.json"  # written by examples/evaluate_lm.py and evaluate_image_classification.py
-RUN_ARGUMENTS = "run_arguments.json"  # written by the training scripts
 TEMPLATE = Path(__file__).with_name("card_template.md")
 PAPER = "https://arxiv.org/abs/2412.17810"
 PAPER_TAG = "arxiv:2412.17810"
@@ -82,35 +80,8 @@ PUBLISHED = {
     **{name: (VISION_TABLE, VISION_NOTE) for name in PRESET_CARDS if name in VISION_PRESETS},
 }
 
-# Measured by us, as in the repository's README: name of the size, what was measured, the table, the command ---------------
-
-_MEASURED = (
-    "measured by the authors of `tost_hf` on two cores of an AMD EPYC (CPU only, float32, eager; torch 2.13.0, transformers "
-    "5.23.0), with random weights, batch 1"
-)
-SPEED = {
-    "tost-base": (
-        f"A new token, beside transformers' GPT-2 of equal width, {_MEASURED}:",
-        """\
-| | position 10 | position 100 | position 1,000 | cache at 1,000 | forward over 1,000 tokens, memory beyond the model |
-|---|---|---|---|---|---|
-| ToST | 36.5 ms | 36.5 ms | 36.5 ms | 111,744 bytes | 65 MiB |
-| GPT-2 | 35.8 ms | 36.3 ms | 44.1 ms | 73,728,000 bytes | 157 MiB |""",
-        "python examples/benchmarks/decode.py",
-    ),
-    "tost-vision-small-patch16": (
-        f"An image, beside ViT-small with PyTorch's scaled dot product attention, {_MEASURED}:",
-        """\
-| pixels | patches | ToST | ViT | ViT / ToST | memory beyond the model, ToST | ViT |
-|---|---|---|---|---|---|---|
-| 224 | 196 | 62.2 ms | 65.0 ms | 1.07 | 19 MiB | 10 MiB |
-| 448 | 784 | 205 ms | 277 ms | 1.35 | 43 MiB | 28 MiB |
-| 896 | 3,136 | 780 ms | 1,915 ms | 2.42 | 129 MiB | 95 MiB |
-| 1,024 | 4,096 | 1,023 ms | 2,987 ms | 2.89 | 184 MiB | 116 MiB |
-| 2,048 | 16,384 | 4,129 ms | 37,925 ms | 9.24 | 672 MiB | 390 MiB |""",
-        "python examples/benchmarks/resolution.py --repeats 3",
-    ),
-}
+# Measured by us (`make results` writes it from the benchmarks' rows): {name of a size: {"text", "table", "command"}}
+FIGURES = Path(__file__).with_name("figures.json")
 
 # The recipes' commands; sequences of a micro-batch x micro-batches where they differ from tost-base's 60 x 8
 _BATCHES = {"tost-medium": (30, 16), "tost-large": (20, 24)}
@@ -324,9 +295,9 @@ def _evaluation_results(path: Path) -> list[dict]:
 
 def _training_evaluation(folder: Path) -> tuple[dict[str, float], int | None]:
     """The metrics of Trainer's last evaluation, without the "eval_" of their names, and the number of examples."""
-    entry = _read_json(folder / "eval_results.json") or _read_json(folder / "all_results.json")
+    entry = _read_json(folder / EVAL_RESULTS) or _read_json(folder / ALL_RESULTS)
     if not any(key.startswith("eval_") for key in entry):
-        state = _read_json(folder / "trainer_state.json")
+        state = _read_json(folder / TRAINER_STATE)
         logged = [line for line in state.get("log_history", []) if "eval_loss" in line]
         # an evaluation of earlier weights says nothing about those in the folder
         entry = logged[-1] if logged and logged[-1].get("step") == state.get("global_step") else {}
@@ -354,8 +325,8 @@ def _hyperparameters(text: str) -> list[str]:
 
 def _training_table(folder: Path) -> str:
     """What trainer_state.json and all_results.json say about training."""
-    state = _read_json(folder / "trainer_state.json")
-    results = _read_json(folder / "train_results.json") | _read_json(folder / "all_results.json")
+    state = _read_json(folder / TRAINER_STATE)
+    results = _read_json(folder / TRAIN_RESULTS) | _read_json(folder / ALL_RESULTS)
     seconds = results.get("train_runtime")
     rows = [
         ("optimizer steps", state.get("global_step")),
@@ -452,7 +423,7 @@ def _training_eval_results(metrics: dict[str, float], pipeline_tag: str, run: di
             metric_type=metric,
             metric_name=f"{metric} (validation data of the training script)",
             metric_value=value,
-            metric_args={"file": "eval_results.json"},
+            metric_args={"file": EVAL_RESULTS},
         )
         for metric, value in metrics.items()
         if math.isfinite(value) and not metric.startswith("ema_")  # the averaged weights are another model
@@ -461,7 +432,7 @@ def _training_eval_results(metrics: dict[str, float], pipeline_tag: str, run: di
 
 def _foreign_results(old: list[EvalResult] | None, new: list[EvalResult], checked: bool) -> list[EvalResult]:
     """The results of the existing card that are not ours to renew (of a draft, those alone on data with an id)."""
-    ours = (EVALUATION, "eval_results.json")
+    ours = (EVALUATION, EVAL_RESULTS)
     seen = {(result.task_type, result.dataset_type, result.metric_type) for result in new}
     return [
         result
@@ -484,7 +455,7 @@ def _fill(data: ModelCardData, config: PreTrainedConfig, name: str, *, has_weigh
     preset = _find_preset(config)
     published = preset if pipeline_tag in ("text-generation", "image-classification") else None
     table, note = PUBLISHED.get(published, (None, None))
-    speed_text, speed_table, speed_command = SPEED.get(published, (None, None, None))
+    speed = json.loads(FIGURES.read_text(encoding="utf-8")).get(published, {})
     known = {
         "name": name,
         "kind": "vision" if vision else "language",
@@ -501,9 +472,9 @@ def _fill(data: ModelCardData, config: PreTrainedConfig, name: str, *, has_weigh
         "architecture_table": _architecture_table(config, values.get("dtypes", ())),
         "published_table": table,
         "published_note": note,
-        "speed_text": speed_text,
-        "speed_table": speed_table,
-        "speed_command": speed_command,
+        "speed_text": speed.get("text"),
+        "speed_table": speed.get("table"),
+        "speed_command": speed.get("command"),
         "state_size": None if vision else state_bytes(config)[0],
         "remainder_size": None if vision else state_bytes(config)[1],
         "key_value_size": 2 * config.num_hidden_layers * config.hidden_size * 4,  # keys and values in float32

@@ -16,7 +16,8 @@ from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import CONFIG_NAME
 
-from ..hub.cards import CARD, RUN_ARGUMENTS, save_card, write_card
+from ..files import RUN_ARGUMENTS
+from ..hub.cards import CARD, save_card, write_card
 from ..hub.checks import forbidden_file
 from ..hub.publishing import STAGED, Commit, commit_files, model_files
 from ..model.modeling_tost_base import ToSTBaseModel
