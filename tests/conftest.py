@@ -11,7 +11,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from hub_server import hub  # noqa: F401  a fixture
-from transformers import AutoImageProcessor
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 
 import tost_hf
 
@@ -77,3 +78,48 @@ def tiny_config():
 @pytest.fixture
 def tiny_model(tiny_config):
     return randomize(tost_hf.ToSTForCausalLM(tiny_config)).eval()
+
+
+def tiny_vision_model(**fields) -> tost_hf.ToSTForImageClassification:
+    config = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "patch_size": 4, "image_size": 16}
+    return randomize(tost_hf.ToSTForImageClassification(tost_hf.ToSTVisionConfig(**(config | fields)))).eval()
+
+
+@pytest.fixture
+def images():
+    return torch.rand(2, 3, 16, 24)  # 4 x 6 patches
+
+
+@pytest.fixture
+def texts():
+    """Three texts of 12, 9 and 7 tokens, the second padded on the left and the third on the right."""
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[1, :3] = 0
+    mask[2, 7:] = 0
+    return {"input_ids": torch.randint(1, 97, (3, 12)), "attention_mask": mask}
+
+
+@pytest.fixture
+def tokenizer():
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(["the heads of the model share the tokens of the text " * 3], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
+
+
+@pytest.fixture
+def text_model():
+    config = tost_hf.ToSTConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return randomize(tost_hf.ToSTForCausalLM(config)).eval()

@@ -303,12 +303,17 @@ def _add_inspect(commands) -> None:
     parser.add_argument("--layers", metavar="N", type=int, nargs="+", help="the layers to draw, counted from 1")
     parser.add_argument("--image-size", metavar="N", type=int, help="scale the picture to a shorter side of N pixels")
     parser.add_argument("--processor", metavar="ID", help="a tokenizer or image processor, where MODEL has none")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run a tokenizer or image processor that is code in its repository; without it such code is never run",
+    )
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from .interpret.report import inspect_path
+    from .interpret import inspect_path
 
-    options = {"layers": args.layers, "image_size": args.image_size, "processor": args.processor}
+    options = {name: getattr(args, name) for name in ("layers", "image_size", "processor", "trust_remote_code")}
     for path in inspect_path(args.model, args.input, args.out, **options):
         print(f"Wrote {path}")
 

@@ -1,0 +1,136 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What a user names, an image or a text, as a model takes it and as it is shown."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
+from .extras import require_extra
+from .trace import find_modules
+
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import BaseImageProcessor, PreTrainedTokenizerBase
+
+
+class LoadedImage(NamedTuple):
+    """An image, as a model takes it and as it is shown."""
+
+    pixel_values: torch.Tensor  # (1, C, height, width); the sides are multiples of the patch size
+    picture: torch.Tensor  # the same, (height, width, 3), float64 from 0 to 1
+    source: str
+
+
+def is_file(path: str | os.PathLike) -> bool:
+    """Whether there is such a file; false, not an error, for a text that is too long for a name."""
+    return os.path.isfile(path)
+
+
+def load_image(
+    model: nn.Module,
+    processor: "BaseImageProcessor | None",
+    input: "str | os.PathLike | Image.Image",
+    image_size: int | None = None,
+) -> LoadedImage:
+    """An image, or an image file, prepared by the processor (None: `make_image_processor`'s).
+
+    Args:
+        image_size: the shorter side to scale the whole image to, instead of what the processor does.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, it is no image, or `image_size` is less than one patch.
+        ImportError: Pillow is missing.
+    """
+    require_extra("PIL")
+    from PIL import Image, ImageOps
+
+    from ..image_processing import make_image_processor
+
+    source = "an image in memory"
+    if not isinstance(input, Image.Image):
+        source = os.fspath(input)
+        input = _open_image(source)
+    image = ImageOps.exif_transpose(input).convert("RGB")
+    processor = processor or make_image_processor(model.config)
+    patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
+    options = {}
+    if image_size is not None:
+        if image_size < patch_size:
+            raise ValueError(f"image_size must be at least one patch ({patch_size} pixels), got {image_size}.")
+        scale = image_size / min(image.size)
+        image = image.resize([_nearest_multiple(side * scale, patch_size) for side in image.size], Image.Resampling.BICUBIC)
+        options = {"do_resize": False, "do_center_crop": False}
+    pixel_values = processor(image, return_tensors="pt", **options)["pixel_values"]
+    sides = [_nearest_multiple(side, patch_size) for side in pixel_values.shape[-2:]]
+    if sides != list(pixel_values.shape[-2:]):
+        pixel_values = F.interpolate(pixel_values, sides, mode="bicubic", antialias=True)
+    picture = pixel_values[0].double()
+    if getattr(processor, "do_normalize", False):
+        mean, std = torch.tensor([processor.image_mean, processor.image_std])[:, :, None, None]
+        picture = picture * std + mean
+    return LoadedImage(pixel_values, picture.clamp(0, 1).permute(1, 2, 0), source)
+
+
+def _open_image(source: str) -> "Image.Image":
+    from PIL import Image
+
+    if not is_file(source):
+        raise FileNotFoundError(f"There is no file {source[:200]!r}: a vision model takes an image file.")
+    try:
+        image = Image.open(source)
+        image.load()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{source} is not an image that can be read ({error}).") from error
+    return image
+
+
+def _nearest_multiple(side: float, patch_size: int) -> int:
+    return max(patch_size, round(side / patch_size) * patch_size)
+
+
+def load_text(input: str | os.PathLike) -> tuple[str, str]:
+    """The text, and where it is from.
+
+    Args:
+        input: a text, or a file that holds one (UTF-8). One word with a suffix or a separator is taken for the name of a file.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, it is not UTF-8, or the text is empty.
+    """
+    text, source = os.fspath(input), "a text given as such"
+    if is_file(text):
+        source = text
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{source} is not UTF-8 text; a language model takes a text.") from error
+    elif isinstance(input, os.PathLike) or (len(text.split()) == 1 and (os.sep in text or Path(text).suffix)):
+        raise FileNotFoundError(f"There is no file {text[:200]!r}.")
+    if not text.strip():
+        raise ValueError("The text is empty: there is nothing to look at.")
+    return text, source
+
+
+def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[torch.Tensor, list[str]]:
+    """Token ids (1, T), and the piece of the text that each stands for: together, with special tokens, the whole text."""
+    if not tokenizer.is_fast:
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        return torch.tensor([ids]), [tokenizer.decode([i]) for i in ids]
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    pieces, end = [], 0
+    for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"]):
+        if start == stop:  # special tokens stand for no part of the text
+            pieces.append(tokenizer.decode([token]))
+        else:  # from the last one's end: some tokenizers leave out spaces; "" where a token holds the rest of a character
+            pieces.append(text[end:stop])
+            end = stop
+    return torch.tensor([encoded["input_ids"]]), pieces
+
+
+__all__ = ["LoadedImage", "is_file", "load_image", "load_text", "tokenize"]

@@ -1,0 +1,168 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The pages that `inspect_model` writes, as HTML: `index.html` with every picture, `tokens.html` with a coloured text."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+import torch
+
+from .colors import head_style, strongest_heads, tint, visible
+
+
+UNDERLINES = ("none", "1px solid #333", "3px double #333")
+GENERATOR = '<meta name="generator" content="tost-hf inspect">'  # marks our index.html
+
+
+def strongest_head_page(tokens: Sequence[str], memberships: torch.Tensor, layers: Sequence[int]) -> str:
+    """An HTML page of the text for each layer, tokens coloured by their strongest head, from Pi (layers, H, T)."""
+    heads = memberships.shape[1]
+    legend = "".join(_span(f" head {head + 1} ", head, 1.0, f"head {head + 1}") + "\n" for head in range(heads))
+    sections = ""
+    for values, layer in zip(memberships, layers):
+        strength, strongest = strongest_heads(values)
+        spans = ""
+        for t, (token, head) in enumerate(zip(tokens, strongest.tolist())):
+            share = float(values[head, t])
+            spans += _span(token, head, float(strength[t]), f"token {t}, head {head + 1}: {share:.3f}")
+        most = float(values.max())
+        sections += f"<h2>Layer {layer}</h2>\n<p>Full colour: a membership of {most:.3f}.</p>\n<p class='text'>{spans}</p>\n"
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Strongest head of each token</title>
+<style>
+body {{ font-family: system-ui, sans-serif; color: #222; background: #fff; max-width: 820px; margin: 2em auto;
+  padding: 0 1em; }}
+.legend {{ line-height: 1.8; }}
+.text {{ font-family: ui-monospace, monospace; font-size: 0.9em; line-height: 1.8; white-space: pre-wrap;
+  overflow-wrap: anywhere; }}
+.text span, .legend span {{ padding: 0.1em 0 0.2em; color: #000; }}
+</style>
+</head>
+<body>
+<h1>Strongest head of each token</h1>
+<p>Each token has the colour of the head with the largest membership; the paler, the less it exceeds an even share 1 / H =
+{1 / heads:.3f}. Rest the pointer on a token for its number. <a href="index.html">Back</a></p>
+<p class="legend">{legend}</p>
+{sections}</body>
+</html>
+"""
+
+
+def _span(token: str, head: int, strength: float, title: str) -> str:
+    color, mark = head_style(head)
+    underline = f";border-bottom:{UNDERLINES[mark]}" if mark else ""
+    style = f"background:{tint(color, strength)}{underline}"
+    return f"<span style='{style}' title='{title}'>{escape(visible(token))}</span>"
+
+
+CAPTIONS = {  # of each picture: its title and what it shows
+    "memberships.png": (
+        "Membership of each head",
+        "Pi, the share of a patch or token that belongs to each head; the heads' shares add up to 1. One row per layer, "
+        "each with its own colour scale, as shares differ less in some layers than in others.",
+    ),
+    "strongest_heads.png": (
+        "Strongest head of each patch",
+        "The head with the largest membership. The paler the colour, the less that membership exceeds an even share 1 / H; "
+        "full colour is the largest membership of the layer.",
+    ),
+    "tokens.png": (
+        "Strongest head of each token",
+        "Tokens coloured by the head with the largest membership in the last layer drawn; the paler, the less it exceeds an "
+        "even share 1 / H. <a href='tokens.html'>tokens.html</a> has every layer drawn, with the numbers of each token.",
+    ),
+    "entropy.png": (
+        "Entropy of the membership",
+        "Entropy over the heads, -sum_k Pi_k ln Pi_k in nats. It is 0 where a token belongs to one head and ln H where it "
+        "belongs to all equally.",
+    ),
+    "class_attention.png": (
+        "Attention of the class token",
+        "The class token's attention weights over the patches, by class-attention layer and head. The paper shows the last "
+        "head of the first layer.",
+    ),
+    "compression.png": (
+        "Compression term by layer",
+        "The compression terms of each layer, in nats. Variational: R = 1/2 sum_k (n_k / n) sum_i ln(1 + c s_ki), with s_ki "
+        "the mean square of channel i of head k under its memberships and n_k their sum. Coding rate: R_c = 1/2 sum_k "
+        "(n_k / n) ln det(I + c M_k), with M_k the whole second-moment matrix; it is never above R. Left: tokens at unit "
+        "norm, c = p / 0.01. Right: channels at unit norm over the tokens, c = n / 0.01.",
+    ),
+    "subspaces.png": (
+        "Overlap of the subspaces",
+        "|U^T U| of the input projection U with every column at unit norm; lines divide the heads. It is the identity where "
+        "the subspaces and their bases are orthogonal.",
+    ),
+}
+
+STYLE = """
+body { font-family: system-ui, sans-serif; color: #222; background: #fff; max-width: 820px; margin: 2em auto; padding: 0 1em;
+  line-height: 1.45; }
+figure { margin: 2em 0; } figure img { width: 100%; height: auto; } figcaption { font-size: 0.92em; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.92em; }
+th, td { padding: 0.2em 0.8em; border-bottom: 1px solid #ddd; text-align: right; }
+table.facts th, table.facts td { text-align: left; vertical-align: top; }
+table.facts th { white-space: nowrap; } table.facts td { overflow-wrap: anywhere; }
+"""
+
+
+def index_page(facts: list[tuple[str, str]], names: Iterable[str], table: list[list[str]]) -> str:
+    """The page.
+
+    Args:
+        facts: names and values of the model and its input.
+        names: the files beside the page; those that `CAPTIONS` has are shown.
+        table: rows of cells, the headings first.
+    """
+    about = "".join(f"<tr><th scope='row'>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
+    head = "".join(f"<th scope='col'>{escape(cell)}</th>" for cell in table[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table[1:])
+    figures = ""
+    for name in names:
+        if name in CAPTIONS:
+            title, caption = CAPTIONS[name]
+            figures += (
+                f"<h2>{title}</h2>\n<figure><a href='{name}'><img src='{name}' alt='{title}. {escape(_plain(caption))}'></a>"
+                f"<figcaption>{caption}</figcaption></figure>\n"
+            )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{GENERATOR}
+<title>Inside a ToST model</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>Inside a ToST model</h1>
+<table class="facts">{about}</table>
+{figures}<h2>Numbers of each layer</h2>
+<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
+{body}</tbody></table></div>
+<p>Entropy: mean over the tokens, in nats. R: the variational compression term, R_c: the coding rate, in nats, with tokens or
+channels at unit norm. Overlap: mean of |U<sup>T</sup>U| off the diagonal, within a head and between heads.</p>
+</body>
+</html>
+"""
+
+
+def is_own_page(page: str) -> bool:
+    """Whether `index_page` wrote this page."""
+    return GENERATOR in page
+
+
+def names_file(page: str, name: str) -> bool:
+    """Whether one of our pages shows the file, or links to it."""
+    return f"href='{name}'" in page
+
+
+def _plain(caption: str) -> str:
+    """A caption's first sentence, for those who cannot see the picture."""
+    return caption.split(". ")[0].rstrip(".") + "."
+
+
+__all__ = ["index_page", "is_own_page", "names_file", "strongest_head_page"]

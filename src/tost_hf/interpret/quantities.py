@@ -1,0 +1,191 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What a trace tells, in float64: membership maps, entropies, compression terms, overlap of subspaces, clusters.
+
+Symbols: B batch, L TSSA layers, H heads, T tokens (patches, row by row, for an image), p head dimension, w the projected
+tokens, Pi the membership. Indices into L count from 0; `layer` arguments count from 1, as the paper does.
+"""
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .extras import require_extra
+from .trace import ModelTrace, pick_layer, trace_model, tssa_layers
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NORMALIZATIONS = ("tokens", "channels")
+PRECISION = 0.01  # the squared epsilon of the published compression terms: c = p / 0.01 or n / 0.01
+
+
+def membership_maps(trace: ModelTrace) -> torch.Tensor:
+    """Pi of every head (Fig. 4b, 9): (B, L, H, rows, columns) over the patches of images, (B, L, H, T) over a text's tokens.
+
+    The heads' shares of a token add up to 1; at padding they are 0.
+    """
+    return trace.memberships if trace.grid is None else trace.memberships.unflatten(-1, trace.grid)
+
+
+def class_attention_maps(trace: ModelTrace) -> torch.Tensor:
+    """The class token's attention to the patches, (B, class-attention layers, H, rows, columns).
+
+    The weights of a head add up to 1 together with the one on the class token itself, which is left out. The paper shows the
+    last head of the first of two layers (Fig. 5, 10).
+
+    Raises:
+        ValueError: the trace is of a language model.
+    """
+    if trace.class_attentions is None:
+        raise ValueError("Only vision models have class-attention layers; this trace is of a text.")
+    return trace.class_attentions.unflatten(-1, trace.grid)
+
+
+def membership_entropy(trace: ModelTrace) -> torch.Tensor:
+    """Entropy of each token's membership, -sum_k Pi_k ln Pi_k in nats: (B, L, T), NaN at padding.
+
+    0 where a token belongs to one head, ln H where it belongs to all alike.
+    """
+    entropy = -torch.xlogy(trace.memberships, trace.memberships).sum(2)
+    return entropy.masked_fill(~trace.mask[:, None], math.nan)
+
+
+class EntropyByPosition(NamedTuple):
+    """Mean entropy of the memberships of tokens at positions `starts[i]` up to the next start, or the end of the text."""
+
+    starts: list[int]
+    entropy: torch.Tensor  # (L, buckets), nats
+
+
+def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
+    """`membership_entropy` averaged over rows and positions 0, 1, 2-3, 4-7, 8-15, ...; positions count real tokens only."""
+    entropy = membership_entropy(trace)
+    positions = trace.mask.cumsum(1) - 1
+    starts = [0, *(2**i for i in range(int(positions.max()).bit_length()))]
+    bucket = torch.bucketize(positions, torch.tensor(starts), right=True) - 1
+    means = [entropy.transpose(1, 2)[(bucket == i) & trace.mask].mean(0) for i in range(len(starts))]
+    return EntropyByPosition(starts, torch.stack(means, 1))
+
+
+class CompressionTerms(NamedTuple):
+    """The two compression terms of every layer, in nats, each (B, L)."""
+
+    variational: torch.Tensor  # what TSSA lowers: second moments of the single channels
+    coding_rate: torch.Tensor  # what it stands for: the log-determinant of the whole second-moment matrix
+
+    @property
+    def gap(self) -> torch.Tensor:
+        """How much the variational form lies above the coding rate, (B, L): 0 where channels are uncorrelated."""
+        return self.variational - self.coding_rate
+
+
+def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float | None = None) -> CompressionTerms:
+    """The compression term of every layer (Fig. 4a) beside the MCR2 term that it bounds from above.
+
+    With M_k = sum_j Pi_kj w_kj w_kj^T / n_k the second-moment matrix of head k, and n_k = sum_j Pi_kj:
+
+        variational = 1/2 sum_k (n_k / n) sum_i ln(1 + c (M_k)_ii)        s_{k,i} = (M_k)_ii
+        coding_rate = 1/2 sum_k (n_k / n) ln det(I + c M_k)
+
+    The two are equal where every M_k is diagonal (Hadamard's inequality). Padding counts in neither, nor in n.
+
+    Args:
+        normalization: the paper states neither it nor c; both of these give its plateau of 24 ln 101 = 110.76 at p = 48.
+            "tokens": each head's projected token at unit norm. "channels": each channel at unit norm over the tokens, as
+            inside Pi of the bidirectional form (for a text: over all its tokens).
+        c: the factor; p / 0.01 with "tokens" and n / 0.01 with "channels", n the tokens of the image or text, if None.
+    """
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}.")
+    if c is not None and not c > 0:
+        raise ValueError(f"c must be above 0, got {c}.")
+    n = trace.mask.sum(1).double()
+    terms = []
+    for w, membership in zip(trace.projections, trace.memberships.unbind(1)):
+        w = w.double().transpose(1, 2).masked_fill(~trace.mask[:, None, :, None], 0)  # (B, H, T, p)
+        p = w.shape[-1]
+        w = F.normalize(w, dim=-1 if normalization == "tokens" else -2)
+        default = n.new_full(n.shape, p) if normalization == "tokens" else n
+        factor = (default / PRECISION if c is None else n.new_full(n.shape, c))[:, None, None, None]
+        count = membership.sum(-1)
+        # a head's share may underflow to nothing: it then weighs nothing either
+        moment = (w * membership[..., None]).transpose(-1, -2) @ w / count.clamp_min(1e-300)[..., None, None]
+        variational = (factor * moment).diagonal(dim1=-2, dim2=-1).log1p().sum(-1)
+        coding_rate = torch.linalg.slogdet(torch.eye(p, dtype=w.dtype) + factor * moment).logabsdet
+        share = count / n[:, None]
+        terms.append((0.5 * (share * variational).sum(-1), 0.5 * (share * coding_rate).sum(-1)))
+    return CompressionTerms(*(torch.stack(term, 1) for term in zip(*terms)))
+
+
+def subspace_gram(model: nn.Module, layer: int) -> torch.Tensor:
+    """|U^T U| of a layer's input projections U = [U_1 ... U_H], every column at unit norm (Fig. 11): (H p, H p).
+
+    The identity where the subspaces are orthogonal to each other and their bases orthogonal. `layer` counts from 1.
+    """
+    columns = F.normalize(pick_layer(tssa_layers(model), layer).in_proj.weight.detach().cpu().double(), dim=1)
+    return (columns @ columns.T).abs()
+
+
+class ClustersScore(NamedTuple):
+    """Adjusted mutual information between patch clusters and strongest heads, each (B, L); 1 if the same, 0 if unrelated."""
+
+    score: torch.Tensor  # with the image's own memberships
+    shuffled: torch.Tensor  # with its memberships dealt to its patches at random
+    other_image: torch.Tensor  # with those of the next image of the batch: what place alone explains; NaN for one image
+
+
+def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tensor, seed: int = 0) -> ClustersScore:
+    """Whether memberships group patches by what they show.
+
+    Per image, the patches are clustered by k-means (k = H) on their mean colour and their row and column, all standardised
+    over the image; per layer, they are also divided by their strongest head. The adjusted mutual information of the two
+    divisions is compared with two controls: the memberships shuffled over the patches, and those of another image.
+
+    Args:
+        model: a vision model with TSSA.
+        pixel_values: (B, C, height, width), as the image processor makes them.
+        seed: of k-means and of the shuffles.
+    """
+    cluster, metrics = require_extra("sklearn.cluster"), require_extra("sklearn.metrics")
+    trace = trace_model(model, pixel_values=pixel_values)
+    if trace.grid is None:
+        raise ValueError("Patches are clustered by colour: this needs a vision model.")
+    B, layers, heads, N = trace.memberships.shape
+    places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in trace.grid))
+    patch_size = pixel_values.shape[-2] // trace.grid[0]
+    colours = F.avg_pool2d(pixel_values.detach().cpu().double(), patch_size).flatten(2).transpose(1, 2)
+    features = torch.cat([colours, places.expand(B, -1, -1)], -1)
+    features = features - features.mean(1, keepdim=True)
+    features = features / features.std(1, keepdim=True).clamp_min(1e-6)  # a constant column stays 0
+    strongest = trace.memberships.argmax(2)
+    shuffles = torch.rand(B, layers, N, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    partitions = strongest, strongest.gather(-1, shuffles), strongest.roll(-1, 0)
+    scores = torch.empty(3, B, layers, dtype=torch.float64)
+    for image in range(B):
+        clusters = cluster.KMeans(heads, n_init=4, random_state=seed).fit_predict(features[image].numpy())
+        for control, partition in enumerate(partitions):
+            for layer in range(layers):
+                score = metrics.adjusted_mutual_info_score(clusters, partition[image, layer].numpy())
+                scores[control, image, layer] = score
+    if B == 1:
+        scores[2] = math.nan
+    return ClustersScore(*scores)
+
+
+__all__ = [
+    "NORMALIZATIONS",
+    "ClustersScore",
+    "CompressionTerms",
+    "EntropyByPosition",
+    "class_attention_maps",
+    "compression_terms",
+    "entropy_by_position",
+    "membership_clusters_score",
+    "membership_entropy",
+    "membership_maps",
+    "subspace_gram",
+]

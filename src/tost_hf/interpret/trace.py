@@ -1,0 +1,149 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Running a model once and keeping what its TSSA layers saw."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from ..model.modeling_tost_vision import ToSTVisionClassAttention, ToSTVisionPatchEmbeddings
+from ..model.tssa import TokenStatisticsSelfAttention
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class ModelTrace:
+    """What `trace_model` saw, on the CPU."""
+
+    projections: tuple[torch.Tensor, ...]  # w of each TSSA layer, (B, T, H, p), in the model's dtype
+    memberships: torch.Tensor  # Pi, (B, L, H, T), float64; 0 at padding
+    mask: torch.Tensor  # (B, T), true at real tokens
+    grid: tuple[int, int] | None  # rows and columns of patches; None for a text
+    class_attentions: torch.Tensor | None  # (B, class-attention layers, H, T), float64; None for a text
+    logits: torch.Tensor | None  # (B, labels), float64, of a classifier
+
+
+def trace_model(
+    model: "PreTrainedModel",
+    *,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    pixel_values: torch.Tensor | None = None,
+) -> ModelTrace:
+    """Runs a ToST model in evaluation mode, without gradients, and keeps what its TSSA layers compute.
+
+    The model is left as it was: the hooks are taken off again and every module's training flag is restored, also after an
+    error.
+
+    Args:
+        model: any model with TSSA layers, language or vision, on any device and of any dtype.
+        input_ids: (B, T) tokens of a language model, one sequence per row.
+        attention_mask: (B, T), 1 at real tokens, 0 at padding on either side.
+        pixel_values: (B, C, height, width) images of a vision model.
+
+    Raises:
+        ValueError: the model has no TSSA layers (the "xca" and "softmax" baselines have no memberships), a row has no real
+            token, or the model refuses the inputs.
+    """
+    attentions = tssa_layers(model)
+    inputs = _model_inputs(model, input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values)
+    projections, memberships, class_attentions = [], [], []
+    hooks = [(layer.in_proj, lambda output: projections.append(output.cpu())) for layer in attentions]
+    hooks += [(layer, lambda output: memberships.append(output[1].cpu().double())) for layer in attentions]
+    for layer in find_modules(model, ToSTVisionClassAttention):
+        hooks.append((layer, lambda output: class_attentions.append(output[1][:, :, 0, 1:].cpu().double())))
+    with _hooked(hooks), _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        outputs = model(**inputs)
+
+    heads = attentions[0].num_heads
+    logits = getattr(outputs, "logits", None)
+    grid = None
+    if "pixel_values" in inputs:
+        patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
+        height, width = inputs["pixel_values"].shape[-2:]
+        grid = height // patch_size, width // patch_size
+    B, _, T = memberships[0].shape
+    return ModelTrace(
+        projections=tuple(w.view(B, T, heads, -1) for w in projections),
+        memberships=torch.stack(memberships, 1),
+        mask=inputs.get("attention_mask", torch.ones(B, T)).bool().cpu(),
+        grid=grid,
+        class_attentions=torch.stack(class_attentions, 1) if class_attentions else None,
+        logits=logits.cpu().double() if logits is not None and logits.ndim == 2 else None,
+    )
+
+
+def _model_inputs(model: nn.Module, **inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The inputs that are given, on the model's device; refuses those of the other kind of model."""
+    takes_images = bool(find_modules(model, ToSTVisionPatchEmbeddings))
+    wanted = "pixel_values" if takes_images else "input_ids"
+    given = {name: torch.as_tensor(x) for name, x in inputs.items() if x is not None}
+    allowed = {wanted} if takes_images else {wanted, "attention_mask"}
+    if wanted not in given or not given.keys() <= allowed:
+        raise ValueError(f"Give {wanted} to this model and nothing of the other kind, not {sorted(given) or 'nothing'}.")
+    if "attention_mask" in given and not given["attention_mask"].bool().any(1).all():
+        raise ValueError("attention_mask masks a whole row: each row needs at least one real token.")
+    device = next(model.parameters()).device
+    return {name: x.to(device) for name, x in given.items()}
+
+
+def tssa_layers(model: nn.Module) -> list[TokenStatisticsSelfAttention]:
+    """The TSSA layers of a model, first to last.
+
+    Raises:
+        ValueError: it has none.
+    """
+    layers = find_modules(model, TokenStatisticsSelfAttention)
+    if not layers:
+        kind = getattr(getattr(model, "config", None), "attention_type", None)
+        reason = f"its attention_type is {kind!r}, and only 'tssa' has any" if kind else "it is not a ToST model"
+        raise ValueError(f"This {type(model).__name__} has no memberships to look at: {reason}.")
+    return layers
+
+
+def find_modules(model: nn.Module, kind: type[Module]) -> list[Module]:
+    """The modules of a class, in the model's order."""
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+@contextlib.contextmanager
+def _hooked(hooks) -> Iterator[None]:
+    """Hands each module's output to its function while it lasts."""
+    handles = []
+    try:
+        for module, keep in hooks:
+            handles.append(module.register_forward_hook(lambda _module, _args, output, keep=keep: keep(output)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module's own flag again, as parts may be frozen in evaluation mode."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def pick_layer(layers: list, layer: int):
+    """Of all layers the one with this number, counted from 1; ValueError if there is none."""
+    if not 1 <= layer <= len(layers):
+        raise ValueError(f"There is no layer {layer}: the model's TSSA layers count from 1 to {len(layers)}.")
+    return layers[layer - 1]
+
+
+__all__ = ["ModelTrace", "find_modules", "pick_layer", "trace_model", "tssa_layers"]

@@ -1,0 +1,303 @@
+"""What a trace tells: every quantity against its definition, written a second time in plain loops."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import reference
+import torch
+from conftest import tiny_vision_model
+from torch import nn
+
+import tost_hf
+from tost_hf import interpret
+from tost_hf.interpret import quantities
+
+
+def projected(model, layers, norm, attention, **inputs):
+    """w of every layer, (B, T, H, p), from the raw hidden states, by hand."""
+    states = copy.deepcopy(model)(**inputs, output_hidden_states=True).hidden_states
+    found = []
+    for layer, x in zip(layers, states):
+        norm_of, attention_of = getattr(layer, norm), getattr(layer, attention)
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + norm_of.eps).sqrt() * norm_of.weight
+        x = x if norm_of.bias is None else x + norm_of.bias
+        w = torch.einsum("btd,ed->bte", x, attention_of.in_proj.weight)
+        w = w if attention_of.in_proj.bias is None else w + attention_of.in_proj.bias
+        found.append(w.detach().unflatten(-1, (attention_of.num_heads, -1)))
+    return found
+
+
+def terms_of_one(w, membership, normalization):
+    """Both compression terms of one image or text, w (T, H, p) and Pi (H, T) of real tokens: sums as they are printed."""
+    T, H, p = w.shape
+    variational = coding_rate = 0.0
+    for k in range(H):
+        tokens = w[:, k].numpy().astype(np.float64)
+        share = membership[k].numpy().astype(np.float64)
+        if normalization == "tokens":
+            tokens, c = np.stack([token / math.sqrt((token**2).sum()) for token in tokens]), p / 0.01
+        else:
+            tokens, c = tokens / np.sqrt((tokens**2).sum(0)), T / 0.01
+        n_k = sum(share)
+        inside = 0.0
+        for i in range(p):
+            s = sum(share[j] * tokens[j, i] ** 2 for j in range(T)) / n_k
+            inside += math.log(1 + c * s)
+        variational += 0.5 * n_k / T * inside
+        scatter = tokens.T @ np.diag(share) @ tokens
+        coding_rate += 0.5 * n_k / T * math.log(np.linalg.det(np.eye(p) + c / n_k * scatter))
+    return variational, coding_rate
+
+
+def hand_made(w, membership, mask=None):
+    """A trace of one layer from w (B, T, H, p) and Pi (B, H, T)."""
+    mask = torch.ones(w.shape[:2], dtype=torch.bool) if mask is None else mask
+    return interpret.ModelTrace((w,), membership[:, None], mask, None, None, None)
+
+
+def test_memberships_of_texts(tiny_model, texts):
+    model = tiny_model.double()
+    trace = interpret.trace_model(model, **texts)
+    maps = interpret.membership_maps(trace)
+    assert maps.dtype == torch.float64 and maps.shape == (3, 3, 4, 12)
+    ws = projected(model, model.model.layers, "input_layernorm", "self_attn", **texts)
+    mask = texts["attention_mask"].bool()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    for i, w in enumerate(ws):
+        torch.testing.assert_close(trace.projections[i][mask], w[mask], atol=1e-10, rtol=0)
+        attention = model.model.layers[i].self_attn
+        bias = attention.denom_bias.detach()[:, :, 0].double()[:, positions].transpose(0, 1)
+        _, membership = reference.causal(w.transpose(1, 2), attention.temp.detach().flatten().double(), bias, mask)
+        torch.testing.assert_close(maps[:, i], membership, atol=1e-9, rtol=0)
+    torch.testing.assert_close(maps.sum(2), mask[:, None].double().expand(3, 3, 12), atol=1e-12, rtol=0)
+
+
+def test_memberships_of_images(images):
+    model = tiny_vision_model().double()
+    trace = interpret.trace_model(model, pixel_values=images.double())
+    maps = interpret.membership_maps(trace)
+    assert maps.shape == (2, 3, 4, 4, 6)
+    torch.testing.assert_close(maps.sum(2), torch.ones(2, 3, 4, 6, dtype=torch.float64))
+    ws = projected(model, model.tost.layers, "attention_norm", "attention", pixel_values=images.double())
+    for i, w in enumerate(ws):
+        temp = model.tost.layers[i].attention.temp.detach().flatten().double()
+        _, membership = reference.bidirectional(w.transpose(1, 2), temp)
+        for row in range(4):
+            for column in range(6):
+                patch = membership[:, :, row * 6 + column]
+                torch.testing.assert_close(maps[:, i, :, row, column], patch, atol=1e-10, rtol=0)
+
+
+def test_class_attention_is_the_class_token_asking(images):
+    model = tiny_vision_model().double()
+    maps = interpret.class_attention_maps(interpret.trace_model(model, pixel_values=images.double()))
+    assert maps.shape == (2, 2, 4, 4, 6) and maps.dtype == torch.float64
+    patches = copy.deepcopy(model)(pixel_values=images.double(), output_hidden_states=True).hidden_states[-1]
+    block = model.tost.class_attention_layers[0]
+    x = block.attention_norm(torch.cat([model.tost.class_token.expand(2, 1, -1), patches], 1))
+    query, key, _ = (x @ block.attention.qkv.weight.T + block.attention.qkv.bias).split(32, -1)
+    for head in range(4):
+        q, k = query[:, 0, 8 * head : 8 * head + 8], key[:, :, 8 * head : 8 * head + 8]
+        weights = torch.stack([(q * k[:, j]).sum(-1) for j in range(25)], -1).div(math.sqrt(8)).exp()
+        weights = weights / weights.sum(-1, keepdim=True)
+        torch.testing.assert_close(maps[:, 0, head].flatten(1), weights[:, 1:], atol=1e-10, rtol=0)
+
+
+def test_a_text_has_no_class_attention(tiny_model, texts):
+    with pytest.raises(ValueError, match="Only vision models"):
+        interpret.class_attention_maps(interpret.trace_model(tiny_model, **texts))
+
+
+@pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
+def test_compression_terms_of_texts(tiny_model, texts, normalization):
+    model = tiny_model.double()
+    trace = interpret.trace_model(model, **texts)
+    terms = interpret.compression_terms(trace, normalization)
+    assert terms.variational.shape == terms.coding_rate.shape == (3, 3)
+    ws = projected(model, model.model.layers, "input_layernorm", "self_attn", **texts)
+    for row in range(3):
+        real = texts["attention_mask"][row].bool()
+        for layer in range(3):
+            expected = terms_of_one(ws[layer][row, real], trace.memberships[row, layer][:, real], normalization)
+            found = terms.variational[row, layer].item(), terms.coding_rate[row, layer].item()
+            assert found == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(terms.gap, terms.variational - terms.coding_rate)
+    assert (terms.gap > 0).all()
+
+
+@pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
+def test_compression_terms_of_images(images, normalization):
+    model = tiny_vision_model().double()
+    trace = interpret.trace_model(model, pixel_values=images.double())
+    terms = interpret.compression_terms(trace, normalization)
+    ws = projected(model, model.tost.layers, "attention_norm", "attention", pixel_values=images.double())
+    for row in range(2):
+        for layer in range(3):
+            expected = terms_of_one(ws[layer][row], trace.memberships[row, layer], normalization)
+            found = terms.variational[row, layer].item(), terms.coding_rate[row, layer].item()
+            assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
+def test_published_plateau(normalization):
+    """Channels that are equally strong reach the paper's 24 ln 101 = 110.76, whatever the memberships."""
+    w = torch.randint(0, 2, (2, 30, 8, 48)).double() * 2 - 1
+    membership = torch.rand(2, 8, 30).double().softmax(1)
+    terms = interpret.compression_terms(hand_made(7 * w, membership), normalization)
+    torch.testing.assert_close(terms.variational, torch.full((2, 1), 24 * math.log(101), dtype=torch.float64))
+    assert 24 * math.log(101) == pytest.approx(110.76, abs=0.005)
+
+
+@pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
+def test_terms_are_equal_where_second_moments_are_diagonal(normalization):
+    """Tokens along the axes are the eigenvectors of their second moments; turned, they are no longer."""
+    axes = torch.eye(5, dtype=torch.float64).repeat_interleave(torch.tensor([9, 5, 3, 2, 1]), 0)
+    axes = axes * torch.linspace(0.5, 3, 20, dtype=torch.float64)[:, None]
+    w = axes[None, :, None].expand(2, -1, 3, -1)
+    membership = torch.rand(2, 3, 20).double().softmax(1)
+    diagonal = interpret.compression_terms(hand_made(w, membership), normalization)
+    torch.testing.assert_close(diagonal.variational, diagonal.coding_rate, atol=1e-12, rtol=0)
+    turn = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
+    turned = interpret.compression_terms(hand_made(w @ turn, membership), normalization)
+    assert (turned.gap > 0.1).all()
+    if normalization == "tokens":  # a log-determinant does not feel a turn
+        torch.testing.assert_close(turned.coding_rate, diagonal.coding_rate)
+
+
+def test_c_is_an_argument(tiny_model, texts):
+    trace = interpret.trace_model(tiny_model, **texts)
+    default = interpret.compression_terms(trace, "tokens")
+    torch.testing.assert_close(interpret.compression_terms(trace, "tokens", c=8 / 0.01).variational, default.variational)
+    assert (interpret.compression_terms(trace, "tokens", c=1.0).variational < default.variational).all()
+    with pytest.raises(ValueError, match="normalization must be one of tokens, channels"):
+        interpret.compression_terms(trace, "rows")
+    with pytest.raises(ValueError, match="c must be above 0"):
+        interpret.compression_terms(trace, c=0.0)
+
+
+def test_a_head_without_members_counts_nothing():
+    w = torch.randn(1, 6, 2, 4)
+    membership = torch.zeros(1, 2, 6, dtype=torch.float64)
+    membership[:, 0] = 1
+    both = interpret.compression_terms(hand_made(w, membership))
+    alone = interpret.compression_terms(hand_made(w[:, :, :1], membership[:, :1]))
+    torch.testing.assert_close(both.variational, alone.variational)
+    torch.testing.assert_close(both.coding_rate, alone.coding_rate)
+
+
+def test_bound_holds_in_training(tiny_config):
+    model = tost_hf.ToSTForCausalLM(tiny_config)
+    ids = torch.randint(1, 97, (4, 40))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(6):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trace = interpret.trace_model(model, input_ids=ids)
+        for normalization in interpret.NORMALIZATIONS:
+            terms = interpret.compression_terms(trace, normalization)
+            assert (terms.gap > -1e-9).all() and (terms.coding_rate > 0).all()
+
+
+def test_subspace_gram(tiny_model):
+    gram = interpret.subspace_gram(tiny_model, 2)
+    weight = tiny_model.model.layers[1].self_attn.in_proj.weight.detach().double()
+    assert gram.shape == (32, 32) and gram.dtype == torch.float64
+    for i in range(32):  # column i of U is row i of the weight: w = x W^T
+        for j in range(32):
+            u, v = weight[i], weight[j]
+            assert gram[i, j].item() == pytest.approx(abs(u @ v).item() / (u.norm() * v.norm()).item())
+    nn.init.orthogonal_(tiny_model.model.layers[1].self_attn.in_proj.weight, gain=3)
+    torch.testing.assert_close(interpret.subspace_gram(tiny_model, 2), torch.eye(32).double(), atol=1e-6, rtol=0)
+    for layer in (0, 4, -1):
+        with pytest.raises(ValueError, match=f"There is no layer {layer}: .* from 1 to 3"):
+            interpret.subspace_gram(tiny_model, layer)
+
+
+def test_entropy(tiny_model, texts):
+    trace = interpret.trace_model(tiny_model, **texts)
+    entropy = interpret.membership_entropy(trace)
+    assert entropy.shape == (3, 3, 12)
+    buckets = interpret.entropy_by_position(trace)
+    assert buckets.starts == [0, 1, 2, 4, 8] and buckets.entropy.shape == (3, 5)
+    for layer in range(3):
+        by_bucket = [[], [], [], [], []]
+        for row in range(3):
+            position = 0
+            for t in range(12):
+                if not texts["attention_mask"][row, t]:
+                    assert entropy[row, layer, t].isnan()
+                    continue
+                shares = trace.memberships[row, layer, :, t].tolist()
+                expected = -sum(x * math.log(x) for x in shares)
+                assert entropy[row, layer, t].item() == pytest.approx(expected, abs=1e-12)
+                by_bucket[position.bit_length()].append(expected)
+                position += 1
+        expected = [sum(values) / len(values) for values in by_bucket]
+        assert buckets.entropy[layer].tolist() == pytest.approx(expected)
+    even = hand_made(torch.ones(1, 3, 4, 2), torch.full((1, 4, 3), 0.25, dtype=torch.float64))
+    torch.testing.assert_close(interpret.membership_entropy(even), torch.full((1, 1, 3), math.log(4)).double())
+    one = hand_made(torch.ones(1, 3, 4, 2), torch.eye(4, 3, dtype=torch.float64)[None])
+    assert (interpret.membership_entropy(one) == 0).all()
+
+
+def test_padding_is_excluded(tiny_model, texts):
+    """Of a padded text, every number is what it is for the text alone."""
+    model = tiny_model.double()
+    together = interpret.trace_model(model, **texts)
+    for row in range(3):
+        real = texts["attention_mask"][row].bool()
+        alone = interpret.trace_model(model, input_ids=texts["input_ids"][row, real][None])
+        torch.testing.assert_close(together.memberships[row][..., real], alone.memberships[0], atol=1e-6, rtol=0)
+        entropy = interpret.membership_entropy(together)[row][:, real]
+        torch.testing.assert_close(entropy, interpret.membership_entropy(alone)[0], atol=1e-6, rtol=0)
+        for normalization in interpret.NORMALIZATIONS:
+            for a, b in zip(*(interpret.compression_terms(x, normalization) for x in (together, alone))):
+                torch.testing.assert_close(a[row], b[0], atol=1e-5, rtol=1e-6)
+
+
+def test_bfloat16(tiny_model, texts, images):
+    full = interpret.compression_terms(interpret.trace_model(tiny_model, **texts))
+    half = interpret.trace_model(tiny_model.bfloat16(), **texts)
+    terms = interpret.compression_terms(half)
+    assert half.projections[0].dtype == torch.bfloat16 and terms.variational.dtype == torch.float64
+    torch.testing.assert_close(terms.variational, full.variational, rtol=0.02, atol=0)
+    torch.testing.assert_close(terms.coding_rate, full.coding_rate, rtol=0.02, atol=0)
+    assert interpret.subspace_gram(tiny_model, 1).dtype == torch.float64
+    maps = interpret.class_attention_maps(interpret.trace_model(tiny_vision_model().bfloat16(), pixel_values=images))
+    assert maps.dtype == torch.float64 and (maps.flatten(3).sum(-1) < 1).all()
+
+
+# Clusters ------------------------------------------------------------------------------------------------------------
+
+
+def test_membership_clusters_score(monkeypatch):
+    """Two images of 6 x 6 patches: colours that alternate and heads that follow them; one colour and heads by quarter."""
+    pytest.importorskip("sklearn")
+    row, column = torch.arange(6)[:, None], torch.arange(6)[None]
+    alternating, quarter = 2 * (row % 2) + column % 2, 2 * (row // 3) + column // 3
+    colours = torch.tensor([[3.0, 0, 0], [0, 3, 0], [0, 0, 3], [-3, -3, -3]])
+    checked = colours[alternating].permute(2, 0, 1).repeat_interleave(4, 1).repeat_interleave(4, 2)
+    pixel_values = torch.stack([checked, torch.ones(3, 24, 24)])
+    strongest = torch.stack([alternating, quarter]).flatten(1)
+    membership = nn.functional.one_hot(strongest, 4).double().transpose(1, 2)[:, None].expand(2, 3, 4, 36)
+    trace = interpret.trace_model(tiny_vision_model(), pixel_values=pixel_values)
+    fake = interpret.ModelTrace(trace.projections, membership, trace.mask, trace.grid, None, None)
+    monkeypatch.setattr(quantities, "trace_model", lambda *_, **__: fake)
+    scores = interpret.membership_clusters_score(None, pixel_values)
+    assert all(score.shape == (2, 3) for score in scores)
+    assert (scores.score > 0.6).all()  # the first by colour alone, the second by place alone
+    assert (scores.shuffled.abs() < 0.3).all() and scores.shuffled.mean().abs() < 0.1
+    assert (scores.other_image.abs() < 0.1).all()
+
+
+def test_membership_clusters_score_of_a_model(images):
+    pytest.importorskip("sklearn")
+    model = tiny_vision_model()
+    scores = interpret.membership_clusters_score(model, images)
+    again = interpret.membership_clusters_score(model, images)
+    assert all(torch.equal(a, b) for a, b in zip(scores, again))
+    assert all((score.abs() <= 1).all() for score in scores)
+    assert interpret.membership_clusters_score(model, images[:1]).other_image.isnan().all()

@@ -1,0 +1,250 @@
+"""Pictures and pages: what they show, what they escape, and which files they may replace."""
+
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import needs_auto_processor, tiny_vision_model
+from tokenizers import processors
+from transformers import ByT5Tokenizer
+
+import tost_hf
+from tost_hf import interpret
+from tost_hf.interpret import colors, inputs, pages, plots
+
+
+Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("matplotlib")
+
+
+class Page(HTMLParser):
+    """Collects what a page holds, and refuses tags that do not match."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.images, self.links, self.text, self.tags = [], [], [], "", set()
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag == "img":
+            self.images.append(dict(attrs))
+        if tag == "a":
+            self.links.append(dict(attrs)["href"])
+        if tag not in ("img", "meta", "br", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def check_folder(written, out):
+    """The page parses, shows pictures that exist and are not blank, each 1,280 wide and described; nothing is left over."""
+    index = out / "index.html"
+    assert written[0] == index and sorted(written) == sorted(path for path in out.iterdir() if path.name != "mine.txt")
+    page = Page(index.read_text())
+    assert len(page.images) >= 5
+    for image in page.images:
+        assert len(image["alt"]) > 30
+        picture = np.asarray(Image.open(out / image["src"]).convert("RGB"), dtype=float)
+        assert picture.shape[1] == 1280 and 80 < picture.shape[0] < 4000
+        assert picture.std() > 5
+    assert all((out / link).exists() for link in page.links)
+    assert set(page.links) >= {image["src"] for image in page.images}
+    return page
+
+
+@pytest.fixture
+def photo(tmp_path):
+    picture = (np.indices((50, 70)).sum(0)[..., None] * [2, 1, 0.5]).astype(np.uint8)
+    Image.fromarray(picture).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+def test_inspect_an_image(photo, tmp_path):
+    model = tiny_vision_model(id2label={0: "a <b> cat"}, num_labels=1)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("stays")
+    written = interpret.inspect_model(model, None, photo, out, layers=[3, 1])
+    page = check_folder(written, out)
+    assert "a <b> cat (100.0%)" in page.text and "b" not in page.tags
+    assert "16 x 16" in page.text and "4 x 4" in page.text
+    assert (out / "mine.txt").read_text() == "stays"
+    names = {path.name for path in written}
+    assert names >= {"memberships.png", "strongest_heads.png", "class_attention.png", "entropy.png", "compression.png"}
+    terms = interpret.compression_terms(
+        interpret.trace_model(model, pixel_values=inputs.load_image(model, None, photo, None)[0])
+    )
+    assert f"{terms.variational[0, 2]:.2f}" in page.text and f"{terms.coding_rate[0, 0]:.2f}" in page.text
+    assert interpret.inspect_model(model, None, photo, out)[0] == written[0]  # again, over the old one
+
+
+def test_images_of_any_size(photo):
+    """Shorter side 33 asked for: 33 x 46.2 pixels, to the nearest multiples of 4."""
+    model = tiny_vision_model()
+    pixel_values, picture, _ = inputs.load_image(model, None, photo, 33)
+    assert pixel_values.shape == (1, 3, 32, 48) and picture.shape == (32, 48, 3)
+    original = np.asarray(Image.open(photo).convert("RGB").resize((48, 32), Image.Resampling.BICUBIC)) / 255
+    np.testing.assert_allclose(picture.numpy(), original, atol=0.01)
+    odd = tost_hf.make_image_processor(18)
+    assert inputs.load_image(model, odd, photo, None)[0].shape == (1, 3, 16, 16)
+    grey = Image.open(photo).convert("LA")
+    assert inputs.load_image(model, None, grey, None)[0].shape == (1, 3, 16, 16)
+    with pytest.raises(ValueError, match="at least one patch"):
+        inputs.load_image(model, None, photo, 3)
+
+
+def test_inspect_a_text(text_model, tokenizer, tmp_path):
+    text = "the <script>alert('heads')</script> of $the$ model & é日\n\n\tshare"
+    out = tmp_path / "out"
+    written = interpret.inspect_model(text_model, tokenizer, text, out)
+    check_folder(written, out)
+    assert {path.name for path in written} >= {"tokens.html", "tokens.png", "memberships.png", "entropy.png"}
+    html = (out / "tokens.html").read_text()
+    page = Page(html)
+    assert "script" not in page.tags and "<script" not in html
+    assert page.text.count("<script>alert('heads')</script>") == 2  # a section for each layer
+    assert "日" in page.text
+
+
+def test_inspect_a_text_file_cut_with_a_warning(text_model, tokenizer, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("the heads of the model " * 30)
+    with pytest.warns(UserWarning, match="tokens; the model has positions for 64, so the rest was cut off"):
+        written = interpret.inspect_model(text_model, tokenizer, str(file), tmp_path / "out", layers=[1])
+    page = check_folder(written, tmp_path / "out")
+    assert "so the rest was cut off" in page.text and str(file) in page.text
+
+
+def test_token_pieces_make_the_text(tokenizer):
+    text = "the é日 heads\n of  🙂the text"
+    ids, pieces = inputs.tokenize(tokenizer, text)
+    assert "".join(pieces) == text and ids.shape == (1, len(pieces)) and "" in pieces
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<end> $A <end>", special_tokens=[("<end>", 0)])
+    assert inputs.tokenize(tokenizer, text)[1] == ["<end>", *pieces, "<end>"]
+
+
+def test_token_pieces_of_a_tokenizer_without_offsets():
+    ids, pieces = inputs.tokenize(ByT5Tokenizer(), "heads of")
+    assert pieces == [*"heads of", "</s>"] and ids.shape == (1, 9)
+
+
+def test_strongest_heads_are_coloured():
+    membership = torch.tensor([[0.9, 0.3, 0.2], [0.05, 0.4, 0.2], [0.05, 0.3, 0.6]])
+    html = pages.strongest_head_page(["aa", "bb", "cc"], membership[None], [1])
+    for token, head, share in (("aa", 1, "0.900"), ("bb", 2, "0.400"), ("cc", 3, "0.600")):
+        assert f"head {head}: {share}'>{token}</span>" in html
+    full = colors.tint(colors.COLORS[0], 1.0)
+    assert f"background:{full}' title='token 0" in html
+    hostile = pages.strongest_head_page(["<script>'", "b", "c"], membership[None], [1])
+    assert "<script" not in hostile and Page(hostile).text.count("<script>'") == 1
+    pale = colors.tint(colors.COLORS[1], (0.4 - 1 / 3) / (0.9 - 1 / 3))
+    assert f"background:{pale}' title='token 1" in html
+
+
+def test_heads_past_the_eighth_are_marked(tmp_path):
+    styles = {colors.head_style(head) for head in range(24)}
+    assert len(styles) == 24
+    html = pages.strongest_head_page(list("abcdefghi"), torch.eye(9)[None], [1])  # token i belongs to head i
+    assert "border-bottom:1px solid #333' title='token 8" in html
+    assert not any(f"border-bottom:1px solid #333' title='token {i}" in html for i in range(8))
+    maps = torch.rand(2, 16, 4, 6).softmax(1)
+    picture = torch.rand(16, 24, 3)
+    for figure in (
+        plots.plot_membership_maps(maps, picture, [1, 2]),
+        plots.plot_strongest_heads(maps, picture, [1, 2]),
+    ):
+        figure.savefig(tmp_path / "picture.png")
+        assert np.asarray(Image.open(tmp_path / "picture.png")).std() > 5
+
+
+def test_compression_of_many_images_has_a_band(images):
+    terms = interpret.compression_terms(interpret.trace_model(tiny_vision_model(), pixel_values=images))
+    axis = plots.plot_compression({"tokens": terms}).axes[0]
+    assert len(axis.collections) == 2
+    np.testing.assert_allclose(axis.lines[0].get_ydata(), terms.variational.mean(0))
+
+
+def test_one_head_and_one_layer(tmp_path, photo):
+    written = interpret.inspect_model(
+        tiny_vision_model(num_attention_heads=1, num_hidden_layers=1), None, photo, tmp_path / "out"
+    )
+    assert "nan" in Page(written[0].read_text()).text  # no other head to overlap with
+
+
+@needs_auto_processor
+def test_inspect_path(photo, text_model, tokenizer, tmp_path):
+    model = tiny_vision_model()
+    model.save_pretrained(tmp_path / "vision")
+    tost_hf.make_image_processor(24).save_pretrained(tmp_path / "vision")
+    written = interpret.inspect_path(str(tmp_path / "vision"), str(photo), tmp_path / "one")
+    page = check_folder(written, tmp_path / "one")
+    assert "24 x 24, as the model sees them" in page.text and "Predicted class" in page.text
+    text_model.save_pretrained(tmp_path / "text")
+    with pytest.raises(
+        ValueError, match=r"The tokenizer of .* cannot be loaded; name the one that the model uses \(--processor\)"
+    ):
+        interpret.inspect_path(tmp_path / "text", "the heads", tmp_path / "two")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    written = interpret.inspect_path(tmp_path / "text", "the heads", tmp_path / "two", processor=tmp_path / "tokenizer")
+    check_folder(written, tmp_path / "two")
+
+
+def test_inputs_that_are_none(text_model, tokenizer, photo, tmp_path):
+    model, out = tiny_vision_model(), tmp_path / "out"
+    (tmp_path / "fake.png").write_text("no image")
+    cases = [
+        (model, None, tmp_path / "fake.png", ValueError, "fake.png is not an image"),
+        (model, None, "a literal text", FileNotFoundError, "a vision model takes an image file"),
+        (text_model, tokenizer, "  \n", ValueError, "The text is empty"),
+        (text_model, tokenizer, photo, ValueError, "is not UTF-8 text"),
+        (text_model, tokenizer, tmp_path / "none.txt", FileNotFoundError, "There is no file"),
+        (text_model, tokenizer, "none.txt", FileNotFoundError, "There is no file 'none.txt'"),
+        (text_model, None, "the heads", ValueError, "needs its tokenizer"),
+    ]
+    for inspected, helper, given, error, message in cases:
+        with pytest.raises(error, match=message):
+            interpret.inspect_model(inspected, helper, given, out)
+    with pytest.raises(ValueError, match="There is no layer 4"):
+        interpret.inspect_model(model, None, photo, out, layers=[4])
+    with pytest.raises(ValueError, match=r"The tokenizer is another model's: .* and the model has 300"):
+        interpret.inspect_model(text_model, ByT5Tokenizer(), "<extra_id_0><extra_id_99>", out)
+    with pytest.raises(ValueError, match="image_size is for images"):
+        interpret.inspect_model(text_model, tokenizer, "the heads", out, image_size=32)
+    with pytest.raises(ValueError, match="layers is empty"):
+        interpret.inspect_model(model, None, photo, out, layers=[])
+    assert not out.exists()
+
+
+def test_a_strangers_page_is_not_overwritten(photo, tmp_path):
+    (tmp_path / "index.html").write_text("<p>mine</p>")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(FileExistsError, match="is not a page of this command"):
+        interpret.inspect_model(tiny_vision_model(), None, photo, tmp_path)
+    with pytest.raises(FileExistsError, match="is a file; name a folder"):
+        interpret.inspect_model(tiny_vision_model(), None, photo, photo)
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "index.html").read_text() == "<p>mine</p>"
+
+
+def test_a_failure_while_drawing_leaves_nothing(photo, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        interpret.inspect_model(tiny_vision_model(), None, photo, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "PIL"])
+def test_missing_extras_are_named(module, photo, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"needs {module}, which is missing: pip install 'tost-hf\[vision\]'"):
+        interpret.inspect_model(tiny_vision_model(), None, Path(photo), tmp_path / "out")
