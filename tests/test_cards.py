@@ -22,6 +22,7 @@ import tost_hf
 
 pytest.importorskip("jinja2")
 
+from tost_hf import cli
 from tost_hf.hub import cards
 from tost_hf.hub.cards import PRESET_CARDS, build_card, preset_card, write_card
 
@@ -129,7 +130,7 @@ def vision_folder(tmp_path):
 
 
 def test_committed_cards_are_current():
-    """`python -m tost_hf.hub.cards model_cards` writes them again."""
+    """`tost-hf card --presets` writes them again."""
     assert {path.stem for path in (ROOT / "model_cards").iterdir()} == set(PRESET_CARDS)
     for name in PRESET_CARDS:
         assert (ROOT / f"model_cards/{name}.md").read_text() == str(preset_card(name)), name
@@ -155,8 +156,8 @@ def test_preset_cards(name):
     assert f"--config_name {name} " in section(card, "Training")
 
 
-def test_main_writes_the_preset_cards(tmp_path):
-    cards.main([str(tmp_path / "new")])
+def test_the_command_writes_the_preset_cards(tmp_path):
+    assert cli.main(["card", "--presets", str(tmp_path / "new")]) == 0
     assert {path.stem for path in (tmp_path / "new").iterdir()} == set(PRESET_CARDS)
 
 

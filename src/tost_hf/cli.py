@@ -162,8 +162,17 @@ def _add_card(commands) -> None:
         "Writes README.md from what the folder holds: configuration, weights, the training run's record and "
         "evaluation results. What nobody recorded is left out. Metadata and sections written by hand are kept.",
         "./my-tost --license apache-2.0",
+        "--presets model_cards",
     )
-    parser.add_argument("folder", metavar="FOLDER", help="the model folder")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("folder", metavar="FOLDER", nargs="?", help="the model folder")
+    target.add_argument(
+        "--presets",
+        metavar="FOLDER",
+        nargs="?",
+        const="model_cards",
+        help="write the cards of the paper's sizes, which have no weights, into this folder (default: model_cards)",
+    )
     parser.add_argument(
         "--license", metavar="ID", help="licence of the weights, such as apache-2.0; by default the one in the card"
     )
@@ -172,8 +181,12 @@ def _add_card(commands) -> None:
 
 
 def _card(args: argparse.Namespace) -> None:
-    from .hub.cards import write_card
+    from .hub.cards import write_card, write_preset_cards
 
+    if args.presets is not None:
+        for path in write_preset_cards(args.presets):
+            print(f"Wrote {path}")
+        return
     print(f"Wrote {write_card(args.folder, repo_id=args.repo_id, revision=args.revision, license=args.license)}")
 
 

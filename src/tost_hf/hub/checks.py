@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from .records import CARD, load_card
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack")
@@ -160,21 +161,13 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> int:
     return model.num_parameters()
 
 
-def load_card(path: Path) -> ModelCard:
-    """A model card; ValueError if its metadata does not parse."""
-    try:
-        return ModelCard.load(path)
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"The metadata of {path} is wrong: {error}") from error
-
-
 def check_card(folder: Path) -> ModelCard:
     """The folder's model card.
 
     Raises:
         ValueError: there is none, its metadata does not parse, it names no licence, or it is an unfilled form.
     """
-    path = folder / "README.md"
+    path = folder / CARD
     if not path.is_file():
         raise ValueError(f"{folder} has no model card; write one with `tost-hf card {folder} --license LICENSE`.")
     card = load_card(path)

@@ -19,13 +19,13 @@ from .checks import (
     check_card,
     check_weights,
     forbidden_file,
-    load_card,
     load_config,
     model_class,
     parameter_count,
     weight_files,
 )
 from .publishing import ALL_CODE, same_content
+from .records import CARD, load_card
 
 
 NUM_TOKENS = 16
@@ -198,6 +198,6 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
     else:
         rows["images"] = f"{config.image_size} pixels, patches of {config.patch_size}, attention {config.attention_type}"
     rows["code"] = "carried (trust_remote_code works)" if getattr(config, "auto_map", None) else "not carried (needs tost_hf)"
-    if (folder / "README.md").is_file():
-        rows["licence"] = str(load_card(folder / "README.md").data.license or "not named")
+    if (folder / CARD).is_file():
+        rows["licence"] = str(load_card(folder / CARD).data.license or "not named")
     return rows

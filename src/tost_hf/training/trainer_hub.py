@@ -11,15 +11,16 @@ import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import CONFIG_NAME
 
 from ..files import RUN_ARGUMENTS
-from ..hub.cards import CARD, save_card, write_card
+from ..hub.cards import write_card
 from ..hub.checks import forbidden_file
 from ..hub.publishing import STAGED, Commit, commit_files, model_files
+from ..hub.records import CARD, load_card, save_card
 from ..model.modeling_tost_base import ToSTBaseModel
 from ..model.remote_code import AUTO_MAPS
 from ..version import __version__
@@ -58,7 +59,7 @@ class PublishingTrainer(Trainer):
             super().create_model_card(license=license, **kwargs)
         elif self.is_world_process_zero() and Path(self.args.output_dir, CONFIG_NAME).is_file():  # not after evaluation alone
             path = write_card(self.args.output_dir, repo_id=getattr(self, "hub_model_id", None), license=license)
-            card = ModelCard.load(path)
+            card = load_card(path)
             for name, key in (("language", "language"), ("dataset_tags", "datasets"), ("tags", "tags")):
                 given = kwargs.get(name) or []
                 given = [given] if isinstance(given, str) else list(given)

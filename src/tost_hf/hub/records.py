@@ -1,0 +1,296 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What a model folder tells of its model: results, the training run, the stored weights, and the card that is there.
+
+Evaluation results are asked for by a person: a wrong one is an error. Of what programs left beside the weights, values of
+another kind than expected are passed over, as are numbers that are not finite: neither JSON nor YAML has them.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
+
+from ..files import ALL_RESULTS, EVAL_RESULTS, EVALUATION, RUN_ARGUMENTS, TRAIN_RESULTS, TRAINER_STATE, staged_file
+
+
+CARD = "README.md"
+LARGEST_RECORD = 256 * 2**20  # bytes
+LARGEST_CARD = 4 * 2**20  # bytes
+LARGEST_METADATA = 200_000  # characters and values of a card's metadata, its aliases written out
+DEEPEST_METADATA = 50  # lists and mappings within each other
+
+_RESULT_TEXTS = ("task_type", "dataset_type", "dataset_name", "metric_type")
+_RESULT_DETAILS = ("dataset_config", "dataset_split", "metric_name", "protocol", "command", "seed", "date")
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class TrainingEvaluation(NamedTuple):
+    """The metrics of Trainer's last evaluation, without the "eval_" of their names, and the number of examples."""
+
+    metrics: dict[str, float]
+    examples: int | None
+
+
+class TrainingRun(NamedTuple):
+    """What run_arguments.json tells of a run of a training script."""
+
+    command: str | None
+    dataset_name: str | None
+    dataset_config_name: str | None
+    model_name_or_path: str | None
+
+
+class TrainingSummary(NamedTuple):
+    """The numbers that Trainer leaves about a run; the time in seconds."""
+
+    steps: float | None
+    epochs: float | None
+    examples: float | None
+    batch_size: float | None
+    loss: float | None
+    seconds: float | None
+
+
+class Records(NamedTuple):
+    """All that a folder's records say, without secrets."""
+
+    results: list[dict]  # of evaluation.json
+    evaluation: TrainingEvaluation
+    run: TrainingRun
+    training: TrainingSummary
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def _read_json(path: Path) -> dict:
+    """The object in a JSON file, or an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > LARGEST_RECORD:
+        raise ValueError(f"{str(path)!r} is larger than {LARGEST_RECORD:,} bytes, which no record of a run is; delete it.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode()  # fails for halves of characters, which no card can hold
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is not valid JSON ({error}); correct or delete it.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object, got a {type(content).__name__}.")
+    return content
+
+
+def _number(value) -> int | float | None:
+    """The value if it is a finite number."""
+    try:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return None
+    return value if is_number else None
+
+
+def read_records(folder: Path) -> Records:
+    """Reads the records of a model folder, each of which may be missing.
+
+    Raises:
+        ValueError: one of them is no JSON object, or an evaluation result lacks what it needs or has a value of a wrong kind.
+    """
+    return Records(
+        [{key: _without_secrets(value) for key, value in result.items()} for result in _evaluation_results(folder)],
+        _training_evaluation(folder),
+        TrainingRun(*map(_without_secrets, _training_run(folder))),
+        _training_summary(folder),
+    )
+
+
+def _without_secrets(value):
+    from .cards import without_secrets  # not at the top: cards imports this module
+
+    return without_secrets(value) if isinstance(value, str) else value
+
+
+def _evaluation_results(folder: Path) -> list[dict]:
+    """The results in evaluation.json whose values are finite."""
+    path = folder / EVALUATION
+    results = _read_json(path).get("results", [])
+    if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
+        raise ValueError(f'"results" in {str(path)!r} must be a list of objects.')
+    for result in results:
+        _check_result(result, path)
+    return [result for result in results if _number(result["metric_value"]) is not None]
+
+
+def _check_result(result: dict, path: Path) -> None:
+    for key in _RESULT_TEXTS:
+        if not isinstance(result.get(key), str):
+            raise ValueError(f"A result in {str(path)!r} has no {key!r}, a text.")
+    for key in _RESULT_DETAILS:
+        if isinstance(value := result.get(key), bool | float | list | dict):
+            raise ValueError(f"A result in {str(path)!r} has a {key!r} that is neither a text nor a whole number: {value!r}.")
+    value, examples = result.get("metric_value"), result.get("num_examples")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"A result in {str(path)!r} has no 'metric_value', a number: got {value!r}.")
+    if isinstance(examples, bool) or not isinstance(examples, int | None):
+        raise ValueError(f"A result in {str(path)!r} has a 'num_examples' that is no whole number: {examples!r}.")
+
+
+def _training_evaluation(folder: Path) -> TrainingEvaluation:
+    """Trainer's last evaluation, if it was one of the weights in the folder."""
+    entry = _read_json(folder / EVAL_RESULTS) or _read_json(folder / ALL_RESULTS)
+    if not any(key.startswith("eval_") for key in entry):
+        state = _read_json(folder / TRAINER_STATE)
+        history = state.get("log_history")
+        logged = (
+            [line for line in history if isinstance(line, dict) and "eval_loss" in line] if isinstance(history, list) else []
+        )
+        # an evaluation of earlier weights says nothing about those in the folder
+        entry = logged[-1] if logged and logged[-1].get("step") == state.get("global_step") else {}
+    metrics = {}
+    for key, value in entry.items():
+        name = key.removeprefix("eval_")
+        about_speed = name.endswith(("runtime", "_per_second", "_samples", "_time")) or name == "samples"
+        wanted = key.startswith("eval_") or key == "perplexity"
+        if wanted and not about_speed and _number(value) is not None:
+            metrics[name] = value
+    return TrainingEvaluation(metrics, _number(entry.get("eval_samples")))
+
+
+def _training_run(folder: Path) -> TrainingRun:
+    """What run_arguments.json says."""
+    record = _read_json(folder / RUN_ARGUMENTS)
+    values = (record.get(name) for name in TrainingRun._fields)
+    return TrainingRun(*(value if isinstance(value, str) else None for value in values))
+
+
+def _training_summary(folder: Path) -> TrainingSummary:
+    """What trainer_state.json, train_results.json and all_results.json say about training."""
+    state = _read_json(folder / TRAINER_STATE)
+    results = _read_json(folder / TRAIN_RESULTS) | _read_json(folder / ALL_RESULTS)
+    return TrainingSummary(
+        steps=_number(state.get("global_step")) or None,
+        epochs=_number(results.get("epoch", state.get("epoch"))) or None,
+        examples=_number(results.get("train_samples")) or None,
+        batch_size=_number(state.get("train_batch_size")) or None,
+        loss=_number(results.get("train_loss")) or None,
+        seconds=_number(results.get("train_runtime")) or None,
+    )
+
+
+# Files beside the configuration ---------------------------------------------------------------------------------------
+
+
+def stored_dtypes(weights: list[Path]) -> list[str]:
+    """Names of the floating-point dtypes in safetensors files, the most frequent first.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    counts: dict[str, int] = {}
+    for path in weights:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    tensor = file.get_slice(name)
+                    if tensor.get_dtype().lstrip("B").startswith("F"):
+                        counts[tensor.get_dtype()] = counts.get(tensor.get_dtype(), 0) + math.prod(tensor.get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: it is truncated or damaged ({error}).") from error
+    return [_DTYPES.get(dtype, dtype) for dtype in sorted(counts, key=lambda dtype: (-counts[dtype], dtype))]
+
+
+def has_code(folder: Path, config: PreTrainedConfig, auto_class: str) -> bool:
+    """Whether `trust_remote_code=True` finds the model's source file in the folder."""
+    auto_map = getattr(config, "auto_map", None)
+    reference = auto_map.get(auto_class) if isinstance(auto_map, dict) else None
+    return isinstance(reference, str) and (folder / f"{reference.partition('.')[0]}.py").is_file()
+
+
+def has_processor(folder: Path, config: PreTrainedConfig) -> bool:
+    """Whether the folder has a tokenizer, or the image processor of a vision model."""
+    vision = config.model_type == "tost_vision"
+    names = ("preprocessor_config.json", "processor_config.json") if vision else ("tokenizer_config.json",)
+    return any((folder / name).is_file() for name in names)
+
+
+# The card -------------------------------------------------------------------------------------------------------------
+
+
+def load_card(path: Path) -> ModelCard:
+    """The model card in a file; without metadata where it has none.
+
+    Raises:
+        ValueError: the metadata is no YAML, is huge, deep or endless, or holds values of a wrong kind.
+    """
+    if path.stat().st_size > LARGEST_CARD:
+        raise ValueError(f"{str(path)!r} is larger than {LARGEST_CARD:,} bytes, which no card is.")
+    try:
+        metadata, text = _split_metadata(path.read_text(encoding="utf-8-sig"))
+        _check_yaml(metadata)
+        card = ModelCard(f"---\n{metadata}\n---\n{text}")
+        _check_metadata(card.data)
+    except Exception as error:  # YAML's own errors, and whatever a wrong kind of value leads to in huggingface_hub
+        raise ValueError(f"The metadata at the top of {str(path)!r} cannot be read ({error}); correct it.") from error
+    return card
+
+
+def save_card(card: ModelCard, path: Path) -> None:
+    """Writes a card under a temporary name and moves it."""
+    with staged_file(path) as staged:
+        card.save(staged)
+
+
+def _split_metadata(content: str) -> tuple[str, str]:
+    """The YAML between the lines "---" at the top ("{}" where there is none), and the text below."""
+    lines = content.lstrip().split("\n")
+    if lines[0] != "---":
+        return "{}", content
+    end = next((i for i, line in enumerate(lines) if i and line.rstrip(" \t") == "---"), None)
+    if end is None:
+        raise ValueError('the line "---" that ends the metadata is missing')
+    return "\n".join(lines[1:end]) or "{}", "\n".join(lines[end + 1 :])
+
+
+def _check_yaml(text: str) -> None:
+    """Refuses YAML that would take long to load, or never end, before anything is built of it."""
+    sizes: dict[str, int] = {}  # of what an anchor names
+    stack = [(None, 0)]  # the anchor and the size of each list or mapping that is open
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        anchor, size = getattr(event, "anchor", None), 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            stack.append((anchor, 1))
+            if len(stack) > DEEPEST_METADATA:
+                raise ValueError(f"its lists are nested deeper than {DEEPEST_METADATA}")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = stack.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            if anchor not in sizes:
+                raise ValueError(f"the alias *{anchor} names nothing before it")
+            anchor, size = None, sizes[anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            size += len(event.value)
+        else:
+            continue
+        if anchor is not None:
+            sizes[anchor] = size
+        stack[-1] = (stack[-1][0], stack[-1][1] + size)
+        if stack[-1][1] > LARGEST_METADATA:
+            raise ValueError(f"it is larger than {LARGEST_METADATA:,} characters, its aliases written out")
+
+
+def _check_metadata(data: ModelCardData) -> None:
+    """Refuses values that would be taken for something else."""
+    for key in vars(data):
+        if hasattr(ModelCardData, key):
+            raise ValueError(f"{key!r} is no name for metadata")
+    for key in ("license_name", "license_link", "library_name", "pipeline_tag"):
+        if not isinstance(data.get(key), str | None):
+            raise ValueError(f"{key!r} must be a text, got {data[key]!r}")
+    for key in ("license", "tags", "datasets", "metrics", "base_model"):
+        value = data.get(key, [])
+        if not isinstance(value, str | list) or any(isinstance(item, list | dict) for item in value):
+            raise ValueError(f"{key!r} must be a text or a list of texts")
