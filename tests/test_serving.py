@@ -1,20 +1,26 @@
 """`tost-hf serve`: transformers' server with a local and a published model, and its clients: OpenAI's, `transformers chat`."""
 
+import json
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 
 import pytest
-from hub_clients import Clients, language_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from hub_clients import Clients, language_folder, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from tost_hf.serving import serve
+from tost_hf.cli import main
 
 
 openai = pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
 pytestmark = pytest.mark.slow
+
+from tost_hf.serving.models import ServedModels  # noqa: E402  needs the extra's packages
+
+
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -25,30 +31,39 @@ def folder(tmp_path_factory):
     return folder
 
 
+@contextmanager
+def running_server(*arguments, log, environment=None):
+    """`tost-hf serve` with these arguments, in a process of its own: its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tost_hf.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    with open(log, "w") as output:
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    address = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 180
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5)
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
 @pytest.fixture(scope="module")
 def server(hub, folder, tmp_path_factory):
     """The address of a running server, which finds tost/served on the Hub."""
     with Clients(hub, tmp_path_factory.mktemp("clients")) as clients:
         clients.command("publish", folder, "tost/served", token=hub.token("writer")).check()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     home = tmp_path_factory.mktemp("home")
-    command = [sys.executable, "-m", "tost_hf.cli", "serve", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
-    with open(home / "log.txt", "w") as log:
-        process = subprocess.Popen(command, env=hub.environment(home), stdout=log, stderr=log)
-    address = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 180
-    while True:
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=5)
-            break
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline, (home / "log.txt").read_text()
-            time.sleep(0.2)
-    yield address
-    process.terminate()
-    process.wait(timeout=60)
+    with running_server("--device", "cpu", log=home / "log.txt", environment=hub.environment(home)) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +101,85 @@ def test_transformers_chat(server, folder, hub, tmp_path):
     assert "6 tokens in" in done.stdout
 
 
-def test_model_without_chat_template_is_named(folder, tmp_path, monkeypatch, capsys):
-    """Its chat endpoint cannot work; the user hears that before the server starts, not as an error 500."""
+def test_model_without_chat_template_is_named(folder, tmp_path, capsys):
+    """Its chat endpoint cannot work; the user hears that before the server starts, not as an error."""
     bare = language_folder(tmp_path / "bare")
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr("transformers.cli.transformers.main", lambda: None)
-    serve([str(bare), "--device", "cpu"])
+    assert ServedModels(force_model=str(bare), device="cpu").loaded_models
     assert "has no chat template" in capsys.readouterr().err
-    serve([str(folder)])
-    assert capsys.readouterr().err == ""
-    assert sys.argv == ["transformers", "serve", str(folder)]
+    assert ServedModels(force_model=str(folder), device="cpu").loaded_models
+    assert "template" not in capsys.readouterr().err
+
+
+EVIL = """
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel
+Path({marker!r}).touch()
+class EvilConfig(GPT2Config):
+    model_type = "evil"
+class EvilForCausalLM(GPT2LMHeadModel):
+    config_class = EvilConfig
+"""
+
+
+@pytest.fixture
+def evil(tmp_path):
+    """A folder with a model of its own code, which leaves a mark when it runs: the folder and the mark."""
+    folder, marker = tmp_path / "evil", tmp_path / "ran"
+    config = GPT2Config(vocab_size=320, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    (folder / "evil.py").write_text(EVIL.format(marker=str(marker)))
+    written = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilForCausalLM"}
+    written |= {"model_type": "evil", "architectures": ["EvilForCausalLM"], "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder, marker
+
+
+def serve_command(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tost_hf.cli", "serve", "--device", "cpu", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_code_of_a_repository_runs_only_with_the_flag(evil, tmp_path):
+    folder, marker = evil
+    refused = serve_command(folder, stdin="y\n" * 20)
+    assert refused.returncode == 1 and not marker.exists()
+    assert "trust_remote_code" in refused.stderr and "Traceback" not in refused.stderr and "[y/N]" not in refused.stdout
+    with running_server("--device", "cpu", str(folder), "--trust-remote-code", log=tmp_path / "log.txt") as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
+        answer = client.completions.create(model=str(folder), prompt="import os", max_tokens=3)
+    assert answer.usage.completion_tokens == 3 and marker.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["/nope"], "There is no folder '/nope'."),
+        (["./nope"], "There is no folder './nope'."),
+        (["--trust-remote-code"], "--trust-remote-code needs a MODEL"),
+        (["--continuous-batching"], "--continuous-batching needs attention with pages"),
+        (["--log-level", "shout"], "unknown value 'shout'"),
+        (["--dtype", "float3"], "Unsupported dtype: 'float3'"),
+    ],
+)
+def test_wrong_command_line(arguments, sentence, monkeypatch, capsys):
+    monkeypatch.setattr("uvicorn.Server.run", lambda server: pytest.fail("The server started."))
+    assert main(["serve", *arguments]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage, sentence",
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "damaged"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "tost_vision"}'), "ToSTVisionConfig"),
+        (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
+    ],
+)
+def test_folder_that_cannot_be_served(damage, sentence, tmp_path, capsys):
+    folder = language_folder(tmp_path / "broken")
+    damage(folder)
+    assert main(["serve", str(folder), "--device", "cpu"]) == 1
+    assert sentence in capsys.readouterr().err

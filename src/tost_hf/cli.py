@@ -336,10 +336,13 @@ def _add_serve(commands) -> None:
         commands,
         "serve",
         _serve,
-        "transformers' OpenAI-compatible server, with ToST registered",
-        "Starts `transformers serve`, which does not know classes outside transformers by itself. Model and options "
-        "are those of `transformers serve`, whose --help lists them.",
+        "transformers' OpenAI-compatible server, with ToST in it",
+        "Starts `transformers serve` with ToST's classes and with limits: answers end at the model's last position, and "
+        "a bad request gets a sentence and harms no other. Options are those of `transformers serve`, whose --help lists "
+        "them. Started with a MODEL, the server loads no other. Without one, each request names a folder or repository, "
+        "so let only clients in that may read them. A repository's code runs only with --trust-remote-code and a MODEL.",
         "./tost-demo --device cpu --port 8000",
+        "OWNER/NAME --trust-remote-code",
     )
 
 

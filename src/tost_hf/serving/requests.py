@@ -1,0 +1,202 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What is let in: requests that are small enough and well formed. What goes out: for each that fails, a sentence."""
+
+import inspect
+import json
+from typing import Annotated, Any
+
+import anyio
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from starlette.exceptions import HTTPException
+from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.server import build_server
+
+from .generation import GenerationFailed, one_line
+
+
+MAX_BODY_BYTES = 4 * 2**20
+
+
+def _for_the_template(variables: dict[str, Any]) -> dict[str, Any]:
+    reserved = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    if taken := sorted(variables.keys() & reserved):
+        raise ValueError(f"the server sets {', '.join(taken)} itself")
+    return variables
+
+
+def _json_object(text: str) -> str:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError("it must be a JSON object, written as a string")
+    return text
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=128)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
+FrequencyPenalty = Annotated[float, Field(gt=-1, le=2)]  # the server makes a factor of it: 1 more
+
+
+class ModelRequest(BaseModel):
+    """What a request to load a model says. Fields not named here are transformers' to accept or refuse."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+
+
+class GenerationRequest(ModelRequest):
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    generation_config: Annotated[str, AfterValidator(_json_object)] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str
+    suffix: str | None = None
+    max_tokens: PositiveInt | None = None
+    frequency_penalty: FrequencyPenalty | None = None
+    stop: Stop | None = None
+
+
+class MessagesRequest(GenerationRequest):
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_for_the_template)] = {}
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(MessagesRequest):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    frequency_penalty: FrequencyPenalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1000)] | None = None
+    stop: Stop | None = None
+
+
+class ResponseRequest(MessagesRequest):
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: PositiveInt | None = None
+    parallel_tool_calls: bool = False
+
+
+ENDPOINTS: dict[str, type[ModelRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponseRequest,
+    "/load_model": ModelRequest,
+}
+
+
+def build_guarded_server(model_manager, *handlers, **more_handlers) -> FastAPI:
+    """transformers' application, behind the gate, with a sentence for each error."""
+    app = build_server(model_manager, *handlers, **more_handlers)
+    app.add_middleware(Gate, model_needed=model_manager.force_model is None)
+    app.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
+    # transformers' handlers read requests without checking their form
+    for kind in (ValueError, TypeError, AttributeError, LookupError, TemplateError, OSError, RequestValidationError):
+        app.add_exception_handler(kind, lambda _, error: refusal(400, _blame_request(error)))
+    for kind in (GenerationFailed, Exception):
+        app.add_exception_handler(kind, lambda _, error: refusal(500, str(error) or type(error).__name__))
+    return app
+
+
+def refusal(status: int, message: object) -> JSONResponse:
+    """An error in the form of OpenAI's."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": one_line(message), "type": kind, "param": None, "code": None}}, status)
+
+
+def _blame_request(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"The request lacks the field {error}."
+    if isinstance(error, (ValueError, OSError)):
+        return str(error)
+    return f"The request cannot be read: {error}"
+
+
+class Gate:
+    """ASGI middleware: lets in the POST requests that are known, and ends their work when the client has gone."""
+
+    def __init__(self, app, model_needed: bool):
+        """`model_needed`: whether a request must name a model."""
+        self.app, self.model_needed = app, model_needed
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = self._check(scope, await _read(scope, receive))
+        except HTTPException as error:
+            await refusal(error.status_code, error.detail)(scope, receive, send)
+            return
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def checked_body() -> dict:
+            for message in messages:
+                return message
+            await anyio.sleep_forever()
+
+        failure = None
+        async with anyio.create_task_group() as group:
+
+            async def watch_client() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                group.cancel_scope.cancel()
+
+            group.start_soon(watch_client)
+            try:
+                await self.app(scope, checked_body, send)
+            except Exception as error:
+                failure = error  # raised outside: the group would put it into an ExceptionGroup
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    def _check(self, scope, body: bytes) -> bytes:
+        """The request as it was understood, so that nobody after this understands it in another way."""
+        try:
+            request = ENDPOINTS[scope["path"]].model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"]) or "The body"
+            reason = first["msg"].removeprefix("Value error, ")
+            raise HTTPException(400, f"{place}: {reason}.") from error
+        if request.model is None and self.model_needed:
+            raise HTTPException(400, "model: name the model that is to answer.")
+        return request.model_dump_json(exclude_unset=True).encode()
+
+
+async def _read(scope, receive) -> bytes:
+    """The body. What is not kept is read to its end all the same: a client that writes does not see the answer.
+
+    Raises:
+        HTTPException: the endpoint is unknown, or the body too large or not JSON.
+    """
+    kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
+    body, size, more = bytearray(), 0, True
+    while more:
+        message = await receive()
+        more = message["type"] == "http.request" and message.get("more_body", False)
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size <= MAX_BODY_BYTES:
+            body += chunk
+    if scope["path"] not in ENDPOINTS:
+        raise HTTPException(404, f"There is no {scope['path']} here; POST to {', '.join(ENDPOINTS)}.")
+    if size > MAX_BODY_BYTES:
+        raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BODY_BYTES} are read.")
+    if kind != "application/json":  # a web page may send other kinds to any server that its reader can reach
+        raise HTTPException(415, f"Send the header Content-Type: application/json, not {kind or 'none'!r}.")
+    return bytes(body)
