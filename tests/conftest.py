@@ -10,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from card_folders import bare_folder, labelled_folder, trained_folder  # noqa: F401  fixtures
 from hub_server import hub  # noqa: F401  a fixture
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoImageProcessor, PreTrainedTokenizerFast

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import auto_processor_missing, randomize
-from huggingface_hub import ModelCard, ModelCardData
+from card_folders import RESULT, TOKEN, code_blocks, headings, metadata, section, write_json
+from conftest import auto_processor_missing
+from huggingface_hub import ModelCard
 from safetensors import safe_open
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from transformers.modelcard import TrainingSummary
 
 import tost_hf
 
@@ -29,103 +27,6 @@ from tost_hf.hub.cards import PRESET_CARDS, build_card, preset_card, write_card
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT.parent / "shared/spec/results_and_recipes.md"
-TOKEN = "hf_" + "Ab1" * 12
-RESULT = {
-    "task_type": "text-generation",
-    "dataset_type": "me/letters",
-    "dataset_name": "Letters",
-    "dataset_split": "test",
-    "metric_type": "perplexity",
-    "metric_name": "perplexity (sweep, stride 64)",
-    "metric_value": 12.34567891,
-    "protocol": "every token once | stride 64",
-    "command": "python examples/evaluate_lm.py --model me/tiny",
-    "seed": 7,
-    "date": "2026-11-21",
-    "num_examples": 1234,
-}
-
-
-def write_json(path, content):
-    path.write_text(json.dumps(content))
-
-
-def headings(card):
-    return re.findall(r"^## (.*)", card.text, re.MULTILINE)
-
-
-def section(card, title):
-    return card.text.partition(f"## {title}\n")[2].partition("\n## ")[0]
-
-
-def code_blocks(card):
-    return re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
-
-
-def metadata(card):
-    """As it is after a round trip through the file's text."""
-    return ModelCard(str(card)).data.to_dict()
-
-
-@pytest.fixture
-def folder(tiny_model, tmp_path):
-    """A model and nothing else."""
-    tiny_model.save_pretrained(tmp_path / "tiny")
-    return tmp_path / "tiny"
-
-
-@pytest.fixture
-def trained(folder, tiny_model):
-    """What a training run, an evaluation and a tokenizer leave in the folder of a model with its source files."""
-    tiny_model.save_pretrained(folder, with_code=True)
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "A": 1, "text": 2, "<unk>": 3}, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
-    fast.save_pretrained(folder)
-    write_json(
-        folder / "trainer_state.json",
-        {"global_step": 4321, "epoch": 2.5, "train_batch_size": 6, "log_history": [{"eval_loss": 9.9, "step": 10}]},
-    )
-    training = {"train_runtime": 3725.4, "train_samples": 8765, "train_loss": 2.125, "epoch": 2.5}
-    evaluation = {
-        "eval_ema_loss": 1.75,
-        "eval_loss": 1.53125,
-        "eval_accuracy": 0.4375,
-        "perplexity": 4.625,
-        "eval_samples": 2048,
-        "eval_runtime": 77.7,
-    }
-    write_json(folder / "all_results.json", training | evaluation)
-    write_json(folder / "eval_results.json", evaluation)
-    write_json(folder / "evaluation.json", {"results": [RESULT]})
-    write_json(
-        folder / "run_arguments.json",
-        {
-            "command": f"python examples/run_clm.py --token {TOKEN} --do_train",
-            "dataset_name": "me/letters",
-            "dataset_config_name": "small",
-            "model_name_or_path": "me/parent",
-        },
-    )
-    return folder
-
-
-@pytest.fixture
-def vision_folder(tmp_path):
-    config = tost_hf.ToSTVisionConfig(
-        hidden_size=32,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        patch_size=2,
-        image_size=16,
-        id2label={0: "cat", 1: "dog"},
-        label2id={"cat": 0, "dog": 1},
-    )
-    randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained(tmp_path / "images", with_code=True)
-    tost_hf.make_image_processor(config).save_pretrained(tmp_path / "images")
-    return tmp_path / "images"
-
-
 # The cards of the paper's sizes ---------------------------------------------------------------------------------------
 
 
@@ -195,8 +96,8 @@ def test_speed_figures_are_the_readmes():
 # Filled from a folder -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_known_is_left_out(folder):
-    card = build_card(folder)
+def test_what_is_not_known_is_left_out(bare_folder):
+    card = build_card(bare_folder)
     assert metadata(card) == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -208,11 +109,11 @@ def test_what_is_not_known_is_left_out(folder):
     assert "None" not in card.text and "benchmarks/decode" not in card.text  # measured on another size
 
 
-def test_metadata_and_model_index(trained):
-    data = metadata(build_card(trained, repo_id="me/tiny", license="mit"))
+def test_metadata_and_model_index(trained_folder):
+    data = metadata(build_card(trained_folder, repo_id="me/tiny", license="mit"))
     assert data["license"] == "mit" and data["datasets"] == ["me/letters"] and data["base_model"] == ["me/parent"]
     assert data["metrics"] == ["perplexity", "loss", "accuracy"]
-    results = ModelCard(str(build_card(trained, repo_id="me/tiny"))).data.eval_results
+    results = ModelCard(str(build_card(trained_folder, repo_id="me/tiny"))).data.eval_results
     assert data["model-index"][0]["name"] == "tiny"
     first = results[0]
     for key in ("task_type", "dataset_type", "dataset_name", "dataset_split", "metric_type", "metric_name", "metric_value"):
@@ -226,8 +127,8 @@ def test_metadata_and_model_index(trained):
     }
 
 
-def test_tables_hold_the_inputs(trained):
-    card = build_card(trained, repo_id="me/tiny")
+def test_tables_hold_the_inputs(trained_folder):
+    card = build_card(trained_folder, repo_id="me/tiny")
     evaluation = section(card, "Evaluation")
     row = "| Letters | test | perplexity (sweep, stride 64) | 12.3457 | 1,234 | 7 | 2026-11-21 |"
     assert rf"{row} every token once \| stride 64 |" in evaluation
@@ -248,26 +149,27 @@ def test_tables_hold_the_inputs(trained):
     assert "Fine-tuned from [me/parent]" in training and "[me/letters](https://huggingface.co/datasets/me/letters)" in training
 
 
-def test_columns_without_values_are_left_out(folder):
+def test_columns_without_values_are_left_out(bare_folder):
     bare = {key: RESULT[key] for key in ("task_type", "dataset_type", "dataset_name", "metric_type", "metric_value")}
-    write_json(folder / "evaluation.json", {"results": [bare]})
-    table = section(build_card(folder), "Evaluation")
+    write_json(bare_folder / "evaluation.json", {"results": [bare]})
+    table = section(build_card(bare_folder), "Evaluation")
     assert "| dataset | metric | value |\n|---|---|---|\n| Letters | perplexity | 12.3457 |" in table
     assert "```" not in table
 
 
-def test_secrets_are_taken_out(trained):
+def test_secrets_are_taken_out(trained_folder):
     write_json(
-        trained / "evaluation.json", {"results": [RESULT | {"protocol": TOKEN, "command": f"x --hub_token={TOKEN[3:]}"}]}
+        trained_folder / "evaluation.json",
+        {"results": [RESULT | {"protocol": TOKEN, "command": f"x --hub_token={TOKEN[3:]}"}]},
     )
-    (trained / "README.md").write_text(f"---\nlicense: mit\n---\n\n# mine\n\nMy token is {TOKEN}.\n")
-    text = str(build_card(trained))
+    (trained_folder / "README.md").write_text(f"---\nlicense: mit\n---\n\n# mine\n\nMy token is {TOKEN}.\n")
+    text = str(build_card(trained_folder))
     assert TOKEN[3:] not in text and text.count("--token REMOVED --do_train") == 1 and "--hub_token=REMOVED" in text
 
 
 @pytest.mark.parametrize("kind", ["language", "vision"])
-def test_parameters_are_those_in_the_file(folder, vision_folder, kind):
-    path = {"language": folder, "vision": vision_folder}[kind]
+def test_parameters_are_those_in_the_file(bare_folder, labelled_folder, kind):
+    path = {"language": bare_folder, "vision": labelled_folder}[kind]
     with safe_open(path / "model.safetensors", "pt") as file:
         names = [name for name in file.keys() if not re.search("running_|num_batches", name)]  # buffers
         count = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
@@ -282,11 +184,11 @@ def test_mixed_dtypes(tiny_model, tmp_path):
     assert f"| stored as | {expected} |" in build_card(tmp_path / "half").text
 
 
-def test_state_size_is_the_caches(tiny_model, folder):
+def test_state_size_is_the_caches(tiny_model, bare_folder):
     cache = tost_hf.CausalStatisticsCache(tiny_model.config)
     tiny_model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
     size = sum(x.nbytes for layer in cache.layers for x in layer.state)
-    cost = section(build_card(folder), "Cost")
+    cost = section(build_card(bare_folder), "Cost")
     assert f"{size:,} bytes a sequence" in cost
     assert f"{sum(layer.nbytes for layer in cache.layers) - size:,} bytes more" in cost
 
@@ -306,8 +208,8 @@ def test_other_language_models(tiny_config, tmp_path, model_class, auto_class, t
     run_blocks(card, tmp_path.name, tmp_path)
 
 
-def test_vision_cards(vision_folder, tmp_path):
-    card = build_card(vision_folder)
+def test_vision_cards(labelled_folder, tmp_path):
+    card = build_card(labelled_folder)
     assert card.data.pipeline_tag == "image-classification" and "| classes | 2: cat, dog |" in card.text
     assert "multiples of 2 pixels" in section(card, "Limits") and "XCiT" in section(card, "Licence")
     config = tost_hf.ToSTVisionConfig(
@@ -327,20 +229,20 @@ def test_position_free_models(tiny_config, tmp_path):
     assert "| positions | no limit |" in card.text and "no table of positions" in section(card, "Limits")
 
 
-def test_an_evaluation_of_earlier_weights_is_not_reported(folder):
+def test_an_evaluation_of_earlier_weights_is_not_reported(bare_folder):
     state = {"global_step": 20, "log_history": [{"eval_loss": 3.5, "step": 10}]}
-    write_json(folder / "trainer_state.json", state)
-    assert "Evaluation" not in headings(build_card(folder))
+    write_json(bare_folder / "trainer_state.json", state)
+    assert "Evaluation" not in headings(build_card(bare_folder))
     state["log_history"] += [{"eval_loss": 3.25, "eval_ema_accuracy": 0.75, "step": 20}, {"train_runtime": 1.0, "step": 20}]
-    write_json(folder / "trainer_state.json", state)
-    evaluation = section(build_card(folder), "Evaluation")
+    write_json(bare_folder / "trainer_state.json", state)
+    evaluation = section(build_card(bare_folder), "Evaluation")
     assert "| loss | 3.25 |" in evaluation and "| accuracy of the averaged weights (folder `ema`) | 0.75 |" in evaluation
-    assert "model-index" not in metadata(build_card(folder))  # nothing says on which data
+    assert "model-index" not in metadata(build_card(bare_folder))  # nothing says on which data
 
 
-def test_local_names_are_not_ids(trained):
-    write_json(trained / "run_arguments.json", {"dataset_name": "/data/photos", "model_name_or_path": "my-tost"})
-    data = metadata(build_card(trained))
+def test_local_names_are_not_ids(trained_folder):
+    write_json(trained_folder / "run_arguments.json", {"dataset_name": "/data/photos", "model_name_or_path": "my-tost"})
+    data = metadata(build_card(trained_folder))
     assert "datasets" not in data and "base_model" not in data
     assert {result["dataset"]["type"] for result in data["model-index"][0]["results"]} == {"me/letters"}  # evaluation.json's
 
@@ -356,17 +258,17 @@ def run_blocks(card, repo_id, path):
             exec(compile(block.replace(f'"{repo_id}"', repr(str(path))), "README.md", "exec"), {})
 
 
-def test_code_blocks_with_the_package(trained, vision_folder):
-    for path in (trained, vision_folder):
+def test_code_blocks_with_the_package(trained_folder, labelled_folder):
+    for path in (trained_folder, labelled_folder):
         card = build_card(path, repo_id="me/tiny")
         assert len(code_blocks(card)) == 2
         run_blocks(card, "me/tiny", path)
 
 
 @pytest.mark.slow
-def test_code_blocks_without_the_package(trained, vision_folder, tmp_path):
+def test_code_blocks_without_the_package(trained_folder, labelled_folder, tmp_path):
     code = "import sys; sys.modules['tost_hf'] = None\n"
-    for path, revision in ((trained, None), (vision_folder, "abc1234")):
+    for path, revision in ((trained_folder, None), (labelled_folder, "abc1234")):
         card = build_card(path, repo_id="me/tiny", revision=revision)
         with_package, without = code_blocks(card)
         assert ('revision="abc1234")' in with_package and 'revision="abc1234")' in without) == (revision is not None)
@@ -378,178 +280,9 @@ def test_code_blocks_without_the_package(trained, vision_folder, tmp_path):
     assert re.findall(r"transformers_modules\.\S+ (ToST\w+)", done.stdout) == ["ToSTForCausalLM", "ToSTForImageClassification"]
 
 
-def test_code_that_publishing_adds(folder):
+def test_code_that_publishing_adds(bare_folder):
     """`tost-hf publish` sends the source files with a folder that has none."""
-    assert "trust_remote_code=True" in build_card(folder, with_code=True).text
-
-
-# Refreshing -----------------------------------------------------------------------------------------------------------
-
-
-def test_licence_is_given_by_a_person(folder):
-    assert write_card(folder) == folder / "README.md"
-    assert ModelCard.load(folder / "README.md").data.license is None
-    write_card(folder, license="mit")
-    write_card(folder)
-    card = ModelCard.load(folder / "README.md")
-    assert card.data.license == "mit" and "licence of the weights is `mit`" in card.text
-    write_card(folder, license="apache-2.0")
-    assert ModelCard.load(folder / "README.md").data.license == "apache-2.0"
-
-
-def test_writing_again_changes_nothing(trained):
-    first = write_card(trained, repo_id="me/tiny", license="mit").read_bytes()
-    assert write_card(trained, repo_id="me/tiny").read_bytes() == first
-    assert b"\r" not in first and first.endswith(b"-->\n")
-    assert [path.name for path in trained.glob("*README*")] == ["README.md"]  # no temporary file is left
-
-
-def test_generated_text_is_renewed(trained):
-    write_card(trained)
-    write_json(trained / "evaluation.json", {"results": [RESULT | {"metric_value": 11.5}]})
-    (trained / "eval_results.json").unlink()
-    (trained / "all_results.json").unlink()
-    card = ModelCard.load(write_card(trained))
-    assert "11.5" in section(card, "Evaluation") and "12.3457" not in card.text
-    assert [result.metric_value for result in card.data.eval_results] == [11.5]
-    (trained / "evaluation.json").unlink()
-    card = ModelCard.load(write_card(trained))
-    assert "Evaluation" not in headings(card) and "model-index" not in card.data.to_dict()
-
-
-def test_what_a_person_wrote_stays(trained):
-    path = write_card(trained)
-    card = ModelCard.load(path)
-    card.data.license, card.data.language, card.data.tags = "other", "en", ["mine", "tost"]
-    card.data.license_name, card.data["license_link"], card.data["co2_eq_emissions"] = "my-own", "LICENSE", {"emissions": 3}
-    card.data.datasets, card.data.base_model, card.data.library_name = ["me/by-hand"], "me/other", "tost_hf"
-    text = card.text.replace("To continue text,", "To write poems,")  # within a generated section
-    text = text.replace("\n## Limits\n", "\n## Thanks\n\nTo all.\n\n```\n## not a heading\n```\n\n## Limits\n")
-    text = re.sub(r"\n## Citation\n.*", "\n## Contact\n\nMe.\n", text, flags=re.DOTALL)
-    text = text.replace("| optimizer steps |", "| steps of AdamW |")
-    card.text = text
-    card.save(path)
-    (trained / "run_arguments.json").unlink()
-
-    for _ in range(2):
-        card = ModelCard.load(write_card(trained))
-    data = card.data.to_dict()
-    assert data["license"] == "other" and data["license_name"] == "my-own" and data["license_link"] == "LICENSE"
-    assert data["language"] == "en" and data["co2_eq_emissions"] == {"emissions": 3} and data["library_name"] == "tost_hf"
-    assert data["datasets"] == ["me/by-hand"] and data["base_model"] == "me/other"
-    assert data["tags"] == ["mine", "tost", "arxiv:2412.17810", "tssa"]
-    titles = headings(card)
-    assert titles.index("Thanks") == titles.index("Intended use") + 1 and "To write poems," in section(card, "Intended use")
-    assert (
-        "To all.\n\n```\n## not a heading\n```\n\n## Limits\n" in card.text
-        and card.text.count("Me.") == 1
-        and "| steps of AdamW |" in card.text
-    )
-    assert sorted(set(titles)) == sorted(titles)
-    assert titles[-1] == "Citation" or titles[-2] == "Citation"  # deleted by the person, so written again
-
-
-def test_a_card_all_written_by_hand(folder):
-    (folder / "README.md").write_text(
-        "\ufeff---\nlicense: mit\n---\n# My model\n\nMy words.\n\n## Limits\n\nNone known.\n\n"
-        "## Notes\n\nOne.\n\n## Notes\n\nTwo.\n",
-        encoding="utf-8",
-        newline="\r\n",
-    )
-    for _ in range(2):
-        card = ModelCard.load(write_card(folder))
-    assert card.text.strip().startswith("# My model\n\nMy words.") and card.data.license == "mit"
-    assert section(card, "Limits").strip() == "None known."
-    assert card.text.index("One.") < card.text.index("Two.") < card.text.index("## Cost")
-    assert "## Architecture" in card.text and card.text.count("# My model") == 1
-
-
-def test_words_of_a_form_in_a_persons_text_stay(folder):
-    text = "# Model Card for Ada\n\nMore information needed about Ada is in the paper.  \nSecond line.\n\n\n\nThird."
-    (folder / "README.md").write_text(f"---\nlicense: mit\n---\n\n{text}\n")
-    assert build_card(folder).text.startswith(f"\n{text}\n\n## Architecture")
-
-
-def test_a_card_without_metadata(folder):
-    (folder / "README.md").write_text("# Mine\n\nWords.\n")
-    card = ModelCard.load(write_card(folder))
-    assert "Words." in card.text and card.data.pipeline_tag == "text-generation"
-
-
-def test_results_of_others_stay(trained):
-    other = {
-        "task": {"type": "text-generation"},
-        "dataset": {"type": "lambada", "name": "LAMBADA"},
-        "metrics": [{"type": "accuracy", "value": 0.25}],
-    }
-    data = ModelCardData(**{"model-index": [{"name": "x", "results": [other]}]})
-    (trained / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n# x\n")
-    for _ in range(2):
-        results = ModelCard.load(write_card(trained)).data.eval_results
-    assert [result.metric_value for result in results] == [12.34567891, 1.53125, 0.4375, 4.625, 0.25]
-
-
-def test_the_pipeline_tag_follows_the_model(folder, tiny_config):
-    write_card(folder)
-    tost_hf.ToSTForSequenceClassification(tiny_config).save_pretrained(folder)
-    assert ModelCard.load(write_card(folder)).data.pipeline_tag == "text-classification"
-    card = ModelCard.load(folder / "README.md")
-    card.data.pipeline_tag = "zero-shot-classification"  # a person's choice
-    card.save(folder / "README.md")
-    assert ModelCard.load(write_card(folder)).data.pipeline_tag == "zero-shot-classification"
-
-
-def trainer_draft(**options):
-    summary = TrainingSummary(
-        "tiny",
-        tags=["generated_from_trainer"],
-        tasks="text-generation",
-        hyperparameters={"learning_rate": 0.0006, "seed": 42},
-        eval_results={"Loss": 1.5, "Accuracy": 0.75},
-        eval_lines=[{"Training Loss": 2.0, "Epoch": 1, "Step": 10, "Validation Loss": 1.5}],
-        **options,
-    )
-    return summary.to_model_card()
-
-
-def test_trainers_draft_is_replaced(folder):
-    (folder / "README.md").write_text(
-        trainer_draft(finetuned_from="me/parent", dataset_tags=["me/letters"], dataset=["Letters"])
-    )
-    for _ in range(2):
-        card = ModelCard.load(write_card(folder))
-        assert not re.search("more information needed|automatically", card.text, re.IGNORECASE)
-        assert "### Training hyperparameters\n\n- learning_rate: 0.0006\n- seed: 42\n" in section(card, "Training")
-        assert card.data.datasets == ["me/letters"] and card.data.base_model in ("me/parent", ["me/parent"])
-        assert [result.metric_value for result in card.data.eval_results] == [0.75]
-        assert "generated_from_trainer" in card.data.tags and "tost" in card.data.tags
-    assert not {"Model description", "Training procedure", "Intended uses & limitations"} & set(headings(card))
-
-
-def test_what_was_filled_into_a_draft_stays(folder):
-    draft = trainer_draft(finetuned_from="/home/me/parent", dataset_tags=["imagefolder"], dataset=["imagefolder"])
-    assert "type: imagefolder" in draft
-    filled_in = draft.replace("## Model description\n\nMore information needed", "## Model description\n\nIt is mine.")
-    assert filled_in != draft
-    (folder / "README.md").write_text(filled_in)
-    card = ModelCard.load(write_card(folder))
-    assert section(card, "Model description").strip() == "It is mine."
-    assert not {"base_model", "datasets", "model-index"} & set(card.data.to_dict())  # names of this machine
-
-
-def test_the_pushed_form_is_replaced(folder):
-    form = str(ModelCard.from_template(ModelCardData(library_name="transformers"))).replace("---\n", "---\nlanguage: en\n", 1)
-    (folder / "README.md").write_text(form)
-    card = ModelCard.load(write_card(folder))
-    assert "More Information Needed" not in card.text and card.data.language == "en"
-    assert headings(card) == headings(build_card(folder)) and "Model Details" not in headings(card)
-
-    (folder / "README.md").write_text(form.replace("- **Developed by:** [More Information Needed]", "- **Developed by:** Me"))
-    card = ModelCard.load(write_card(folder))
-    assert "**Developed by:** Me" in section(card, "Model Details") and "More Information Needed" not in card.text
-
-    (folder / "README.md").write_text("---\ntags: [tost]\n---\n\nA ToSTForCausalLM, pushed without a model card.\n")
-    assert "pushed without" not in build_card(folder).text
+    assert "trust_remote_code=True" in build_card(bare_folder, with_code=True).text
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
@@ -574,18 +307,18 @@ def test_the_pushed_form_is_replaced(folder):
         ("README.md", "---\nlicense: [mit\n---\n", "metadata at the top of .*README.md' cannot be read"),
     ],
 )
-def test_errors(folder, name, content, sentence):
-    (folder / name).unlink(missing_ok=True)
+def test_errors(bare_folder, name, content, sentence):
+    (bare_folder / name).unlink(missing_ok=True)
     if content is not None:
-        (folder / name).write_text(content)
+        (bare_folder / name).write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=sentence):
-        write_card(folder)
+        write_card(bare_folder)
     if name == "README.md":
-        assert (folder / name).read_text() == content  # as it was
+        assert (bare_folder / name).read_text() == content  # as it was
 
 
-def test_jinja_is_missed_by_name(folder, monkeypatch):
+def test_jinja_is_missed_by_name(bare_folder, monkeypatch):
     monkeypatch.setattr(cards, "is_jinja_available", lambda: False)
     with pytest.raises(ImportError, match="pip install jinja2"):
-        write_card(folder)
-    assert not (folder / "README.md").exists()
+        write_card(bare_folder)
+    assert not (bare_folder / "README.md").exists()
