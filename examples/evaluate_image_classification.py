@@ -30,8 +30,8 @@ from evaluation import (
     results_file,
     write_results,
 )
-from run_clm import parse_args
 from run_image_classification import DataTrainingArguments, EvaluationImages, choose_columns, most_likely, number_labels
+from scripting import parse_args, run
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
@@ -175,4 +175,4 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from datasets import Dataset, load_dataset
-from run_clm import LOADERS
+from datasets import Dataset
+from scripting import LOADERS, HubArguments, ending, load_rows
 from transformers import PreTrainedModel
+
+from tost_hf.files import EVALUATION, staged_file
 
 
 logger = logging.getLogger("evaluation")
@@ -23,7 +25,7 @@ IDENTITY = ("task_type", "dataset_type", "dataset_name", "dataset_config", "data
 
 
 @dataclass(kw_only=True)
-class EvaluationArguments:
+class EvaluationArguments(HubArguments):
     """Which model, how much of the data, and where results go."""
 
     counts = ("max_examples", "batch_size")  # arguments that are positive where they are given
@@ -40,27 +42,11 @@ class EvaluationArguments:
         metadata={"help": "The dtype of the weights.", "choices": ["auto", "bfloat16", "float16", "float32", "float64"]},
     )
     device: str | None = field(default=None, metadata={"help": "Where to run. Default: the GPU if there is one."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
-    model_revision: str = field(default="main", metadata={"help": "The branch, tag or commit of the model to use."})
-    token: str | None = field(default=None, metadata={"help": "The Hub token; the one of `hf auth login` if left out."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether to run code that a Hub repository brings. Read it before."}
-    )
 
     def __post_init__(self):
         for name in self.counts:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
-
-    @property
-    def hub_options(self) -> dict:
-        """What `from_pretrained` of model, tokenizer and processor needs."""
-        return {
-            "cache_dir": self.cache_dir,
-            "revision": self.model_revision,
-            "token": self.token,
-            "trust_remote_code": self.trust_remote_code,
-        }
 
     @property
     def limit(self) -> str:
@@ -107,18 +93,17 @@ def load_source(source: str, args: EvaluationArguments, **file_options) -> Sourc
     options = {"cache_dir": args.cache_dir, "token": args.token}
     name, config, split = source, None, args.dataset_split
     if os.path.isfile(source):
-        ending = source.rpartition(".")[2].lower()
-        if ending not in LOADERS:
+        if ending(source) not in LOADERS:
             raise ValueError(f"The data file {source!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
         if split is not None:
             raise ValueError(f"The data file {source!r} has no splits to choose from: leave --dataset_split out.")
-        if ending == "txt":
+        if ending(source) == "txt":
             options |= file_options
-        rows = load_dataset(LOADERS[ending], data_files=source, split="train", **options)
+        rows = load_rows(LOADERS[ending(source)], data_files=source, split="train", **options)
     else:
         if not os.path.isdir(source):
             name, _, config = source.partition(":")
-        found = load_dataset(name, config or None, **options)
+        found = load_rows(name, config or None, **options)
         wanted = [split] if split is not None else [*SPLITS, *(found if len(found) == 1 else ())]
         split = next((candidate for candidate in wanted if candidate in found), None)
         if split is None:
@@ -179,7 +164,7 @@ def results_file(args: EvaluationArguments) -> Path:
     """
     if args.output_file is None and not os.path.isdir(args.model):
         raise ValueError(f"{args.model!r} is no folder that results could be written to: give --output_file.")
-    file = Path(args.output_file or Path(args.model) / "evaluation.json")
+    file = Path(args.output_file or Path(args.model) / EVALUATION)
     read_results(file)  # now rather than at the end of a long evaluation
     return file
 
@@ -202,12 +187,10 @@ def write_results(file: Path, results: list[dict]) -> None:
     new = {tuple(result.get(key) for key in IDENTITY) for result in results}
     content = read_results(file)
     kept = [result for result in content["results"] if tuple(result.get(key) for key in IDENTITY) not in new]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(
-        json.dumps(content | {"results": kept + results}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    os.replace(temporary, file)
+    with staged_file(file) as staged:
+        staged.write_text(
+            json.dumps(content | {"results": kept + results}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def print_results(results: list[dict]) -> None:

@@ -8,25 +8,30 @@ The arguments are those of transformers' own run_clm.py; a .json or .yaml file o
 are the published recipe (see `ToSTTrainingArguments`). Start it with `accelerate launch` to use several devices.
 """
 
-import json
 import logging
 import os
-import re
-import shlex
 import sys
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 
-import datasets
-import transformers
-from datasets import Dataset, load_dataset
+from datasets import Dataset
+from scripting import (
+    LOADERS,
+    HubArguments,
+    check_limits,
+    ending,
+    load_rows,
+    override_config,
+    parse_args,
+    run,
+    set_up_logging,
+    train_and_report,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -41,12 +46,11 @@ from tost_hf.training.metrics import TokenAccuracy, perplexity
 
 logger = logging.getLogger("run_clm")
 
-LOADERS = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
 DEFAULT_BLOCK_SIZE = 1024
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(HubArguments):
     """Which model, configuration and tokenizer."""
 
     model_name_or_path: str | None = field(
@@ -68,12 +72,6 @@ class ModelArguments:
         default=None, metadata={"help": "The tokenizer, a folder or a Hub id; the model's own if left out."}
     )
     use_fast_tokenizer: bool = field(default=True, metadata={"help": "Whether to prefer a fast tokenizer."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
-    model_revision: str = field(default="main", metadata={"help": "The branch, tag or commit of the model to use."})
-    token: str | None = field(default=None, metadata={"help": "The Hub token; the one of `hf auth login` if left out."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether to run code that a Hub repository brings. Read it before."}
-    )
     dtype: str | None = field(
         default=None,
         metadata={
@@ -120,12 +118,13 @@ class DataTrainingArguments:
     def __post_init__(self):
         if self.dataset_name is None and self.train_file is None and self.validation_file is None:
             raise ValueError("There is no text to work on: give --dataset_name, --train_file or --validation_file.")
+        check_limits(self)
         if not 0 <= self.validation_split_percentage < 100:
             raise ValueError(
                 f"--validation_split_percentage must be at least 0 and below 100, got {self.validation_split_percentage}."
             )
         for file in filter(None, (self.train_file, self.validation_file)):
-            if _ending(file) not in LOADERS:
+            if ending(file) not in LOADERS:
                 raise ValueError(f"The text file {file!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
             if "://" in file:  # a URL, which datasets fetches
                 continue
@@ -135,45 +134,17 @@ class DataTrainingArguments:
                 raise ValueError(f"The text file {file!r} is empty.")
 
 
-def _ending(file: str) -> str:
-    return file.rpartition(".")[2].lower()
-
-
-def parse_args(args: list[str], *argument_classes: type, description: str | None = None) -> tuple:
-    """An instance of each class of arguments, from the command line or from the one .json or .yaml file it names."""
-    parser = HfArgumentParser(argument_classes, description=description)
-    if len(args) == 1 and args[0].endswith(".json"):
-        return parser.parse_json_file(os.path.abspath(args[0]))
-    if len(args) == 1 and args[0].endswith((".yaml", ".yml")):
-        return parser.parse_yaml_file(os.path.abspath(args[0]))
-    return parser.parse_args_into_dataclasses(args)
-
-
-def set_up_logging(training_args: ToSTTrainingArguments) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
-    if training_args.should_log:  # the main process says more than the others
-        transformers.utils.logging.set_verbosity_info()
-    level = training_args.get_process_log_level()
-    logger.setLevel(level)
-    datasets.utils.logging.set_verbosity(level)
-    transformers.utils.logging.set_verbosity(level)
-    logger.warning(
-        f"process {training_args.process_index} of {training_args.world_size}, device {training_args.device}, "
-        f"bf16 {training_args.bf16}, fp16 {training_args.fp16}"
-    )
-
-
 def load_texts(model_args: ModelArguments, data_args: DataTrainingArguments) -> dict:
     """The rows of text of "train" and "validation", each a `Dataset` or, streaming, an `IterableDataset`."""
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token, "streaming": data_args.streaming}
     if data_args.dataset_name is not None:
-        texts = dict(load_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
+        texts = dict(load_rows(data_args.dataset_name, data_args.dataset_config_name, **options))
     else:
         texts = {}
         for split, file in (("train", data_args.train_file), ("validation", data_args.validation_file)):
             if file is not None:
-                lines = {"keep_linebreaks": data_args.keep_linebreaks} if _ending(file) == "txt" else {}
-                texts[split] = load_dataset(LOADERS[_ending(file)], data_files=file, split="train", **options, **lines)
+                lines = {"keep_linebreaks": data_args.keep_linebreaks} if ending(file) == "txt" else {}
+                texts[split] = load_rows(LOADERS[ending(file)], data_files=file, split="train", **options, **lines)
     percentage = data_args.validation_split_percentage
     if "validation" not in texts and "train" in texts and percentage > 0:
         texts["train"], texts["validation"] = hold_out(texts["train"], percentage)
@@ -198,58 +169,21 @@ def hold_out(rows, percentage: int) -> tuple:
 
 def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     """The configuration of the model to fine-tune, or of the one to train from scratch."""
-    hub = {
-        "cache_dir": model_args.cache_dir,
-        "revision": model_args.model_revision,
-        "token": model_args.token,
-        "trust_remote_code": model_args.trust_remote_code,
-    }
     name = model_args.config_name or model_args.model_name_or_path
     if name is None:
         config = AutoConfig.for_model(model_args.model_type)
     elif name in PRESETS and not os.path.isdir(name) and model_args.config_name is not None:
         config = ToSTConfig.from_preset(name)
     else:
-        config = AutoConfig.from_pretrained(name, **hub)
-    if model_args.config_overrides is None:
-        return config
-
-    overrides = {}
-    for assignment in model_args.config_overrides.split(","):
-        key, equals, value = assignment.partition("=")
-        key = config.attribute_map.get(key.strip(), key.strip())
-        if not equals or key not in config.to_dict():
-            raise ValueError(
-                f"--config_overrides has no use for {assignment!r}; write key=value, of {config.model_type} keys."
-            )
-        overrides[key] = parse_value(value.strip())
-    fields = config.to_dict()
-    if config.model_type == ToSTConfig.model_type and "hidden_size" in overrides:
-        if fields["intermediate_size"] == 4 * fields["hidden_size"]:
-            fields["intermediate_size"] = None  # follows the new width
-    return type(config).from_dict(fields | overrides)
-
-
-def parse_value(text: str) -> bool | int | float | str | None:
-    """A value in JSON's notation or, in its words, Python's; anything else is a string."""
-    try:
-        return json.loads("null" if text == "None" else text.lower())
-    except json.JSONDecodeError:
-        return text
+        config = AutoConfig.from_pretrained(name, **model_args.hub_options)
+    return override_config(config, model_args.config_overrides)
 
 
 def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
     name = model_args.tokenizer_name or model_args.model_name_or_path
     if name is None:
         raise ValueError("A model trained from scratch needs a tokenizer: give --tokenizer_name, a folder or a Hub id.")
-    return AutoTokenizer.from_pretrained(
-        name,
-        cache_dir=model_args.cache_dir,
-        use_fast=model_args.use_fast_tokenizer,
-        revision=model_args.model_revision,
-        token=model_args.token,
-        trust_remote_code=model_args.trust_remote_code,
-    )
+    return AutoTokenizer.from_pretrained(name, use_fast=model_args.use_fast_tokenizer, **model_args.hub_options)
 
 
 def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -265,15 +199,8 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: 
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=model_args.trust_remote_code, **options)
         logger.info(f"A new model of {model.num_parameters():,} parameters")
         return model
-    model = AutoModelForCausalLM.from_pretrained(
-        model_args.model_name_or_path,
-        config=config,
-        cache_dir=model_args.cache_dir,
-        revision=model_args.model_revision,
-        token=model_args.token,
-        trust_remote_code=model_args.trust_remote_code,
-        **options,
-    )
+    options |= model_args.hub_options
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, config=config, **options)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
     return model
@@ -312,7 +239,7 @@ def prepare_blocks(split: str, rows, tokenizer: PreTrainedTokenizerBase, block_s
     columns = rows.column_names or list(next(iter(rows)))
     column = "text" if "text" in columns else columns[0]
     file = data_args.train_file if split == "train" else data_args.validation_file or data_args.train_file
-    rows_are_lines = data_args.dataset_name is None and _ending(file) == "txt"
+    rows_are_lines = data_args.dataset_name is None and ending(file) == "txt"
     add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not rows_are_lines
     if add_eos and tokenizer.eos_token_id is None:
         raise ValueError("The tokenizer has no eos token to end a document with; set one, or use --add_eos_token false.")
@@ -353,48 +280,8 @@ def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
     return accuracy | {"perplexity": perplexity(float(evaluated.losses.mean()))}
 
 
-def find_checkpoint(training_args: ToSTTrainingArguments) -> str | None:
-    """The checkpoint to go on from: the one given or, without or with "true", the last one in the output folder."""
-    given = training_args.resume_from_checkpoint
-    wanted = str(given).lower()
-    if wanted == "false":
-        return None
-    if wanted not in ("none", "true"):
-        if not os.path.isdir(given):
-            raise FileNotFoundError(f"The checkpoint folder {given!r} does not exist.")
-        return given
-    states = Path(training_args.output_dir).glob("checkpoint-[0-9]*/trainer_state.json")
-    complete = [path.parent for path in states if _is_json(path)]
-    last = str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
-    if last is None and wanted == "true":
-        raise FileNotFoundError(f"There is no checkpoint in {training_args.output_dir!r} to resume from.")
-    if last is not None:
-        logger.warning(f"Going on from {last}; to start afresh, use another --output_dir or --resume_from_checkpoint false.")
-    return last
-
-
-def _is_json(path: Path) -> bool:
-    """Whether a file is whole JSON. A run that was killed while saving leaves its last file, trainer_state.json, cut short."""
-    try:
-        json.loads(path.read_text())
-    except ValueError:
-        return False
-    return True
-
-
-def main(args: list[str] | None = None) -> None:
-    args = sys.argv[1:] if args is None else args
-    model_args, data_args, training_args = parse_args(
-        args, ModelArguments, DataTrainingArguments, ToSTTrainingArguments, description=__doc__
-    )
-    set_up_logging(training_args)
-    set_seed(training_args.seed)
-
-    config = load_config(model_args)
-    block_size = choose_block_size(data_args.block_size, config)
-    tokenizer = load_tokenizer(model_args)
-    model = load_model(model_args, config, tokenizer)
-
+def load_blocks(model_args, data_args, training_args, tokenizer: PreTrainedTokenizerBase, block_size: int) -> dict:
+    """The blocks of "train" and "validation" that are wanted."""
     blocks = {}
     with training_args.main_process_first(desc="preparing the text"):
         texts = load_texts(model_args, data_args)
@@ -406,6 +293,22 @@ def main(args: list[str] | None = None) -> None:
                 raise ValueError(f"There is no {split} text; give --{split}_file, or a dataset that has one.")
             if wanted:
                 blocks[split] = prepare_blocks(split, texts[split], tokenizer, block_size, max_samples, data_args)
+    return blocks
+
+
+def main(args: list[str] | None = None) -> None:
+    args = sys.argv[1:] if args is None else args
+    model_args, data_args, training_args = parse_args(
+        args, ModelArguments, DataTrainingArguments, ToSTTrainingArguments, description=__doc__
+    )
+    set_up_logging(training_args, logger)
+    set_seed(training_args.seed)
+
+    config = load_config(model_args)
+    block_size = choose_block_size(data_args.block_size, config)
+    tokenizer = load_tokenizer(model_args)
+    model = load_model(model_args, config, tokenizer)
+    blocks = load_blocks(model_args, data_args, training_args, tokenizer, block_size)
 
     training_args.include_for_metrics = ["loss"]  # for the perplexity
     trainer_class = ToSTTrainer if model.config.model_type == ToSTConfig.model_type else Trainer
@@ -419,53 +322,11 @@ def main(args: list[str] | None = None) -> None:
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=most_likely,
     )
-
-    record_run(trainer, model_args, data_args)
-    if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=find_checkpoint(training_args))
-        trainer.save_model()  # and the tokenizer
-        report(trainer, "train", result.metrics, blocks["train"], data_args.max_train_samples)
-        trainer.save_state()
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        metrics["perplexity"] = metrics["eval_perplexity"]
-        report(trainer, "eval", metrics, blocks["validation"], data_args.max_eval_samples)
-
-    card = {"finetuned_from": model_args.model_name_or_path, "tasks": "text-generation"}
-    if data_args.dataset_name is not None:
-        card["dataset_tags"] = data_args.dataset_name
-        card["dataset_args"] = data_args.dataset_config_name
-        card["dataset"] = " ".join(filter(None, (data_args.dataset_name, data_args.dataset_config_name)))
-    if training_args.push_to_hub:
-        trainer.push_to_hub(**card)
-    else:
-        trainer.create_model_card(**card)
-
-
-def record_run(trainer: Trainer, model_args, data_args) -> None:
-    """Writes to the output folder what a card tells of a run: its command, without tokens, its data and first weights."""
-    if trainer.is_world_process_zero():
-        arguments = shlex.join(sys.argv[1:])
-        arguments = re.sub(r"--(hub_)?token[= ]\S+ ?", "", arguments)
-        known = {
-            "command": f"python examples/{Path(sys.argv[0]).name} {arguments}",
-            "dataset_name": data_args.dataset_name,
-            "dataset_config_name": data_args.dataset_config_name,
-            "model_name_or_path": model_args.model_name_or_path,
-        }
-        path = Path(trainer.args.output_dir, "run_arguments.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({name: value for name, value in known.items() if value}, indent=2) + "\n")
-
-
-def report(trainer: Trainer, split: str, metrics: dict[str, float], blocks, max_samples: int | None) -> None:
-    """Prints metrics and writes them to the output folder."""
-    samples = len(blocks) if isinstance(blocks, Dataset) else max_samples
-    if samples is not None:
-        metrics[f"{split}_samples"] = samples
-    trainer.log_metrics(split, metrics)
-    trainer.save_metrics(split, metrics)
+    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    counts = {name: len(rows) if isinstance(rows, Dataset) else limits[name] for name, rows in blocks.items()}
+    samples = {"train": counts.get("train"), "eval": counts.get("validation")}
+    train_and_report(trainer, model_args, data_args, "text-generation", samples)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -19,9 +19,18 @@ from dataclasses import dataclass, field
 
 import datasets
 import torch
-from datasets import ClassLabel, Dataset, Features, Value, load_dataset
+from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image, ImageOps
-from run_clm import find_checkpoint, parse_args, parse_value, record_run, report, set_up_logging
+from scripting import (
+    HubArguments,
+    check_limits,
+    load_rows,
+    override_config,
+    parse_args,
+    run,
+    set_up_logging,
+    train_and_report,
+)
 from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
@@ -46,7 +55,7 @@ EVALUATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(HubArguments):
     """Which model or configuration."""
 
     model_name_or_path: str | None = field(
@@ -65,12 +74,6 @@ class ModelArguments:
     )
     image_size: int | None = field(
         default=None, metadata={"help": "Side of the images in training and evaluation. Default: the configuration's."}
-    )
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
-    model_revision: str = field(default="main", metadata={"help": "The branch, tag or commit of the model to use."})
-    token: str | None = field(default=None, metadata={"help": "The Hub token; the one of `hf auth login` if left out."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether to run code that a Hub repository brings. Read it before."}
     )
 
     def __post_init__(self):
@@ -110,6 +113,7 @@ class DataTrainingArguments:
                 "There are no images to work on: give --dataset_name, --train_dir, --train_file, --validation_dir or "
                 "--validation_file."
             )
+        check_limits(self)
         if not 0 <= self.train_val_split < 1:
             raise ValueError(f"--train_val_split must be at least 0 and below 1, got {self.train_val_split}.")
         for folder in filter(None, (self.train_dir, self.validation_dir)):
@@ -129,7 +133,7 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
     """The rows of "train" and "validation": "image", a file's content, "label", of named classes, "source", for messages."""
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token}
     if data_args.dataset_name is not None:
-        found = load_dataset(data_args.dataset_name, data_args.dataset_config_name, **options)
+        found = load_rows(data_args.dataset_name, data_args.dataset_config_name, **options)
         evaluation = next((name for name in EVALUATION_SPLITS if name in found), None)
         rows = {"train": found.get("train"), "validation": found[evaluation] if evaluation is not None else None}
         if evaluation is not None:
@@ -142,9 +146,9 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
         ):
             if folder is not None:
                 files = os.path.join(folder, "**")
-                rows[split] = load_dataset("imagefolder", data_files=files, split="train", drop_labels=False, **options)
+                rows[split] = load_rows("imagefolder", data_files=files, split="train", drop_labels=False, **options)
             elif file is not None:
-                rows[split] = load_dataset("parquet", data_files=file, split="train", **options)
+                rows[split] = load_rows("parquet", data_files=file, split="train", **options)
     rows = {split: part for split, part in rows.items() if part is not None}
     rows = {split: choose_columns(split, part, data_args) for split, part in rows.items()}
 
@@ -277,37 +281,20 @@ class EvaluationImages(torch.utils.data.Dataset):
 
 def load_config(model_args: ModelArguments, recipe: str = "pretrain") -> PreTrainedConfig:
     """The configuration of the model to fine-tune, or of the one to train from scratch."""
-    hub = {
-        "cache_dir": model_args.cache_dir,
-        "revision": model_args.model_revision,
-        "token": model_args.token,
-        "trust_remote_code": model_args.trust_remote_code,
-    }
     name = model_args.config_name or model_args.model_name_or_path
-    overrides = {}
+    defaults = {}
     if name is None:
         config = AutoConfig.for_model(model_args.model_type)
     elif name in VISION_PRESETS and not os.path.isdir(name) and model_args.config_name is not None:
         config = ToSTVisionConfig.from_preset(name)
         if recipe == "pretrain":
-            overrides["drop_path_rate"] = DROP_PATH_RATES.get(name.split("-")[2], 0.15)
+            defaults["drop_path_rate"] = DROP_PATH_RATES.get(name.split("-")[2], 0.15)
     elif name.startswith("tost-vision-") and "/" not in name and not os.path.isdir(name):
         raise ValueError(f"There is no preset {name!r}; --config_name takes one of {', '.join(VISION_PRESETS)}.")
     else:
-        config = AutoConfig.from_pretrained(name, **hub)
-    overrides["image_size"] = model_args.image_size or getattr(config, "image_size", 224)
-    for assignment in filter(None, (model_args.config_overrides or "").split(",")):
-        key, equals, value = assignment.partition("=")
-        key = config.attribute_map.get(key.strip(), key.strip())
-        if not equals or key not in config.to_dict():
-            raise ValueError(
-                f"--config_overrides has no use for {assignment!r}; write key=value, of {config.model_type} keys."
-            )
-        overrides[key] = parse_value(value.strip())
-    fields = config.to_dict()
-    if "hidden_size" in overrides and fields.get("intermediate_size") == 4 * fields["hidden_size"]:
-        fields["intermediate_size"] = None  # follows the new width
-    config = type(config).from_dict(fields | overrides)
+        config = AutoConfig.from_pretrained(name, **model_args.hub_options)
+    defaults["image_size"] = model_args.image_size or getattr(config, "image_size", 224)
+    config = override_config(config, model_args.config_overrides, **defaults)
     sides = [config.image_size] if isinstance(config.image_size, int) else config.image_size
     if isinstance(getattr(config, "patch_size", None), int) and any(side % config.patch_size for side in sides):
         raise ValueError(f"The image size {config.image_size} must be a multiple of the patch size {config.patch_size}.")
@@ -318,20 +305,16 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, names: list
     """The model to fine-tune, with a new classifier if its labels are not `names`, or a new model."""
     old_names = [config.id2label[i] for i in range(config.num_labels)]
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
-    options = {"trust_remote_code": model_args.trust_remote_code}
     if model_args.model_name_or_path is None or old_names != names:
-        model = AutoModelForImageClassification.from_config(config, **options)
+        model = AutoModelForImageClassification.from_config(config, trust_remote_code=model_args.trust_remote_code)
     if model_args.model_name_or_path is None:
         logger.info(f"A new model of {model.num_parameters():,} parameters")
         return model
     pretrained = AutoModelForImageClassification.from_pretrained(
         model_args.model_name_or_path,
         config=config,
-        cache_dir=model_args.cache_dir,
-        revision=model_args.model_revision,
-        token=model_args.token,
         ignore_mismatched_sizes=True,  # of the classifier
-        **options,
+        **model_args.hub_options,
     )
     if old_names != names:
         if not hasattr(pretrained, "classifier"):
@@ -375,18 +358,12 @@ def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
     return TopKAccuracy().compute(predictions=evaluated.predictions, references=evaluated.label_ids)
 
 
-def main(args: list[str] | None = None) -> None:
-    args = sys.argv[1:] if args is None else args
-    model_args, data_args, training_args = parse_args(
-        args, ModelArguments, DataTrainingArguments, ToSTVisionTrainingArguments, description=__doc__
-    )
-    set_up_logging(training_args)
-    logger.setLevel(training_args.get_process_log_level())
-    set_seed(training_args.seed)
+def choose_rows(rows: dict[str, Dataset], data_args: DataTrainingArguments, training_args) -> None:
+    """Cuts each split to the number of images wanted.
 
-    config = load_config(model_args, training_args.recipe)
-    with training_args.main_process_first(desc="preparing the images"):
-        rows = load_images(model_args, data_args, training_args.seed)
+    Raises:
+        ValueError: images that are to be used are not there.
+    """
     for split, wanted, limit in (
         ("train", training_args.do_train, data_args.max_train_samples),
         ("validation", training_args.do_eval, data_args.max_eval_samples),
@@ -396,24 +373,42 @@ def main(args: list[str] | None = None) -> None:
         if split in rows and limit is not None:
             # mixed, as folders come class by class
             rows[split] = rows[split].shuffle(seed=training_args.seed).select(range(min(limit, len(rows[split]))))
+
+
+def make_view(config: PreTrainedConfig, processor: ViTImageProcessorPil, training_args) -> TrainingView:
+    """The augmentation that the recipe asks for."""
+    return TrainingView(
+        size=(config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size),
+        mean=processor.image_mean,
+        std=processor.image_std,
+        operations=training_args.rand_augment_operations,
+        magnitude=training_args.rand_augment_magnitude,
+        magnitude_std=training_args.rand_augment_std,
+        probability=training_args.rand_augment_probability,
+        erasing=training_args.random_erasing,
+        scale=(training_args.min_crop_scale, 1.0),
+    )
+
+
+def main(args: list[str] | None = None) -> None:
+    args = sys.argv[1:] if args is None else args
+    model_args, data_args, training_args = parse_args(
+        args, ModelArguments, DataTrainingArguments, ToSTVisionTrainingArguments, description=__doc__
+    )
+    set_up_logging(training_args, logger)
+    set_seed(training_args.seed)
+
+    config = load_config(model_args, training_args.recipe)
+    with training_args.main_process_first(desc="preparing the images"):
+        rows = load_images(model_args, data_args, training_args.seed)
+    choose_rows(rows, data_args, training_args)
     names = next(iter(rows.values())).features["label"].names
     model = load_model(model_args, config, names)
     processor = load_processor(model_args, config, training_args.recipe)
 
     prepared = {}
     if "train" in rows:
-        sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size)
-        view = TrainingView(
-            sides,
-            processor.image_mean,
-            processor.image_std,
-            training_args.rand_augment_operations,
-            training_args.rand_augment_magnitude,
-            training_args.rand_augment_std,
-            training_args.rand_augment_probability,
-            training_args.random_erasing,
-            (training_args.min_crop_scale, 1.0),
-        )
+        view = make_view(config, processor, training_args)
         prepared["train"] = TrainingImages(rows["train"], view, training_args.repeated_augmentation, training_args.seed)
     if "validation" in rows:
         prepared["validation"] = EvaluationImages(rows["validation"], processor)
@@ -427,25 +422,9 @@ def main(args: list[str] | None = None) -> None:
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=most_likely,
     )
-
-    record_run(trainer, model_args, data_args)
-    if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=find_checkpoint(training_args))
-        trainer.save_model()  # and the image processor
-        report(trainer, "train", result.metrics, rows["train"], None)
-        trainer.save_state()
-    if training_args.do_eval:
-        report(trainer, "eval", trainer.evaluate(), rows["validation"], None)
-
-    card = {"finetuned_from": model_args.model_name_or_path, "tasks": "image-classification"}
-    if data_args.dataset_name is not None:
-        card["dataset_tags"] = card["dataset"] = data_args.dataset_name
-        card["dataset_args"] = data_args.dataset_config_name
-    if training_args.push_to_hub:
-        trainer.push_to_hub(**card)
-    else:
-        trainer.create_model_card(**card)
+    samples = {"train": len(rows.get("train", ())), "eval": len(rows.get("validation", ()))}
+    train_and_report(trainer, model_args, data_args, "image-classification", samples)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -124,3 +124,8 @@ def text_model():
         eos_token_id=0,
     )
     return randomize(tost_hf.ToSTForCausalLM(config)).eval()
+
+
+# they import from here, so at the end
+from image_runs import digit_folder, image_args  # noqa: E402, F401
+from text_runs import clm_args, text_folder  # noqa: E402, F401

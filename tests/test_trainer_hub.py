@@ -1,5 +1,6 @@
 """Trainer's pushes: what each strategy leaves on the Hub, resuming from there, and a push that fails."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from transformers import Trainer
 
 import tost_hf
 from tost_hf.model.remote_code import CODE_FILES
+from tost_hf.training.trainer_guard import GuardedTrainer
 from tost_hf.training.trainer_hub import PublishingTrainer
 
 
 TRAIN = """
+import inspect
 import json
 from datasets import Dataset
 from transformers import AutoTokenizer, default_data_collator
@@ -137,14 +140,16 @@ def test_failed_push_ends_the_run_with_an_error(hub, train, tmp_path):
 
 
 def test_private_hooks_exist():
-    """The two private methods that the pushes replace: their names and arguments have to stay."""
-    for name in ("_push_from_checkpoint", "_finish_current_push"):
-        replaced, ours = getattr(Trainer, name), getattr(PublishingTrainer, name)
-        assert (
-            replaced.__code__.co_varnames[: replaced.__code__.co_argcount]
-            == (ours.__code__.co_varnames[: ours.__code__.co_argcount])
-        )
-    assert issubclass(tost_hf.ToSTTrainer, PublishingTrainer)
+    """The private methods of Trainer that are replaced: their names and arguments have to stay."""
+    for ours, names in (
+        (PublishingTrainer, ("_push_from_checkpoint", "_finish_current_push")),
+        (GuardedTrainer, ("_maybe_log_save_evaluate", "_save_checkpoint", "_save_rng_state")),
+    ):
+        for name in names:
+            replaced, replacing = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (Trainer, ours))
+            named = [argument for argument in replacing if argument not in ("args", "kwargs")]
+            assert replaced[: len(named)] == named and (named == replacing) == (named == replaced)
+        assert issubclass(tost_hf.ToSTTrainer, ours)
 
 
 @pytest.mark.slow

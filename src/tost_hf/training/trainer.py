@@ -12,6 +12,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.utils import is_torch_bf16_gpu_available
 
 from ..model.modeling_tost import ToSTForCausalLM
+from .trainer_guard import GuardedTrainer
 from .trainer_hub import PublishingTrainer
 
 
@@ -24,7 +25,7 @@ NOT_DECAYED = ("temp", "denom_bias")
 
 
 @dataclass
-class _RecipeArguments(TrainingArguments):
+class RecipeArguments(TrainingArguments):
     """What the recipes of language and vision have in common."""
 
     bf16: bool | None = field(
@@ -43,6 +44,10 @@ class _RecipeArguments(TrainingArguments):
             "const": "true",
         },
     )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={"help": "Whether to log the mean of other losses in place of NaN; each step then waits for the device."},
+    )
 
     def __post_init__(self):
         if self.bf16 is None:
@@ -53,7 +58,7 @@ class _RecipeArguments(TrainingArguments):
 
 
 @dataclass
-class ToSTTrainingArguments(_RecipeArguments):
+class ToSTTrainingArguments(RecipeArguments):
     """`TrainingArguments` whose defaults are the authors' language pre-training (paper, arXiv 2412.17810, and their code).
 
     AdamW with betas (0.9, 0.95) and weight decay 0.1, learning rate 6e-4 with 2,000 steps of warm-up and a cosine down to a
@@ -140,8 +145,10 @@ class ToSTTrainingArguments(_RecipeArguments):
         return min(steps, num_training_steps // 10) if self._shorten_warmup else steps
 
 
-class ToSTTrainer(PublishingTrainer):
+class ToSTTrainer(GuardedTrainer, PublishingTrainer):
     """transformers' `Trainer` with the authors' parameter groups; without `args`, with their settings too.
+
+    It resumes from complete checkpoints only, and stops when the loss becomes NaN (see `GuardedTrainer`).
 
     Weight decay applies to tensors of two or more dimensions except `temp` and `denom_bias`, which set the sharpness and the
     bias of a membership. Tensors of one dimension (norms, biases, LayerScale) are not decayed. The embeddings are.
@@ -165,4 +172,4 @@ class ToSTTrainer(PublishingTrainer):
         ]
 
 
-__all__ = ["ToSTTrainer", "ToSTTrainingArguments"]
+__all__ = ["RecipeArguments", "ToSTTrainer", "ToSTTrainingArguments"]

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SchedulerType
+from transformers.utils import SAFE_WEIGHTS_NAME
 
-from .trainer import ToSTTrainer, _RecipeArguments
+from .trainer import RecipeArguments, ToSTTrainer
 
 
 RECIPES = {
@@ -61,7 +62,7 @@ def _by_recipe(text: str):
 
 
 @dataclass
-class ToSTVisionTrainingArguments(_RecipeArguments):
+class ToSTVisionTrainingArguments(RecipeArguments):
     """`TrainingArguments` whose defaults are the authors' recipes for images (paper, arXiv 2412.17810, and XCiT's code).
 
     `recipe="pretrain"` is ImageNet pre-training: 400 epochs of AdamW, weight decay 0.05, learning rate 5e-4 x batch / 512
@@ -266,9 +267,7 @@ class ToSTVisionTrainer(ToSTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.ema is not None:
-            file = os.path.join(resume_from_checkpoint, EMA_FOLDER, "model.safetensors")
-            if not os.path.isfile(file):
-                raise FileNotFoundError(f"The checkpoint has no averaged weights: {file!r} does not exist; use ema_decay 0.")
+            file = os.path.join(resume_from_checkpoint, EMA_FOLDER, SAFE_WEIGHTS_NAME)
             self.ema.module.load_state_dict(load_file(file))
             self.ema.n_averaged.fill_(1)
 

@@ -1,0 +1,171 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Reading tasks with one right word: LAMBADA (arXiv 1606.06031) and the Children's Book Test (arXiv 1511.02301)."""
+
+import logging
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from evaluation import EvaluationArguments, Measurement, Source, load_source
+from scoring import by_length, pad, prefix_token, score, tokenize
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+logger = logging.getLogger("reading_tasks")
+
+STRAIGHT_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
+PLACEHOLDER = "XXXXX"  # of the missing word in a question of the Children's Book Test
+
+
+# LAMBADA -------------------------------------------------------------------------------------------------------------
+
+
+def cut_note(cut: int, total: int, what: str, context: int) -> str:
+    """Says how many examples were longer than the context, "" if none was; also in the log."""
+    if cut == 0:
+        return ""
+    note = f"{cut:,} of {total:,} {what} are longer than the context of {context:,} tokens and were cut at their beginning"
+    logger.warning(note)
+    return f"; {note}"
+
+
+def split_last_word(passage: str) -> tuple[str, str]:
+    """A passage without its last word, and the word.
+
+    Raises:
+        ValueError: there is only one word.
+    """
+    beginning, space, word = passage.strip().rpartition(" ")
+    if not space:
+        raise ValueError(f"The passage {passage[:60]!r} has no word before the one to predict.")
+    return beginning, word
+
+
+def lambada_exact(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passages: list[str], context: int, batch_size: int
+) -> Measurement:
+    """The usual accuracy: every token of the last word is the most likely one, given the tokens before it."""
+    sequences, targets, cut = [], [], 0
+    for passage in passages:
+        beginning, word = split_last_word(passage)
+        whole = tokenizer(f"{beginning} {word}")["input_ids"]
+        targets.append(max(1, len(whole) - len(tokenizer(beginning)["input_ids"])))
+        sequences.append(torch.tensor(whole[-(context + 1) :]))
+        cut += len(whole) > context + 1
+    scores = score(model, sequences, batch_size, "LAMBADA, exact")
+    right = sum(bool(most_likely[-count:].all()) for (_, most_likely), count in zip(scores, targets))
+    how = "right if every token of the last word is the most likely one given those before it"
+    how += cut_note(cut, len(passages), "passages", context)
+    return Measurement("accuracy", f"Accuracy (exact last word, context {context})", right / len(passages), len(passages), how)
+
+
+@torch.inference_mode()
+def lambada_lenient(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passages: list[str], context: int, batch_size: int
+) -> Measurement:
+    """The ToST authors' accuracy: the last word occurs anywhere, ignoring case, in 10 greedy tokens.
+
+    The prompt is a newline and all but the last word; curly quotes are made straight. An end-of-text token ends nothing.
+    """
+    new_tokens = 10
+    if context <= new_tokens:
+        raise ValueError(f"A context of {context} tokens has no room for a prompt and {new_tokens} new ones: raise --context.")
+    prompts, words, cut = [], [], 0
+    for passage in passages:
+        beginning, word = split_last_word(passage.translate(STRAIGHT_QUOTES))
+        ids = tokenizer(f"\n{beginning}")["input_ids"]
+        prompts.append(torch.tensor(ids[-(context - new_tokens) :]))
+        words.append(word)
+        cut += len(ids) > context - new_tokens
+
+    right = 0
+    # the model's own settings may sample, penalise repetition or stop at the end of a text
+    own_settings, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
+    try:
+        for places, batch in by_length(prompts, batch_size, "LAMBADA, lenient"):
+            inputs = {name: tensor.to(model.device) for name, tensor in pad(batch, "left").items()}
+            written = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+            for place, text in zip(places, tokenizer.batch_decode(written)):
+                right += words[place].lower() in text.lower()
+    finally:
+        model.generation_config = own_settings
+    how = "right if the last word occurs anywhere, ignoring case, in 10 greedy tokens after a newline and the words before it"
+    how += cut_note(cut, len(passages), "prompts", context - new_tokens)
+    return Measurement(
+        "accuracy", f"Accuracy (lenient last word, context {context})", right / len(passages), len(passages), how
+    )
+
+
+# Children's Book Test ------------------------------------------------------------------------------------------------
+
+
+def parse_cbt(text: str) -> Dataset:
+    """Questions of a file in the original format, as rows `sentences`, `question`, `answer`, `options`.
+
+    A question has 21 numbered lines; the last one is `21 question<TAB>answer<TAB><TAB>option|option|...`. Empty lines stand
+    between questions.
+
+    Raises:
+        ValueError: a question that is not so; the sentence names its line.
+    """
+    rows: dict[str, list] = {"sentences": [], "question": [], "answer": [], "options": []}
+    sentences: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        count, _, content = line.partition(" ")
+        if count != str(len(sentences) + 1):
+            raise ValueError(
+                f"Line {number} should begin with {len(sentences) + 1}, the next of 21 lines, and begins with {count!r}."
+            )
+        if len(sentences) < 20:
+            sentences.append(content)
+            continue
+        fields = content.split("\t")
+        if len(fields) < 3 or not fields[-1]:
+            raise ValueError(f"Line {number} should be a question, its answer and its options, with tabs between.")
+        for name, value in zip(rows, (sentences, fields[0], fields[1], fields[-1].split("|"))):
+            rows[name].append(value)
+        sentences = []
+    if sentences:
+        raise ValueError(f"The last question has {len(sentences)} lines instead of 21.")
+    return Dataset.from_dict(rows)
+
+
+def load_cbt(source: str, args: EvaluationArguments) -> Source:
+    """Questions of a file in the original format, or of a dataset with its columns."""
+    if not source.lower().endswith(".txt"):
+        found = load_source(source, args)
+        missing = {"sentences", "question", "answer", "options"} - set(found.rows.column_names)
+        if missing:
+            raise ValueError(f"{source} lacks the columns {', '.join(sorted(missing))} of the Children's Book Test.")
+        return found
+    rows = parse_cbt(Path(source).read_text(encoding="utf-8"))
+    if len(rows) == 0:
+        raise ValueError(f"{source} has no questions.")
+    return Source(rows.select(range(min(args.max_examples or len(rows), len(rows)))), Path(source).name)
+
+
+def cbt_accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Dataset, context: int, batch_size: int
+) -> Measurement:
+    """How often the passage with its question is most likely with the right one of the candidates in place of XXXXX."""
+    prefix = prefix_token(tokenizer)
+    sequences, cut = [], 0
+    for row in questions:
+        if PLACEHOLDER not in row["question"] or row["answer"] not in row["options"]:
+            raise ValueError(f"The question {row['question'][:60]!r} lacks {PLACEHOLDER}, or its answer is not an option.")
+        passage = " ".join([*row["sentences"], row["question"]])
+        encoded = tokenize(tokenizer, [passage.replace(PLACEHOLDER, option) for option in row["options"]])
+        # the same words go for every candidate, or the sums would not be comparable
+        excess = max(0, max(map(len, encoded)) - context)
+        sequences += [torch.tensor([prefix, *ids[excess:]]) for ids in encoded]
+        cut += excess > 0
+    sums = iter([float(nats.double().sum()) for nats, _ in score(model, sequences, batch_size, "Children's Book Test")])
+    right = 0
+    for row in questions:
+        losses = [next(sums) for _ in row["options"]]
+        right += row["options"][losses.index(min(losses))] == row["answer"]
+    how = f"of the candidates in place of {PLACEHOLDER}, the one that makes passage and question most probable"
+    how += cut_note(cut, len(questions), "questions", context)
+    return Measurement("accuracy", f"Accuracy (whole passage, context {context})", right / len(questions), len(questions), how)

@@ -1,0 +1,241 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What the scripts share: their arguments, changes to a configuration, data from files, and the course of a training run."""
+
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import datasets
+import transformers
+import yaml
+from datasets import load_dataset
+from safetensors import SafetensorError
+from transformers import HfArgumentParser, PreTrainedConfig, Trainer, TrainingArguments
+
+from tost_hf.files import RUN_ARGUMENTS, staged_file
+from tost_hf.training.checkpoints import choose_checkpoint
+
+
+logger = logging.getLogger("scripting")
+
+LOADERS = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class HubArguments:
+    """How to get at models and data sets of the Hub."""
+
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
+    model_revision: str = field(default="main", metadata={"help": "The branch, tag or commit of the model to use."})
+    token: str | None = field(default=None, metadata={"help": "The Hub token; the one of `hf auth login` if left out."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Whether to run code that a Hub repository brings. Read it before."}
+    )
+
+    @property
+    def hub_options(self) -> dict:
+        """What `from_pretrained` of a model, its tokenizer or its processor needs."""
+        return {
+            "cache_dir": self.cache_dir,
+            "revision": self.model_revision,
+            "token": self.token,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raises in place of printing the hundreds of options that there are."""
+        raise ValueError(f"{message}; --help lists the arguments.")
+
+
+def parse_args(args: list[str], *argument_classes: type, description: str | None = None) -> tuple:
+    """An instance of each class of arguments, from the command line or from the one .json or .yaml file it names.
+
+    Raises:
+        ValueError: an argument is unknown, missing or of the wrong type, or the file is damaged.
+    """
+    if len(args) == 1 and args[0].endswith((".json", ".yaml", ".yml")):
+        args = _words(Path(args[0]))
+    return _Parser(argument_classes, description=description).parse_args_into_dataclasses(args, look_for_args_file=False)
+
+
+def _words(file: Path) -> list[str]:
+    """The arguments of a file as words of a command line, so that they are checked as such."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"The file of arguments {str(file)!r} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"The file of arguments {str(file)!r} must hold names and values.")
+    words = []
+    for name, value in values.items():
+        if value is not None:
+            parts = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *(part if isinstance(part, str) else json.dumps(part) for part in parts)]
+    return words
+
+
+def parse_value(text: str) -> bool | int | float | str | None:
+    """A value in JSON's notation or, in its words, Python's; anything else is a string."""
+    try:
+        return json.loads("null" if text == "None" else text.lower())
+    except json.JSONDecodeError:
+        return text
+
+
+def override_config(config: PreTrainedConfig, assignments: str | None, **defaults) -> PreTrainedConfig:
+    """A configuration with changes.
+
+    Args:
+        config: it stays as it is.
+        assignments: key=value,key=value,...; None for no change.
+        defaults: changes that `assignments` come before.
+
+    Raises:
+        ValueError: the configuration has no such key, or the value does not suit it.
+    """
+    overrides, fields = defaults, config.to_dict()
+    for assignment in filter(None, (assignments or "").split(",")):
+        key, equals, value = assignment.partition("=")
+        key = config.attribute_map.get(key.strip(), key.strip())
+        if not equals or key not in fields:
+            raise ValueError(
+                f"--config_overrides does not understand {assignment!r}: write key=value, with a key of the "
+                f"{config.model_type} configuration."
+            )
+        overrides[key] = parse_value(value.strip())
+    if "hidden_size" in overrides and fields.get("intermediate_size") == 4 * fields["hidden_size"]:
+        fields["intermediate_size"] = None  # follows the new width
+    try:
+        return type(config).from_dict(fields | overrides)
+    except TypeError as error:
+        raise ValueError(f"--config_overrides {assignments!r} has a value that does not suit its key: {error}") from error
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+def ending(file: str) -> str:
+    return file.rpartition(".")[2].lower()
+
+
+def load_rows(kind: str, config_name: str | None = None, **options):
+    """`datasets.load_dataset`.
+
+    Raises:
+        ValueError: the data cannot be read; the sentence names the file or the data set.
+    """
+    try:
+        return load_dataset(kind, config_name, **options)
+    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+        reason = error.__cause__ or error  # datasets says no more than that an error occurred
+        name = options.get("data_files") or kind
+        raise ValueError(f"The data of {name!r} cannot be read: {reason}") from error
+
+
+def check_limits(data_args) -> None:
+    """Refuses (ValueError) a number of samples that is not positive."""
+    for name in ("max_train_samples", "max_eval_samples"):
+        if getattr(data_args, name) is not None and getattr(data_args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(data_args, name)}.")
+
+
+# The course of a run -------------------------------------------------------------------------------------------------
+
+
+def run(main: Callable[[], None]) -> None:
+    """Calls a script's `main`; what goes wrong for reasons that the user can do something about ends it with a sentence."""
+    try:
+        main()
+    except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError) as error:
+        logger.debug("", exc_info=True)  # with --log_level debug
+        sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
+
+
+def set_up_logging(training_args: TrainingArguments, script: logging.Logger) -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    if training_args.should_log:  # the main process says more than the others
+        transformers.utils.logging.set_verbosity_info()
+    level = training_args.get_process_log_level()
+    for own in (logger, script):
+        own.setLevel(level)
+    datasets.utils.logging.set_verbosity(level)
+    transformers.utils.logging.set_verbosity(level)
+    script.warning(
+        f"process {training_args.process_index} of {training_args.world_size}, device {training_args.device}, "
+        f"bf16 {training_args.bf16}, fp16 {training_args.fp16}"
+    )
+
+
+def train_and_report(trainer: Trainer, model_args, data_args, task: str, samples: dict[str, int | None]) -> None:
+    """Trains and evaluates as the arguments ask for, and leaves records, a model card and, if wanted, a push.
+
+    Args:
+        trainer: with its data.
+        model_args, data_args: what the card tells of the run.
+        task: the Hub's name of what the model does.
+        samples: how many examples "train" and "eval" have, None where that is not known.
+    """
+    args = trainer.args
+    record_run(trainer, model_args, data_args)
+    if args.do_train:
+        checkpoint = choose_checkpoint(trainer, args.resume_from_checkpoint)
+        if checkpoint is not None:
+            logger.warning(
+                f"Going on from {checkpoint}; to start afresh, use another --output_dir or --resume_from_checkpoint false."
+            )
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model()  # and the tokenizer or image processor
+        report(trainer, "train", result.metrics, samples["train"])
+        trainer.save_state()
+    if args.do_eval:
+        metrics = trainer.evaluate()
+        if "eval_perplexity" in metrics:
+            metrics["perplexity"] = metrics["eval_perplexity"]
+        report(trainer, "eval", metrics, samples["eval"])
+
+    card = {"finetuned_from": model_args.model_name_or_path, "tasks": task}
+    if data_args.dataset_name is not None:
+        card["dataset_tags"] = data_args.dataset_name
+        card["dataset_args"] = data_args.dataset_config_name
+        card["dataset"] = " ".join(filter(None, (data_args.dataset_name, data_args.dataset_config_name)))
+    if args.push_to_hub:
+        trainer.push_to_hub(**card)
+    else:
+        trainer.create_model_card(**card)
+
+
+def record_run(trainer: Trainer, model_args, data_args) -> None:
+    """Writes to the output folder what a card tells of a run: its command, without tokens, its data and first weights."""
+    if not trainer.is_world_process_zero():
+        return
+    known = {
+        "command": recorded_command(sys.argv),
+        "dataset_name": data_args.dataset_name,
+        "dataset_config_name": data_args.dataset_config_name,
+        "model_name_or_path": model_args.model_name_or_path,
+    }
+    with staged_file(Path(trainer.args.output_dir, RUN_ARGUMENTS)) as file:
+        file.write_text(json.dumps({name: value for name, value in known.items() if value}, indent=2) + "\n", encoding="utf-8")
+
+
+def recorded_command(argv: list[str]) -> str:
+    return f"python examples/{Path(argv[0]).name} {shlex.join(argv[1:])}"
+
+
+def report(trainer: Trainer, split: str, metrics: dict[str, float], samples: int | None) -> None:
+    """Prints metrics and writes them to the output folder."""
+    if samples is not None:
+        metrics[f"{split}_samples"] = samples
+    trainer.log_metrics(split, metrics)
+    trainer.save_metrics(split, metrics)

@@ -1,0 +1,89 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""A Trainer that loses nothing: it resumes from complete checkpoints alone, and stops when the loss is no number any more."""
+
+import math
+from pathlib import Path
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..files import TRAINER_STATE
+from .checkpoints import checkpoints, choose_checkpoint, delete_old_checkpoints
+
+
+class GuardedTrainer(Trainer):
+    """`Trainer` whose checkpoints are complete or skipped, and that never saves a model whose loss is NaN.
+
+    transformers' own goes on from a checkpoint whose optimizer, scheduler or random numbers are missing, replaces a NaN in the
+    log by the mean of the losses before, and goes on until all good checkpoints are deleted.
+    """
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        """`Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the newest complete one in `output_dir`.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint.
+            ValueError: the checkpoint is incomplete or of another model.
+            FloatingPointError: the loss became NaN or infinite; nothing was saved since.
+        """
+        if resume_from_checkpoint is not None:
+            resume_from_checkpoint = choose_checkpoint(self, resume_from_checkpoint)
+        self._finite_until = 0 if resume_from_checkpoint is None else int(self._step_of(resume_from_checkpoint))
+        self._not_a_number = torch.zeros((), device=self.args.device)  # until a loss that is none makes it NaN
+        result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._check_loss()
+        return result
+
+    @staticmethod
+    def _step_of(folder: str) -> int:
+        name = Path(folder).name.rpartition("-")[2]
+        return int(name) if name.isdecimal() else 0
+
+    def training_step(self, *args, **kwargs) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        # 0 x NaN and 0 x infinity are NaN, and nothing waits for the device
+        self._not_a_number = self._not_a_number + 0 * loss.detach()
+        return loss
+
+    def _maybe_log_save_evaluate(self, tr_loss, grad_norm, *args, **kwargs) -> None:
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._check_loss(None if self.accelerator.optimizer_step_was_skipped else grad_norm)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def _check_loss(self, grad_norm: torch.Tensor | float | None = None) -> None:
+        """Stops all processes if a loss since the last check, or the gradient just applied, was NaN or infinite."""
+        seen = self._not_a_number if grad_norm is None else self._not_a_number + 0 * grad_norm
+        if math.isnan(self.accelerator.reduce(seen.float(), "sum").item()):
+            folders = [str(path) for path in checkpoints(self.args.output_dir).values() if (path / TRAINER_STATE).is_file()]
+            last = f"the last checkpoint is {folders[0]}" if folders else "there is no checkpoint"
+            raise FloatingPointError(
+                f"The loss or its gradient became NaN or infinite after step {self._finite_until}, by step "
+                f"{self.state.global_step}. Training has stopped, and nothing was saved since: {last}. Lower the learning "
+                "rate, or look for bad values in the data and in the model trained from."
+            )
+        self._finite_until = self.state.global_step
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # trainer_state.json, written next, says that all files are there
+
+    def _save_checkpoint(self, model, trial) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:  # one of an earlier run is replaced file by file
+            (folder / TRAINER_STATE).unlink(missing_ok=True)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # Trainer's rotation takes checkpoint-20-old, too
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save and limit is not None and limit > 0:
+            kept = [folder, *filter(None, [self.state.best_model_checkpoint])]
+            delete_old_checkpoints(run_dir, limit, kept)
+
+
+__all__ = ["GuardedTrainer"]

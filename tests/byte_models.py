@@ -1,0 +1,52 @@
+"""Small language models of bytes to evaluate, and what they should score."""
+
+from pathlib import Path
+
+import evaluate_lm
+import pytest
+from conftest import randomize
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from tost_hf import ToSTConfig, ToSTForCausalLM
+
+
+ROOT = Path(__file__).parents[1]
+FIXTURES = ROOT / "tests" / "fixtures" / "evaluation"
+REAL_DATA = ROOT.parent / "shared" / "data"
+EOS = "<|endoftext|>"
+EOS_ID = 0
+
+needs_real_data = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the real data sets are not on this machine")
+
+
+EOS = "<|endoftext|>"
+EOS_ID = 0
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, and end-of-text."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([""], vocab_size=257, special_tokens=[EOS], show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=EOS, eos_token=EOS)
+
+
+def make_model(**changes) -> ToSTForCausalLM:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
+    ids = {"vocab_size": 257, "bos_token_id": EOS_ID, "eos_token_id": EOS_ID}
+    return randomize(ToSTForCausalLM(ToSTConfig(**(sizes | ids | changes)))).eval()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=257, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=EOS_ID, eos_token_id=EOS_ID
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+def make_args(tasks=("text",), **changes) -> evaluate_lm.LMEvaluationArguments:
+    return evaluate_lm.LMEvaluationArguments(model="unused", tasks=list(tasks), datasets=["text=unused"], **changes)
+
+
+def values(measurements) -> dict[str, float]:
+    return {measured.metric_type: measured.value for measured in measurements}

@@ -1,0 +1,119 @@
+"""Small runs of ToSTVisionTrainer and run_image_classification.py on real digits."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import auto_processor_missing, randomize
+from PIL import Image as PILImage
+from scripts import command_line
+from sklearn.datasets import load_digits
+from transformers import (
+    AutoImageProcessor,
+    ViTImageProcessorPil,
+    pipeline,
+)
+
+from tost_hf import ToSTForImageClassification, ToSTVisionConfig
+from tost_hf.image_processing import make_image_processor
+from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
+
+
+NAMES = ["zero", "one", "two"]
+TINY = "patch_size=4,hidden_size=32,num_hidden_layers=2,num_class_attention_layers=1,num_attention_heads=4"
+
+
+def digit_pictures(count: int, skipped: int = 0) -> list[tuple[PILImage.Image, int]]:
+    """Real digits, the classes 0 to 2 in turn, as grey pictures of 8 x 8 pixels."""
+    digits = load_digits()
+    found = [np.flatnonzero(digits.target == number) for number in range(len(NAMES))]
+    rows = [(int(found[i % 3][(skipped + i) // 3]), i % 3) for i in range(count)]
+    return [(PILImage.fromarray((digits.images[row] * 15.9).astype(np.uint8)), number) for row, number in rows]
+
+
+@pytest.fixture(scope="session")
+def digit_folder(tmp_path_factory) -> Path:
+    """Image folders "train" of 96 digits and "validation" of 30."""
+    folder = tmp_path_factory.mktemp("digits")
+    for split, count, skipped in (("train", 96, 0), ("validation", 30, 96)):
+        for i, (picture, number) in enumerate(digit_pictures(count, skipped)):
+            (folder / split / NAMES[number]).mkdir(parents=True, exist_ok=True)
+            picture.save(folder / split / NAMES[number] / f"{i:03}.png")
+    return folder
+
+
+@pytest.fixture
+def image_args(digit_folder, tmp_path):
+    """Arguments of a small run of the script; keywords replace and add, None leaves out, True is a bare flag."""
+
+    def make(**changes) -> list[str]:
+        values = {
+            "config_name": "tost-vision-tiny-patch16",
+            "config_overrides": TINY,
+            "image_size": 16,
+            "train_dir": digit_folder / "train",
+            "validation_dir": digit_folder / "validation",
+            "cache_dir": tmp_path / "cache",
+            "output_dir": tmp_path / "out",
+            "per_device_train_batch_size": 8,
+            "max_steps": 3,
+            "learning_rate": 0.001,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "disable_tqdm": "true",
+            "use_cpu": True,
+            "do_train": True,
+        } | changes
+        return command_line(values)
+
+    return make
+
+
+def load_processor(folder) -> ViTImageProcessorPil:
+    if auto_processor_missing:
+        return ViTImageProcessorPil.from_pretrained(folder)
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
+def make_pipeline(folder):
+    options = {"image_processor": load_processor(folder)} if auto_processor_missing else {}
+    return pipeline("image-classification", model=str(folder), **options)
+
+
+def results(output_dir) -> dict[str, float]:
+    return json.loads((Path(output_dir) / "eval_results.json").read_text())
+
+
+def tiny_vision_model(**changes) -> ToSTForImageClassification:
+    sizes = dict(assignment.split("=") for assignment in TINY.split(","))
+    config = ToSTVisionConfig(**{key: int(value) for key, value in sizes.items()}, image_size=16, num_labels=3, **changes)
+    return randomize(ToSTForImageClassification(config))
+
+
+def training_args(tmp_path, **changes) -> ToSTVisionTrainingArguments:
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "max_steps": 4,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return ToSTVisionTrainingArguments(**(values | changes))
+
+
+def digit_examples(count: int = 32) -> list[dict]:
+    pixels = make_image_processor(16)([picture for picture, _ in digit_pictures(count)], return_tensors="pt")["pixel_values"]
+    return [{"pixel_values": image, "labels": number} for image, (_, number) in zip(pixels, digit_pictures(count))]
+
+
+def make_trainer(tmp_path, model=None, **changes) -> ToSTVisionTrainer:
+    return ToSTVisionTrainer(
+        model or tiny_vision_model(),
+        training_args(tmp_path, **changes),
+        train_dataset=digit_examples(),
+        eval_dataset=digit_examples(12),
+    )

@@ -1,0 +1,123 @@
+"""Augmentation of images in training, and the processor that prepares them for evaluation."""
+
+import numpy as np
+import pytest
+import torch
+from image_runs import digit_pictures, load_processor
+from PIL import Image as PILImage
+
+from tost_hf import ToSTVisionConfig
+from tost_hf.image_processing import make_image_processor
+from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed, mix
+from tost_hf.training.metrics import TopKAccuracy
+
+
+MEAN, STD = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
+
+
+# Augmentation --------------------------------------------------------------------------------------------------------
+
+
+def test_a_view_follows_from_its_seed_alone():
+    view = TrainingView((16, 24), MEAN, STD)
+    picture = digit_pictures(1)[0][0].convert("RGB")
+    state = torch.get_rng_state()
+    views = [view(picture, seed) for seed in range(30)]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert all(torch.equal(view(picture, seed), views[seed]) for seed in reversed(range(30)))
+    assert len({tensor.numpy().tobytes() for tensor in views}) == 30
+    assert all(tensor.shape == (3, 16, 24) and tensor.dtype == torch.float32 for tensor in views)
+    stacked = torch.stack(views)
+    assert stacked.min() >= -2 - 1e-5 and stacked.max() <= 2 + 1e-5  # pixels from 0 to 1, normalised
+
+
+def test_a_view_without_augmentation_is_a_crop():
+    view = TrainingView((8, 8), [0.0] * 3, [1.0] * 3, operations=0, erasing=0, scale=(1.0, 1.0))
+    picture = digit_pictures(1)[0][0].convert("RGB")
+    whole = torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+    found = [torch.equal(view(picture, seed), crop) for seed in range(20) for crop in (whole, whole.flip(-1))]
+    assert sum(found) == 20 and any(found[::2]) and any(found[1::2])  # flipped or not
+
+
+def test_repeated_augmentation_shows_an_image_several_times():
+    sampler = RepeatedSampler(10, repeats=3, seed=1)
+    first = list(sampler)
+    assert first == list(sampler) and len(first) == len(sampler) == 10
+    assert [len({index for index, _ in first[i : i + 3]}) for i in (0, 3, 6)] == [1, 1, 1]
+    assert len({index for index, _ in first}) == 4 and [draw for _, draw in first[:6]] == [0, 1, 2, 0, 1, 2]
+    sampler.epoch = 1
+    second = list(sampler)
+    assert not set(first) & set(second) and {draw for _, draw in second} == {3, 4, 5}
+    assert sorted(index for index, _ in RepeatedSampler(10, seed=2)) == list(range(10))
+    assert len({draw_seed(seed, index, draw) for seed in range(3) for index in range(3) for draw in range(3)}) == 27
+
+
+def test_mixup_and_cutmix():
+    images, labels = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
+    for seed in range(20):
+        mixed, shares = mix(images, labels, 3, 0.8, 0, np.random.default_rng(seed))
+        own = np.random.default_rng(seed).beta(0.8, 0.8)
+        torch.testing.assert_close(mixed, (own * images + (1 - own) * images.flip(0)).float())
+        torch.testing.assert_close(shares[0], torch.tensor([own, 0, 1 - own]).float())
+
+        mixed, shares = mix(images, labels, 3, 0, 1.0, np.random.default_rng(seed))
+        from_other = (mixed != images).any(1)
+        assert torch.equal(mixed, torch.where(from_other[:, None], images.flip(0), images))
+        assert (from_other == from_other[0]).all()  # one rectangle
+        assert shares[0, 2].item() == pytest.approx(from_other[0].float().mean().item(), abs=1e-6)
+        torch.testing.assert_close(shares.sum(1), torch.ones(6))
+
+
+def test_the_collator_mixes_training_views_alone():
+    items = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 3} for i in range(4)]
+    batch = ImageCollator(3, 0.8, 1.0)(items)
+    assert torch.equal(batch["labels"], torch.tensor([0, 1, 2, 0]))
+    seeded = [item | {"seed": i} for i, item in enumerate(items)]
+    one, two = (ImageCollator(3, 0.8, 1.0)(seeded) for _ in range(2))
+    assert one["labels"].shape == (4, 3) and torch.equal(one["labels"], two["labels"])
+    assert torch.equal(one["pixel_values"], two["pixel_values"]) and set(one) == {"pixel_values", "labels"}
+
+
+def test_top_k_accuracy():
+    counted = TopKAccuracy().compute(predictions=[[5, 7, 9, 1, 2], [3, 1, 0, 2, 8], [1, 2, 3, 4, 5]], references=[5, 0, 9])
+    assert counted == {"accuracy": pytest.approx(1 / 3), "top5_accuracy": pytest.approx(2 / 3)}
+    metric = TopKAccuracy()  # with fewer classes than five
+    metric.add_batch(predictions=[[0, 1], [1, 0]], references=[0, 0])
+    assert metric.compute() == {"accuracy": 0.5, "top5_accuracy": 1.0}
+
+
+# The image processor -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [16, (16, 24)])
+@pytest.mark.parametrize("crop", ["center", "squash"])
+def test_image_processor_of_any_picture(tmp_path, size, crop):
+    rgb = PILImage.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
+    rgba = rgb.copy()
+    rgba.putalpha(128)
+    pictures = [rgb, rgb.convert("L"), rgb.convert("P"), rgba, rgb.convert("1"), rgb.convert("CMYK"), rgb.convert("LA")]
+    processor = make_image_processor(size, crop)
+    pixels = processor(pictures, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (7, 3, 16, 16 if size == 16 else 24) and pixels.dtype == torch.float32
+    processor.save_pretrained(tmp_path)
+    loaded = load_processor(tmp_path)
+    assert torch.equal(loaded(pictures, return_tensors="pt")["pixel_values"], pixels)
+
+
+def test_the_two_evaluation_crops():
+    picture = np.zeros((32, 64, 3), np.uint8)
+    picture[:, 16:48] = 255  # the centre, as wide as the picture is high
+    low, high = ((value - np.array([0.485, 0.456, 0.406])) / [0.229, 0.224, 0.225] for value in (0, 1))
+    center = make_image_processor(ToSTVisionConfig(image_size=32))(picture, return_tensors="np")["pixel_values"][0]
+    np.testing.assert_allclose(center, np.broadcast_to(high[:, None, None], center.shape), rtol=1e-5)
+    squash = make_image_processor(32, "squash")(picture, return_tensors="np")["pixel_values"][0]
+    np.testing.assert_allclose(squash[:, 0, 0], low, rtol=1e-5)
+    np.testing.assert_allclose(squash[:, 16, 16], high, rtol=1e-5)
+
+
+def test_impossible_processors():
+    with pytest.raises(ValueError, match="crop must be one of center, squash, got 'round'"):
+        make_image_processor(32, "round")
+    with pytest.raises(ValueError, match="at least 1, got 0 x 0"):
+        make_image_processor(0)

@@ -1,0 +1,277 @@
+"""Resuming: the newest complete checkpoint, what is skipped and why, and training that stops when its loss is NaN."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import image_runs
+import pytest
+import text_runs
+import torch
+from conftest import randomize
+from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as distributed_checkpoint
+from transformers import TrainingArguments
+
+from tost_hf import ToSTForCausalLM, ToSTTrainer
+from tost_hf.training.checkpoints import choose_checkpoint
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+
+
+@pytest.fixture(params=["text", "images"])
+def make(request, tmp_path, tiny_config):
+    """Makes trainers of one kind, all with the same weights; keywords change their arguments."""
+
+    def language(**changes):
+        args = text_runs.training_args(tmp_path, **(SAVING | changes))
+        return ToSTTrainer(randomize(ToSTForCausalLM(tiny_config)), args, train_dataset=text_runs.token_rows(32))
+
+    def vision(**changes):
+        return image_runs.make_trainer(tmp_path, **(SAVING | {"ema_decay": 0.6} | changes))
+
+    return language if request.param == "text" else vision
+
+
+@pytest.fixture
+def trained(make, tmp_path) -> Path:
+    """The output folder of a run with checkpoints 2, 4 and 6."""
+    make().train()
+    return tmp_path / "out"
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def zero_the_end(file: Path) -> None:
+    """What a power failure leaves: the file's length is there, its content not."""
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+
+
+def another_zip(file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("notes.txt", "no tensors")
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+DAMAGES = [
+    *((name, Path.unlink, "is missing") for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")),
+    *((name, cut, "is damaged") for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")),
+    *((name, empty, "is damaged") for name in ("optimizer.pt", "model.safetensors", "trainer_state.json", "config.json")),
+    *((name, zero_the_end, "is damaged") for name in ("optimizer.pt", "trainer_state.json")),
+    ("optimizer.pt", another_zip, "is damaged"),
+    ("model.safetensors", Path.unlink, "is missing"),
+    ("model.safetensors", cut, "is damaged"),
+    ("config.json", cut, "is damaged"),
+    ("ema/model.safetensors", Path.unlink, "is missing"),
+    ("ema/model.safetensors", cut, "is damaged"),
+]
+
+
+@pytest.mark.parametrize("name, damage, what", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped_by_name(make, trained, caplog, name, damage, what):
+    if not (trained / "checkpoint-6" / name).exists():
+        pytest.skip("averaged weights are for images")
+    damage(trained / "checkpoint-6" / name)
+    assert choose_checkpoint(make(), True) == choose_checkpoint(make(), None) == str(trained / "checkpoint-4")
+    assert f"{trained}/checkpoint-6: {name} {what}" in caplog.text
+    with pytest.raises(ValueError, match=rf"checkpoint-6' is incomplete: {name} {what}.*Name another one"):
+        make().train(resume_from_checkpoint=str(trained / "checkpoint-6"))
+
+
+def test_going_on_after_damage_is_bit_equal(make, trained):
+    expected = {path: load_file(path) for path in (trained / "checkpoint-6").rglob("*.safetensors")}
+    cut(trained / "checkpoint-6/optimizer.pt")
+    make().train(resume_from_checkpoint=True)
+    for path, weights in expected.items():
+        assert all(torch.equal(value, weights[name]) for name, value in load_file(path).items())
+    make().train(resume_from_checkpoint=str(trained / "checkpoint-6"))  # it is whole again
+
+
+def test_folders_of_other_names_are_left_alone(make, trained, caplog):
+    for name in ("checkpoint-20-old", "checkpoint-", "checkpoint-x", "my-checkpoint-30"):
+        shutil.copytree(trained / "checkpoint-4", trained / name)
+    (trained / "checkpoint-99").touch()
+    assert choose_checkpoint(make(), None) == str(trained / "checkpoint-6") and "Skipped" not in caplog.text
+    make(max_steps=8, save_total_limit=1).train(resume_from_checkpoint=True)
+    found = {path.name for path in trained.glob("*checkpoint-*")}
+    assert found == {"checkpoint-8", "checkpoint-20-old", "checkpoint-", "checkpoint-x", "my-checkpoint-30", "checkpoint-99"}
+
+
+def test_what_to_go_on_from(make, tmp_path, monkeypatch):
+    assert choose_checkpoint(make(), None) is None
+    for wanted in (True, "true", "True"):
+        with pytest.raises(FileNotFoundError, match="no complete checkpoint in"):
+            choose_checkpoint(make(), wanted)
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint in"):
+        make().train(resume_from_checkpoint=True)
+    make().train()
+    checkpoint = str(tmp_path / "out/checkpoint-2")
+    assert choose_checkpoint(make(), checkpoint) == checkpoint
+    assert choose_checkpoint(make(), "false") is choose_checkpoint(make(), False) is None
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        choose_checkpoint(make(), str(tmp_path / "elsewhere"))
+
+
+def test_a_run_killed_in_its_first_save_starts_afresh(make, trained, caplog):
+    """But one whose finished checkpoints are all damaged does not: what is left of them would be overwritten."""
+    for step in (2, 4):
+        shutil.rmtree(trained / f"checkpoint-{step}")
+    (trained / "checkpoint-6/optimizer.pt").unlink()
+    with pytest.raises(ValueError, match=r"None of the checkpoints can be resumed from.*optimizer.pt is missing.*afresh"):
+        choose_checkpoint(make(), None)
+    (trained / "checkpoint-6/trainer_state.json").unlink()
+    assert choose_checkpoint(make(), None) is None
+    assert "checkpoint-6: optimizer.pt is missing; trainer_state.json is missing" in caplog.text
+
+
+def test_what_the_settings_do_not_need_may_be_missing(make, trained):
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (trained / "checkpoint-6" / name).unlink()
+    assert choose_checkpoint(make(save_only_model=True), True) == str(trained / "checkpoint-6")
+    trainer = make()
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match=r"scaler\.pt is missing"):
+        choose_checkpoint(trainer, str(trained / "checkpoint-4"))
+
+
+def test_a_checkpoint_of_several_processes(make, trained, caplog):
+    """Its random states are of no use to one process, and the other way round: that is said."""
+    folder = trained / "checkpoint-6"
+    for process in range(2):
+        shutil.copy(folder / "rng_state.pth", folder / f"rng_state_{process}.pth")
+    (folder / "rng_state.pth").unlink()
+    assert choose_checkpoint(make(), True) == str(folder)
+    assert "saved by another number of processes" in caplog.text
+
+
+def test_shards(make, trained):
+    folder = trained / "checkpoint-6"
+    weights = load_file(folder / "model.safetensors")
+    shards = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(weights)}
+    for shard in set(shards.values()):
+        save_file({name: weights[name] for name in weights if shards[name] == shard}, folder / shard, {"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    make().train(resume_from_checkpoint=str(folder))
+    cut(folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors is damaged"):
+        choose_checkpoint(make(), str(folder))
+    index.write_text('{"weight_map": 3}')
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json is damaged"):
+        choose_checkpoint(make(), str(folder))
+
+
+def test_a_checkpoint_of_another_model_is_refused(make, trained):
+    trainer = make()
+    name = next(name for name, _ in trainer.model.named_parameters())
+    file = trained / "checkpoint-6/model.safetensors"
+    weights = load_file(file)
+    for changed in ({**weights, name: torch.zeros(2, 3)}, {key: value for key, value in weights.items() if key != name}):
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=rf"checkpoint-6 is of another model: {name} is (2 x 3|missing) there and"):
+            trainer.train(resume_from_checkpoint=True)
+
+
+# Sharded training: the files as accelerate and DeepSpeed lay them out --------------------------------------------------
+
+
+def distributed(folder: Path) -> None:
+    distributed_checkpoint.save({"x": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize("layout", ["one file", "a file per process", "distributed"])
+def test_fsdp_layouts(make, trained, layout):
+    folder = trained / "checkpoint-6"
+    for name in ("optimizer.pt", "model.safetensors"):
+        (folder / name).unlink()
+    for name in ("pytorch_model_fsdp", "optimizer"):
+        if layout == "distributed":
+            distributed(folder / f"{name}_0")
+        else:
+            torch.save({"x": torch.ones(3)}, folder / (f"{name}.bin" if layout == "one file" else f"{name}_0_rank0.bin"))
+    trainer = make()
+    trainer.is_fsdp_enabled = True
+    assert choose_checkpoint(trainer, True) == str(folder)
+    part = next(folder.glob("optimizer*"))
+    (cut if part.is_file() else shutil.rmtree)(part)
+    with pytest.raises(ValueError, match="optimizer"):
+        choose_checkpoint(trainer, str(folder))
+
+
+class DeepSpeedPlugin:
+    zero_stage = 2
+    deepspeed_config = {"zero_optimization": {"stage": 2}}
+
+
+def test_deepspeed_layout(make, trained, monkeypatch):
+    folder = trained / "checkpoint-6"
+    (folder / "optimizer.pt").unlink()
+    (folder / "latest").write_text("global_step6")
+    (folder / "global_step6").mkdir()
+    for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save({"x": torch.ones(3)}, folder / "global_step6" / name)
+    trainer = make()
+    trainer.is_deepspeed_enabled = True
+    monkeypatch.setitem(trainer.accelerator.state.__dict__, "deepspeed_plugins", DeepSpeedPlugin())
+    monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", DeepSpeedPlugin())
+    assert choose_checkpoint(trainer, True) == str(folder)
+    cut(folder / "global_step6" / name)
+    with pytest.raises(ValueError, match=r"global_step6/bf16_zero.* is damaged"):
+        choose_checkpoint(trainer, str(folder))
+    (folder / "global_step6" / name).unlink()
+    with pytest.raises(ValueError, match=r"global_step6/\*optim_states.pt is missing"):
+        choose_checkpoint(trainer, str(folder))
+
+
+# A loss that is no number ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_training_stops_when_the_loss_is_no_number(make, tmp_path, monkeypatch, bad, filtered):
+    """Before it is logged, and before anything is saved or deleted; whatever transformers' own filter hides."""
+    trainer = make(logging_nan_inf_filter=filtered, save_total_limit=1, save_steps=1, max_steps=9)
+    compute_loss, calls = trainer.compute_loss, []
+
+    def spoiled(*args, **kwargs):
+        calls.append(None)
+        loss = compute_loss(*args, **kwargs)
+        return loss * bad if len(calls) == 4 else loss
+
+    monkeypatch.setattr(trainer, "compute_loss", spoiled)
+    with pytest.raises(FloatingPointError, match=r"NaN or infinite after step 3, by step 4\..*checkpoint is .*checkpoint-3\."):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3]
+    make(save_steps=1).train(resume_from_checkpoint=True)
+
+
+def test_a_loss_that_nobody_logs_is_found_at_the_end(make, tmp_path):
+    trainer = make(logging_strategy="no", save_strategy="no", learning_rate=1e30, warmup_steps=0, max_grad_norm=0)
+    with pytest.raises(FloatingPointError, match="there is no checkpoint"):
+        trainer.train()
+
+
+def test_a_gradient_that_is_no_number_is_not_saved(make, tmp_path, monkeypatch):
+    trainer = make(save_steps=1)
+    parameter = next(trainer.model.parameters())
+    parameter.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(FloatingPointError, match="after step 0, by step 1"):
+        trainer.train()
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_plain_arguments_are_guarded_too(tmp_path, tiny_config):
+    args = TrainingArguments(tmp_path, max_steps=3, learning_rate=1e30, use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = ToSTTrainer(ToSTForCausalLM(tiny_config), args, train_dataset=text_runs.token_rows(32))
+    with pytest.raises(FloatingPointError):
+        trainer.train()

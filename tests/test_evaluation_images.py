@@ -1,0 +1,121 @@
+"""evaluate_image_classification.py: accuracies against predictions made one by one, labels by name, ReaL labels."""
+
+import json
+from pathlib import Path
+
+import evaluate_image_classification
+import numpy as np
+import pytest
+import torch
+from conftest import needs_auto_processor, randomize
+from datasets import ClassLabel, Dataset, Features, Image, Value
+from PIL import Image as PILImage
+
+from tost_hf import ToSTForImageClassification, ToSTVisionConfig, make_image_processor
+
+
+ROOT = Path(__file__).parents[1]
+FIXTURES = ROOT / "tests" / "fixtures" / "evaluation"
+
+CLASSES = ["ant", "bee", "cow", "dog", "elk", "fox", "gnu"]
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Dataset:
+    """Thirty pictures with labels named in another order than the model's, and the model's numbers beside them."""
+    generator, names = np.random.default_rng(0), CLASSES[::-1]
+    features = Features({"image": Image(), "label": ClassLabel(names=names), "model_label": Value("int16")})
+    numbers = [int(number) for number in generator.integers(0, len(names), 30)]
+    images = [PILImage.fromarray(generator.integers(0, 256, (16, 20, 3), dtype=np.uint8)) for _ in numbers]
+    rows = {"image": images, "label": numbers, "model_label": [len(names) - 1 - number for number in numbers]}
+    return Dataset.from_dict(rows, features)
+
+
+@pytest.fixture
+def classifier(tmp_path) -> tuple[Path, ToSTForImageClassification]:
+    sizes = {"patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 16}
+    config = ToSTVisionConfig(**sizes, id2label=dict(enumerate(CLASSES)), label2id={name: i for i, name in enumerate(CLASSES)})
+    model = randomize(ToSTForImageClassification(config)).eval()
+    model.save_pretrained(tmp_path / "classifier")
+    make_image_processor(config).save_pretrained(tmp_path / "classifier")
+    return tmp_path / "classifier", model
+
+
+def evaluate_images(folder, pictures, tmp_path, *options) -> dict[str, dict]:
+    pictures.to_parquet(tmp_path / "test.parquet")
+    command = ["--model", folder, "--dataset", tmp_path / "test.parquet", "--device", "cpu", "--batch_size", 7]
+    evaluate_image_classification.main([str(word) for word in [*command, "--cache_dir", tmp_path / "cache", *options]])
+    return {one["metric_name"]: one for one in json.loads((folder / "evaluation.json").read_text())["results"]}
+
+
+@needs_auto_processor
+@pytest.mark.parametrize("column", ["label", "model_label"])
+def test_evaluate_image_classification(tmp_path, pictures, classifier, column):
+    folder, model = classifier
+    processor = make_image_processor(16)
+    real = [[], [0, 1], *([number % 7, 5] for number in range(28))]
+    (tmp_path / "real.json").write_text(json.dumps(real))
+    best, ranks = [], []
+    for row in pictures:  # one by one
+        with torch.no_grad():
+            logits = model(processor(row["image"], return_tensors="pt")["pixel_values"]).logits[0]
+        best.append(int(logits.argmax()))
+        ranks.append(int((logits > logits[row["model_label"]]).sum()))
+
+    options = ["--label_column_name", column, "--real_labels", tmp_path / "real.json"]
+    found = evaluate_images(folder, pictures, tmp_path, *options)
+    assert found["Accuracy (top-1)"]["metric_value"] == pytest.approx(np.mean([rank < 1 for rank in ranks]))
+    assert found["Accuracy (top-5)"]["metric_value"] == pytest.approx(np.mean([rank < 5 for rank in ranks]))
+    assert 0 < found["Accuracy (top-5)"]["metric_value"] < 1
+    on_real = found["Accuracy (top-1 on ReaL labels)"]
+    expected = [class_number in labels for class_number, labels in zip(best, real) if labels]
+    assert (on_real["metric_value"], on_real["num_examples"]) == (pytest.approx(sum(expected) / 29), 29)
+    assert 0 < on_real["metric_value"] < 1 and on_real["task_type"] == "image-classification"
+
+    found = evaluate_images(folder, pictures, tmp_path, "--label_column_name", column, "--max_examples", 4)
+    limited = found["Accuracy (top-1, first 4 rows)"]
+    assert (limited["metric_value"], limited["num_examples"]) == (np.mean([rank < 1 for rank in ranks[:4]]), 4)
+    assert "Accuracy (top-1)" in found
+
+
+def test_labels_the_model_does_not_know(pictures):
+    match = evaluate_image_classification.match_labels
+    data_args = evaluate_image_classification.DataTrainingArguments(dataset_name="x")
+    with pytest.raises(ValueError, match=r"none of the 6 classes.*--label_column_name"):
+        match(pictures, "test", CLASSES[1:], data_args)
+    unnamed = match(pictures, "test", [f"LABEL_{number}" for number in range(9)], data_args)
+    assert unnamed["label"][:] == pictures["label"][:]
+    numbered = pictures.cast_column("label", ClassLabel(names=[f"LABEL_{number}" for number in range(6, -1, -1)]))
+    known = match(numbered, "test", [f"LABEL_{number}" for number in range(9)], data_args)
+    assert known["label"][:] == pictures["model_label"][:]
+    assert match(pictures, "test", CLASSES, data_args)["label"][:] == pictures["model_label"][:]
+
+
+def test_real_labels_go_by_imagenet_file_names(tmp_path):
+    file = tmp_path / "real.json"
+    file.write_text(json.dumps([[10], [], [12, 2], [13], [14]]))
+    numbers = [4, 1, 3]
+
+    def rows(paths):
+        images = [{"bytes": b"", "path": path} for path in paths]
+        return Dataset.from_dict({"image": images}, Features({"image": Image(decode=False)}))
+
+    named = rows([f"ILSVRC2012_val_{number:08}_n01440764.JPEG" for number in numbers])
+    assert evaluate_image_classification.load_real_labels(str(file), named) == [[13], [10], [12, 2]]
+    assert evaluate_image_classification.load_real_labels(str(file), named.select([2, 0])) == [[12, 2], [13]]
+    in_order = evaluate_image_classification.load_real_labels(str(file), rows(["a.png", None, "c.png", "d.png", "e.png"]))
+    assert in_order == [[10], [], [12, 2], [13], [14]]
+    with pytest.raises(ValueError, match="labels of 5 images, the data 2 rows"):
+        evaluate_image_classification.load_real_labels(str(file), rows(["a.png", "b.png"]))
+    with pytest.raises(ValueError, match="there is an image number 6"):
+        evaluate_image_classification.load_real_labels(str(file), rows(["ILSVRC2012_val_00000006.JPEG"]))
+    file.write_text('{"1": [2]}')
+    with pytest.raises(ValueError, match="must be a JSON list"):
+        evaluate_image_classification.load_real_labels(str(file), named)
+
+
+def test_real_accuracy_leaves_out_images_without_labels():
+    predictions = torch.tensor([[1, 0], [2, 0], [3, 0], [0, 1]])
+    assert evaluate_image_classification.real_accuracy(predictions, [[1, 5], [], [4], [9, 0]]) == (2 / 3, 3)
+    with pytest.raises(ValueError, match="Not one"):
+        evaluate_image_classification.real_accuracy(predictions, [[], [], [], []])

@@ -1,0 +1,320 @@
+"""What evaluate_lm.py measures, every protocol and task against scores computed one token at a time."""
+
+import copy
+import math
+import re
+from pathlib import Path
+
+import evaluate_lm
+import pytest
+import reading_tasks
+import scoring
+import torch
+from byte_models import EOS, EOS_ID, byte_tokenizer, gpt2, make_args, make_model, values
+from datasets import Dataset
+from transformers import GPT2Config, PreTrainedTokenizerFast
+
+from tost_hf import ToSTConfig, ToSTForCausalLM
+
+
+ROOT = Path(__file__).parents[1]
+FIXTURES = ROOT / "tests" / "fixtures" / "evaluation"
+
+FIXTURES = Path(__file__).parent / "fixtures" / "evaluation"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def model() -> ToSTForCausalLM:
+    """Random weights, one token a byte, 32 positions."""
+    return make_model()
+
+
+def successor_model(tokenizer, successors: dict[str, str]) -> ToSTForCausalLM:
+    """A model whose most likely next token depends on the last one alone, as the table says."""
+    model = make_model(hidden_size=260, num_hidden_layers=1, tie_word_embeddings=False, max_position_embeddings=256)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if name == "model.norm.weight" else 0.0)  # LayerScale 0: the block adds nothing
+        model.model.embed_tokens.weight.copy_(torch.eye(257, 260))
+        for last, following in successors.items():
+            column, row = (tokenizer(text)["input_ids"] for text in (last, following))
+            assert len(column) == len(row) == 1
+            model.lm_head.weight[row[0], column[0]] = 1.0
+    return model
+
+
+def nats_after(model, context: list[int], token: int) -> float:
+    """The loss of one token after its context, alone in a batch."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([context])).logits[0, -1].double()
+    return float(logits.logsumexp(-1) - logits[token])
+
+
+def random_ids(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(257, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+# Scores --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [make_model, gpt2])
+def test_scores_do_not_depend_on_the_batch(make):
+    model = make()
+    sequences = [random_ids(length, seed=length) for length in (5, 33, 2, 17, 17)]
+    for batch_size in (1, 3, 5):
+        for ids, (nats, most_likely) in zip(sequences, scoring.score(model, sequences, batch_size)):
+            with torch.no_grad():
+                logits = model(input_ids=ids[None, :-1]).logits[0].double()
+            expected = logits.logsumexp(-1) - logits.gather(1, ids[1:, None])[:, 0]
+            assert nats.shape == expected.shape
+            assert torch.allclose(nats.double(), expected, atol=1e-5, rtol=1e-5)
+            assert torch.equal(most_likely, logits.argmax(-1) == ids[1:])
+
+
+@pytest.mark.parametrize(
+    "num_ids, context, stride",
+    [(50, 16, 16), (50, 16, 8), (50, 16, 5), (50, 16, 1), (17, 16, 4), (9, 16, 8), (2, 16, 8), (34, 1, 1)],
+)
+def test_sweep_scores_each_token_once_with_the_context_its_stride_leaves(model, num_ids, context, stride):
+    model = model.double()
+    ids = random_ids(num_ids).tolist()
+    expected = 0.0
+    for t in range(1, num_ids):
+        # the first window ends at token `context`, each other one `stride` further, and none past the last token
+        windows_before = max(0, math.ceil((t - context) / stride))
+        end = min(context + windows_before * stride, num_ids - 1)
+        expected += nats_after(model, ids[max(0, end - context) : t], ids[t])
+    for batch_size in (1, 3, 64):
+        nats, scored = scoring.sweep_loss(model, ids, context=context, stride=stride, batch_size=batch_size)
+        assert scored == num_ids - 1
+        assert nats == pytest.approx(expected, rel=1e-10)
+
+
+def test_sweep_refuses_a_stride_that_leaves_tokens_out(model):
+    with pytest.raises(ValueError, match="between 1 and the context of 16, got 17"):
+        scoring.sweep_loss(model, random_ids(50), context=16, stride=17, batch_size=4)
+
+
+def test_random_windows(model):
+    """Of a text with two windows, every draw is one of the two, all its tokens are scored, and both turn up."""
+    model = model.double()
+    ids = random_ids(18)
+    of_each = [
+        sum(nats_after(model, ids[start:t].tolist(), int(ids[t])) for t in range(start + 1, start + 17)) for start in (0, 1)
+    ]
+
+    def loss(**changes):
+        options = {"context": 16, "num_windows": 20, "batch_size": 8, "seed": 0} | changes
+        return scoring.windows_loss(model, ids, **options)
+
+    nats, scored = loss()
+    assert scored == 20 * 16
+    second_ones = (nats - 20 * of_each[0]) / (of_each[1] - of_each[0])
+    assert second_ones == pytest.approx(round(second_ones), abs=1e-6) and 0 < round(second_ones) < 20
+    assert loss(batch_size=3)[0] == pytest.approx(nats, rel=1e-12)
+    assert len({round(loss(seed=seed)[0], 6) for seed in range(10)}) > 1
+    with pytest.raises(ValueError, match="18 tokens has no window of 18"):
+        loss(context=18)
+
+
+# Losses in their units -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "protocol, tokens, words", [("sweep", 27 + 3, 5 + 3), ("windows", 27 + 3, 5 + 3), ("documents", 27, 5)]
+)
+def test_units(model, tokenizer, protocol, tokens, words):
+    """All tokens are equally likely: the loss is ln V, and the rest is counting."""
+    torch.nn.init.zeros_(model.lm_head.weight)
+    texts = ["Two words", "naïve € café", "\n "]  # of 9, 16 and 2 bytes
+    args = make_args(protocols=[protocol], num_windows=30, batch_size=4)
+    measured = evaluate_lm.measure_loss(model, tokenizer, texts, args, context=8)
+    found = values(measured)
+    assert found["loss"] == pytest.approx(math.log(257), rel=1e-6)
+    assert found["perplexity"] == pytest.approx(257, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(tokens * math.log2(257) / 27, rel=1e-6)
+    assert found["word_perplexity"] == pytest.approx(257 ** (tokens / words), rel=1e-4)
+    assert all(re.search(rf"\({protocol}, context 8", one.name) for one in measured)
+    assert {one.num_examples for one in measured} == {30 if protocol == "windows" else 3}
+
+    args.num_words = 7
+    found = values(evaluate_lm.measure_loss(model, tokenizer, texts, args, context=8))
+    assert found["word_perplexity"] == pytest.approx(257 ** (tokens / 7), rel=1e-4)
+
+
+def test_what_the_protocols_score(model, tokenizer):
+    """sweep: one stream, end-of-text after each row; documents: each by itself, of lines the text they make."""
+    model = model.double()
+    texts = ["one\n", "", "two"]
+    options = {"context": 6, "stride": 3, "batch_size": 4}
+
+    def loss(pieces: list[str]) -> float:
+        sums = [scoring.sweep_loss(model, tokenizer(EOS + piece)["input_ids"], **options) for piece in pieces]
+        return sum(nats for nats, _ in sums) / sum(scored for _, scored in sums)
+
+    def measured(protocol, texts, **kwargs):
+        args = make_args(protocols=[protocol], stride=3, batch_size=4)
+        return values(evaluate_lm.measure_loss(model, tokenizer, texts, args, context=6, **kwargs))["loss"]
+
+    assert measured("sweep", texts) == pytest.approx(loss([f"one\n{EOS}{EOS}two{EOS}"]), rel=1e-12)
+    # with room for one window alone: nothing stands before the first row
+    ids = tokenizer(f"three{EOS}")["input_ids"]
+    nats, scored = scoring.sweep_loss(model, ids, context=5, stride=5, batch_size=1)
+    args = make_args(protocols=["windows"], num_windows=3)
+    windows = values(evaluate_lm.measure_loss(model, tokenizer, ["three"], args, context=5))
+    assert windows["loss"] == pytest.approx(nats / scored, rel=1e-12)
+    assert measured("documents", ["one", "two"]) == pytest.approx(loss(["one", "two"]), rel=1e-12)
+    assert measured("documents", texts, rows_are_lines=True) == pytest.approx(loss(["one\n\ntwo\n"]), rel=1e-12)
+
+
+def test_context():
+    config = ToSTConfig(max_position_embeddings=64)
+    assert evaluate_lm.choose_context(None, config) == 64
+    assert evaluate_lm.choose_context(None, ToSTConfig(max_position_embeddings=4096)) == 1024
+    assert evaluate_lm.choose_context(None, ToSTConfig(max_position_embeddings=None)) == 1024
+    assert evaluate_lm.choose_context(2000, ToSTConfig(max_position_embeddings=None)) == 2000
+    assert evaluate_lm.choose_context(None, GPT2Config(n_positions=32)) == 32
+    with pytest.raises(ValueError, match="--context 65 is over the model's 64 positions"):
+        evaluate_lm.choose_context(65, config)
+
+
+# LAMBADA -------------------------------------------------------------------------------------------------------------
+
+SUCCESSORS = {"t": " ", " ": "c", "c": "a", "a": "b", "b": ".", ".": "'", "'": " ", "g": EOS, EOS: "c"}
+LAMBADA = [  # passage, exact, lenient; after "hat" the model writes " cab.' cab"
+    ("a hat cab", True, True),
+    ("a hat CAB", False, True),
+    ("a hat ab", False, True),  # anywhere in what is written, also inside a word
+    ("a hat cat", False, False),  # its first two letters are right
+    ("a hat cab.", True, True),
+    ("a hat cab!", False, False),
+    ("a hat cab.\u2019", False, True),  # straight in the prompt and in the word
+    ("a dog cab", False, True),  # after end-of-text it writes on
+    ("a hat cab \n", True, True),
+]
+
+
+@pytest.mark.parametrize("passage, exact, lenient", LAMBADA)
+def test_lambada(tokenizer, passage, exact, lenient):
+    model = successor_model(tokenizer, SUCCESSORS)
+    model.generation_config.eos_token_id, model.generation_config.repetition_penalty = EOS_ID, 9.0
+    own_settings = copy.deepcopy(model.generation_config)
+    assert reading_tasks.lambada_exact(model, tokenizer, [passage], 256, 1).value == exact
+    assert reading_tasks.lambada_lenient(model, tokenizer, [passage], 256, 1).value == lenient
+    assert model.generation_config.to_dict() == own_settings.to_dict()
+
+
+def test_lambada_batches(tokenizer):
+    """Shares over many passages; the words are made from what the model writes after each prompt alone."""
+    model = make_model(max_position_embeddings=128)
+    passages, expected = [], []
+    for number, beginning in enumerate(["It was", "Long after the others had gone she saw", "A", "He said that the", "x y z"]):
+        ids = tokenizer(f"\n{beginning}", return_tensors="pt")["input_ids"]
+        for _ in range(10):
+            with torch.no_grad():
+                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+        written = tokenizer.decode(ids[0, -10:])
+        word = next(piece for piece in re.findall(r"[!-~]+", written))  # of bytes that are text by themselves
+        expected.append(number % 2 == 0)
+        passages.append(f"{beginning} {word if expected[-1] else word + 'never'}")
+    for batch_size in (1, 2, 5):
+        assert reading_tasks.lambada_lenient(model, tokenizer, passages, 128, batch_size).value == sum(expected) / 5
+
+    model, passages = successor_model(tokenizer, SUCCESSORS), [passage for passage, _, _ in LAMBADA]
+    for batch_size in (1, 2, 16):
+        assert reading_tasks.lambada_exact(model, tokenizer, passages, 256, batch_size).value == 3 / 9
+        assert reading_tasks.lambada_lenient(model, tokenizer, passages, 256, batch_size).value == 7 / 9
+
+
+def test_lambada_cuts_the_beginning_and_says_so(tokenizer, caplog):
+    model = successor_model(tokenizer, SUCCESSORS)
+    passages = ["Once upon a time there was a hat cab", "a hat cab"]
+    exact = reading_tasks.lambada_exact(model, tokenizer, passages, 20, 2)
+    lenient = reading_tasks.lambada_lenient(model, tokenizer, passages, 20, 2)
+    assert (exact.value, lenient.value) == (1, 1)
+    assert "1 of 2 passages are longer than the context of 20 tokens" in exact.protocol
+    assert "1 of 2 prompts are longer than the context of 10 tokens" in lenient.protocol
+    assert exact.protocol.partition("; ")[2] in caplog.text
+    assert "longer" not in reading_tasks.lambada_exact(model, tokenizer, passages, 64, 2).protocol
+    with pytest.raises(ValueError, match="no room for a prompt"):
+        reading_tasks.lambada_lenient(model, tokenizer, passages, 10, 2)
+    with pytest.raises(ValueError, match="'Word' has no word before"):
+        reading_tasks.lambada_exact(model, tokenizer, ["Word"], 20, 2)
+
+
+# Children's Book Test ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def questions() -> Dataset:
+    return reading_tasks.parse_cbt((FIXTURES / "cbt.txt").read_text(encoding="utf-8"))
+
+
+def test_cbt_file(questions):
+    assert questions["answer"][:] == ["kettle", "Tobin"]
+    first = questions[0]
+    assert (len(first["sentences"]), first["sentences"][0]) == (20, "The kettle stood on the stove .")
+    assert first["sentences"][19] == "He sat up and rubbed his face ."
+    assert first["question"] == "Mara poured the water from the XXXXX into both cups ."
+    assert first["options"] == ["bread", "brother", "crow", "cups", "drawer", "gate", "kettle", "roof", "snow", "window"]
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("\n3 Her", "\n4 Her", "Line 3 should begin with 3"),
+        ("\tkettle\t\t", " kettle ", "Line 21 should be a question, its answer and its options"),
+        ("\n21 `", "\n\n", "Line 44 should begin with 21"),
+    ],
+)
+def test_cbt_file_with_a_mistake(old, new, message):
+    text = (FIXTURES / "cbt.txt").read_text(encoding="utf-8")
+    assert old in text
+    with pytest.raises(ValueError, match=message):
+        reading_tasks.parse_cbt(text.replace(old, new))
+
+
+def test_cbt_file_that_ends_early():
+    lines = (FIXTURES / "cbt.txt").read_text(encoding="utf-8").splitlines()
+    with pytest.raises(ValueError, match="last question has 5 lines"):
+        reading_tasks.parse_cbt("\n".join(lines[:27]))
+
+
+@pytest.mark.parametrize("context", [2000, 60])  # the passages have about 800 tokens: whole, and cut
+def test_cbt(questions, tokenizer, context):
+    """Against sums over the tokens one by one; the answers are changed so that one question is answered rightly."""
+    model = make_model(max_position_embeddings=None).double()
+    changed = []
+    for number, row in enumerate(questions):
+        losses = []
+        texts = [" ".join([*row["sentences"], row["question"].replace("XXXXX", option)]) for option in row["options"]]
+        too_many = max(0, max(len(text.encode()) for text in texts) - context)
+        for text in texts:
+            ids = [EOS_ID, *tokenizer(text)["input_ids"][too_many:]]
+            with torch.no_grad():
+                logs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            losses.append(-sum(float(logs[t - 1, ids[t]]) for t in range(1, len(ids))))
+        order = sorted(range(10), key=losses.__getitem__)
+        changed.append(row | {"answer": row["options"][order[number]]})
+    for batch_size in (3, 32):
+        measured = reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list(changed), context, batch_size)
+        assert (measured.value, measured.num_examples) == (0.5, 2)
+        assert ("2 of 2 questions are longer than the context of 60 tokens" in measured.protocol) == (context == 60)
+
+
+def test_cbt_scores_what_follows_the_candidate(tokenizer):
+    """The candidates themselves are equally likely; only y is likely to be followed by "!"."""
+    model = successor_model(tokenizer, {"y": "!"})
+    row = {"sentences": ["."] * 20, "question": "See XXXXX!", "options": ["x", "y", "z"], "answer": "y"}
+    assert reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list([row]), 256, 3).value == 1
+
+
+@pytest.mark.parametrize("change", [{"question": "Who ?"}, {"answer": "Nobody"}])
+def test_cbt_question_with_a_mistake(questions, tokenizer, model, change):
+    with pytest.raises(ValueError, match="lacks XXXXX, or its answer is not an option"):
+        reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list([questions[0] | change]), 32, 3)

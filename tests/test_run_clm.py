@@ -1,0 +1,266 @@
+"""run_clm.py: configuration, tokenizer, blocks of text, resuming; started in this process and as users start it."""
+
+import json
+import math
+import re
+from itertools import chain
+
+import pytest
+import run_clm
+import torch
+import yaml
+from conftest import randomize
+from datasets import Dataset
+from scripts import EXAMPLES, kill_once_written, launch, losses, run_in_background
+from text_runs import EOS, TINY
+from transformers import (
+    AutoTokenizer,
+    Trainer,
+)
+
+from tost_hf import ToSTConfig, ToSTForCausalLM
+
+
+RUN_CLM = EXAMPLES / "run_clm.py"
+
+
+# run_clm.py, started as users start it -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_one_and_two_processes(tmp_path, clm_args):
+    """The same global batch gives the same losses, and they fall."""
+    common = {"max_steps": 20, "use_cpu": None, "do_eval": True, "eval_on_start": True, "max_eval_samples": 24}
+    one = clm_args(**common, per_device_train_batch_size=8, output_dir=tmp_path / "one", report_to="tensorboard")
+    two = clm_args(**common, per_device_train_batch_size=4, output_dir=tmp_path / "two")
+    printed = launch(RUN_CLM, tmp_path, one, processes=1)
+    assert re.findall(r"process \d of \d", printed) == ["process 0 of 1"]
+    printed = launch(RUN_CLM, tmp_path, two, processes=2)
+    assert sorted(re.findall(r"process \d of \d", printed)) == ["process 0 of 2", "process 1 of 2"]
+
+    single, double = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(single) == 20 and single[-1] < single[0] - 1
+    torch.testing.assert_close(single, double, rtol=0, atol=1e-4)
+    assert list((tmp_path / "one").rglob("events.out.tfevents.*"))
+    for folder in ("one", "two"):
+        results = json.loads((tmp_path / folder / "eval_results.json").read_text())
+        history = json.loads((tmp_path / folder / "trainer_state.json").read_text())["log_history"]
+        assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]), rel=1e-4)
+        assert results["perplexity"] < history[0]["eval_perplexity"] / 2  # against the one before training
+        assert 0 < results["eval_accuracy"] < 1
+
+
+@pytest.mark.slow
+def test_kill_and_resume_bit_for_bit(tmp_path, clm_args):
+    """With dropout, shuffling, accumulation and an epoch's end on the way: every random state has to come back."""
+    overrides = TINY + ",hidden_dropout=0.1,attention_dropout=0.1,embedding_dropout=0.1"
+    common = {
+        "config_overrides": overrides,
+        "max_train_samples": 60,  # 7.5 steps an epoch
+        "gradient_accumulation_steps": 2,
+        "max_steps": 30,
+        "save_strategy": "steps",
+        "save_steps": 5,
+    }
+
+    def start(folder, **changes):
+        return run_in_background(RUN_CLM, tmp_path, clm_args(**common, output_dir=folder, **changes))
+
+    assert start(tmp_path / "whole").wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+    killed = start(tmp_path / "killed")
+    kill_once_written(killed, tmp_path / "killed/checkpoint-10/trainer_state.json", tmp_path / "log.txt")
+    assert not (tmp_path / "killed/trainer_state.json").exists()  # it did not get to the end
+    assert not (tmp_path / "killed/checkpoint-30").exists()
+
+    first_checkpoint = (tmp_path / "killed/checkpoint-5/trainer_state.json").stat()
+    assert start(tmp_path / "killed", resume_from_checkpoint=True).wait(timeout=300) == 0
+    whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "killed")
+    assert len(whole) == 30 and resumed == whole
+    # and it did not begin again
+    assert (tmp_path / "killed/checkpoint-5/trainer_state.json").stat().st_mtime_ns == first_checkpoint.st_mtime_ns
+
+
+# run_clm.py, in this process -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, size", [("tost-base", (12, 768)), ("tost-medium", (24, 1024)), ("tost-large", (36, 1280))])
+def test_presets(name, size):
+    config = run_clm.load_config(run_clm.ModelArguments(config_name=name))
+    assert isinstance(config, ToSTConfig) and (config.num_hidden_layers, config.hidden_size) == size
+
+
+def test_a_folder_named_like_a_preset_wins(tmp_path, monkeypatch, tiny_config):
+    monkeypatch.chdir(tmp_path)
+    tiny_config.save_pretrained("tost-base")
+    assert run_clm.load_config(run_clm.ModelArguments(config_name="tost-base")).hidden_size == tiny_config.hidden_size
+
+
+def test_config_overrides():
+    overrides = "n_embd=64,num_attention_heads=2,max_position_embeddings=null,layer_norm_eps=1e-6,use_bias=True"
+    config = run_clm.load_config(run_clm.ModelArguments(config_overrides=overrides))
+    assert (config.hidden_size, config.intermediate_size, config.num_attention_heads) == (64, 256, 2)
+    assert (config.max_position_embeddings, config.layer_norm_eps, config.use_bias) == (None, 1e-6, True)
+    other = run_clm.load_config(run_clm.ModelArguments(model_type="gpt2", config_overrides="n_layer=3"))
+    assert (other.model_type, other.num_hidden_layers) == ("gpt2", 3)
+
+
+def test_vocabulary_and_special_tokens_follow_the_tokenizer(text_folder):
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = run_clm.load_model(run_clm.ModelArguments(), ToSTConfig(vocab_size=100, **small), tokenizer)
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == 320  # 300, to a multiple of 64
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.pad_token_id is None
+    args = run_clm.ModelArguments(dtype="bfloat16")
+    model = run_clm.load_model(args, ToSTConfig(vocab_size=1000, **small), tokenizer)
+    assert model.config.vocab_size == 1000 and model.dtype == torch.bfloat16
+
+
+def test_a_larger_tokenizer_resizes_a_pretrained_model(tmp_path, text_folder, tiny_model):
+    tiny_model.save_pretrained(tmp_path / "model")
+    args = run_clm.ModelArguments(model_name_or_path=str(tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    model = run_clm.load_model(args, run_clm.load_config(args), tokenizer)
+    assert model.config.vocab_size == 320
+    assert torch.equal(model.get_input_embeddings().weight[:97], tiny_model.get_input_embeddings().weight)
+
+
+def blocks_of(text_folder, file, block_size=8, **options):
+    data_args = run_clm.DataTrainingArguments(train_file=str(file), validation_split_percentage=0, **options)
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    rows = run_clm.load_texts(run_clm.ModelArguments(cache_dir=str(file.parent / "cache")), data_args)["train"]
+    return list(run_clm.prepare_blocks("train", rows, tokenizer, block_size, None, data_args)), tokenizer
+
+
+def decode(blocks, tokenizer) -> str:
+    return tokenizer.decode(list(chain.from_iterable(block["input_ids"] for block in blocks)))
+
+
+def test_a_text_file_is_cut_without_loss(tmp_path, text_folder):
+    text = (text_folder / "train.txt").read_text(encoding="utf-8")[:5000]
+    (tmp_path / "part.txt").write_text(text, encoding="utf-8")
+    blocks, tokenizer = blocks_of(text_folder, tmp_path / "part.txt")
+    assert all(len(block["input_ids"]) == 8 and block["labels"] == block["input_ids"] for block in blocks)
+    joined = decode(blocks, tokenizer)
+    assert text.startswith(joined) and len(joined) > len(text) - 80
+    assert EOS not in joined
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
+def test_each_row_of_other_files_ends_with_eos(tmp_path, text_folder, ending):
+    rows = Dataset.from_dict({"text": ["import os\n", "", "x = 1"], "other": [1, 2, 3]})
+    file = tmp_path / f"rows.{ending}"
+    {"csv": rows.to_csv, "parquet": rows.to_parquet}.get(ending, rows.to_json)(str(file))
+    blocks, tokenizer = blocks_of(text_folder, file, block_size=2)
+    joined = decode(blocks, tokenizer)
+    assert ("import os\n" + EOS + "x = 1" + EOS).startswith(joined) and len(joined) > 20
+    blocks, tokenizer = blocks_of(text_folder, file, block_size=2, add_eos_token=False)
+    assert EOS not in decode(blocks, tokenizer)
+
+
+def test_streaming_gives_the_same_blocks(tmp_path, text_folder):
+    (tmp_path / "part.txt").write_text("one = 1\ntwo = 2\n" * 50, encoding="utf-8")
+    whole, _ = blocks_of(text_folder, tmp_path / "part.txt")
+    streamed, _ = blocks_of(text_folder, tmp_path / "part.txt", streaming=True)
+    assert streamed == whole and len(whole) > 10
+
+
+def test_held_out_rows_are_not_trained_on():
+    rows = Dataset.from_dict({"text": [str(index) for index in range(200)]})
+    for stream in (rows, rows.to_iterable_dataset()):
+        train_rows, held_out = ([row["text"] for row in part] for part in run_clm.hold_out(stream, 5))
+        assert len(held_out) == 10 and sorted(train_rows + held_out) == sorted(rows["text"])
+
+
+def test_training_on_a_stream(tmp_path, clm_args):
+    run_clm.main(clm_args(streaming=True, do_eval=True, max_eval_samples=8, validation_file=None))
+    assert len(losses(tmp_path / "out")) == 3
+    assert json.loads((tmp_path / "out/eval_results.json").read_text())["perplexity"] > 1
+
+
+def test_epochs(tmp_path, clm_args):
+    run_clm.main(clm_args(max_steps=None, num_train_epochs=2, max_train_samples=12))
+    assert len(losses(tmp_path / "out")) == 6
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_arguments_from_a_file_and_evaluation_alone(tmp_path, text_folder, tiny_config, ending):
+    tiny_config.vocab_size = 320
+    model = randomize(ToSTForCausalLM(tiny_config)).eval()
+    model.save_pretrained(tmp_path / "model")
+    arguments = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "tokenizer_name": str(text_folder / "tokenizer"),
+        "validation_file": str(text_folder / "validation.txt"),
+        "cache_dir": str(tmp_path / "cache"),
+        "output_dir": str(tmp_path / "out"),
+        "block_size": 16,
+        "max_eval_samples": 10,
+        "do_eval": True,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    (tmp_path / f"arguments.{ending}").write_text({"json": json.dumps, "yaml": yaml.safe_dump}[ending](arguments))
+    run_clm.main([str(tmp_path / f"arguments.{ending}")])
+    results = json.loads((tmp_path / "out/eval_results.json").read_text())
+
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    tokens = tokenizer((text_folder / "validation.txt").read_text(encoding="utf-8"))["input_ids"]
+    ids = torch.tensor(tokens[:160]).view(10, 16)
+    with torch.no_grad():
+        expected = model(ids, labels=ids)
+    right = expected.logits[:, :-1].argmax(-1) == ids[:, 1:]
+    assert results["eval_loss"] == pytest.approx(expected.loss.item(), abs=1e-4)
+    assert results["perplexity"] == pytest.approx(math.exp(expected.loss.item()), rel=1e-4)
+    assert results["eval_accuracy"] == pytest.approx(right.float().mean().item())
+    assert results["eval_samples"] == 10
+
+
+def test_another_model_keeps_the_plain_trainer(tmp_path, clm_args, monkeypatch):
+    made = []
+    monkeypatch.setattr(run_clm, "Trainer", lambda *args, **kwargs: made.append("Trainer") or Trainer(*args, **kwargs))
+    gpt2 = "n_layer=1,n_embd=16,n_head=2,n_positions=32,vocab_size=320"
+    run_clm.main(clm_args(config_name=None, model_type="gpt2", config_overrides=gpt2, max_steps=1))
+    assert made == ["Trainer"] and len(losses(tmp_path / "out")) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, error, sentence",
+    [
+        ({"train_file": None, "validation_file": None}, ValueError, "no text to work on"),
+        ({"train_file": "absent.txt"}, FileNotFoundError, "'absent.txt' does not exist"),
+        ({"train_file": "notes.docx"}, ValueError, "must end in one of: .txt"),
+        ({"train_file": "EMPTY"}, ValueError, "is empty"),
+        ({"train_file": "SHORT"}, ValueError, "shorter than one block of 32 tokens"),
+        ({"train_file": "SHORT", "validation_file": None}, ValueError, "single row"),
+        ({"train_file": None}, ValueError, "no train text"),
+        ({"validation_file": None, "validation_split_percentage": 0, "do_eval": True}, ValueError, "no validation text"),
+        ({"validation_split_percentage": 100}, ValueError, "below 100"),
+        ({"block_size": 33}, ValueError, "--block_size 33 is over the model's max_position_embeddings of 32"),
+        ({"block_size": 1}, ValueError, "at least 2"),
+        ({"tokenizer_name": None}, ValueError, "needs a tokenizer"),
+        ({"config_overrides": "hiden_size=8"}, ValueError, "does not understand 'hiden_size=8'"),
+        ({"config_overrides": "n_layer"}, ValueError, "does not understand 'n_layer'"),
+        ({"config_overrides": "n_head=5"}, ValueError, "must be a multiple of num_attention_heads"),
+        (
+            {"config_name": None, "model_name_or_path": "x"},
+            ValueError,
+            "--config_overrides is for a model trained from scratch",
+        ),
+        ({"resume_from_checkpoint": "absent"}, FileNotFoundError, "'absent' does not exist"),
+        ({"nonsense": 1}, ValueError, "nonsense"),
+    ],
+)
+def test_bad_input(tmp_path, clm_args, changes, error, sentence):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("short")
+    files = {"EMPTY": tmp_path / "empty.txt", "SHORT": tmp_path / "short.txt"}
+    changes = {key: files.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
+    with pytest.raises(error, match=re.escape(sentence)):
+        run_clm.main(clm_args(**changes))
+
+
+def test_a_position_free_model_takes_any_block(tmp_path, clm_args):
+    overrides = TINY.replace("n_positions=32", "n_positions=null")
+    run_clm.main(clm_args(config_overrides=overrides, block_size=200, max_steps=1))
+    assert len(losses(tmp_path / "out")) == 1

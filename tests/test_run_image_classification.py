@@ -1,0 +1,348 @@
+"""run_image_classification.py and digits.py: images, labels, the head, resuming; in this process and as users start them."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import run_image_classification as script
+import torch
+from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
+from image_runs import NAMES, TINY, digit_pictures, load_processor, make_pipeline, results, tiny_vision_model
+from PIL import Image as PILImage
+from safetensors.torch import load_file
+from scripts import EXAMPLES, environment, kill_once_written, launch, losses, run_in_background
+from transformers import (
+    AutoModelForImageClassification,
+)
+
+from tost_hf import ToSTVisionModel
+from tost_hf.image_processing import make_image_processor
+
+
+SCRIPT = EXAMPLES / "run_image_classification.py"
+MEAN = [0.5, 0.5, 0.5]
+
+
+# run_image_classification.py, in this process ------------------------------------------------------------------------
+
+
+def test_from_training_to_the_pipeline(tmp_path, digit_folder, image_args):
+    """With the whole pre-training recipe, over an epoch's end, and everything that is left in the folder."""
+    script.main(image_args(max_steps=14, do_eval=True, save_strategy="steps", save_steps=7, ema_decay=0.5))
+    out = tmp_path / "out"
+    assert len(losses(out)) == 14
+    measured = results(out)
+    assert {"eval_accuracy", "eval_top5_accuracy", "eval_ema_accuracy", "eval_ema_loss"} <= set(measured)
+    assert measured["eval_samples"] == 30
+    for folder in (out, out / "ema", out / "checkpoint-7", out / "checkpoint-7/ema"):
+        model = AutoModelForImageClassification.from_pretrained(folder)
+        assert list(model.config.id2label.values()) == sorted(NAMES) and model.config.image_size == 16
+        processor = load_processor(folder)
+        assert processor.do_center_crop and dict(processor.crop_size) == {"height": 16, "width": 16}
+
+    pictures = sorted((digit_folder / "validation").rglob("*.png"))
+    classify = make_pipeline(out)
+    guesses = [guess[0]["label"] for guess in classify([str(picture) for picture in pictures])]
+    right = [guess == picture.parent.name for guess, picture in zip(guesses, pictures)]
+    assert measured["eval_accuracy"] == pytest.approx(np.mean(right))
+
+
+def test_the_finetuning_crop(tmp_path, image_args):
+    script.main(image_args(recipe="finetune", max_steps=1, do_eval=True))
+    processor = load_processor(tmp_path / "out")
+    assert not processor.do_center_crop and dict(processor.size) == {"height": 16, "width": 16}
+    assert not (tmp_path / "out/ema").exists() and "eval_ema_accuracy" not in results(tmp_path / "out")
+
+
+def test_evaluation_alone(tmp_path, image_args):
+    script.main(image_args(max_steps=2, do_eval=True))
+    expected = results(tmp_path / "out")
+    changes = {"config_name": None, "config_overrides": None, "train_dir": None, "do_train": None, "do_eval": True}
+    script.main(image_args(model_name_or_path=tmp_path / "out", output_dir=tmp_path / "again", ema_decay=0, **changes))
+    assert results(tmp_path / "again")["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("names", [["zero", "one", "two"], ["cat", "dog", "owl"], ["cat", "dog"]])
+def test_the_head_follows_the_labels(tmp_path, names, caplog):
+    """It is kept for the same names in the same order, and replaced for others, as many or not."""
+    old = tiny_vision_model(id2label=dict(enumerate(NAMES)), label2id={name: i for i, name in enumerate(NAMES)})
+    old.save_pretrained(tmp_path)
+    args = script.ModelArguments(model_name_or_path=str(tmp_path))
+    new = script.load_model(args, script.load_config(args), names)
+    assert new.config.id2label == dict(enumerate(names)) and new.config.label2id == {n: i for i, n in enumerate(names)}
+    assert new.classifier.weight.shape == (len(names), 32) and new.num_labels == len(names)
+    kept = names == NAMES
+    assert torch.equal(new.classifier.weight, old.classifier.weight) == kept
+    assert ("its classifier is replaced" in caplog.text) == (not kept)
+    for name, value in new.tost.state_dict().items():
+        assert torch.equal(value, old.tost.state_dict()[name]), name
+
+
+def test_a_trunk_alone_can_be_finetuned(tmp_path):
+    trunk = tiny_vision_model().tost
+    trunk.save_pretrained(tmp_path)
+    args = script.ModelArguments(model_name_or_path=str(tmp_path))
+    model = script.load_model(args, script.load_config(args), ["cat", "dog"])
+    assert isinstance(model.tost, ToSTVisionModel) and model.num_labels == 2
+    assert torch.equal(model.tost.class_token, trunk.class_token)
+
+
+def test_the_statistics_of_a_pretrained_model_are_kept(tmp_path):
+    tiny_vision_model().save_pretrained(tmp_path)
+    args = script.ModelArguments(model_name_or_path=str(tmp_path))
+    assert script.load_processor(args, script.load_config(args), "finetune").image_mean[0] == 0.485
+    processor = make_image_processor(16)
+    processor.image_mean = MEAN
+    processor.save_pretrained(tmp_path)
+    assert script.load_processor(args, script.load_config(args), "finetune").image_mean[0] == 0.5
+
+
+@pytest.mark.parametrize(
+    "name, rate", [("tiny-patch16", 0), ("tiny-24-patch8", 0), ("small-patch8", 0.05), ("medium-patch16", 0.15)]
+)
+def test_drop_path_of_the_presets(name, rate):
+    args = script.ModelArguments(config_name=f"tost-vision-{name}")
+    assert script.load_config(args).drop_path_rate == rate and script.load_config(args, "finetune").drop_path_rate == 0
+    args.config_overrides = "drop_path_rate=0.3"
+    assert script.load_config(args).drop_path_rate == 0.3
+
+
+def test_config_overrides():
+    args = script.ModelArguments(config_name="tost-vision-tiny-patch16", config_overrides="hidden_size=64,patch_size=4")
+    config = script.load_config(args)
+    assert (config.hidden_size, config.intermediate_size, config.patch_size) == (64, 256, 4)
+
+
+def rows_of(data_args, tmp_path) -> dict[str, Dataset]:
+    return script.load_images(script.ModelArguments(cache_dir=str(tmp_path / "cache")), data_args, 0)
+
+
+def png(picture: PILImage.Image, file: Path) -> bytes:
+    picture.save(file)
+    return file.read_bytes()
+
+
+def write_parquet(file: Path, labels: list, feature, tmp_path) -> str:
+    contents = [{"bytes": png(picture, tmp_path / "x.png"), "path": None} for picture, _ in digit_pictures(len(labels))]
+    features = Features({"img": Image(), "fine": feature, "other": Value("string")})
+    Dataset.from_dict({"img": contents, "fine": labels, "other": ["x"] * len(labels)}, features).to_parquet(str(file))
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["folder", "name", "parquet"])
+def test_images_from_a_folder_and_from_parquet(tmp_path, digit_folder, kind):
+    if kind == "folder":
+        data_args = script.DataTrainingArguments(train_dir=str(digit_folder / "train"))
+    elif kind == "name":
+        data_args = script.DataTrainingArguments(dataset_name=str(digit_folder))
+    else:
+        file = write_parquet(tmp_path / "x.parquet", [0, 1, 2] * 4, ClassLabel(names=NAMES), tmp_path)
+        data_args = script.DataTrainingArguments(train_file=file)
+    rows = rows_of(data_args, tmp_path)
+    assert set(rows) == {"train", "validation"}
+    assert rows["train"].column_names == ["image", "label", "source"]
+    assert sorted(rows["train"].features["label"].names) == sorted(NAMES)
+    if kind != "name":  # which has its own
+        total = len(rows["train"]) + len(rows["validation"])
+        assert len(rows["validation"]) == -(-total * 15 // 100) and total == (96 if kind == "folder" else 12)
+    picture = script.read_image(rows["train"][0]["source"], rows["train"][0]["image"])
+    assert picture.mode == "RGB" and picture.size == (8, 8)
+
+
+def test_labels_are_matched_by_name(tmp_path):
+    """Words become numbers, and files may number the same names differently."""
+    train = write_parquet(tmp_path / "train.parquet", ["two", "one", "zero"], Value("string"), tmp_path)
+    validation = write_parquet(tmp_path / "v.parquet", [0, 1, 2], ClassLabel(names=["zero", "one", "two"]), tmp_path)
+    columns = {"label_column_name": "fine"}
+    rows = rows_of(script.DataTrainingArguments(train_file=train, validation_file=validation, **columns), tmp_path)
+    assert rows["train"].features["label"].names == ["one", "two", "zero"]
+    assert rows["train"]["label"][:] == [1, 0, 2] and rows["validation"]["label"][:] == [2, 0, 1]
+
+
+def test_names_for_numbers(tmp_path):
+    train = write_parquet(tmp_path / "train.parquet", [2, 0, 1], Value("int64"), tmp_path)
+    data_args = script.DataTrainingArguments(
+        train_file=train, label_column_name="fine", class_names="cat, dog,owl", train_val_split=0
+    )
+    rows = rows_of(data_args, tmp_path)
+    assert rows["train"].features["label"].names == ["cat", "dog", "owl"] and rows["train"]["label"][:] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "CMYK"])
+def test_every_kind_of_picture_is_read_as_rgb(tmp_path, mode):
+    grey = digit_pictures(1)[0][0]
+    rgb = grey.convert("RGB")
+    picture = rgb.quantize() if mode == "P" else rgb.convert(mode)  # with a palette of its own colours
+    file = tmp_path / ("x.tiff" if mode == "CMYK" else "x.png")
+    read = script.read_image("Row 0", {"bytes": png(picture, file), "path": None})
+    assert read.mode == "RGB" and read.size == (8, 8)
+    if mode in ("L", "P", "RGBA", "LA"):
+        assert np.abs(np.array(read)[..., 0].astype(int) - np.array(grey)).max() <= 3
+
+
+def test_transparent_pictures_are_put_on_white(tmp_path):
+    picture = PILImage.new("RGBA", (8, 8), (200, 0, 0, 0))
+    read = script.read_image("Row 0", {"bytes": png(picture, tmp_path / "x.png"), "path": None})
+    assert np.array(read).min() == 255
+
+
+@pytest.mark.parametrize("kind", ["text", "cut", "zero", "deep", "empty", "none", "path"])
+def test_bad_images(tmp_path, kind):
+    content = png(digit_pictures(1)[0][0].resize((64, 64)), tmp_path / "x.png")
+    deep = png(PILImage.fromarray(np.full((8, 8), 40_000, np.uint16)), tmp_path / "deep.png")
+    header = b"IHDR" + bytes(4) + content[20:29]  # of no width
+    (tmp_path / "empty.png").touch()
+    stored = {
+        "text": {"bytes": b"this is no image", "path": "a/b.png"},
+        "cut": {"bytes": content[: len(content) // 2], "path": None},
+        "zero": {"bytes": content[:12] + header + zlib.crc32(header).to_bytes(4) + content[33:], "path": None},
+        "deep": {"bytes": deep, "path": None},
+        "empty": {"bytes": b"", "path": None},
+        "none": None,
+        "path": {"bytes": None, "path": str(tmp_path / "empty.png")},
+    }[kind]
+    sentence = "is empty" if kind in ("empty", "none", "path") else "cannot be read as an image"
+    with pytest.raises(ValueError, match=rf"Row 7 of the train images .*{sentence}") as caught:
+        script.read_image("Row 7 of the train images", stored)
+    if kind in ("text", "path"):
+        assert stored["path"] in str(caught.value)  # the file is named
+
+
+def test_a_corrupt_image_stops_training_by_name(tmp_path, digit_folder, image_args):
+    shutil.copytree(digit_folder / "train", tmp_path / "train")
+    broken = tmp_path / "train/one/001.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"Row \d+ of the train images .*001\.png.* cannot be read as an image"):
+        script.main(image_args(train_dir=tmp_path / "train", max_steps=12, repeated_augmentation=1))
+
+
+@pytest.mark.parametrize(
+    "labels, feature, changes, sentence",
+    [
+        (
+            [0, 1, 7],
+            Value("int64"),
+            {"class_names": "a,b,c"},
+            "Row 2 of the train images has the label 7, which is none of the 3",
+        ),
+        ([0, -1, 1], ClassLabel(names=NAMES), {}, "Row 1 of the train images has the label -1"),
+        (["one", None, "two"], Value("string"), {}, "Row 1 of the train images has the label None"),
+        ([0, 1, 2], Value("int64"), {}, "The labels are numbers without names: give the names by --class_names"),
+        ([0, 1, 2], ClassLabel(names=NAMES), {"label_column_name": "absent"}, "no column 'absent'; choose one of img, fine"),
+        ([0, 1, 2], Value("int64"), {"label_column_name": None}, "no column of labels; choose one of img, fine, other by"),
+        ([0], ClassLabel(names=NAMES), {}, "a single training image"),
+    ],
+)
+def test_bad_labels(tmp_path, labels, feature, changes, sentence):
+    file = write_parquet(tmp_path / "x.parquet", labels, feature, tmp_path)
+    data_args = script.DataTrainingArguments(**({"train_file": file, "label_column_name": "fine"} | changes))
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        rows_of(data_args, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, error, sentence",
+    [
+        ({"train_dir": None, "validation_dir": None}, ValueError, "no images to work on"),
+        ({"train_dir": "absent"}, FileNotFoundError, "The image folder 'absent' does not exist"),
+        ({"train_dir": None, "train_file": "a.csv"}, ValueError, "must end in .parquet"),
+        ({"train_dir": None, "train_file": "absent.parquet"}, FileNotFoundError, "'absent.parquet' does not exist"),
+        ({"train_dir": None}, ValueError, "There are no train images"),
+        ({"validation_dir": None, "train_val_split": 0, "do_eval": True}, ValueError, "There are no validation images"),
+        ({"train_val_split": 1}, ValueError, "below 1, got 1"),
+        ({"config_name": "tost-vision-huge-patch16"}, ValueError, "There is no preset 'tost-vision-huge-patch16'"),
+        ({"config_overrides": "hiden_size=8"}, ValueError, "does not understand 'hiden_size=8'"),
+        ({"image_size": 18}, ValueError, "The image size 18 must be a multiple of the patch size 4"),
+        ({"image_size": 2}, ValueError, "The image size 2 must be a multiple of the patch size 4"),
+        ({"image_size": 0}, ValueError, "--image_size must be at least 1"),
+        ({"model_name_or_path": "x"}, ValueError, "--config_name is for a model trained from scratch"),
+        ({"recipe": "finetune", "mixup": -1}, ValueError, "mixup must be from 0 to 1000, got -1.0"),
+        ({"resume_from_checkpoint": "absent"}, FileNotFoundError, "'absent' does not exist"),
+        ({"nonsense": 1}, ValueError, "nonsense"),
+    ],
+)
+def test_bad_input(image_args, changes, error, sentence):
+    with pytest.raises(error, match=re.escape(sentence)):
+        script.main(image_args(**changes))
+
+
+def test_a_language_model_is_refused(tmp_path, image_args, tiny_model):
+    tiny_model.save_pretrained(tmp_path / "language")
+    with pytest.raises(ValueError, match="ToSTConfig"):
+        script.main(image_args(config_name=None, config_overrides=None, model_name_or_path=tmp_path / "language"))
+
+
+# Processes of their own ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path, image_args):
+    """Started by `accelerate launch`; with BatchNorm frozen, as each process would see its own half of a batch."""
+    common = {"freeze_batch_norm": True, "optim": "sgd", "learning_rate": 0.1, "mixup": 0, "cutmix": 0, "ema_decay": 0.5}
+    # 12 steps an epoch; the images of the evaluation fill its batches, as Trainer averages over batches
+    common |= {"max_steps": 14, "do_eval": True, "lr_scheduler_type": "constant", "max_eval_samples": 16}
+    one = launch(SCRIPT, tmp_path, image_args(output_dir=tmp_path / "one", per_device_train_batch_size=8, **common), 1)
+    two = launch(SCRIPT, tmp_path, image_args(output_dir=tmp_path / "two", per_device_train_batch_size=4, **common), 2)
+    assert "process 0 of 1" in one and "process 0 of 2" in two and "process 1 of 2" in two
+    torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5, atol=1e-5)
+    for file in ("model.safetensors", "ema/model.safetensors"):
+        alone, together = (load_file(tmp_path / folder / file) for folder in ("one", "two"))
+        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    for name, value in results(tmp_path / "one").items():
+        if name.endswith(("accuracy", "loss", "samples")):
+            assert results(tmp_path / "two")[name] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_kill_and_resume_bit_for_bit(tmp_path, image_args):
+    """With the whole recipe, dropout, workers, accumulation and epochs' ends on the way; the averaged weights, too."""
+    common = {
+        "config_overrides": TINY + ",drop_path_rate=0.1,hidden_dropout=0.1,attention_dropout=0.1,embedding_dropout=0.1",
+        "per_device_train_batch_size": 5,
+        "gradient_accumulation_steps": 2,  # 9.6 steps an epoch
+        "max_steps": 30,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "ema_decay": 0.9,
+        "dataloader_num_workers": 1,
+    }
+
+    def start(folder, **changes):
+        return run_in_background(SCRIPT, tmp_path, image_args(**common, output_dir=folder, **changes))
+
+    assert start(tmp_path / "whole").wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+    killed = start(tmp_path / "killed")
+    kill_once_written(killed, tmp_path / "killed/checkpoint-15/trainer_state.json", tmp_path / "log.txt")
+    assert not (tmp_path / "killed/checkpoint-30").exists()  # it did not get to the end
+
+    first_checkpoint = (tmp_path / "killed/checkpoint-5/trainer_state.json").stat()
+    assert start(tmp_path / "killed").wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+    assert len(losses(tmp_path / "whole")) == 30 and losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert (tmp_path / "killed/checkpoint-5/trainer_state.json").stat().st_mtime_ns == first_checkpoint.st_mtime_ns
+    for file in ("model.safetensors", "ema/model.safetensors"):
+        whole, resumed = (load_file(tmp_path / folder / file) for folder in ("whole", "killed"))
+        assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_digits_example(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "digits.py"), "--output_dir", str(tmp_path / "out"), "--max_steps", "4"]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"Test accuracy on 360 digits: \d+\.\d%", done.stdout)
+    picture = np.array(PILImage.open(tmp_path / "out/membership_maps.png").convert("RGB"))
+    assert min(picture.shape[:2]) > 400 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 50  # not blank
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert model.config.id2label[7] == "seven"
+    guesses = make_pipeline(tmp_path / "out")(digit_pictures(1)[0][0])
+    assert {guess["label"] for guess in guesses} <= set(model.config.label2id)
+
+
+def test_hub_cards_name_no_folder(tmp_path, image_args, digit_folder):
+    script.main(image_args(train_dir=None, validation_dir=None, dataset_name=digit_folder, max_steps=1))
+    assert (tmp_path / "out/README.md").exists() and len(load_dataset(str(digit_folder))["train"]) == 96
