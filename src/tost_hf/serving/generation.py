@@ -24,6 +24,8 @@ BUILT_IN_MODES = {
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 }  # transformers takes the code of the others from repositories
+MAX_TOKENS = 2**16  # of prompt and answer, where the model sets no limit: the memory of the server does
+DEFAULT_NEW_TOKENS = 1024  # as transformers' server
 MAX_BEAMS = 8
 MIN_TEMPERATURE = 1e-3  # below, logits overflow
 logger = logging.getLogger(__name__)
@@ -79,18 +81,18 @@ def fit_to_model(model: PreTrainedModel, input_ids: torch.Tensor, gen_config: Ge
     config, tokens = model.config.get_text_config(), input_ids.shape[-1]
     if tokens == 0:
         raise ValueError("The prompt is empty: write at least one token.")
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and tokens >= positions:
-        raise ValueError(f"The prompt has {tokens} tokens; the model has {positions} positions for prompt and answer.")
+    positions = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
+    if tokens >= positions:
+        raise ValueError(f"The prompt has {tokens} tokens; there are {positions} positions for prompt and answer.")
     if int(input_ids.max()) >= config.vocab_size:
         raise ValueError(f"The prompt has token {int(input_ids.max())}; the model knows {config.vocab_size} tokens.")
     _check_mode(gen_config)
-    if gen_config.max_new_tokens is None and gen_config.max_length is not None:
-        gen_config.max_new_tokens, gen_config.max_length = gen_config.max_length - tokens, None
-    if gen_config.max_new_tokens is not None and gen_config.max_new_tokens < 1:
-        raise ValueError(f"At least 1 token must be generated, got {gen_config.max_new_tokens}.")
-    if positions is not None:
-        gen_config.max_new_tokens = min(gen_config.max_new_tokens or positions, positions - tokens)
+    wanted = gen_config.max_new_tokens
+    if wanted is None:
+        wanted = DEFAULT_NEW_TOKENS if gen_config.max_length is None else gen_config.max_length - tokens
+    if wanted < 1:
+        raise ValueError(f"At least 1 token must be generated after the {tokens} of the prompt, got {wanted}.")
+    gen_config.max_new_tokens, gen_config.max_length = min(wanted, positions - tokens), None
 
 
 def _check_mode(gen_config: GenerationConfig) -> None:
@@ -125,7 +127,7 @@ class _GuardedModel:
         inputs["stopping_criteria"] = StoppingCriteriaList([_ClientGone(self.client_gone)])
         try:
             return self.model.generate(**inputs)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(one_line(error)) from error
         except Exception as error:
             if type(error).__module__.startswith("transformers.cli."):  # the server's own sign to stop

@@ -1,0 +1,441 @@
+"""`tost-hf serve` under requests of every kind: right, wrong, hostile; clients that go away; models that fail."""
+
+import http.client
+import json
+import shutil
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hub_clients import language_folder
+
+
+pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
+
+from tost_hf.serving import guards_in_place
+from tost_hf.serving.generation import MAX_TOKENS
+from tost_hf.serving.requests import MAX_BODY_BYTES
+
+
+POSITIONS = 64  # of the model of language_folder; its tokens are bytes
+JSON = {"Content-Type": "application/json"}
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+LIMIT = {COMPLETIONS: "max_tokens", CHAT: "max_tokens", RESPONSES: "max_output_tokens"}
+both_ways = pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+everywhere = pytest.mark.parametrize("path", LIMIT)
+
+
+def asking(path: str, text, **fields) -> dict:
+    """A request body that asks for what follows this text."""
+    if path == CHAT:
+        return {"messages": [{"role": "user", "content": text}]} | fields
+    return {"prompt" if path == COMPLETIONS else "input": text} | fields
+
+
+class Answer(NamedTuple):
+    status: int
+    text: str
+
+    @property
+    def error(self) -> str | None:
+        """The sentence of an error, in an answer or in a stream."""
+        for event in self.events:
+            error = event.get("error") or (event.get("response") or {}).get("error")
+            if error:
+                return error if isinstance(error, str) else error["message"]
+        return None
+
+    @property
+    def events(self) -> list[dict]:
+        lines = self.text.splitlines() if self.text.startswith("data: ") else [self.text]
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line]
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Tokens of the prompt and of what followed."""
+        last = self.events[-1]
+        usage = last.get("usage") or last["response"]["usage"]
+        chat_names = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        return chat_names if chat_names != (None, None) else (usage["input_tokens"], usage["output_tokens"])
+
+
+class Served(NamedTuple):
+    """A running server with one model."""
+
+    port: int
+    folder: Path
+    model: torch.nn.Module
+    processor: object
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def ask(self, path: str, body: dict | bytes | None = None, method: str = "POST", headers: dict = JSON) -> Answer:
+        connection = self.connect()
+        connection.request(method, path, json.dumps(body) if isinstance(body, dict) else body, headers)
+        response = connection.getresponse()
+        answer = Answer(response.status, response.read().decode())
+        connection.close()
+        return answer
+
+    @contextmanager
+    def before_each_step(self, action):
+        """`action(tokens)` is called before each forward of the model, with its token ids."""
+
+        def before(module, args, inputs):
+            action(inputs["input_ids"])
+
+        hook = self.model.register_forward_pre_hook(before, with_kwargs=True)
+        yield
+        hook.remove()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(**options):
+    """A server in this process, with these options of `transformers serve`; and its port."""
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with guards_in_place():
+        running = Serve(device="cpu", host="127.0.0.1", port=port, non_blocking=True, **options)
+    wait_until(lambda: running.server.started)
+    yield running, port
+    running.kill_server()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = language_folder(tmp_path_factory.mktemp("served") / "tiny")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    with serving(force_model=str(folder)) as (running, port):
+        (loaded,) = running._model_manager.loaded_models.values()
+        yield Served(port, folder, loaded.model, loaded.processor)
+
+
+@pytest.fixture(scope="module")
+def open_server():
+    """A server that was started without a model."""
+    with serving() as (_, port):
+        yield Served(port, None, None, None)
+
+
+RIGHT = {
+    "to the last position": ("hi", {}, POSITIONS - 2),
+    "three tokens": ("hi", {"LIMIT": 3}, 3),
+    "more than there are": ("hi", {"LIMIT": 10**30}, POSITIONS - 2),
+    "one position left": ("x" * (POSITIONS - 1), {}, 1),
+    "greedy": ("hi", {"LIMIT": 3, "temperature": 0}, 3),
+    "sampled": ("hi", {"LIMIT": 3, "temperature": 0.7, "top_p": 0.9, "seed": 3}, 3),
+    "own configuration": ("hi", {"generation_config": '{"do_sample": true, "max_new_tokens": 4}'}, 4),
+    "configuration without a length": ("hi", {"generation_config": "{}"}, POSITIONS - 2),
+    "length of all": ("hi", {"generation_config": '{"max_length": 7}'}, 5),
+    "emoji": ("🙂", {"LIMIT": 3}, 3),
+    "right to left": ("שלום", {"LIMIT": 3}, 3),
+    "control characters": ("\0\x1b\r\n\u2028", {"LIMIT": 3}, 3),
+    "field nobody uses": ("hi", {"LIMIT": 3, "user": "me"}, 3),
+}
+
+
+@everywhere
+@both_ways
+@pytest.mark.parametrize("text, fields, tokens", RIGHT.values(), ids=RIGHT)
+def test_right_requests(served, path, stream, text, fields, tokens):
+    fields = {LIMIT[path] if name == "LIMIT" else name: value for name, value in fields.items()}
+    answer = served.ask(path, asking(path, text, stream=stream, **fields))
+    assert answer.status == 200 and answer.error is None, answer
+    prompt_tokens = len(served.processor(text).input_ids)
+    prompt, written = answer.usage
+    assert prompt == prompt_tokens
+    assert 1 <= written <= tokens and prompt + written <= POSITIONS
+
+
+WRONG = {
+    "empty": ("", {}, "The prompt is empty"),
+    "as many tokens as positions": ("x" * POSITIONS, {}, "The prompt has 64 tokens; there are 64 positions"),
+    "million tokens": ("x" * 10**6, {}, "The prompt has 1000000 tokens"),
+    "number for text": (5, {}, "valid string"),
+    "null for text": (None, {}, ""),
+    "no tokens": ("hi", {"LIMIT": 0}, "greater than 0"),
+    "negative": ("hi", {"LIMIT": -1}, "greater than 0"),
+    "half a token": ("hi", {"LIMIT": 1.5}, "valid integer"),
+    "text for a number": ("hi", {"LIMIT": "3"}, "valid integer"),
+    "bool for a number": ("hi", {"LIMIT": True}, "valid integer"),
+    "hot": ("hi", {"temperature": "hot"}, "temperature: Input should be a valid number"),
+    "below zero": ("hi", {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
+    "NaN": ("hi", {"temperature": float("nan")}, "temperature: "),
+    "all but zero": ("hi", {"generation_config": '{"do_sample": true, "temperature": 1e-40}'}, "at least 0.001"),
+    "top_p": ("hi", {"top_p": 2}, "top_p: Input should be less than or equal to 1"),
+    "seed": ("hi", {"seed": 2**70}, "seed: "),
+    "stream of a number": ("hi", {"stream": 1}, "stream: Input should be a valid boolean"),
+    "another model": ("hi", {"model": "owner/other"}, "pinned to"),
+    "model of a number": ("hi", {"model": 5}, "model: Input should be a valid string"),
+    "unknown field": ("hi", {"colour": "red"}, "Unexpected fields in the request: {'colour'}"),
+    "configuration of a list": ("hi", {"generation_config": "[]"}, "generation_config: it must be a JSON object"),
+    "broken configuration": ("hi", {"generation_config": "{"}, "generation_config: "),
+    "code of a repository": ("hi", {"generation_config": '{"penalty_alpha": 0.6, "top_k": 4}'}, "is not served"),
+    "many beams": ("hi", {"generation_config": '{"num_beams": 1000000}'}, "At most 8 beams"),
+    "many answers": ("hi", {"generation_config": '{"do_sample": true, "num_return_sequences": 9}'}, "one answer"),
+    "no length": ("hi", {"generation_config": '{"max_new_tokens": 0}'}, ""),
+    "length of text": ("hi", {"generation_config": '{"max_new_tokens": "a"}'}, ""),
+}
+
+
+@everywhere
+@both_ways
+@pytest.mark.parametrize("text, fields, sentence", WRONG.values(), ids=WRONG)
+def test_wrong_requests(served, path, stream, text, fields, sentence):
+    fields = {LIMIT[path] if name == "LIMIT" else name: value for name, value in fields.items()}
+    steps = []
+    with served.before_each_step(steps.append):
+        answer = served.ask(path, asking(path, text, **{"stream": stream} | fields))
+    assert not steps, "The model was run."
+    assert answer.status in (400, 422) and sentence in answer.error and len(answer.error) > 20, answer
+
+
+def chat(**fields) -> tuple[str, dict]:
+    return CHAT, asking(CHAT, "hi", **fields)
+
+
+ODD = {
+    "stop of nothing": (*chat(stop=""), 400, "stop"),
+    "stops of nothing": (*chat(stop=[""]), 400, "stop"),
+    "five stops": (*chat(stop=list("abcde")), 400, "stop"),
+    "stop of a number": (*chat(stop=[5]), 400, "stop"),
+    "long stop": (*chat(stop="x" * 10**6), 400, "stop"),
+    "frequency": (*chat(frequency_penalty=-1), 400, "frequency_penalty: Input should be greater than -1"),
+    "bias of a word": (*chat(logit_bias={"a": 1}), 400, ""),
+    "bias of a token unknown": (*chat(logit_bias={"99999": 1}), 400, "vocabulary size is 320"),
+    "strong bias": (*chat(logit_bias={"5": 1e9}), 400, "logit_bias.5: Input should be less than or equal to 100"),
+    "own template": (*chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400, "the server sets chat_template"),
+    "padding": (*chat(chat_template_kwargs={"padding": True, "max_length": 10**12}), 400, "max_length, padding"),
+    "tools of numbers": (*chat(tools=[5]), 400, "tools.0"),
+    "no messages": (CHAT, {"messages": []}, 400, "messages: "),
+    "messages of text": (CHAT, {"messages": "hi"}, 400, "messages: "),
+    "message without a role": (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages.0.role: Field required"),
+    "content of a number": (CHAT, asking(CHAT, 5), 400, "messages.0.content"),
+    "part without text": (CHAT, asking(CHAT, [{"type": "text"}]), 400, "lacks the field 'text'"),
+    "part without a type": (CHAT, asking(CHAT, [{"text": "hi"}]), 400, "lacks the field 'type'"),
+    "call without a function": (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "lacks the field"),
+    "calls of a number": (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, "cannot be read"),
+    "input of numbers": (RESPONSES, {"input": [3]}, 400, "input"),
+    "input of nothing": (RESPONSES, {"input": []}, 400, "input"),
+    "input of an unknown kind": (RESPONSES, {"input": [{"role": "user"}, {"type": "odd"}]}, 422, "Unsupported input item"),
+    "instructions of a number": (RESPONSES, {"input": "hi", "instructions": 5}, 400, "instructions"),
+    "prompts": (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "prompt"),
+    "no prompt": (COMPLETIONS, {}, 400, "prompt: Field required"),
+    "empty body": (COMPLETIONS, b"", 400, "Invalid JSON"),
+    "half a body": (COMPLETIONS, b'{"prompt": "h', 400, "Invalid JSON"),
+    "list": (COMPLETIONS, b"[]", 400, "The body: Input should be an object"),
+    "null": (COMPLETIONS, b"null", 400, "object"),
+    "not UTF-8": (COMPLETIONS, b'{"prompt": "\xff"}', 400, "Invalid JSON"),
+    "half a character": (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "Invalid JSON"),
+    "deep": (COMPLETIONS, b"[" * 10**6, 400, "recursion limit"),
+    "huge": (COMPLETIONS, b" " * (MAX_BODY_BYTES + 1), 413, f"at most {MAX_BODY_BYTES} are read"),
+    "load another model": ("/load_model", {"model": "owner/other"}, 400, "loads no other model"),
+    "load a folder": ("/load_model", {"model": "/etc"}, 400, "loads no other model"),
+    "load weights of another file": ("/load_model", {"model": "FOLDER:x.gguf"}, 400, "loads no other model"),
+    "load nothing": ("/load_model", {}, 422, "Missing `model`"),
+    "load a number": ("/load_model", {"model": 5}, 400, "model: Input should be a valid string"),
+    "unload": ("/reset", {}, 404, "There is no /reset here"),
+    "decisions": ("/v1/systemone", {"model": "x", "state": "x" * 10**6, "questions": {}}, 404, "There is no"),
+    "audio": ("/v1/audio/transcriptions", {"model": "owner/other"}, 404, "There is no"),
+    "unknown place": ("/v2/completions", {}, 404, "There is no /v2/completions here"),
+}
+
+
+@pytest.mark.parametrize("path, body, status, sentence", ODD.values(), ids=ODD)
+def test_odd_requests(served, path, body, status, sentence):
+    if body == {"model": "FOLDER:x.gguf"}:
+        body = {"model": f"{served.folder}:x.gguf"}
+    answer = served.ask(path, body)
+    assert (answer.status, sentence in answer.error) == (status, True), answer
+    assert len(answer.error) > 10
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_other_methods_are_refused(served, method):
+    answer = served.ask(COMPLETIONS, method=method)
+    assert answer.status == 405 and answer.error == "Method Not Allowed"
+
+
+@pytest.mark.parametrize("kind", [{}, {"Content-Type": "text/plain"}, {"Content-Type": "multipart/form-data"}])
+def test_only_json_is_read(served, kind):
+    """A web page elsewhere can send the other kinds without being asked."""
+    answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi"), headers=kind)
+    assert answer.status == 415 and "Content-Type: application/json" in answer.error
+
+
+def test_own_model_is_named_and_loaded(served):
+    assert [model["id"] for model in json.loads(served.ask("/v1/models", method="GET").text)["data"]] == [str(served.folder)]
+    assert '"status": "ready"' in served.ask("/load_model", {"model": str(served.folder)}).text
+    assert served.ask("/health", method="GET").status == 200
+    assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", model=str(served.folder), max_tokens=2)).usage == (2, 2)
+
+
+@pytest.mark.parametrize("value", ["\xff\xfe", "x" * 5000, "{}{}", ""])
+def test_request_id_of_a_client_is_only_repeated(served, value):
+    answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1), headers=JSON | {"X-Request-Id": value})
+    assert answer.status == 200 and answer.usage == (2, 1)
+
+
+def test_client_that_sends_half_a_request(served):
+    for sent in (b'{"prompt": "h', b""):
+        connection = served.connect()
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders(sent)
+        connection.sock.close()
+    assert served.ask("/health", method="GET").status == 200
+
+
+def foreign_code(folder: Path) -> None:
+    """The folder now asks for code of its own, which leaves a mark when it runs."""
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+NOT_SERVED = {
+    "no folder": (lambda folder: shutil.rmtree(folder), ""),
+    "foreign code": (foreign_code, "trust_remote_code"),
+    "damaged weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "damaged"),
+    "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
+    "vision model": (lambda folder: (folder / "config.json").write_text('{"model_type": "tost_vision"}'), "ToSTVisionConfig"),
+    "odd classes": (lambda folder: (folder / "config.json").write_text('{"architectures": [3]}'), "model_type"),
+}
+
+
+@pytest.mark.parametrize("damage, sentence", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_open_server_refuses_what_it_cannot_load(open_server, tmp_path, damage, sentence):
+    folder = language_folder(tmp_path / "named")
+    damage(folder)
+    for path in LIMIT:
+        answer = open_server.ask(path, asking(path, "hi", model=str(folder)))
+        assert answer.status == 400 and sentence in answer.error and len(answer.error) > 20, answer
+    loading = open_server.ask("/load_model", {"model": str(folder)})
+    assert loading.events[-1]["status"] == "error" and sentence in loading.events[-1]["message"]
+    assert not (folder / "ran").exists()
+
+
+def test_open_server_loads_what_is_named(open_server, folder):
+    nameless = open_server.ask(COMPLETIONS, asking(COMPLETIONS, "hi"))
+    assert nameless.status == 400 and nameless.error == "model: name the model that is to answer."
+    assert open_server.ask(COMPLETIONS, asking(COMPLETIONS, "hi", model=str(folder), max_tokens=3)).usage == (2, 3)
+    assert open_server.ask("/v1/models", method="GET").status == 200
+
+
+def test_prompts_of_a_model_without_positions_are_bounded(served, monkeypatch):
+    monkeypatch.setattr(served.model.config, "max_position_embeddings", None)
+    answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "x" * (MAX_TOKENS + 1)))
+    assert answer.status == 400 and f"The prompt has {MAX_TOKENS + 1} tokens" in answer.error
+
+
+@pytest.fixture
+def slow_steps(served):
+    """Each step of the model takes a while; the list of the steps' token ids grows with them."""
+    steps = []
+    with served.before_each_step(lambda tokens: (steps.append(tokens[0].tolist()), time.sleep(0.03))):
+        yield steps
+
+
+def leave(served, path, stream, when) -> None:
+    """Sends a request and goes away when `when()` is true."""
+    connection = served.connect()
+    connection.request("POST", path, json.dumps(asking(path, "gone", stream=stream)), JSON)
+    wait_until(when)
+    connection.sock.close()
+
+
+@everywhere
+@both_ways
+def test_generation_ends_when_the_client_has_gone(served, slow_steps, path, stream):
+    leave(served, path, stream, when=lambda: len(slow_steps) >= 3)
+    begun = len(slow_steps)
+    assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=2)).usage == (2, 2)
+    assert len(slow_steps) <= begun + 2 + 5, "The generation went on; the next client waited."
+
+
+@everywhere
+@both_ways
+def test_client_that_goes_while_it_waits_is_not_served(served, slow_steps, path, stream):
+    first = threading.Thread(target=served.ask, args=(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20)))
+    first.start()
+    wait_until(lambda: slow_steps)
+    begun = time.monotonic()
+    leave(served, path, stream, when=lambda: time.monotonic() > begun + 0.1)
+    first.join()
+    served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1))
+    assert served.processor("gone").input_ids not in slow_steps
+    assert len(slow_steps) == 20 + 1
+
+
+@pytest.fixture
+def failing_model(served):
+    """The logits of a prompt with ! are NaN; one with ? raises, with a message that would break a stream's JSON."""
+    nan, error = (served.processor(mark).input_ids[0] for mark in "!?")
+
+    def fail(module, args, inputs, output):
+        if (inputs["input_ids"] == error).any():
+            raise RuntimeError('out of "memory"\n\\ at 0x7f')
+        if (inputs["input_ids"] == nan).any():
+            output.logits.fill_(float("nan"))
+
+    hook = served.model.register_forward_hook(fail, with_kwargs=True)
+    yield
+    hook.remove()
+
+
+@everywhere
+@both_ways
+@pytest.mark.parametrize("text, sentence", [("a!", "logits are not finite"), ("a?", "out of 'memory' / at 0x7f")])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_failure_reaches_its_own_client_alone(served, failing_model, path, stream, text, sentence, temperature):
+    good = asking(COMPLETIONS, "hi", max_tokens=30, temperature=0)
+    alone = served.ask(COMPLETIONS, good).events[0]["choices"]
+    answers = []
+    others = [threading.Thread(target=lambda: answers.append(served.ask(COMPLETIONS, good))) for _ in range(2)]
+    for other in others:
+        other.start()
+    answer = served.ask(path, asking(path, text, stream=stream, generation_config='{"do_sample": true}'))
+    assert answer.status == (200 if stream else 500) and sentence in answer.error
+    for other in others:
+        other.join()
+    assert [answer.events[0]["choices"] for answer in answers] == [alone, alone]
+
+
+@pytest.mark.parametrize(
+    "module, name", [("model_manager", "ModelManager"), ("utils", "GenerationState"), ("server", "build_server")]
+)
+def test_server_without_a_part_to_guard_is_not_started(module, name, monkeypatch):
+    monkeypatch.delattr(f"transformers.cli.serving.{module}.{name}")
+    with pytest.raises(ImportError, match=f"has no {module}.{name}, which tost-hf must guard"), guards_in_place():
+        pass
+
+
+def test_transformers_loads_models_where_the_guard_expects_it():
+    """`_load_model` is the one private method that is replaced."""
+    from transformers.cli.serving.model_manager import ModelManager
+
+    assert "_load_model" in ModelManager.load_model_and_processor.__code__.co_names
+    assert {"tqdm_class", "progress_callback"} < set(ModelManager._load_model.__code__.co_varnames)
