@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-fast test-lowest lint clean
+.PHONY: demo test test-fast test-lowest lint results clean
 
 demo: $(VENV)/ready  ## trains a small ToST on the Python standard library, reloads it and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
@@ -22,6 +22,10 @@ test-lowest: $(LOWEST)/ready  ## all tests, with the lowest versions the package
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows of examples/benchmarks/results
+	$(BIN)/python examples/benchmarks/tables.py
+	$(BIN)/python -m tost_hf.hub.cards model_cards
 
 $(VENV)/ready: pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)

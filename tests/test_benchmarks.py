@@ -4,12 +4,10 @@ No figure is asserted: nothing here depends on how fast the machine is.
 """
 
 import csv
-import importlib.util
 import math
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import reference
@@ -20,7 +18,6 @@ BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # and it stays: processes that the scripts start take it over
 
 import decode  # noqa: E402
-import gpu  # noqa: E402
 import op  # noqa: E402
 import resolution  # noqa: E402
 import scaling  # noqa: E402
@@ -44,9 +41,16 @@ def rows_of(folder, script):
     with open(folder / f"{script}.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     columns = list(rows[0])
-    assert columns[:4] == ["date", "commit", "machine", "script"] and columns[-4:] == ["metric", "value", "low", "high"]
+    assert columns[:5] == ["date", "machine", "versions", "script", "command"]
+    assert columns[-4:] == [
+        "metric",
+        "value",
+        "low",
+        "high",
+    ]
     for row in rows:
-        assert row["script"] == script and row["date"] and row["commit"] and row["machine"]
+        assert row["script"] == f"{script}.py" and row["date"] and row["machine"] and "torch" in row["versions"]
+        assert row["command"].startswith(f"python examples/benchmarks/{script}.py")
         assert float(row["low"]) <= float(row["value"]) <= float(row["high"])
     return rows
 
@@ -135,16 +139,6 @@ def test_peak_memory():
     del blocks
     assert 63 < timing.peak_bytes(run) / 2**20 < 72  # the kernel counts pages in batches
     assert pinned.sum() == 2**14
-
-
-def test_csv_rows_are_appended(tmp_path):
-    path = tmp_path / "new" / "x.csv"
-    timing.append_csv(path, [{"a": 1, "b": "x, y"}])
-    timing.append_csv(path, [{"a": 2, "b": "z"}, {"a": 3, "b": ""}])
-    assert path.read_text() == 'a,b\n1,"x, y"\n2,z\n3,\n'
-    with pytest.raises(ValueError, match="move it away"):
-        timing.append_csv(path, [{"a": 1, "c": 2}])
-    assert [x.name for x in path.parent.iterdir()] == ["x.csv"]
 
 
 # The operator ---------------------------------------------------------------------------------------------------------
@@ -414,103 +408,6 @@ def test_a_training_step_trains():
     step.run()
     assert all(not torch.equal(x, before[name]) for name, x in step.model.named_parameters())
     assert all(x.grad is None for x in step.model.parameters())
-
-
-# One call for a GPU ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_says_that_there_is_none(tmp_path, capsys):
-    assert gpu.main(["--results", str(tmp_path)]) == 1
-    assert "no GPU" in capsys.readouterr().out
-
-
-def test_gpu_targets():
-    op_row = {"variant": "triton", "form": "causal", "pass": "forward", "B": "8", "T": "8192", "dtype": "bfloat16"}
-    rows = {
-        "op": [
-            op_row | {"metric": "x floor", "value": "1.6", "low": "1.4", "high": "1.7"},
-            op_row | {"metric": "literal / this", "value": "12", "low": "11", "high": "13"},
-            op_row | {"variant": "eager", "metric": "literal compiled / this", "value": "9", "low": "9", "high": "9"},
-        ],
-        "scaling": [
-            {"kind": kind, "tokens": "131072", "metric": "exponent", "value": value, "low": value, "high": value}
-            for kind, value in (("ToST", "0.9"), ("softmax", "1.0"))
-        ],
-    }
-    verdicts = [verdict for *_, verdict in gpu.judge(rows)]
-    assert verdicts == ["missed", "reached"] + ["not measured"] * 8 + ["missed", "reached"]
-
-
-def test_gpu_parts_end_in_time(tmp_path, capsys):
-    assert not gpu.run_part("slow", ["-c", "import time; time.sleep(600)"], 0.5)
-    assert not gpu.run_part("failing", ["-c", "raise SystemExit(3)"], 60)
-    assert gpu.run_part("good", ["-c", ""], 60)
-    assert gpu.main(["--rehearse", "--minutes", "0", "--results", str(tmp_path)]) == 1
-    printed = capsys.readouterr().out
-    assert "stopped after" in printed and "FAILED with status 3" in printed
-    assert printed.count("skipped") == len(gpu.PARTS) and "not measured" in printed and gpu.NOTE in printed
-
-
-def test_gpu_shares_of_the_time(tmp_path, monkeypatch):
-    """The parts' own shares fit; one gets what is left over too, never what later parts are to have."""
-    clock = [1000.0]
-    started = []
-
-    def run_part(name, arguments, seconds):
-        started.append((name, round(seconds)))
-        clock[0] += 10
-        return True
-
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(gpu, "run_part", run_part)
-    monkeypatch.setattr(gpu, "print_header", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    total = 60 * gpu.MINUTES
-    own = {name: seconds for name, seconds, *_ in gpu.PARTS}
-    assert sum(own.values()) + gpu.LEAST_SECONDS <= total
-    assert list(own) == ["op", "decode", "scaling", "train_lm", "tests"]
-    assert gpu.main(["--results", str(tmp_path)], started=980) == 0  # 20 seconds were gone before
-    expected = [(name, total - 20 - 10 * i - sum(list(own.values())[i + 1 :])) for i, name in enumerate(own)]
-    assert started == expected
-    assert gpu.share(1, gpu.PARTS, 30) == 30  # too little for all: one after the other
-
-
-def test_gpu_parts_find_the_package(monkeypatch):
-    """Installed or not, and beside what PYTHONPATH names already."""
-    monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    source = str(Path(__file__).parents[1] / "src")
-    check = f"import os; assert os.environ['PYTHONPATH'].split(os.pathsep) == [{source!r}, 'elsewhere']"
-    assert gpu.run_part("check", ["-c", check + "; assert os.environ['PYTHONUNBUFFERED']"], 60)
-    monkeypatch.delenv("PYTHONPATH")
-    assert gpu.run_part("check", ["-c", f"import os; assert os.environ['PYTHONPATH'] == {source!r}"], 60)
-
-
-def test_gpu_tests_leave_out_the_compiler_only_ones():
-    """-k names tests that exist."""
-    tests = (Path(__file__).parent / "test_triton.py").read_text()
-    assert gpu.TESTS[gpu.TESTS.index("-k") + 1] == "not ahead_of_time" and "def test_compiles_ahead_of_time" in tests
-    assert ("-n" in gpu.TESTS) is (importlib.util.find_spec("xdist") is not None)
-
-
-def test_benchmarks_import_without_optional_packages():
-    missing = ["datasets", "matplotlib", "accelerate", "evaluate", "PIL", "peft", "sklearn", "kornia", "jinja2", "triton"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import decode, gpu, op, resolution, scaling, train_lm"
-    assert gpu.run_part("import", ["-c", f"import sys; sys.path.append({str(BENCHMARKS)!r}); {code}"], 300)
-
-
-def test_gpu_reads_the_rows_of_this_run_only(tmp_path):
-    timing.append_csv(tmp_path / "op.csv", [{"date": "2026-01-01T00:00:00+00:00", "value": 1}])
-    timing.append_csv(tmp_path / "op.csv", [{"date": "2026-01-02T00:00:00+00:00", "value": 2}])
-    rows = gpu.read_rows(tmp_path, "2026-01-01T12:00:00+00:00")
-    assert [row["value"] for row in rows["op"]] == ["2"]
-
-
-@pytest.mark.slow
-def test_gpu_rehearsal(tmp_path):
-    """Every part in a process of its own, as a user starts it."""
-    assert gpu.main(["--rehearse", "--minutes", "20", "--repeats", "1", "--results", str(tmp_path)]) == 0
-    assert {path.stem for path in tmp_path.glob("*.csv")} == {"op", "train_lm", "decode", "scaling"}
 
 
 @pytest.mark.slow

@@ -84,15 +84,6 @@ def test_published_figures():
         assert figure in spec and figure in written, figure
 
 
-def test_speed_figures_are_the_readmes():
-    """Who measures anew changes both."""
-    readme = (ROOT / "README.md").read_text()
-    for name, figures in json.loads(cards.FIGURES.read_text()).items():
-        assert f"`{figures['command']}`" in readme
-        assert all(row in readme for row in figures["table"].splitlines())
-        assert figures["table"] in preset_card(name).text
-
-
 # Filled from a folder -------------------------------------------------------------------------------------------------
 
 

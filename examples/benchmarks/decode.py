@@ -16,9 +16,9 @@ import argparse
 import copy
 
 import torch
+from rows import Panel, Spread, parse_arguments, plot
 from timing import (
     Report,
-    Spread,
     arguments,
     attempt,
     choose_dtype,
@@ -26,7 +26,6 @@ from timing import (
     dtype_argument,
     measure,
     peak_bytes,
-    plot,
     print_header,
     ratio,
     spread,
@@ -166,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="tokens in a row in one timed run; default: 1; 16 on a GPU")
     parser.add_argument("--static", action=argparse.BooleanOptionalAction, help=gpu_default)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=gpu_default)
-    args = parser.parse_args(argv)
+    args = parse_arguments(parser, argv, __file__)
     on_gpu = args.device == "cuda"
     args.static = on_gpu if args.static is None else args.static
     args.compile = on_gpu if args.compile is None else args.compile
@@ -179,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     args.dtype = str(dtype).removeprefix("torch.")
 
     print_header(args.device)
-    report = Report("decode", args.device, args.results, labels=2)
+    report = Report(args, labels=2)
     torch.manual_seed(0)
     longest = max(1024, max(positions) + args.steps)
     models = {name: build(name, args.layers, longest).to(args.device, dtype) for name in MODELS}
@@ -194,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
                 growth = ratio(times[last], times[first])
                 print(f"{name}: time at {last:,} / time at {first:,}: {describe(growth)}")
     if args.plot:
-        plot(args.plot, series, "position", "ms a step")
+        plot(args.plot, Panel(series, "position", "ms a step"))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,21 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What the experiments share: one way to train, one table of results (results/results.csv), one choice of learning rates.
 
-The experiments are recall.py, locality.py and long_context.py here, and ablations.py, compare_lm.py and compare_vision.py
-in the folder above. Every model of an experiment gets the same steps, batches, optimizer and learning rates to choose from.
+The experiments are recall.py, locality.py, long_context.py, compare_lm.py, compare_vision.py, ablations.py and
+observations.py. Every model of an experiment gets the same steps, batches, optimizer and learning rates to choose from.
 """
 
 import argparse
-import csv
-import datetime
 import math
-import os
-import platform
-import shlex
-import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-import matplotlib
 import numpy as np
 import torch
 import transformers
+from rows import RESULTS, append_rows, markdown, origin, plus_minus, select
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -34,35 +27,10 @@ from transformers import (
     set_seed,
 )
 
-import tost_hf
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
 
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-
-RESULTS = Path(__file__).parent / "results" / "results.csv"
-COLUMNS = (
-    "script",
-    "task",
-    "model",
-    "parameters",
-    "width",
-    "layers",
-    "steps",
-    "batch",
-    "context",
-    "seed",
-    "metric",
-    "value",
-    "command",
-    "machine",
-    "versions",
-    "date",
-)
 Trained = TypeVar("Trained")  # a model or its trainer
-MARKERS = ("o", "s", "^", "D", "v", "P")  # lines are told apart without colours, too
 
 
 # Arguments and results -----------------------------------------------------------------------------------------------
@@ -80,135 +48,51 @@ def make_parser(description: str, steps: int, learning_rates: Iterable[float], s
         default=list(learning_rates),
         help="tried with the first seed; the best one serves the other seeds",
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the table that rows are added to; plots lie beside it")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results.csv and of plots")
     return parser
 
 
-def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace, script: str) -> str:
-    """The command that repeats a run, for the table: arguments that differ from their defaults, data as its placeholder."""
-    parts = ["python", str(Path(script).resolve().relative_to(Path(__file__).resolve().parents[2]))]
-    for action in parser._actions:
-        value = getattr(args, action.dest, None)
-        if not action.option_strings or action.dest in ("help", "results") or value == action.default:
-            continue
-        parts.append(action.option_strings[-1])
-        if action.metavar is not None:  # only data has one
-            parts.append(action.metavar)
-        elif value is not True:
-            parts.extend(map(str, value if isinstance(value, list) else [value]))
-    return shlex.join(parts)
-
-
 class Results:
-    """The rows of one run of a script, added to the table as they come."""
+    """The rows of one run of a script, added to `<results>/results.csv` as they come."""
 
-    def __init__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, script: str):
-        self.file, self.rows = args.results, []
-        self.fixed = {
-            "script": Path(script).name,
-            "command": command_line(parser, args, script),
-            "machine": machine(),
-            "versions": versions(),
-        }
+    def __init__(self, args: argparse.Namespace):
+        self.file, self.rows = args.results / "results.csv", []
+        self.origin = origin(args)
 
     def add(
         self, metrics: dict[str, float], *, task: str, model: str, network: nn.Module, steps, batch, context, seed
     ) -> None:
-        """Adds a row a metric; width and layers are read from the network's configuration."""
-        config = network.config
-        common = self.fixed | {
+        """Adds one row per metric; width and layers are read from the network's configuration."""
+        case = {
             "task": task,
             "model": model,
             "parameters": sum(parameter.numel() for parameter in network.parameters()),
-            "width": config.hidden_size,
-            "layers": config.num_hidden_layers,
+            "width": network.config.hidden_size,
+            "layers": network.config.num_hidden_layers,
             "steps": steps,
             "batch": batch,
             "context": context,
             "seed": seed,
-            "date": datetime.date.today().isoformat(),
         }
-        rows = [common | {"metric": metric, "value": f"{value:.6g}"} for metric, value in metrics.items()]
+        rows = [self.origin | case | {"metric": metric, "value": f"{value:.6g}"} for metric, value in metrics.items()]
         self.rows.extend(rows)
         append_rows(self.file, rows)
 
     def values(self, **wanted) -> list[float]:
         """The values of the rows that have the wanted entries."""
-        return [float(row["value"]) for row in self.rows if all(row[key] == value for key, value in wanted.items())]
+        return [float(row["value"]) for row in select(self.rows, **wanted)]
 
     def unique(self, column: str) -> list:
         return list(dict.fromkeys(row[column] for row in self.rows))
 
-    def table(self, metric_of: Callable[[str], str], tasks: list[str], scale: float = 1.0, form: str = ".1f") -> str:
-        """A Markdown table: a row a model, a column a task, each the mean ± standard deviation over the seeds."""
-        lines = ["| model | parameters | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 2) + "|"]
+    def table(self, metric: str, tasks: list[str], scale: float = 1.0, form: str = ".1f") -> str:
+        """A Markdown table: one row per model, one column per task, each the mean ± standard deviation over the seeds."""
+        lines = []
         for model in self.unique("model"):
-            parameters = next(row["parameters"] for row in self.rows if row["model"] == model)
-            cells = [
-                spread([scale * x for x in self.values(model=model, task=task, metric=metric_of(task))], form)
-                for task in tasks
-            ]
-            lines.append(f"| {model} | {parameters:,} | " + " | ".join(cells) + " |")
-        return "\n".join(lines)
-
-
-def append_rows(file: Path, rows: list[dict]) -> None:
-    """Adds rows to a table, which is written anew beside itself and then moved, so that it is never half written."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    old = file.read_text() if file.exists() else ""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".csv", newline="", delete=False) as new:
-        new.write(old)
-        writer = csv.DictWriter(new, COLUMNS, lineterminator="\n")
-        if not old:
-            writer.writeheader()
-        writer.writerows(rows)
-    os.chmod(new.name, 0o644)
-    os.replace(new.name, file)
-
-
-def spread(values: list[float], form: str = ".1f") -> str:
-    """Mean ± standard deviation (of a sample) over seeds; nothing for no values."""
-    if not values:
-        return ""
-    mean = f"{statistics.mean(values):{form}}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{form}}"
-
-
-def machine() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    cpu = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
-    return f"{cpu}, {torch.get_num_threads()} threads"
-
-
-def versions() -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
-    return (
-        f"tost_hf {tost_hf.__version__} ({commit or 'no commit'}), torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}"
-    )
-
-
-def plot_lines(lines: dict[str, tuple[list, list, list]], xlabel: str, ylabel: str, file: Path, log_x: bool = True) -> None:
-    """Draws lines with error bars: name to (x, mean, deviation)."""
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    for marker, (name, (x, mean, deviation)) in zip(MARKERS, lines.items()):
-        axis.errorbar(x, mean, deviation, marker=marker, markersize=4, capsize=2, label=name)
-    if log_x:
-        axis.set_xscale("log", base=2)
-    axis.set(xlabel=xlabel, ylabel=ylabel)
-    axis.legend()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-
-
-def mean_and_deviation(values: list[float]) -> tuple[float, float]:
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+            parameters = select(self.rows, model=model)[0]["parameters"]
+            values = ([scale * x for x in self.values(model=model, task=task, metric=metric)] for task in tasks)
+            lines.append([model, f"{parameters:,}", *(plus_minus(x, form) for x in values)])
+        return markdown(["model", "parameters", *tasks], lines)
 
 
 # Models --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ compares them with the targets.
 """
 
 import argparse
-import csv
 import datetime
 import importlib.util
 import operator
@@ -26,7 +25,8 @@ from pathlib import Path
 STARTED = time.monotonic()  # before torch is imported, which takes a while on a cold machine
 
 import torch  # noqa: E402
-from timing import RESULTS, Spread, describe, print_header  # noqa: E402
+from rows import RESULTS, Spread, read_rows  # noqa: E402
+from timing import describe, print_header  # noqa: E402
 
 
 HERE = Path(__file__).resolve().parent
@@ -87,13 +87,9 @@ def targets():
         yield "exponent of time, 8,192 to 131,072 tokens", "scaling", row, "exponent", compare, bound
 
 
-def read_rows(folder: Path, since: str) -> dict[str, list[dict[str, str]]]:
+def rows_since(folder: Path, since: str) -> dict[str, list[dict[str, str]]]:
     """Rows of every script's CSV that are not older than a date."""
-    rows = {}
-    for path in folder.glob("*.csv"):
-        with open(path, newline="") as file:
-            rows[path.stem] = [row for row in csv.DictReader(file) if row.get("date", "") >= since]
-    return rows
+    return {path.stem: [row for row in read_rows(path) if row["date"] >= since] for path in folder.glob("*.csv")}
 
 
 def judge(rows: dict[str, list[dict[str, str]]]) -> list[tuple[str, str, str, str]]:
@@ -168,7 +164,7 @@ def main(argv: list[str] | None = None, started: float | None = None) -> int:
         succeeded &= run_part(name, arguments, left if args.rehearse else share(i, parts, left))
 
     print(f"\n{'':56}{'target':>16}{'measured':>24}")
-    for what, target, measured, verdict in judge(read_rows(args.results, since)):
+    for what, target, measured, verdict in judge(rows_since(args.results, since)):
         print(f"{what:56}{target:>16}{measured:>24}  {verdict}")
     print(NOTE)
     return 0 if succeeded else 1

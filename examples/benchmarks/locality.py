@@ -12,6 +12,7 @@ which the order plays no part. Places without an answer (the first d, or a tie) 
 import numpy as np
 import torch
 from experiments import Batches, Results, first, label_accuracy, make_language_model, make_parser, over_seeds, train
+from rows import parse_arguments
 
 
 MODELS = ("ToST", "GPT-2", "Mamba-2")
@@ -54,8 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--length", type=int, default=96, help="tokens of a sequence")
-    args = parser.parse_args(arguments)
-    results = Results(parser, args, __file__)
+    args = parse_arguments(parser, arguments, __file__)
+    results = Results(args)
 
     for task in args.tasks:
         for name in args.models:
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
                     context=args.length,
                     seed=seed,
                 )
-    print(results.table(lambda task: "accuracy", args.tasks, scale=100))
+    print(results.table("accuracy", args.tasks, scale=100))
 
 
 if __name__ == "__main__":

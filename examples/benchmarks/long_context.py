@@ -14,26 +14,17 @@ sum_membership) move while the range is read, relative to their size; time, memo
 
 import itertools
 import math
-import sys
 import time
-from pathlib import Path
 
-import matplotlib
 import torch
+from compare_lm import cut, encode, load_texts, shorten, train_tokenizer
+from experiments import Results, make_language_model, make_parser, over_seeds, train
+from rows import markdown, parse_arguments, plus_minus
+from timing import peak_bytes
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tost_hf import CausalStatisticsCache
-
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from compare_lm import cut, encode, load_texts, shorten, train_tokenizer
-from experiments import Results, make_language_model, make_parser, mean_and_deviation, over_seeds, spread, train
-from timing import peak_bytes
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 
 TRAINED_AT = 1024  # tokens
@@ -108,6 +99,47 @@ def read(model, tokens: torch.Tensor) -> list[dict[str, float]]:
     return rows
 
 
+def load(name: str):
+    """A model of one's own and its tokenizer.
+
+    Raises:
+        ValueError: the model is not a ToST without positions.
+    """
+    model = AutoModelForCausalLM.from_pretrained(name).to(torch.accelerator.current_accelerator() or "cpu").eval()
+    if model.config.model_type != "tost" or model.config.max_position_embeddings is not None:
+        raise ValueError("--model must be a ToST without positions (max_position_embeddings=None).")
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def train_models(training: list[str], validation: list[str], args) -> tuple[dict, torch.Tensor]:
+    """One small model for each seed, and the tokens of the validation text."""
+    training = shorten(training, 4_000_000)
+    tokenizer = train_tokenizer(training, VOCAB_SIZE)
+    tokens = encode(tokenizer, validation)
+    examples = cut(encode(tokenizer, training), TRAINED_AT)
+    held_out = cut(tokens, TRAINED_AT)[:32]
+
+    def run(seed, learning_rate):
+        vocab_size = tokenizer.get_vocab_size()
+        model = make_language_model(
+            "ToST", vocab_size=vocab_size, width=args.width, layers=args.layers, head_dim=16, context=None
+        )
+        trainer = train(
+            model,
+            examples,
+            steps=args.steps,
+            learning_rate=learning_rate,
+            seed=seed,
+            batch_size=args.batch,
+            eval_dataset=held_out,
+            prediction_loss_only=True,
+        )
+        return trainer.model.eval(), {"loss": trainer.evaluate()["eval_loss"]}
+
+    found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"])
+    return {seed: model for seed, (model, _) in found.items()}, tokens
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, steps=400, learning_rates=(3e-3,))
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
@@ -116,63 +148,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--batch", type=int, default=2, help=f"blocks of {TRAINED_AT:,} tokens a step")
-    args = parser.parse_args(arguments)
-    results = Results(parser, args, __file__)
+    args = parse_arguments(parser, arguments, __file__)
+    results = Results(args)
     training, validation = load_texts(args.text)
-
-    if args.model is not None:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_pretrained(args.model).to(torch.accelerator.current_accelerator() or "cpu").eval()
-        if model.config.model_type != "tost" or model.config.max_position_embeddings is not None:
-            parser.error("--model must be a ToST without positions (max_position_embeddings=None).")
-        end = tokenizer.eos_token or "\n"
-        tokens = torch.tensor(tokenizer(end.join(validation), verbose=False)["input_ids"])
-        models = {args.seeds[0]: model}
-        steps = 0
-    else:
-        training = shorten(training, 4_000_000)
-        tokenizer = train_tokenizer(training, VOCAB_SIZE)
-        tokens = encode(tokenizer, validation)
-        examples = cut(encode(tokenizer, training), TRAINED_AT)
-        held_out = cut(tokens, TRAINED_AT)[:32]
+    if args.model is None:
+        models, tokens = train_models(training, validation, args)
         steps = args.steps
-
-        def run(seed, learning_rate):
-            model = make_language_model(
-                "ToST",
-                vocab_size=tokenizer.get_vocab_size(),
-                width=args.width,
-                layers=args.layers,
-                head_dim=16,
-                context=None,
-            )
-            trainer = train(
-                model,
-                examples,
-                steps=steps,
-                learning_rate=learning_rate,
-                seed=seed,
-                batch_size=args.batch,
-                eval_dataset=held_out,
-                prediction_loss_only=True,
-            )
-            return trainer.model.eval(), {"loss": trainer.evaluate()["eval_loss"]}
-
-        found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"])
-        models = {seed: model for seed, (model, _) in found.items()}
-
+    else:
+        try:
+            model, tokenizer = load(args.model)
+        except ValueError as error:
+            parser.error(str(error))
+        text = (tokenizer.eos_token or "\n").join(validation)
+        models, tokens, steps = {args.seeds[0]: model}, torch.tensor(tokenizer(text, verbose=False)["input_ids"]), 0
     if len(tokens) <= args.length:
         print(f"The validation text has {len(tokens):,} tokens only; reading as many.")
-    tokens = tokens[: args.length + 1]
     for seed, model in models.items():
-        for row in read(model, tokens):
+        for row in read(model, tokens[: args.length + 1]):
             task = f"{row.pop('start'):,} to {row.pop('stop'):,}"
-            name = "ToST, no positions"
             results.add(
-                row, task=task, model=name, network=model, steps=steps, batch=args.batch, context=TRAINED_AT, seed=seed
+                row,
+                task=task,
+                model="ToST, no positions",
+                network=model,
+                steps=steps,
+                batch=args.batch,
+                context=TRAINED_AT,
+                seed=seed,
             )
     report(results)
-    draw(results, args.results.with_name("long_context.png"))
 
 
 def report(results: Results) -> None:
@@ -185,34 +189,10 @@ def report(results: Results) -> None:
         "microseconds_a_token": ".0f",
         "peak_mebibytes": ".0f",
     }
-    print("| positions | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|")
+    lines = []
     for task in results.unique("task"):
-        cells = [spread(results.values(task=task, metric=metric), form) for metric, form in columns.items()]
-        print(f"| {task} | " + " | ".join(cells) + " |")
-
-
-def draw(results: Results, file: Path) -> None:
-    """Loss with and without the older past, and how far the memberships are from flat, by position."""
-    tasks = results.unique("task")
-    stops = [int(task.rpartition(" ")[2].replace(",", "")) for task in tasks]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for axis, metrics, ylabel in (
-        (axes[0], {"loss": "whole past", "loss_without_older_past": f"last {PIECE:,} tokens at most"}, "loss (nats a token)"),
-        (
-            axes[1],
-            {"entropy_shortfall": "mean of the layers", "entropy_shortfall_highest_layer": "highest layer"},
-            "1 - entropy of Pi / ln(heads)",
-        ),
-    ):
-        for marker, (metric, label) in zip("os", metrics.items()):
-            means, deviations = zip(*(mean_and_deviation(results.values(task=task, metric=metric)) for task in tasks))
-            axis.errorbar(stops, means, deviations, marker=marker, markersize=4, capsize=2, label=label)
-        axis.set_xscale("log", base=2)
-        axis.set(xlabel="end of the range of positions (tokens)", ylabel=ylabel)
-        axis.legend()
-    axes[1].set_yscale("log")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+        lines.append([task, *(plus_minus(results.values(task=task, metric=name), form) for name, form in columns.items())])
+    print(markdown(["positions", *columns], lines))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ for `eager`, whose thousands of launches at long lengths are more than the host 
 import sys
 
 import torch
+from rows import Panel, Spread, parse_arguments, plot
 from timing import (
     Report,
-    Spread,
     arguments,
     attempt,
     choose_dtype,
@@ -28,7 +28,6 @@ from timing import (
     dtype_argument,
     measure,
     peak_bytes,
-    plot,
     print_header,
     ratio,
     restart_keeping_freed_memory,
@@ -260,11 +259,11 @@ def main(argv: list[str] | None = None) -> int:
         "--variants", nargs="+", choices=VARIANTS, help="all, or with --memory eager and literal, unless given"
     )
     parser.add_argument("--memory", action="store_true", help="peak memory of a long forward pass instead of times")
-    args = parser.parse_args(argv)
+    args = parse_arguments(parser, argv, __file__)
     args.variants = args.variants or (("eager", "literal") if args.memory else VARIANTS)
     dtype = choose_dtype(args)
     print_header(args.device)
-    report = Report("op", args.device, args.results)
+    report = Report(args)
     if args.memory:
         for shape in args.shape or [LONG_SHAPE]:
             report_memory(tuple(shape), dtype, args, report)
@@ -290,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{title}: " + describe_crossover(gains, "sdpa", "tokens"))
     if args.plot:
         lines = {f"{variant}, {title}": x for title, times in series.items() for variant, x in times.items()}
-        plot(args.plot, lines, "tokens", "ms")
+        plot(args.plot, Panel(lines, "tokens", "ms"))
     return 1 if all_wrong else 0
 
 

@@ -22,11 +22,10 @@ from experiments import (
     label_accuracy,
     make_language_model,
     make_parser,
-    mean_and_deviation,
     over_seeds,
-    plot_lines,
     train,
 )
+from rows import Panel, Spread, around_mean, parse_arguments, plot
 
 
 MODELS = ("ToST", "GPT-2", "Mamba-2")
@@ -68,8 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--test_batches", type=int, default=16, help=f"of {TOKENS:,} tokens, for each number of pairs")
     parser.add_argument("--vocab_size", type=int, default=256, help="half of it are keys, half values")
-    args = parser.parse_args(arguments)
-    results = Results(parser, args, __file__)
+    args = parse_arguments(parser, arguments, __file__)
+    results = Results(args)
 
     def make_batch_of(rng, pairs):
         return make_recall_batch(rng, pairs, TOKENS // (4 * pairs), args.vocab_size)
@@ -112,13 +111,13 @@ def main(arguments: list[str] | None = None) -> None:
                 )
 
     tasks = [f"{pairs} pairs" for pairs in args.pairs]
-    print(results.table(lambda task: "accuracy", tasks, scale=100))
+    print(results.table("accuracy", tasks, scale=100))
     lines = {}
     for name in args.models:
-        points = [mean_and_deviation(results.values(model=name, task=task, metric="accuracy")) for task in tasks]
-        lines[name] = (args.pairs, *zip(*points))
-    lines["a value that occurred"] = (args.pairs, [1 / pairs for pairs in args.pairs], [0] * len(args.pairs))
-    plot_lines(lines, "pairs", "accuracy", args.results.with_name("recall.png"))
+        values = {n: results.values(model=name, task=f"{n} pairs", metric="accuracy") for n in args.pairs}
+        lines[name] = {n: around_mean(found) for n, found in values.items()}
+    lines["a value that occurred"] = {n: Spread(1 / n, 1 / n, 1 / n) for n in args.pairs}
+    plot(args.results / "recall.png", Panel(lines, "pairs", "accuracy", yscale="linear"))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ tokens: 4 is linear growth, 16 quadratic.
 """
 
 import torch
+from rows import Panel, parse_arguments, plot
 from timing import (
     Report,
     arguments,
@@ -21,7 +22,6 @@ from timing import (
     in_own_process,
     measure,
     peak_bytes,
-    plot,
     print_header,
     ratio,
     restart_keeping_freed_memory,
@@ -81,13 +81,13 @@ def main(argv: list[str] | None = None) -> None:
     dtype_argument(parser)
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 448, 512, 896, 1024, 2048], help="sides in pixels")
     parser.add_argument("--layers", type=int, default=12)
-    args = parser.parse_args(argv)
+    args = parse_arguments(parser, argv, __file__)
     for side in args.sizes:
         if side < PATCH or side % PATCH:
             parser.error(f"a size must be a multiple of the patch size ({PATCH}), got {side}")
     dtype = choose_dtype(args)
     print_header(args.device)
-    report = Report("resolution", args.device, args.results)
+    report = Report(args)
     sides = sorted(set(args.sizes))
     peaks = {}
     for name in MODELS:
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"time at {2 * side} / time at {side} pixels, four times the tokens: {', '.join(growth)}")
     if args.plot:
         series = {name: {side: spread(seconds[side][name]) * 1e3 for side in seconds} for name in MODELS}
-        plot(args.plot, series, "pixels a side", "ms, forward")
+        plot(args.plot, Panel(series, "pixels a side", "ms, forward"))
 
 
 if __name__ == "__main__":

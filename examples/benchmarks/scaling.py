@@ -11,6 +11,7 @@ the exponent of time over tokens from 8,192 on: 1 is linear growth, 2 quadratic.
 """
 
 import torch
+from rows import Panel, parse_arguments, plot
 from timing import (
     Report,
     arguments,
@@ -21,7 +22,6 @@ from timing import (
     in_own_process,
     measure,
     peak_bytes,
-    plot,
     print_header,
     ratio,
     restart_keeping_freed_memory,
@@ -120,13 +120,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--softmax_limit", type=int, help="longest for softmax (131,072 on a GPU, 8,192 on a CPU unless given)"
     )
-    args = parser.parse_args(argv)
+    args = parse_arguments(parser, argv, __file__)
     dtype = choose_dtype(args)
     print_header(args.device)
     limit = args.softmax_limit or (131072 if args.device == "cuda" else 8192)
     lengths = {"ToST": sorted(set(args.tokens))}
     lengths["softmax"] = [n for n in lengths["ToST"] if n <= limit]
-    report = Report("scaling", args.device, args.results, labels=2)
+    report = Report(args, labels=2)
     case = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "dtype": str(dtype).removeprefix("torch.")}
 
     seconds = measure_times(["ToST"], lengths["ToST"], dtype, args)
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
             report.add({"kind": kind, "tokens": n} | case, {"peak MiB": peak / 2**20})
     if args.plot:
         series = {kind: {n: spread(x) * 1e3 for n, x in times.items()} for kind, times in seconds.items()}
-        plot(args.plot, series, "tokens", f"ms, {LAYERS} attention layers")
+        plot(args.plot, Panel(series, "tokens", f"ms, {LAYERS} attention layers"))
 
 
 if __name__ == "__main__":

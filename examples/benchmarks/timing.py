@@ -1,54 +1,34 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What every speed benchmark here shares: interleaved timing on CPU and GPU, its statistics, memory, the header and the CSV.
+"""What every speed benchmark here shares: interleaved timing on CPU and GPU, its statistics, memory, what it prints.
 
 A figure is the median of several rounds, given with the smallest and the largest. What is compared takes turns within a
 round, and a ratio is taken round by round, so that whatever else the machine does falls on all alike.
 """
 
 import argparse
-import csv
 import ctypes
-import datetime
 import importlib.metadata
-import io
 import math
 import multiprocessing
 import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import transformers
+from rows import RESULTS, Spread, append_rows, machine, origin, output_of, versions
 
 
-RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 2**28  # more than the last-level cache of any GPU
 AHEAD_CYCLES = 20_000_000  # about 10 ms on a GPU
 ROUND_SECONDS = 0.1
 MOST_CALLS = 20
-ORIGIN_COLUMNS = ("date", "commit", "machine", "script")
 VALUE_COLUMNS = ("metric", "value", "low", "high")
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
-
-
-class Spread(NamedTuple):
-    """Median, smallest and largest of the rounds."""
-
-    value: float
-    low: float
-    high: float
-
-    def __mul__(self, factor: float) -> "Spread":
-        return Spread(*(x * factor for x in self))
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -206,85 +186,35 @@ def _send_result(sender, function, args) -> None:
 # Where figures come from and go to ------------------------------------------------------------------------------------
 
 
-def _output_of(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-    except FileNotFoundError:
-        return ""
-
-
-def commit() -> str:
-    """Short hash of the commit, with `-dirty` where files differ from it."""
-    return _output_of("git", "describe", "--always", "--dirty", "--exclude=*") or "unknown"
-
-
-def machine(device: torch.device | str = "cpu") -> str:
-    """Name of the GPU or the CPU."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
 def print_header(device: torch.device | str = "cpu") -> None:
     """Machine, versions and commit, for whoever reads the table later."""
-    where = f"{machine(device)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    where = f"{machine(device)} of {os.cpu_count()} cores"
     if torch.device(device).type == "cuda":
-        driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         where = f"{machine(device)}, driver {driver or 'unknown'}, CUDA {torch.version.cuda}"
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = "none"
-    print(
-        f"{where}; Python {platform.python_version()}, torch {torch.__version__}, triton {triton}, "
-        f"transformers {transformers.__version__}, commit {commit()}",
-        flush=True,
-    )
-
-
-def append_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Appends rows of equal columns; the file is written under a temporary name and moved.
-
-    Raises:
-        ValueError: the file has other columns.
-    """
-    columns = list(rows[0])
-    text = path.read_text() if path.exists() else ""
-    if text and text.splitlines()[0] != ",".join(columns):
-        raise ValueError(f"{path} has other columns than {', '.join(columns)}: move it away.")
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, columns, lineterminator="\n")
-    if not text:
-        writer.writeheader()
-    writer.writerows(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        file.write(text + buffer.getvalue())
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    print(f"{where}; {versions()}, triton {triton}", flush=True)
 
 
 class Report:
-    """The tables of one script: each case is printed, and its metrics are appended to `<folder>/<script>.csv`, as it comes.
+    """The tables of one script: each case is printed, and its metrics are appended to `<results>/<script>.csv`, as it comes.
 
     A case's first `labels` columns name the row; the others stand above the table.
     """
 
-    def __init__(self, script: str, device: torch.device | str, folder: Path, labels: int = 1):
-        self.path = Path(folder) / f"{script}.csv"
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.origin = dict(zip(ORIGIN_COLUMNS, (now, commit(), machine(device), script)))
+    def __init__(self, args: argparse.Namespace, labels: int = 1):
+        self.path = (args.results / args.script).with_suffix(".csv")
+        self.origin = origin(args, args.device)
         self.labels = labels
         self.heading = None
 
     def add(self, case: Mapping[str, object], metrics: Mapping[str, Spread | float | None]) -> None:
         """One case (its columns are the same throughout a script) and what was measured of it; None where nothing was."""
         columns = list(case.items())
-        label = " ".join(_digits(x) if isinstance(x, int) else x for _, x in columns[: self.labels])
+        label = " ".join(digits(x) if isinstance(x, int) else x for _, x in columns[: self.labels])
         others = columns[self.labels :]
         heading = ", ".join(x if isinstance(x, str) else f"{name} {x:,}" for name, x in others)
         if (heading, list(metrics)) != self.heading:
@@ -296,7 +226,7 @@ class Report:
             if x is not None:
                 values = x if isinstance(x, Spread) else (x, x, x)
                 rows.append({**self.origin, **case, **dict(zip(VALUE_COLUMNS, (name, *(f"{v:.6g}" for v in values))))})
-        append_csv(self.path, rows)
+        append_rows(self.path, rows)
 
 
 def describe(x: Spread | float | None) -> str:
@@ -304,35 +234,12 @@ def describe(x: Spread | float | None) -> str:
     if x is None:
         return "-"
     if not isinstance(x, Spread):
-        return _digits(x)
-    return f"{_digits(x.value)} ({_digits(x.low)}..{_digits(x.high)})"
+        return digits(x)
+    return f"{digits(x.value)} ({digits(x.low)}..{digits(x.high)})"
 
 
-def _digits(x: float) -> str:
+def digits(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.3g}"
-
-
-def plot(path: Path, series: Mapping[str, Mapping[int, Spread]], xlabel: str, ylabel: str) -> None:
-    """Lines over a size, both axes logarithmic, with the rounds' range as error bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for label, points in series.items():
-        x, y = sorted(points), [points[size] for size in sorted(points)]
-        errors = [[v.value - v.low for v in y], [v.high - v.value for v in y]]
-        axes.errorbar(x, [v.value for v in y], yerr=errors, marker="o", capsize=2, label=label)
-    axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=150)
-    plt.close(figure)
-    os.replace(temporary, path)
-    print(f"wrote {path}")
 
 
 # Command lines --------------------------------------------------------------------------------------------------------

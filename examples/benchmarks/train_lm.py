@@ -16,9 +16,9 @@ import gc
 import importlib.util
 
 import torch
+from rows import Panel, Spread, parse_arguments, plot
 from timing import (
     Report,
-    Spread,
     arguments,
     attempt,
     choose_dtype,
@@ -26,7 +26,6 @@ from timing import (
     dtype_argument,
     measure,
     peak_bytes,
-    plot,
     print_header,
     ratio,
     spread,
@@ -170,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--equal", nargs="+", choices=("width", "parameters"), default=("width", "parameters"))
     parser.add_argument("--tokens", type=int, help="tokens a step; default: 16384 on a GPU, 1024 on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
-    args = parser.parse_args(argv)
+    args = parse_arguments(parser, argv, __file__)
     on_gpu = args.device == "cuda"
     args.size = args.size or ("base" if on_gpu else "small")
     args.tokens = args.tokens or (16384 if on_gpu else 1024)
@@ -180,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
     print_header(args.device)
     if "Mamba-2" in args.models and importlib.util.find_spec("mamba_ssm") is None:
         print("Mamba-2 runs in plain PyTorch: mamba_ssm is not installed.")
-    report = Report("train_lm", args.device, args.results)
+    report = Report(args)
     series = {}
     for equal in args.equal:
         for length in dict.fromkeys(args.lengths or LENGTHS[args.device]):
@@ -192,7 +191,8 @@ def main(argv: list[str] | None = None) -> None:
         if gains:
             print(f"equal {equal}: " + describe_crossover(gains, "GPT-2", "tokens"))
     if args.plot:
-        plot(args.plot, {f"{name}, equal {equal}": x for (equal, name), x in series.items()}, "tokens", "ms a training step")
+        lines = {f"{name}, equal {equal}": x for (equal, name), x in series.items()}
+        plot(args.plot, Panel(lines, "tokens", "ms a training step"))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,24 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The three trunks of the vision model trained alike on CIFAR-10: TSSA, cross-covariance (XCA) and softmax attention.
 
-    python examples/compare_vision.py --images CIFAR10_FOLDER
+    python examples/benchmarks/compare_vision.py --images CIFAR10_FOLDER
 
 Same stem, positions, class attention, width, depth, data and steps; only the attention over the patches differs. The folder
 (or Hub id, uoft-cs/cifar10) holds a training and a test split with an image and a label column. Pictures are flipped and
 shifted by up to four pixels, nothing else. A comparison of minutes, far from convergence.
 """
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Image, load_dataset
+from experiments import Results, make_parser, over_seeds, train
+from rows import parse_arguments
 from torch.nn import functional as F
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
-
-
-sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
-from experiments import Results, make_parser, over_seeds, train
 
 
 ATTENTION_TYPES = {"TSSA": "tssa", "XCA": "xca", "softmax": "softmax"}
@@ -156,17 +152,17 @@ def compare(args, results: Results, task: str, makers: dict) -> None:
                 context=(training.pixels.shape[-1] // args.patch_size) ** 2,
                 seed=seed,
             )
-    print(results.table(lambda task: "accuracy", [task], scale=100))
+    print(results.table("accuracy", [task], scale=100))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser_of_images(__doc__, steps=300)
-    args = parser.parse_args(arguments)
+    args = parse_arguments(parser, arguments, __file__)
     makers = {
         name: lambda names, side, kind=kind: make_classifier(args, names, side, attention_type=kind)
         for name, kind in ATTENTION_TYPES.items()
     }
-    compare(args, Results(parser, args, __file__), "CIFAR-10", makers)
+    compare(args, Results(args), "CIFAR-10", makers)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """ToST and transformers' GPT-2 trained alike on a folder of text: at equal width and depth, and with equal parameters.
 
-    python examples/compare_lm.py --text TEXT_FOLDER
-    python examples/compare_lm.py --text TEXT_FOLDER --size large     # about 25 M parameters, context 1,024: for a GPU
+    python examples/benchmarks/compare_lm.py --text TEXT_FOLDER
+    python examples/benchmarks/compare_lm.py --text TEXT_FOLDER --size large  # about 25 M parameters: for a GPU
 
 A folder of .txt files, or of parquet or JSON files with a column "text" (one document a row), or a dataset's Hub id. Where
 there is no validation split, the last tenth of the characters is held out. A byte-level BPE tokenizer is trained on the
@@ -13,17 +13,14 @@ that does not beat it makes no use of its context.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from datasets import DatasetDict, load_dataset
+from experiments import Results, make_language_model, make_parser, over_seeds, train
+from rows import Panel, Spread, around_mean, parse_arguments, plot
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-
-sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
-from experiments import Results, make_language_model, make_parser, mean_and_deviation, over_seeds, plot_lines, train
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -116,66 +113,77 @@ def bigram_loss(training: torch.Tensor, blocks: list[dict], vocab_size: int, smo
     return -probability[pairs[:, :-1], pairs[:, 1:]].log().mean().item()
 
 
+@dataclass(frozen=True)
+class Data:
+    """A text cut into examples of `context` tokens, and the loss of a table of pairs of neighbours on the held-out ones."""
+
+    examples: list[dict[str, torch.Tensor]]
+    held_out: list[dict[str, torch.Tensor]]
+    vocab_size: int
+    bigram_loss: float
+
+
+def prepare(text: str, size: Size) -> Data:
+    """Loads a text, trains its tokenizer, cuts it into examples."""
+    training, validation = load_texts(text)
+    training = shorten(training, size.train_characters)
+    tokenizer = train_tokenizer(shorten(training, 4_000_000), size.vocab_size)
+    vocab_size = tokenizer.get_vocab_size()
+    tokens = encode(tokenizer, training)
+    held_out = cut(encode(tokenizer, shorten(validation, size.validation_characters)), size.context)
+    baseline = bigram_loss(tokens, held_out, vocab_size)
+    print(f"{len(tokens):,} training tokens, {len(held_out) * size.context:,} to validate; bigram {baseline:.3f}", flush=True)
+    return Data(cut(tokens, size.context), held_out, vocab_size, baseline)
+
+
+def train_language_model(name: str, layers: int, data: Data, size: Size, *, steps: int, learning_rate: float, seed: int):
+    """The trainer, with eight evaluations in its history, and the loss at the end."""
+    model = make_language_model(
+        name, vocab_size=data.vocab_size, width=size.width, layers=layers, head_dim=size.head_dim, context=size.context
+    )
+    trainer = train(
+        model,
+        data.examples,
+        steps=steps,
+        learning_rate=learning_rate,
+        seed=seed,
+        batch_size=size.batch,
+        eval_dataset=data.held_out,
+        eval_strategy="steps",
+        eval_steps=max(1, steps // 8),
+        per_device_eval_batch_size=size.batch,
+        prediction_loss_only=True,
+    )
+    return trainer, {"loss": trainer.evaluate()["eval_loss"]}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, steps=None, learning_rates=(3e-3, 1e-2))
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
     parser.add_argument("--name", default="text", help="what the text is called in the table and the plot")
     parser.add_argument("--size", choices=SIZES, default="small")
-    args = parser.parse_args(arguments)
+    args = parse_arguments(parser, arguments, __file__)
     size = SIZES[args.size]
     steps = size.steps if args.steps is None else args.steps
-    results = Results(parser, args, __file__)
-
-    training, validation = load_texts(args.text)
-    training = shorten(training, size.train_characters)
-    tokenizer = train_tokenizer(shorten(training, 4_000_000), size.vocab_size)
-    vocab_size = tokenizer.get_vocab_size()
-    training_tokens = encode(tokenizer, training)
-    examples = cut(training_tokens, size.context)
-    held_out = cut(encode(tokenizer, shorten(validation, size.validation_characters)), size.context)
-    baseline = bigram_loss(training_tokens, held_out, vocab_size)
-    print(
-        f"{len(training_tokens):,} training tokens, {len(held_out) * size.context:,} to validate; bigram {baseline:.3f}",
-        flush=True,
-    )
-
-    curves = {}
+    data, results, curves = prepare(args.text, size), Results(args), {}
+    deeper = size.layers * 6 // 5
     for label, name, layers in (
         ("GPT-2", "GPT-2", size.layers),
         ("ToST", "ToST", size.layers),
-        ("ToST, deeper", "ToST", size.layers * 6 // 5),
+        ("ToST, deeper", "ToST", deeper),
     ):
 
         def run(seed, learning_rate, label=label, name=name, layers=layers):
-            model = make_language_model(
-                name,
-                vocab_size=vocab_size,
-                width=size.width,
-                layers=layers,
-                head_dim=size.head_dim,
-                context=size.context,
+            trainer, metrics = train_language_model(
+                name, layers, data, size, steps=steps, learning_rate=learning_rate, seed=seed
             )
-            trainer = train(
-                model,
-                examples,
-                steps=steps,
-                learning_rate=learning_rate,
-                seed=seed,
-                batch_size=size.batch,
-                eval_dataset=held_out,
-                eval_strategy="steps",
-                eval_steps=max(1, steps // 8),
-                per_device_eval_batch_size=size.batch,
-                prediction_loss_only=True,
-            )
-            loss = trainer.evaluate()["eval_loss"]
-            print(f"{label}, seed {seed}, learning rate {learning_rate}: {loss:.3f}", flush=True)
-            return trainer, {"loss": loss}
+            print(f"{label}, seed {seed}, learning rate {learning_rate}: {metrics['loss']:.3f}", flush=True)
+            return trainer, metrics
 
         found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"])
         for seed, (trainer, metrics) in found.items():
             results.add(
-                metrics | {"bigram_loss": baseline},
+                metrics | {"bigram_loss": data.bigram_loss},
                 task=args.name,
                 model=label,
                 network=trainer.model,
@@ -184,22 +192,19 @@ def main(arguments: list[str] | None = None) -> None:
                 context=size.context,
                 seed=seed,
             )
-        curves[label] = curve([trainer for trainer, _ in found.values()], steps)
-
-    print(results.table(lambda task: "loss", [args.name], form=".3f"))
-    print(f"bigram: {baseline:.3f} nats a token, perplexity {math.exp(baseline):.1f}")
-    points = next(iter(curves.values()))[0]
-    curves["bigram"] = (points, [baseline] * len(points), [0] * len(points))
-    file = args.results.with_name(f"compare_lm_{args.name.replace(' ', '_')}_{args.size}.png")
-    plot_lines(curves, "step", f"validation loss on {args.name} (nats a token)", file, log_x=False)
+        curves[label] = curve([trainer for trainer, _ in found.values()])
+    print(results.table("loss", [args.name], form=".3f"))
+    print(f"bigram: {data.bigram_loss:.3f} nats a token, perplexity {math.exp(data.bigram_loss):.1f}")
+    curves["bigram"] = dict.fromkeys(next(iter(curves.values())), Spread(*[data.bigram_loss] * 3))
+    file = args.results / f"compare_lm_{args.name.replace(' ', '_')}_{args.size}.png"
+    plot(file, Panel(curves, "step", f"validation loss on {args.name} (nats a token)", "linear", "linear"))
 
 
-def curve(runs: list, steps: int) -> tuple[list[int], list[float], list[float]]:
-    """Validation loss over the steps, mean and deviation over runs."""
+def curve(runs: list) -> dict[int, Spread]:
+    """Validation loss at each step that all runs have, around its mean over the runs."""
     histories = [{log["step"]: log["eval_loss"] for log in run.state.log_history if "eval_loss" in log} for run in runs]
-    points = [step for step in histories[0] if all(step in history for history in histories)]
-    means, deviations = zip(*(mean_and_deviation([history[step] for history in histories]) for step in points))
-    return points, list(means), list(deviations)
+    steps = [step for step in histories[0] if all(step in history for history in histories)]
+    return {step: around_mean([history[step] for history in histories]) for step in steps}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Two choices inside TSSA, on CIFAR-10: the width of a head at equal width of the model, and what memberships are made from.
 
-    python examples/ablations.py --images CIFAR10_FOLDER
+    python examples/benchmarks/ablations.py --images CIFAR10_FOLDER
 
 The paper leaves open how wide a head should be; here heads of 16, 32, 64 and 128 channels at a width of 128 (the last is one
 head alone, whose memberships are all 1). And it reports that normalising each channel over the tokens before the scores are
@@ -12,6 +12,7 @@ data, steps and learning rates to choose from as in compare_vision.py.
 import torch
 from compare_vision import compare, make_classifier, make_parser_of_images
 from experiments import Results
+from rows import parse_arguments
 from torch import nn
 
 from tost_hf import TokenStatisticsSelfAttention
@@ -58,7 +59,7 @@ def with_raw_scores(model: nn.Module) -> nn.Module:
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser_of_images(__doc__, steps=300)
     parser.add_argument("--head_dims", type=int, nargs="+", default=list(HEAD_DIMS))
-    args = parser.parse_args(arguments)
+    args = parse_arguments(parser, arguments, __file__)
     for head_dim in (*args.head_dims, RAW_HEAD_DIM):
         if args.width % head_dim:
             parser.error(f"a head of {head_dim} channels does not divide a width of {args.width}")
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     makers[f"{RAW_HEAD_DIM} channels a head, raw scores"] = lambda names, side: with_raw_scores(
         maker(RAW_HEAD_DIM)(names, side)
     )
-    compare(args, Results(parser, args, __file__), "CIFAR-10", makers)
+    compare(args, Results(args), "CIFAR-10", makers)
 
 
 if __name__ == "__main__":

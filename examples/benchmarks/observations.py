@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The authors' observations, asked of small models before and after training: what TSSA's layers compress and group.
 
-    python examples/observations.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+    python examples/benchmarks/observations.py --images CIFAR10_FOLDER --text TEXT_FOLDER
 
 An image model and a language model are trained as compare_vision.py and compare_lm.py do, with as many layers as here, and
 measured on held-out images and text by `tost_hf.interpret`:
@@ -18,7 +18,8 @@ import math
 import compare_lm
 import torch
 from compare_vision import load_images, make_classifier, make_parser_of_images, normalize, train_classifier
-from experiments import Results, make_language_model, spread, train
+from experiments import Results, make_language_model, train
+from rows import markdown, parse_arguments, plus_minus, select
 from transformers import PreTrainedModel, set_seed
 
 from tost_hf.interpret import (
@@ -111,17 +112,17 @@ def report(results, task, state, network, metrics, args, context, seed) -> None:
 
 
 def print_tables(results: Results, task: str) -> None:
-    """A row a quantity and state, a column a layer; mean ± standard deviation over the seeds."""
-    metrics = list(dict.fromkeys(row["metric"] for row in results.rows if row["task"] == task))
+    """One row per quantity and state, one column per layer; mean ± standard deviation over the seeds."""
+    metrics = list(dict.fromkeys(row["metric"] for row in select(results.rows, task=task)))
     quantities = list(dict.fromkeys(metric.rpartition(", layer ")[0] for metric in metrics))
     layers = max(int(metric.rpartition(" ")[2]) for metric in metrics)
-    print(f"\n| {task} | | " + " | ".join(f"layer {i}" for i in range(1, layers + 1)) + " |")
-    print("|---" * (layers + 2) + "|")
+    lines = []
     for quantity in quantities:
         form = ".1f" if "uniform" not in quantity and "information" not in quantity else ".3f"
         for state in STATES:
             values = [results.values(task=task, model=state, metric=f"{quantity}, layer {i}") for i in range(1, layers + 1)]
-            print(f"| {quantity} | {state} | " + " | ".join(spread(x, form) for x in values) + " |")
+            lines.append([quantity, state, *(plus_minus(x, form) for x in values)])
+    print("\n" + markdown([task, "", *(f"layer {i}" for i in range(1, layers + 1))], lines))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -131,10 +132,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--test_texts", type=int, default=100, help=f"pieces of {CONTEXT} bytes to measure on")
     parser.add_argument("--text_learning_rate", type=float, default=1e-2)
     parser.add_argument("--text_batch", type=int, default=8)
-    args = parser.parse_args(arguments)
+    args = parse_arguments(parser, arguments, __file__)
     if len(args.learning_rates) > 1:
         parser.error("--learning_rates takes one value here: nothing is chosen")
-    results = Results(parser, args, __file__)
+    results = Results(args)
     observe_images(args, results)
     observe_text(args, results)
     for task in ("images", "text"):

@@ -1,0 +1,274 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What ToST costs, as tables, figures and plots: the other files of results/, the rows of the speed benchmarks."""
+
+import math
+
+from rows import Measured, Panel, Spread, commands, markdown, where
+
+
+OP_SHAPE = {"B": 4, "T": 1024}
+LONG_SHAPE = {"B": 1, "T": 131072}
+SHORT_LENGTHS = (16, 32, 64, 128, 256)
+OP_PASSES = ("forward", "forward + backward")
+TRAINING_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
+DECODE_POSITIONS = (10, 100, 1000)
+SIDES = (224, 448, 512, 896, 1024, 2048)
+CARD_SIDES = tuple(side for side in SIDES if side != 512)
+SCALING_LENGTHS = (100, 1024, 4096, 8192, 131072)
+
+
+def digits(x: float, unit: str = "") -> str:
+    """At least three digits, and a unit."""
+    decimals = max(0, 2 - math.floor(math.log10(abs(x))))
+    return f"{x:,.{decimals}f}{unit and ' ' + unit}"
+
+
+def ms(x: Spread) -> str:
+    return digits(x.value, "ms")
+
+
+def with_range(x: Spread) -> str:
+    return f"{x.value:.2f} ({x.low:.2f} to {x.high:.2f})"
+
+
+def with_source(measured: Measured, table: str, name: str, **wanted) -> str:
+    return f"{table}\n\n{commands(measured.find(name, **wanted))}"
+
+
+# A new token ----------------------------------------------------------------------------------------------------------
+
+
+def decode_lines(measured: Measured) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: the time of a step at each position, and the memory at the last."""
+    last = DECODE_POSITIONS[-1]
+    head = ["", *(f"position {x:,}" for x in DECODE_POSITIONS), f"cache at {last:,}"]
+    head.append(f"forward over {last:,} tokens, memory beyond the model")
+    lines = []
+    for model in ("ToST", "GPT-2"):
+        steps = [measured.spread("decode", model=model, position=x, metric="ms a step") for x in DECODE_POSITIONS]
+        cache = measured.spread("decode", model=model, position=last, metric="cache bytes").value
+        peak = measured.spread("decode", model=model, position=last, metric="forward peak MiB").value
+        lines.append([model, *map(ms, steps), f"{cache:,.0f} bytes", f"{peak:.0f} MiB"])
+    return head, lines
+
+
+def decode(measured: Measured) -> str:
+    head, lines = decode_lines(measured)
+    gains = [measured.spread("decode", model="ToST", position=x, metric="GPT-2 / this") for x in DECODE_POSITIONS]
+    lines.append(["GPT-2 / ToST", *map(with_range, gains), "", ""])
+    return with_source(measured, markdown(head, lines), "decode")
+
+
+# The operator ---------------------------------------------------------------------------------------------------------
+
+
+def operator(measured: Measured) -> str:
+    head = ["", "literal", "ours", "literal / ours", "ours, compiled", "literal / compiled", "literal, compiled"]
+    lines = []
+    for form in ("causal", "bidirectional"):
+        for which in OP_PASSES:
+            case = OP_SHAPE | {"form": form, "pass": which}
+
+            def time(variant, metric="ms", case=case):
+                return measured.spread("op", variant=variant, metric=metric, **case)
+
+            gains = [with_range(time(variant, "literal / this")) for variant in ("eager", "compiled")]
+            cells = [ms(time(variant)) for variant in ("literal", "eager", "compiled", "literal compiled", "sdpa")]
+            lines.append([f"{form}, {which}", *cells[:2], gains[0], cells[2], gains[1], *cells[3:]])
+    return with_source(measured, markdown([*head, "attention (SDPA)"], lines), "op", metric="ms", **OP_SHAPE)
+
+
+def operator_memory(measured: Measured) -> str:
+    lines = []
+    for variant, name in (("eager", "ours"), ("literal", "literal")):
+        case = LONG_SHAPE | {"variant": variant}
+        peak = measured.spread("op", metric="peak MiB", **case).value
+        lines.append([name, f"{peak:,.0f} MiB", f"{measured.spread('op', metric='peak / bytes of w', **case).value:.2f}"])
+    head = [f"forward over {LONG_SHAPE['T']:,} tokens", "memory beyond the input, output included", "times the input's"]
+    return with_source(measured, markdown(head, lines), "op", **LONG_SHAPE)
+
+
+def short_texts(measured: Measured) -> str:
+    lines = []
+    for which in OP_PASSES:
+        for variant, name in (("eager", "ours"), ("sdpa", "attention (SDPA)")):
+            case = {"B": 4, "form": "causal", "pass": which, "variant": variant, "metric": "ms"}
+            lines.append([f"{which}, {name}", *(ms(measured.spread("op", T=x, **case)) for x in SHORT_LENGTHS)])
+    table = markdown(["", *(f"{x} tokens" for x in SHORT_LENGTHS)], lines)
+    return with_source(measured, table, "op", T=SHORT_LENGTHS[0])
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def training_spread(measured: Measured, model: str, length: int, equal: str, metric: str) -> Spread:
+    return measured.spread("train_lm", model=model, T=length, sizes=f"equal {equal}", code="eager", metric=metric)
+
+
+def training(measured: Measured) -> str:
+    def speed(model, length, equal):
+        return f"{training_spread(measured, model, length, equal, 'tokens/s').value:,.0f}"
+
+    def gain(length, equal):
+        return with_range(training_spread(measured, "ToST", length, equal, "GPT-2 / this"))
+
+    lines = []
+    for length in TRAINING_LENGTHS:
+        ours = [cell for equal in ("width", "parameters") for cell in (speed("ToST", length, equal), gain(length, equal))]
+        has_mamba = any(row["model"] == "Mamba-2" for row in measured.find("train_lm", T=length))
+        lines.append([f"{length:,}", speed("GPT-2", length, "width"), *ours])
+        lines[-1].append(speed("Mamba-2", length, "width") if has_mamba else "")
+    head = ["tokens of a text", "GPT-2", "ToST, equal width", "", "ToST, equal parameters", "", "Mamba-2, equal width"]
+    return with_source(measured, markdown(head, lines), "train_lm", code="eager")
+
+
+def plot_training(measured: Measured) -> list[Panel]:
+    lines = {
+        f"ToST, equal {equal}": {n: training_spread(measured, "ToST", n, equal, "tokens/s") for n in TRAINING_LENGTHS}
+        for equal in ("width", "parameters")
+    }
+    lines["GPT-2"] = {n: training_spread(measured, "GPT-2", n, "width", "tokens/s") for n in TRAINING_LENGTHS}
+    return [Panel(lines, "tokens of a text", "training, tokens per second", yscale="linear")]
+
+
+# The paper's figure ---------------------------------------------------------------------------------------------------
+
+
+def scaling_times(measured: Measured, kind: str) -> dict[int, Spread]:
+    rows = measured.find("scaling", kind=kind, metric="ms")
+    return {int(row["tokens"]): measured.spread("scaling", kind=kind, metric="ms", tokens=row["tokens"]) for row in rows}
+
+
+def scaling(measured: Measured) -> str:
+    lines = []
+    for kind, name in (("ToST", "TSSA"), ("softmax", "attention (SDPA)")):
+        times = scaling_times(measured, kind)
+        lines.append([name, *(f"{times[n].value:,.0f} ms" if n in times else "" for n in SCALING_LENGTHS)])
+    table = markdown(["tokens", *(f"{n:,}" for n in SCALING_LENGTHS)], lines)
+    return with_source(measured, table, "scaling")
+
+
+def scaling_exponent(measured: Measured) -> str:
+    return with_range(measured.spread("scaling", kind="ToST", metric="exponent"))
+
+
+def plot_scaling(measured: Measured) -> list[Panel]:
+    lines = {name: scaling_times(measured, kind) for name, kind in (("TSSA", "ToST"), ("attention (SDPA)", "softmax"))}
+    return [Panel(lines, "tokens", "ms, 12 attention layers")]
+
+
+# Images ---------------------------------------------------------------------------------------------------------------
+
+
+def resolution_table(measured: Measured, sides: tuple[int, ...]) -> str:
+    def found(model, side, metric):
+        return measured.spread("resolution", model=model, pixels=side, metric=metric)
+
+    lines = []
+    for side in sides:
+        patches = int(measured.find("resolution", model="ToST", pixels=side)[0]["tokens"])
+        times = [ms(found(model, side, "ms")) for model in ("ToST", "ViT")]
+        peaks = [f"{found(model, side, 'peak MiB').value:.0f} MiB" for model in ("ToST", "ViT")]
+        lines.append([f"{side:,}", f"{patches:,}", *times, f"{found('ToST', side, 'ViT / this').value:.2f}", *peaks])
+    head = ["pixels", "patches", "ToST", "ViT", "ViT / ToST", "memory beyond the model, ToST", "ViT"]
+    return markdown(head, lines)
+
+
+def resolution(measured: Measured) -> str:
+    return with_source(measured, resolution_table(measured, SIDES), "resolution")
+
+
+def resolution_growth(measured: Measured) -> str:
+    """Quotients of medians at four times the patches."""
+
+    def time(model, side):
+        return measured.spread("resolution", model=model, pixels=side, metric="ms").value
+
+    pairs = [(side, 2 * side) for side in SIDES if 2 * side in SIDES]
+    head = ["time at four times the patches / time", *(f"{a:,} to {b:,} pixels" for a, b in pairs)]
+    return markdown(head, [[name, *(f"{time(name, b) / time(name, a):.1f}" for a, b in pairs)] for name in ("ToST", "ViT")])
+
+
+# In short -------------------------------------------------------------------------------------------------------------
+
+
+def short_inputs(measured: Measured) -> str:
+    """Where ToST is not faster, or hardly, for the top README."""
+
+    def step(model):
+        return ms(measured.spread("decode", model=model, position=10, metric="ms a step"))
+
+    def op(variant):
+        case = {"B": 4, "T": 16, "form": "causal", "pass": "forward", "metric": "ms"}
+        return ms(measured.spread("op", variant=variant, **case))
+
+    def speed(model):
+        return f"{training_spread(measured, model, 128, 'parameters', 'tokens/s').value:,.0f} tokens/s"
+
+    def peak(model):
+        return f"{measured.spread('resolution', model=model, pixels=224, metric='peak MiB').value:.0f} MiB"
+
+    lines = [
+        ["the operator, forward, 16 tokens", op("eager"), f"{op('sdpa')} (attention)"],
+        ["a new token at position 10", step("ToST"), f"{step('GPT-2')} (GPT-2)"],
+        ["training, 128 tokens, equal parameters", speed("ToST"), f"{speed('GPT-2')} (GPT-2)"],
+        ["an image of 224 pixels, memory beyond the model", peak("ToST"), f"{peak('ViT')} (ViT)"],
+    ]
+    return markdown(["short inputs, on a CPU", "ToST", "beside"], lines)
+
+
+def long_inputs(measured: Measured) -> str:
+    """What ToST gains, for the top README."""
+    case = OP_SHAPE | {"variant": "eager", "form": "causal", "pass": "forward + backward", "metric": "literal / this"}
+    token = measured.spread("decode", model="ToST", position=1000, metric="GPT-2 / this")
+    width, parameters = (training_spread(measured, "ToST", 2048, x, "GPT-2 / this") for x in ("width", "parameters"))
+    image = measured.spread("resolution", model="ToST", pixels=1024, metric="ViT / this")
+    lines = [
+        ["a new token at position 1,000", "GPT-2", with_range(token)],
+        ["training, 2,048 tokens, equal width", "GPT-2", with_range(width)],
+        ["training, 2,048 tokens, equal parameters", "GPT-2", with_range(parameters)],
+        ["an image of 1,024 pixels", "ViT", with_range(image)],
+        ["the operator with its backward pass, 1,024 tokens", "the plain formulas", with_range(measured.spread("op", **case))],
+    ]
+    return markdown(["on a CPU", "beside", "which takes so many times as long"], lines)
+
+
+# Model cards ----------------------------------------------------------------------------------------------------------
+
+
+def for_cards(measured: Measured) -> dict[str, dict[str, str]]:
+    """Name of a size to text, table and command of its card's section on cost."""
+
+    def entry(what: str, table: str, name: str):
+        rows = measured.find(name)
+        (command,) = {row["command"] for row in rows}
+        (dtype,) = {row["dtype"] for row in rows}
+        processor, _, software = where(rows).partition(", ")
+        text = (
+            f"{what}, measured by the authors of `tost_hf` on two cores of an {processor} (CPU only, {dtype}, eager; "
+            f"{software}), with random weights, batch 1:"
+        )
+        return {"text": text, "table": table, "command": command}
+
+    beside_gpt2 = "A new token, beside transformers' GPT-2 of equal width"
+    beside_vit = "An image, beside ViT-small with PyTorch's scaled dot product attention"
+    return {
+        "tost-base": entry(beside_gpt2, markdown(*decode_lines(measured)), "decode"),
+        "tost-vision-small-patch16": entry(beside_vit, resolution_table(measured, CARD_SIDES), "resolution"),
+    }
+
+
+TABLES = {
+    "short inputs": short_inputs,
+    "long inputs": long_inputs,
+    "decode": decode,
+    "operator": operator,
+    "operator memory": operator_memory,
+    "short texts": short_texts,
+    "training": training,
+    "scaling": scaling,
+    "resolution": resolution,
+    "resolution growth": resolution_growth,
+}
+FIGURES = {"scaling exponent": scaling_exponent}
+PLOTS = {"training": plot_training, "scaling": plot_scaling}

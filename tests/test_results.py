@@ -1,0 +1,202 @@
+"""The rows and what is cited of them: every table, plot and figure stands as `make results` would write it."""
+
+import argparse
+import csv
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "examples" / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import rows  # noqa: E402
+import tables  # noqa: E402
+
+from tost_hf.hub.cards import preset_card  # noqa: E402
+
+
+PAGE = (BENCHMARKS / "README.md").read_text()
+ALLOWED = {  # numbers in the page's own words, and what they are
+    "6.25": "chance of one in 16 symbols",
+    "96": "tokens of a text to copy in",
+    "16": "symbols to copy; pixels of a patch",
+    "1,024": "tokens: trained length, rows of a published table of positions, the operator's length",
+    "256": "how many times the trained length is read; width and tokens in training",
+    "32": "pairs to recall",
+    "64": "pairs to recall; channels of a head",
+    "100": "tokens: the position up to which a new token is no faster",
+    "8,192": "tokens from which on the exponent is taken",
+    "400": "epochs in the paper",
+    "384": "width in the paper's figure",
+    "224": "pixels of an image",
+    "12": "heads",
+    "8": "heads in the paper's figure",
+    "4": "sequences of a batch; layers in training",
+    "5": "layers that give ToST GPT-2's parameters in training",
+    "1": "sequences of a batch; the formula of the distance from uniform",
+    "3.20": "published by the authors",
+    "2.84": "published by the authors",
+    "2.88": "published by the authors",
+    "91.2": "published by the authors",
+    "85.2": "published by the authors",
+}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return rows.Measured()
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_says_where_it_comes_from(measured):
+    assert set(measured.rows) == {"decode", "op", "resolution", "results", "scaling", "train_lm"}
+    for name, found in measured.rows.items():
+        assert tuple(found[0])[: len(rows.ORIGIN_COLUMNS)] == rows.ORIGIN_COLUMNS
+        for row in found:
+            assert all(row[column] for column in (*rows.ORIGIN_COLUMNS, "metric", "value")), name
+            assert row["command"].startswith(f"python examples/benchmarks/{row['script']}")
+            assert (BENCHMARKS / row["script"]).is_file()
+
+
+def test_commands_in_rows_name_arguments_that_exist(measured):
+    """A flag of a recorded command stands in its script, or in what the scripts share."""
+    shared = "".join((BENCHMARKS / name).read_text() for name in ("experiments.py", "timing.py", "compare_vision.py"))
+    for command in {row["command"] for found in measured.rows.values() for row in found}:
+        script, *arguments = shlex.split(command)[1:]
+        source = (ROOT / script).read_text() + shared
+        assert all(f'"{flag}"' in source for flag in arguments if flag.startswith("--")), command
+
+
+def test_csv_rows_are_appended(tmp_path):
+    path = tmp_path / "new" / "x.csv"
+    rows.append_rows(path, [{"a": 1, "b": "x, y"}])
+    rows.append_rows(path, [{"a": 2, "b": "z"}, {"a": 3, "b": ""}])
+    assert path.read_text() == 'a,b\n1,"x, y"\n2,z\n3,\n'
+    with pytest.raises(ValueError, match="move it away"):
+        rows.append_rows(path, [{"a": 1, "c": 2}])
+    assert [x.name for x in path.parent.iterdir()] == ["x.csv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ([], ""),
+        (["--text", "/secret/place", "--name", "a b", "--steps", "7"], " --steps 7 --text TEXT_FOLDER --name 'a b'"),
+        (["--steps", "5", "--results", "elsewhere", "--plot", "x.png"], ""),
+        (["--compile", "--verbose"], " --compile --verbose"),
+        (["--no-compile"], " --no-compile"),
+        (["--shape", "1", "2", "--shape", "3", "4", "--form", "causal"], " --form causal --shape 1 2 --shape 3 4"),
+    ],
+)
+def test_the_command_names_what_differs_from_the_defaults(arguments, command):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--results")
+    parser.add_argument("--plot", metavar="PNG")
+    parser.add_argument("--text", metavar="TEXT_FOLDER")
+    parser.add_argument("--name", default="text")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--form", nargs="+", default=("causal", "bidirectional"))
+    parser.add_argument("--shape", nargs=2, type=int, action="append", metavar=("B", "T"))
+    args = rows.parse_arguments(parser, arguments, str(BENCHMARKS / "recall.py"))
+    assert args.command == "python examples/benchmarks/recall.py" + command
+    assert args.script == "recall.py"
+
+
+def test_numbers_over_seeds():
+    assert rows.plus_minus([10, 20, 60]) == "30.0 ± 26.5"
+    assert rows.plus_minus([0.25], ".2f") == "0.25" and rows.plus_minus([]) == ""
+    assert rows.around_mean([1, 2, 3]) == (2, 1, 3) and rows.around_mean([4]) == (4, 4, 4)
+    assert rows.markdown(["a", ""], [["1", "2"], ["", "3"]]) == "| a | |\n|---|---|\n| 1 | 2 |\n| | 3 |"
+
+
+# What is cited --------------------------------------------------------------------------------------------------------
+
+
+def test_pages_stand_as_the_rows_make_them(measured):
+    for path, text in tables.pages(measured).items():
+        assert path.read_text() == text, f"{path} is not what its rows say: run `make results`"
+
+
+@pytest.mark.parametrize("name", tables.PLOTS)
+def test_plots_show_the_rows_as_they_are(measured, name):
+    picture = (rows.RESULTS / f"{name}.png").read_bytes()
+    assert tables.fingerprint(tables.PLOTS[name](measured)).encode() in picture, "run `make results`"
+    assert f"results/{name}.png" in PAGE
+
+
+def test_cards_cite_the_figures():
+    for name, figures in json.loads(tables.CARD_FIGURES.read_text()).items():
+        card = preset_card(name)
+        assert figures["table"] in card.text and figures["command"] in card.text
+        assert (ROOT / f"model_cards/{name}.md").read_text() == str(card)
+
+
+def test_every_table_and_figure_is_cited():
+    cited = {(match["kind"], match["name"]) for path in tables.PAGES for match in tables.MARKED.finditer(path.read_text())}
+    assert {kind for kind, _ in cited} == set(tables.KINDS)
+    spare = {(kind, name) for kind, made in tables.KINDS.items() for name in made} - cited
+    assert not spare, "cited nowhere: cite it or remove it"
+
+
+@pytest.mark.parametrize("name", ["decode", "op", "resolution", "results", "scaling", "train_lm"])
+def test_a_figure_without_its_rows_is_an_error(tmp_path, name):
+    """Whichever file of rows is cut short."""
+    folder = shutil.copytree(rows.RESULTS, tmp_path / "results")
+    head, *lines = (folder / f"{name}.csv").read_text().splitlines(keepends=True)
+    (folder / f"{name}.csv").write_text("".join([head, *lines[:3]]))
+    with pytest.raises(LookupError, match=f"results/{name}.csv has no row with"):
+        tables.pages(rows.Measured(folder))
+
+
+def test_another_value_in_a_row_changes_the_page(tmp_path):
+    folder = shutil.copytree(rows.RESULTS, tmp_path / "results")
+    with open(folder / "decode.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    found[0]["value"] = "99.9"
+    (folder / "decode.csv").unlink()
+    rows.append_rows(folder / "decode.csv", found)
+    changed = {path for path, text in tables.pages(rows.Measured(folder)).items() if path.read_text() != text}
+    assert {BENCHMARKS / "README.md", tables.CARD_FIGURES} <= changed
+
+
+def test_two_rows_of_one_case_are_not_cited(tmp_path):
+    folder = shutil.copytree(rows.RESULTS, tmp_path / "results")
+    for name in ("decode", "results"):
+        first = rows.read_rows(folder / f"{name}.csv")[0]
+        rows.append_rows(folder / f"{name}.csv", [first])
+    measured = rows.Measured(folder)
+    with pytest.raises(LookupError, match="has 2 rows"):
+        tables.KINDS["results"]["decode"](measured)
+    with pytest.raises(LookupError, match="several rows of one seed"):
+        tables.KINDS["results"]["copying"](measured)
+
+
+def test_a_name_that_does_not_exist_is_an_error(measured):
+    with pytest.raises(LookupError, match="no 'speed of light' among the figure"):
+        tables.fill("<!-- figure: speed of light -->1<!-- end -->", measured)
+
+
+def test_numbers_in_the_pages_own_words_are_allowed_ones():
+    """Everything else stands between marks, in a command, or in a name (GPT-2, float32)."""
+    words = tables.MARKED.sub("", PAGE)
+    words = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", words, flags=re.DOTALL)
+    found = set(re.findall(r"(?<![\w.,-])\d[\d.,]*\d|(?<![\w.,-])\d(?!\w)", words))
+    assert found == set(ALLOWED)
+
+
+def test_the_page_names_scripts_that_exist():
+    for name in re.findall(r"`(\w+\.py)`", PAGE):
+        assert (BENCHMARKS / name).is_file(), name
+    for path in re.findall(r"\]\((results[^)]*)\)", PAGE):
+        assert (BENCHMARKS / path).exists(), path
