@@ -19,9 +19,10 @@ from ..model.configuration_tost import PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .card_metadata import card_metadata, listed, tags, task
 from .card_sections import hyperparameters, mark_sections, merge
-from .checks import SECRET_TEXTS, load_config, model_class, parameter_count, weight_files
+from .checks import load_config, model_class, parameter_count, weight_files
 from .markdown import Markdown, code, code_block, duration, escape, link, number, python_literal, table
 from .records import CARD, Records, TrainingSummary, has_code, has_processor, load_card, read_records, save_card, stored_dtypes
+from .secrets import without_secrets
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -371,17 +372,6 @@ def _metric_name(name: str) -> str:
     averaged = name.startswith("ema_")
     words = name.removeprefix("ema_").replace("_", " ")
     return Markdown(f"{escape(words)} of the averaged weights (folder `ema`)") if averaged else words
-
-
-def without_secrets(text):
-    """The same text with access tokens taken out."""
-    if not isinstance(text, str):
-        return text
-    text = re.sub(r"(--\w*token)([= ])[^\s\\]+", r"\1\2REMOVED", text)
-    content = text.encode()
-    for secret in SECRET_TEXTS.values():
-        content = secret.sub(b"REMOVED", content)
-    return content.decode()
 
 
 __all__ = ["PRESET_CARDS", "build_card", "preset_card", "write_card", "write_preset_cards"]

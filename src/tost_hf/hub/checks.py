@@ -15,25 +15,12 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .records import CARD, load_card
+from .secrets import is_secret_name, secrets_in_file
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack")
 TRAINER_STATE = re.compile(r"((optimizer|scheduler|scaler|rng_state|random_states)[\w.-]*|.*\.distcp)$", re.IGNORECASE)
 PICKLE_START = re.compile(rb"\x80[\x02-\x05]")  # of protocols 2 to 5; the older ones have no mark
-SECRET_NAMES = re.compile(
-    r"(\.env(\..*)?|\.netrc|\.git-credentials|\.htpasswd|\.pypirc|\.npmrc|id_(rsa|dsa|ecdsa|ed25519).*|credentials(\..*)?"
-    r"|secrets?(\..*)?|(hf_|access_|api_)?token(\.txt)?|kubeconfig|.*\.(pem|key|p12|pfx|keystore|jks))$",
-    re.IGNORECASE,
-)
-SECRET_TEXTS = {
-    "a Hugging Face token": re.compile(rb"\bhf_[A-Za-z0-9]{30,}"),
-    "a private key": re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
-    "an AWS access key": re.compile(rb"\bAKIA[0-9A-Z]{16}\b"),
-    "a GitHub token": re.compile(rb"\b(gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{50,})"),
-    "an OpenAI key": re.compile(rb"\bsk-(proj-)?[A-Za-z0-9_-]{40,}"),
-    "a Slack token": re.compile(rb"\bxox[abprs]-[A-Za-z0-9-]{20,}"),
-}
-LARGEST_SCANNED = 32 * 2**20  # bytes; larger files are weights
 
 
 def forbidden_file(name: str, path: Path) -> str | None:
@@ -48,7 +35,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
         return f"{name} is state of a training run (optimizer, scheduler, random numbers)"
     if base.lower().endswith(PICKLES):
         return f"{name} may be a pickle, which runs code when it is opened; publish safetensors"
-    if SECRET_NAMES.match(base):
+    if is_secret_name(base):
         return f"{name} has the name of a file that holds secrets"
     if base.endswith(".safetensors"):
         return None
@@ -56,12 +43,8 @@ def forbidden_file(name: str, path: Path) -> str | None:
         head = file.read(4096)
     if PICKLE_START.match(head) or (head[:2] == b"PK" and b"data.pkl" in head):
         return f"{name} is a pickle, whatever its name says; publish safetensors"
-    if path.stat().st_size > LARGEST_SCANNED:
-        return None
-    content = path.read_bytes()
-    for what, pattern in SECRET_TEXTS.items():
-        if pattern.search(content):
-            return f"{name} contains {what}"
+    if kinds := secrets_in_file(path):
+        return f"{name} holds a secret ({', '.join(kinds)})"
     return None
 
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from ..files import ALL_RESULTS, EVAL_RESULTS, EVALUATION, RUN_ARGUMENTS, TRAIN_RESULTS, TRAINER_STATE, staged_file
+from .secrets import without_secrets
 
 
 CARD = "README.md"
@@ -108,8 +109,6 @@ def read_records(folder: Path) -> Records:
 
 
 def _without_secrets(value):
-    from .cards import without_secrets  # not at the top: cards imports this module
-
     return without_secrets(value) if isinstance(value, str) else value
 
 
