@@ -25,7 +25,7 @@ lint: $(VENV)/ready
 
 results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows of examples/benchmarks/results
 	$(BIN)/python examples/benchmarks/tables.py
-	$(BIN)/python -m tost_hf.hub.cards model_cards
+	$(BIN)/tost-hf card --presets model_cards
 
 $(VENV)/ready: pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,9 +4,9 @@
     python examples/benchmarks/compare_lm.py --text TEXT_FOLDER
     python examples/benchmarks/compare_lm.py --text TEXT_FOLDER --size large  # about 25 M parameters: for a GPU
 
-A folder of .txt files, or of parquet or JSON files with a column "text" (one document a row), or a dataset's Hub id. Where
+A folder of .txt files, or of parquet or JSON files with a column "text" (one document per row), or a dataset's Hub id. Where
 there is no validation split, the last tenth of the characters is held out. A byte-level BPE tokenizer is trained on the
-training text; that of the small size has no merges, so that a token is a byte. A block of ToST has five sixths of the
+training text; that of the small size has no merges, so that each token is one byte. A block of ToST has five sixths of the
 parameters of one of GPT-2, so that six blocks stand beside five: "ToST" has GPT-2's width and depth, "ToST, deeper" its
 parameters. `bigram` counts which token follows which in the training text and looks at nothing but the current token: a model
 that does not beat it makes no use of its context.
@@ -104,7 +104,7 @@ def cut(tokens: torch.Tensor, context: int) -> list[dict[str, torch.Tensor]]:
 
 
 def bigram_loss(training: torch.Tensor, blocks: list[dict], vocab_size: int, smoothing: float = 0.1) -> float:
-    """Mean cross-entropy (nats a token) of the counted pairs of neighbours, over the same targets as the models'."""
+    """Mean cross-entropy (nats per token) of the counted pairs of neighbours, over the same targets as the models'."""
     counts = torch.bincount(training[:-1] * vocab_size + training[1:], minlength=vocab_size**2).view(vocab_size, vocab_size)
     unigram = (torch.bincount(training, minlength=vocab_size) + smoothing) / (len(training) + smoothing * vocab_size)
     prior = smoothing * vocab_size
@@ -194,10 +194,10 @@ def main(arguments: list[str] | None = None) -> None:
             )
         curves[label] = curve([trainer for trainer, _ in found.values()])
     print(results.table("loss", [args.name], form=".3f"))
-    print(f"bigram: {data.bigram_loss:.3f} nats a token, perplexity {math.exp(data.bigram_loss):.1f}")
+    print(f"bigram: {data.bigram_loss:.3f} nats per token, perplexity {math.exp(data.bigram_loss):.1f}")
     curves["bigram"] = dict.fromkeys(next(iter(curves.values())), Spread(*[data.bigram_loss] * 3))
     file = args.results / f"compare_lm_{args.name.replace(' ', '_')}_{args.size}.png"
-    plot(file, Panel(curves, "step", f"validation loss on {args.name} (nats a token)", "linear", "linear"))
+    plot(file, Panel(curves, "step", f"validation loss on {args.name} (nats per token)", "linear", "linear"))
 
 
 def curve(runs: list) -> dict[int, Spread]:

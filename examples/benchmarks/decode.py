@@ -8,7 +8,7 @@ Random weights (they do not change the cost). Single-token steps from a cache th
 models take turns. `--static` gives both their static cache, of which GPT-2's is as long as this position needs; `--compile`
 compiles the step (CUDA graphs on a GPU; a model for which they are skipped is not timed). Over a static cache GPT-2's
 attention always gets an explicit mask, so never PyTorch's flash kernel: that is what transformers itself does. Prints the time
-of a step (for the whole batch), tokens a second, the bytes of the cache, and without `--static` the peak memory of a forward
+of a step (for the whole batch), tokens per second, the bytes of the cache, and without `--static` the peak memory of a forward
 pass over one sequence up to the position, beyond the loaded model.
 """
 

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="'majority', or 'copy d' with a distance d")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--length", type=int, default=96, help="tokens of a sequence")
     args = parse_arguments(parser, arguments, __file__)
     results = Results(args)

@@ -43,7 +43,7 @@ def position_ranges(length: int, first: int) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def read_piece(model, tokens: torch.Tensor, targets: torch.Tensor, cache: CausalStatisticsCache) -> tuple:
-    """Losses (T,) of the targets (T,) after the tokens (T,), and the memberships' shortfall of entropy a layer (L, T)."""
+    """Losses (T,) of the targets (T,) after the tokens (T,); the memberships' shortfall of entropy in each layer (L, T)."""
     outputs = model(input_ids=tokens[None].to(model.device), past_key_values=cache, output_memberships=True)
     losses = F.cross_entropy(outputs.logits[0].float(), targets.to(model.device), reduction="none").cpu()
     memberships = torch.stack([m[0] for m in outputs.memberships]).double()  # (L, H, T)
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=262_144, help="tokens to read")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=2, help=f"blocks of {TRAINED_AT:,} tokens a step")
+    parser.add_argument("--batch", type=int, default=2, help=f"blocks of {TRAINED_AT:,} tokens per step")
     args = parse_arguments(parser, arguments, __file__)
     results = Results(args)
     training, validation = load_texts(args.text)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What an image costs at 224 to 2,048 pixels a side: ToST-small beside transformers' ViT-small, both with 16-pixel patches.
+"""What an image costs at 224 to 2,048 pixels per side: ToST-small beside transformers' ViT-small, both with 16-pixel patches.
 
     python examples/benchmarks/resolution.py
 
@@ -102,14 +102,14 @@ def main(argv: list[str] | None = None) -> None:
             gain = ratio(seconds[side]["ViT"], times)
             report.add(case, {"ms": spread(times) * 1e3, "peak MiB": peaks[name][side] / 2**20, "ViT / this": gain})
         gains[side] = ratio(seconds[side]["ViT"], seconds[side]["ToST"]).value
-    print(describe_crossover(gains, "ViT", "pixels a side"))
+    print(describe_crossover(gains, "ViT", "pixels per side"))
     for side in seconds:
         if 2 * side in seconds:
             growth = (f"{name} {describe(ratio(seconds[2 * side][name], seconds[side][name]))}" for name in MODELS)
             print(f"time at {2 * side} / time at {side} pixels, four times the tokens: {', '.join(growth)}")
     if args.plot:
         series = {name: {side: spread(seconds[side][name]) * 1e3 for side in seconds} for name in MODELS}
-        plot(args.plot, Panel(series, "pixels a side", "ms, forward"))
+        plot(args.plot, Panel(series, "pixels per side", "ms, forward"))
 
 
 if __name__ == "__main__":

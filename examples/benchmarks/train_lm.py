@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Training steps a second: ToST beside transformers' GPT-2 (PyTorch's attention) and Mamba-2, over the length of a text.
+"""Training speed: ToST beside transformers' GPT-2 (PyTorch's attention) and Mamba-2, over the length of a text.
 
     python examples/benchmarks/train_lm.py
 
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 1024 4096 16384 on a GPU, 256 512 1024 on a CPU")
     parser.add_argument("--equal", nargs="+", choices=("width", "parameters"), default=("width", "parameters"))
-    parser.add_argument("--tokens", type=int, help="tokens a step; default: 16384 on a GPU, 1024 on a CPU")
+    parser.add_argument("--tokens", type=int, help="tokens per step; default: 16384 on a GPU, 1024 on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
     args = parse_arguments(parser, argv, __file__)
     on_gpu = args.device == "cuda"
