@@ -17,12 +17,33 @@ PRESETS = {
 }
 
 
+LARGEST = {  # far above any model; what asks for more is damaged or hostile, and must not be allocated
+    "vocab_size": 2**31 - 1,
+    "max_position_embeddings": 2**31 - 1,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_attention_heads": 2**20,
+    "num_hidden_layers": 1024,
+    "num_class_attention_layers": 1024,
+    "num_channels": 1024,
+}
+LARGEST_NUMBER = 2.0**127  # of a float32
+
+
+def check_largest(config: PreTrainedConfig) -> None:
+    """Refuses sizes above `LARGEST`, with a ValueError that names the field."""
+    for name, most in LARGEST.items():
+        if (getattr(config, name, None) or 0) > most:
+            raise ValueError(f"{name} must be at most {most:,}, got {str(getattr(config, name))[:40]}.")
+
+
 def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilities: tuple[str, ...]) -> None:
     """Refuses impossible values in what ToST's configurations have in common, with a ValueError that names the field."""
     # a width of 0 is refused by the models, not here: transformers' tools build such configurations to probe the fields
     for name, least in (dict.fromkeys(counts, 1) | {"hidden_size": 0, "intermediate_size": 0}).items():
         if getattr(config, name) < least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)}.")
+    check_largest(config)
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"hidden_size ({config.hidden_size}) must be a multiple of num_attention_heads ({config.num_attention_heads})."
@@ -34,6 +55,13 @@ def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilitie
         raise ValueError(f"layer_norm_eps must be above 0, got {config.layer_norm_eps}.")
     if config.initializer_range < 0:
         raise ValueError(f"initializer_range must not be negative, got {config.initializer_range}.")
+    for name in ("layer_norm_eps", "layer_scale_init_value", "initializer_range", "initializer_factor"):
+        if not abs(getattr(config, name, 0)) < LARGEST_NUMBER:  # true of NaN as well
+            raise ValueError(f"{name} must be a finite number that float32 can hold, got {str(getattr(config, name))[:40]}.")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = getattr(config, name, None)
+        if any(i < 0 for i in (ids if isinstance(ids, list) else [ids or 0])):
+            raise ValueError(f"{name} must not be negative, got {ids}; write null for none.")
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act {config.hidden_act!r} is not an activation that transformers knows, such as 'gelu'.")
 
@@ -142,6 +170,7 @@ class ToSTConfig(CodeCarryingConfig):
     @property
     def layer_types(self) -> list[str]:
         """Tells transformers' caches which layer class to build."""
+        check_largest(self)  # transformers asks for this list before the other checks
         return [CAUSAL_STATISTICS] * self.num_hidden_layers
 
 

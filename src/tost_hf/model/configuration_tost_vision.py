@@ -7,6 +7,7 @@ from .configuration_tost import check_fields
 from .remote_code import CodeCarryingConfig
 
 
+LARGEST_SIDE = 2**16  # pixels
 ATTENTION_TYPES = ("tssa", "xca", "softmax")
 
 _SIZES = {  # width, layers, heads, initial LayerScale
@@ -112,6 +113,11 @@ class ToSTVisionConfig(CodeCarryingConfig):
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of half the patch_size ({self.patch_size}): the stem "
                 "doubles its channels up to it."
+            )
+        sides = [self.image_size] if isinstance(self.image_size, int) else list(self.image_size)
+        if len(sides) > 2 or not all(1 <= side <= LARGEST_SIDE for side in sides) or not sides:
+            raise ValueError(
+                f"image_size must be one side, or height and width, from 1 to {LARGEST_SIDE:,} pixels, got {self.image_size}."
             )
         if self.attention_type not in ATTENTION_TYPES:
             raise ValueError(f"attention_type must be one of {', '.join(ATTENTION_TYPES)}, got {self.attention_type!r}.")

@@ -11,6 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig
 
 
@@ -53,8 +54,44 @@ def code_files(model_type: str) -> dict[str, Path]:
     return {name: path for name, path in files.items() if path.is_file()}
 
 
+INHERITED_FIELDS = {  # of every configuration in transformers, which does not check their types
+    "architectures": (list, tuple),
+    "attn_implementation": (str,),
+    "auto_map": (dict,),
+    "dtype": (str, torch.dtype),
+    "id2label": (dict,),
+    "label2id": (dict,),
+    "quantization_config": (dict,),
+    "torch_dtype": (str, torch.dtype),
+}
+MOST_LABELS = 2**20  # transformers makes a name for each of them, whatever a file asks for
+
+
 class CodeCarryingConfig(PreTrainedConfig):
-    """A configuration that, where its `auto_map` is set, is saved with the source files of its models."""
+    """A configuration that, where its `auto_map` is set, is saved with the source files of its models.
+
+    Read from a file, it runs nothing that the file names, and whatever is wrong in the file is a ValueError of one sentence.
+    """
+
+    def __post_init__(self, **kwargs):
+        labels = kwargs.get("num_labels")
+        if labels is not None and not (isinstance(labels, int) and 0 <= labels <= MOST_LABELS):
+            raise ValueError(f"num_labels must be a whole number from 0 to {MOST_LABELS:,}, got {_shown(labels)}.")
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:  # set here by its own name, under which its type is checked
+                setattr(self, name, kwargs.pop(alias))
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As `PreTrainedConfig.from_dict`; ValueError, naming the field, for any value that is impossible."""
+        _check_inherited_fields(cls, config_dict)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except Exception as error:  # transformers raises nearly anything on fields of a wrong type
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            reason = f"{kind}{error}".splitlines()[-1].strip()
+            raise ValueError(f"The configuration of this {cls.model_type} model is wrong: {reason[:300]}") from error
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
@@ -72,6 +109,32 @@ class CodeCarryingConfig(PreTrainedConfig):
         super().save_pretrained(save_directory)
         if push_to_hub:  # not left to the base class, which would upload config.json alone
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+
+def _check_inherited_fields(config_class: type, fields: dict) -> None:
+    """Refuses what transformers lets pass in the fields that every model has, and what would name code to run."""
+    for name, value in fields.items():
+        if name.startswith("__") or callable(getattr(config_class, name, None)):
+            raise ValueError(f"{_shown(name)} is not a field of a configuration but the name of a method.")
+        if value is not None and not isinstance(value, INHERITED_FIELDS.get(name, object)):
+            raise ValueError(f"{name} must be a {INHERITED_FIELDS[name][0].__name__}, got {_shown(value)}.")
+    if not all(isinstance(name, str) for name in fields.get("architectures") or ()):
+        raise ValueError(f"architectures must be names of classes, got {_shown(fields['architectures'])}.")
+    if not all(str(key).isdecimal() for key in fields.get("id2label") or ()):
+        raise ValueError(f"id2label must name labels by number, got {_shown(fields['id2label'])}.")
+    if "/" in (fields.get("attn_implementation") or ""):
+        raise ValueError(
+            f"attn_implementation is {_shown(fields['attn_implementation'])}, code on the Hub, which ToST does not need; "
+            "remove that field."
+        )
+    for dtype in (fields.get("dtype"), fields.get("torch_dtype")):
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
+            raise ValueError(f"dtype must be one of floating-point numbers, such as 'float32', got {_shown(dtype)}.")
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:100]
 
 
 @contextlib.contextmanager
