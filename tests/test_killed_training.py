@@ -1,0 +1,85 @@
+"""Training killed at random moments, most of them while it saves, goes on as if nothing had happened."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import image_runs
+import pytest
+import text_runs
+import torch
+from hub_clients import Client, Clients
+from scripts import losses
+
+
+STEPS, KILLS = 24, 10
+TRAIN = "torch.set_num_threads(1); __import__(argv[0]).main(argv[1:])"
+
+
+@pytest.fixture(scope="module")
+def clients(hub, tmp_path_factory):
+    preload = "import run_clm, run_image_classification"
+    folder = tmp_path_factory.mktemp("clients")
+    with Clients(hub, folder, preload, PYTHONPATH=os.pathsep.join(pythonpath()), HF_HUB_OFFLINE="1") as forks:
+        yield forks
+
+
+def pythonpath() -> list[str]:
+    return [str(Path(__file__).parents[1] / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+
+def kill_after(clients: Clients, run: Client, checkpoint: Path, delay: float) -> None:
+    """Kills a run a moment after it begins to write a checkpoint."""
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists():
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.001)
+    time.sleep(delay)
+    os.kill(run.pid, signal.SIGKILL)
+    assert clients.wait(run).status == -signal.SIGKILL, run.output
+
+
+def contents(folder: Path) -> dict:
+    """What a run ends with, bit for bit: weights, averaged weights, optimizer, random numbers, losses."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("ema/*.safetensors")]
+    state = folder / f"checkpoint-{STEPS}"
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return found | {"losses": losses(folder), "state": torch.load(state / "optimizer.pt"), "rng": random_state(state)}
+
+
+def random_state(checkpoint: Path) -> bytes:
+    return torch.load(checkpoint / "rng_state.pth", weights_only=False)["cpu"].numpy().tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["run_clm", "run_image_classification"])
+def test_killed_at_random_moments(clients, clm_args, image_args, tmp_path, script):
+    """With dropout, accumulation and epochs' ends on the way, a save at every step, and old checkpoints deleted."""
+    arguments = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
+    arguments |= {"gradient_accumulation_steps": 2, "disable_tqdm": "true"}
+    if script == "run_clm":
+        sizes = text_runs.TINY + ",hidden_dropout=0.1,embedding_dropout=0.1"
+        make, arguments = clm_args, arguments | {"config_overrides": sizes, "max_train_samples": 60}
+    else:
+        sizes = image_runs.TINY + ",hidden_dropout=0.1,drop_path_rate=0.1"
+        make, arguments = image_args, arguments | {"config_overrides": sizes, "max_train_samples": 60, "ema_decay": 0.9}
+
+    def start(folder: Path) -> Client:
+        return clients.start(TRAIN, script, *make(**arguments, output_dir=folder))
+
+    clients.wait(start(tmp_path / "whole")).check()
+    expected = contents(tmp_path / "whole")
+    assert len(expected["losses"]) == STEPS and len(expected) == (4 if script == "run_clm" else 5)
+    chance = random.Random(0)
+    for number in range(KILLS):
+        folder = tmp_path / f"killed-{number}"
+        for latest in [STEPS // 2, STEPS - 2][number % 2 :]:  # every other one twice
+            begun = max([int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")], default=0)
+            checkpoint = folder / f"checkpoint-{chance.randint(begun + 1, latest)}"
+            kill_after(clients, start(folder), checkpoint, chance.uniform(0, 0.04))
+        clients.wait(start(folder)).check()
+        found = contents(folder)
+        torch.testing.assert_close(found.pop("state"), expected["state"], rtol=0, atol=0)
+        assert found == {name: value for name, value in expected.items() if name != "state"}, f"kill {number}"
