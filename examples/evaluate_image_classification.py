@@ -26,12 +26,11 @@ from evaluation import (
     load_source,
     make_results,
     print_results,
-    recorded_command,
     results_file,
     write_results,
 )
 from run_image_classification import DataTrainingArguments, EvaluationImages, choose_columns, most_likely, number_labels
-from scripting import parse_args, run
+from scripting import parse_args, recorded_command, run
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
@@ -139,7 +138,7 @@ def real_accuracy(predictions: torch.Tensor, real_labels: list[list[int]]) -> tu
 def main(args: list[str] | None = None) -> None:
     words = sys.argv[1:] if args is None else args
     (args,) = parse_args(words, ImageEvaluationArguments, description=__doc__)
-    command = recorded_command(__file__, words, args)
+    command = recorded_command([__file__, *words])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     file = results_file(args)
     # the same pixels whether torchvision is there or not

@@ -35,13 +35,12 @@ from evaluation import (
     load_source,
     make_results,
     print_results,
-    recorded_command,
     results_file,
     write_results,
 )
 from reading_tasks import cbt_accuracy, lambada_exact, lambada_lenient, load_cbt
 from scoring import prefix_token, sweep, tokenize, windows_loss
-from scripting import parse_args, run
+from scripting import parse_args, recorded_command, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import tost_hf  # noqa: F401 (makes ToST known to the Auto classes)
@@ -255,7 +254,7 @@ def evaluate_task(name: str, model, tokenizer, args: LMEvaluationArguments, cont
 def main(args: list[str] | None = None) -> None:
     words = sys.argv[1:] if args is None else args
     (args,) = parse_args(words, LMEvaluationArguments, description=__doc__)
-    command = recorded_command(__file__, words, args)
+    command = recorded_command([__file__, *words])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     file = results_file(args)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model, **args.hub_options)

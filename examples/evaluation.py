@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import os
-import shlex
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -148,12 +147,6 @@ def make_results(
             }
         )
     return results
-
-
-def recorded_command(script: str, words: list[str], args: EvaluationArguments) -> str:
-    """The command line to repeat an evaluation, without the Hub token: results are published."""
-    words = [word if args.token is None else word.replace(args.token, "TOKEN") for word in words]
-    return shlex.join(["python", f"examples/{Path(script).name}", *words])
 
 
 def results_file(args: EvaluationArguments) -> Path:

@@ -3,7 +3,6 @@
 
 import json
 import logging
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import HfArgumentParser, PreTrainedConfig, Trainer, TrainingArguments
 
 from tost_hf.files import RUN_ARGUMENTS, staged_file
+from tost_hf.hub.secrets import safe_command
 from tost_hf.training.checkpoints import choose_checkpoint
 
 
@@ -230,7 +230,8 @@ def record_run(trainer: Trainer, model_args, data_args) -> None:
 
 
 def recorded_command(argv: list[str]) -> str:
-    return f"python examples/{Path(argv[0]).name} {shlex.join(argv[1:])}"
+    """A script's command line for those who want to repeat it, without tokens: records are published."""
+    return safe_command(["python", f"examples/{Path(argv[0]).name}", *argv[1:]])
 
 
 def report(trainer: Trainer, split: str, metrics: dict[str, float], samples: int | None) -> None:

@@ -30,8 +30,8 @@ def environment(tmp_path) -> dict[str, str]:
     }
 
 
-def launch(script: Path, tmp_path, args: list[str], processes: int) -> str:
-    """Runs `accelerate launch` and returns what it printed."""
+def launch(script: Path, tmp_path, args: list[str], processes: int, fails: bool = False) -> str:
+    """Runs `accelerate launch` and returns what it printed; a run that `fails` has to, of itself and in time."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -40,8 +40,8 @@ def launch(script: Path, tmp_path, args: list[str], processes: int) -> str:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(script), *args]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr * fails
 
 
 def losses(output_dir) -> list[float]:

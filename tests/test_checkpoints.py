@@ -1,7 +1,9 @@
 """Resuming: the newest complete checkpoint, what is skipped and why, and training that stops when its loss is NaN."""
 
 import json
+import os
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import text_runs
 import torch
 from conftest import randomize
 from safetensors.torch import load_file, save_file
+from scripts import launch
 from torch.distributed import checkpoint as distributed_checkpoint
 from transformers import TrainingArguments
 
@@ -268,6 +271,46 @@ def test_a_gradient_that_is_no_number_is_not_saved(make, tmp_path, monkeypatch):
     with pytest.raises(FloatingPointError, match="after step 0, by step 1"):
         trainer.train()
     assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+ONE_PROCESS_SEES_NAN = """
+import sys
+import torch
+from scripting import run
+import text_runs
+from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
+
+def main():
+    args = ToSTTrainingArguments(sys.argv[1], max_steps=6, save_strategy="steps", save_steps=1, logging_steps=1,
+                                 per_device_train_batch_size=4, disable_tqdm=True, report_to="none")
+    config = ToSTConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    trainer = ToSTTrainer(ToSTForCausalLM(config), args, train_dataset=text_runs.token_rows(64))
+    compute_loss = trainer.compute_loss
+
+    def spoiled(*args, **kwargs):  # its value, not its gradient
+        bad = trainer.state.global_step == 3 and trainer.args.process_index == 1
+        return compute_loss(*args, **kwargs) + torch.tensor(float("nan") if bad else 0.0)
+
+    trainer.compute_loss = spoiled
+    trainer.train()
+
+run(main)
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_stop_when_one_sees_no_number(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(ONE_PROCESS_SEES_NAN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    printed = launch(tmp_path / "train.py", tmp_path, [str(tmp_path / "out")], processes=2, fails=True)
+    assert printed.count("train.py: error: The loss or its gradient became NaN or infinite after step 3, by step 4.") == 2
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (1, 2, 3)}
+    (tmp_path / "out/checkpoint-3/rng_state_1.pth").write_bytes(b"")  # only the second process needs it
+    (tmp_path / "out/checkpoint-2/optimizer.pt").unlink()
+    resume = ONE_PROCESS_SEES_NAN.replace("trainer.train()", "trainer.train(True)").replace("if bad else", "if None else")
+    (tmp_path / "train.py").write_text(resume + "print('went on')")
+    printed = launch(tmp_path / "train.py", tmp_path, [str(tmp_path / "out")], processes=2)
+    assert printed.count("went on") == 2 and printed.count("{'loss'") == 5  # from step 1
 
 
 def test_plain_arguments_are_guarded_too(tmp_path, tiny_config):

@@ -12,7 +12,6 @@ import evaluate_lm
 import evaluation
 import pytest
 import scoring
-import scripting
 from byte_models import EOS, byte_tokenizer, gpt2, make_args, make_model
 from datasets import Dataset
 from scripts import environment
@@ -136,14 +135,6 @@ def test_a_file_of_something_else_is_kept(tmp_path, content):
     with pytest.raises(ValueError, match="does not hold"):
         evaluation.results_file(evaluation.EvaluationArguments(model=str(tmp_path)))
     assert file.read_text() == content
-
-
-@pytest.mark.parametrize("form", [["--token", "hf_secret"], ["--token=hf_secret"]])
-def test_the_recorded_command_keeps_the_token_secret(form):
-    words = ["--model", "a b", *form]
-    (args,) = scripting.parse_args(words, evaluation.EvaluationArguments)
-    recorded = evaluation.recorded_command("/somewhere/x.py", words, args)
-    assert recorded == f"python examples/x.py --model 'a b' {' '.join(form)}".replace("hf_secret", "TOKEN")
 
 
 def test_where_results_go(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from itertools import chain
 
 import pytest
@@ -264,3 +265,17 @@ def test_a_position_free_model_takes_any_block(tmp_path, clm_args):
     overrides = TINY.replace("n_positions=32", "n_positions=null")
     run_clm.main(clm_args(config_overrides=overrides, block_size=200, max_steps=1))
     assert len(losses(tmp_path / "out")) == 1
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [["--hub_token", "TOP"], ["--hub-token", "TOP"], ["--hub_tok", "TOP"], ["--hub-token=TOP"], ["--token", "TOP SECRET"]],
+)
+def test_the_recorded_command_has_no_token(tmp_path, clm_args, monkeypatch, spelling):
+    words = [*clm_args(max_steps=1), *spelling]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/run_clm.py", *words])
+    run_clm.main(words)
+    recorded = json.loads((tmp_path / "out/run_arguments.json").read_text())["command"]
+    assert recorded.startswith("python examples/run_clm.py --config_name tost-base --config_overrides n_layer=2")
+    for file in ("run_arguments.json", "README.md"):
+        assert not re.search("TOP|SECRET", (tmp_path / "out" / file).read_text())
