@@ -20,7 +20,8 @@ from .model.configuration_tost import PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel, ToSTPreTrainedModel
 from .model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
-from .model.tssa import TokenStatisticsSelfAttention, TSSAOutput, TSSAState, tssa, tssa_step
+from .model.tssa import TokenStatisticsSelfAttention, TSSAOutput, tssa, tssa_step
+from .model.tssa_state import TSSAState
 from .version import __version__
 
 

@@ -7,18 +7,18 @@ import shutil
 from pathlib import Path
 
 from ..files import check_folder, staged_folder
-from ..model.remote_code import source_file
+from ..model.remote_code import KERNEL_FILES, source_file
 from ..version import __version__
 
 
 NAME = "tssa"
 VERSION = 1  # of the kernel's interface, as the Hub counts it
-FILES = ("tssa.py", "tssa_compiled.py", "tssa_triton.py")
 BACKENDS = ("cuda", "cpu")  # on a CPU the operator's reference path runs
 INIT = '''\
 """Token Statistics Self-Attention (arXiv 2412.17810), from tost_hf {version}."""
 
-from .tssa import TokenStatisticsSelfAttention, TSSAOutput, TSSAState, tssa, tssa_step
+from .tssa import TokenStatisticsSelfAttention, TSSAOutput, tssa, tssa_step
+from .tssa_state import TSSAState
 
 
 __all__ = ["TSSAOutput", "TSSAState", "TokenStatisticsSelfAttention", "tssa", "tssa_step"]
@@ -68,5 +68,5 @@ def export_kernel(output_dir: str | os.PathLike, *, overwrite: bool = False) -> 
 def _write_package(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(INIT.format(version=__version__))
-    for name in FILES:
+    for name in KERNEL_FILES:
         shutil.copyfile(source_file(name), folder / name)

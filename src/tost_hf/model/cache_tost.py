@@ -1,11 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The cache of a causal TSSA model: three running sums a layer, of constant size, inside transformers' Cache framework.
+"""The cache of a causal TSSA model: three running sums per layer, of constant size, inside transformers' Cache framework.
 
-`generate()` builds these layers by itself, from `config.layer_types`. They are kept in float32 at least.
+`generate()` builds these layers by itself, from `config.layer_types`.
 """
 
 import os
 import tempfile
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -14,21 +15,19 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 
 from .configuration_tost import CAUSAL_STATISTICS
-from .tssa import TSSAState, sum_dtypes
+from .tssa_state import TSSAState, as_state
 
 
 RECORDED_TAIL = 64  # tokens that stay removable after a crop
 STATE_NAMES = TSSAState._fields
-REMAINDER_NAMES = ("weighted_sq_remainder", "membership_remainder")  # what float32 leaves off of the last two
 FILE_FORMAT = "tost_causal_statistics/1"
 
 
 class CausalStatisticsLayer(CacheLayerMixin):
     """Running statistics of one causal TSSA layer.
 
-    `sum_sq` and `sum_weighted_sq` are (B, H, p), `sum_membership` is (B, H); None until the first update. They are float32
-    (float64 for float64 tokens). What that leaves off of the last two is kept beside them, so that a million small terms,
-    added one by one, are not lost.
+    `sum_sq` and `sum_weighted_sq` are (B, H, p), `sum_membership` is (B, H); None until the first update. They have the dtypes
+    of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost.
 
     With `max_cache_len` (as `StaticCache` passes it) or `static=True` the tensors keep their addresses and the number
     of tokens seen is a tensor, so that a compiled decode step is neither recompiled nor skipped by CUDA graphs; the
@@ -47,7 +46,6 @@ class CausalStatisticsLayer(CacheLayerMixin):
         self.static = static or max_cache_len is not None
         self.max_cache_len = max_cache_len
         self.sum_sq = self.sum_weighted_sq = self.sum_membership = None
-        self.weighted_sq_remainder = self.membership_remainder = None
         self.cumulative_length = torch.tensor(0, dtype=torch.long) if self.static else 0
         self.device = None
         self.record_past = False
@@ -60,40 +58,27 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def state(self) -> TSSAState | None:
-        """The three running sums as they are stored, or None before the first token."""
+        """The three running sums, or None before the first token."""
         if not self.is_initialized:
             return None
         self.prefetch()
-        return TSSAState(*(getattr(self, name) for name in STATE_NAMES))
-
-    @property
-    def exact_state(self) -> TSSAState | None:
-        """The three running sums with what their storage leaves off, for going on from, or None before the first token."""
-        if not self.is_initialized:
-            return None
-        self.prefetch()
-        state = self._get_state()
+        state = self._stored_state()
         if self.static and torch.is_grad_enabled():  # a backward pass must not find it overwritten
-            state = state._replace(sum_sq=state.sum_sq.clone())
+            state = TSSAState(*(x.clone() for x in state))
         return state
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the layer's sums and their remainders take in memory; those of recorded tokens come on top."""
-        tensors = (getattr(self, name) for name in STATE_NAMES + REMAINDER_NAMES)
-        return sum(x.nbytes for x in tensors if x is not None)
+        """Bytes that the layer's sums take in memory; those of recorded tokens come on top."""
+        return sum(x.nbytes for x in self._stored_state()) if self.is_initialized else 0
 
-    def _get_state(self) -> TSSAState:
-        wide = sum_dtypes(self.sum_sq)[1]
-        weighted_sq = self.sum_weighted_sq.to(wide) + self.weighted_sq_remainder
-        return TSSAState(self.sum_sq, weighted_sq, self.sum_membership.to(wide) + self.membership_remainder)
+    # float64 sums take the bytes of float32 sums with float32 remainders, and need no adding and splitting at every step
+    def _stored_state(self) -> TSSAState:
+        return TSSAState(self.sum_sq, self.sum_weighted_sq, self.sum_membership)
 
-    def _set_state(self, state: TSSAState) -> None:
+    def set_state(self, state: TSSAState) -> None:
         """Takes over new sums: in place where addresses are static, and for the same batch size."""
-        dtype = state.sum_sq.dtype
-        stored = [x.to(dtype) for x in state]
-        remainders = [(x - rounded).to(dtype) for x, rounded in zip(state[1:], stored[1:])]
-        for name, new in zip(STATE_NAMES + REMAINDER_NAMES, stored + remainders):
+        for name, new in zip(STATE_NAMES, as_state(state, state.sum_sq)):
             old = getattr(self, name)
             if self.static and old is not None and old.shape == new.shape:
                 old.copy_(new.detach())
@@ -112,7 +97,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         if self.static:
             self.cumulative_length = self.cumulative_length.to(self.device)
             self._mark_static(self.cumulative_length)
-        self._set_state(TSSAState(*(torch.zeros_like(x) for x in state)))
+        self.set_state(TSSAState(*(torch.zeros_like(x) for x in state)))
         self.is_initialized = True
 
     def update_state(self, state: TSSAState, w: torch.Tensor, membership: torch.Tensor) -> None:
@@ -127,9 +112,9 @@ class CausalStatisticsLayer(CacheLayerMixin):
             self.lazy_initialization(state)
         if self.record_past:
             if not self._recorded:
-                self._base = TSSAState(*(x.clone() for x in self._get_state()))
+                self._base = TSSAState(*(x.clone() for x in self._stored_state()))
             self._recorded.append((w, membership))
-        self._set_state(state)
+        self.set_state(state)
         if self.static:
             self.cumulative_length.add_(w.shape[1])
         else:
@@ -185,7 +170,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         w, membership = w[:, forgotten:], membership[:, :, forgotten:]
         self._recorded = [(w, membership)] if keep else []
         if tokens_to_remove:
-            self._set_state(_add_tokens(self._base, w, membership))
+            self.set_state(_add_tokens(self._base, w, membership))
             self.cumulative_length += tokens_to_remove
 
     # Batch ------------------------------------------------------------------------------------------------------------
@@ -194,7 +179,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         """Applies `fn` to every tensor with a batch dimension."""
         if not self.is_initialized:
             return
-        self._set_state(TSSAState(*map(fn, self._get_state())))
+        self.set_state(TSSAState(*map(fn, self._stored_state())))
         if self._base is not None:
             self._base = TSSAState(*map(fn, self._base))
         self._recorded = [(fn(w), fn(membership)) for w, membership in self._recorded]
@@ -211,7 +196,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Back to the start of a sequence; tensors stay where they are."""
         if self.is_initialized:
-            for name in STATE_NAMES + REMAINDER_NAMES:
+            for name in STATE_NAMES:
                 getattr(self, name).detach().zero_()
         self._forget()
         if self.static:
@@ -223,7 +208,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     def _move(self, device: torch.device) -> None:
         if self.is_initialized and self.sum_sq.device != device:
-            for name in STATE_NAMES + REMAINDER_NAMES:
+            for name in STATE_NAMES:
                 setattr(self, name, getattr(self, name).to(device, non_blocking=True))
 
     def offload(self) -> None:
@@ -252,13 +237,17 @@ def _add_tokens(state: TSSAState, w: torch.Tensor, membership: torch.Tensor) -> 
     )
 
 
-def state_bytes(config: PreTrainedConfig) -> tuple[int, int]:
-    """Bytes of a sequence's running sums, which `save_cache` writes, and of their remainders, which are in memory only.
+class StateBytes(NamedTuple):
+    """Size of a sequence's running sums, at every length."""
 
-    Both in float32, and the same at every length.
-    """
+    saved: int  # as `save_cache` writes them, in float32
+    in_memory: int  # where two of the three are float64
+
+
+def state_bytes(config: PreTrainedConfig) -> StateBytes:
+    """Bytes of the running sums of one sequence, for a float32 or narrower model of this configuration."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-    return 4 * layers * (2 * width + heads), 4 * layers * (width + heads)
+    return StateBytes(saved=4 * layers * (2 * width + heads), in_memory=4 * layers * (3 * width + 2 * heads))
 
 
 class CausalStatisticsCache(Cache):
@@ -268,8 +257,8 @@ class CausalStatisticsCache(Cache):
         config: the model's configuration.
         static: keep the tensors' addresses, for `torch.compile` and CUDA graphs.
 
-    Size: num_hidden_layers * (2 * hidden_size + num_attention_heads) float32 numbers a sequence, whatever its length
-    (74,304 bytes for tost-base), and half as many (37,440) for their remainders, which `save_cache` leaves out.
+    Size: num_hidden_layers * (2 * hidden_size + num_attention_heads) numbers per sequence, whatever its length: for tost-base
+    74,304 bytes as `save_cache` writes them, in float32, and 111,744 in memory, where two of the three sums are float64.
     """
 
     def __init__(self, config: PreTrainedConfig, static: bool = False):
@@ -284,11 +273,11 @@ def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
     Raises:
         ValueError: the cache is empty, or not a ToST model's.
     """
-    check_cache(cache)
+    check_cache_kind(cache)
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
         raise ValueError("The cache is empty: run the model on the text that is to be cached first.")
     tensors = {
-        f"layers.{i}.{name}": x.detach().cpu().contiguous()
+        f"layers.{i}.{name}": x.detach().to("cpu", layer.sum_sq.dtype).contiguous()
         for i, layer in enumerate(cache.layers)
         for name, x in zip(STATE_NAMES, layer.state)
     }
@@ -339,12 +328,12 @@ def load_cache(
     for i, layer in enumerate(cache.layers):
         state = TSSAState(*(tensors[f"layers.{i}.{name}"] for name in STATE_NAMES))
         layer.lazy_initialization(state)
-        layer._set_state(state)
+        layer.set_state(state)
         layer.cumulative_length += int(metadata["seq_length"])
     return cache
 
 
-def check_cache(cache: Cache) -> None:
+def check_cache_kind(cache: Cache) -> None:
     """Refuses a cache that is not a ToST model's.
 
     Layers are told by their type's name: code loaded from the Hub has a class of its own.
@@ -359,3 +348,30 @@ def check_cache(cache: Cache) -> None:
                 f"past_key_values holds {type(layer).__name__}s of another kind of model; a ToST model needs "
                 "CausalStatisticsCache(config) or DynamicCache(config=model.config)."
             )
+
+
+def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None:
+    """Refuses a cache that a model of this configuration cannot go on from with this batch; fills an empty `DynamicCache()`.
+
+    Raises:
+        TypeError: it is no transformers Cache.
+        ValueError: it is another model's, or holds another number of sequences.
+    """
+    if isinstance(cache, Cache) and cache.layer_class_to_replicate is not None and not cache.layers:
+        # DynamicCache() without a config, still empty: give it the right layers
+        cache.layers = CausalStatisticsCache(config).layers
+        cache.layer_class_to_replicate = None
+    check_cache_kind(cache)
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"The cache is another model's: it has {len(cache.layers)} layers, this model {config.num_hidden_layers}."
+        )
+    layer = cache.layers[0]
+    if not layer.is_initialized:
+        return
+    batch, *heads = layer.sum_sq.shape
+    expected = [config.num_attention_heads, config.head_dim]
+    if heads != expected:
+        raise ValueError(f"The cache is another model's: its heads have shape {heads}, this model's {expected}.")
+    if batch != batch_size:
+        raise ValueError(f"The cache holds {batch} sequences, the batch {batch_size}; they must be the same.")

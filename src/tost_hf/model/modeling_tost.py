@@ -22,8 +22,8 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_tost import CausalStatisticsCache, CausalStatisticsLayer, check_cache
 from .configuration_tost import ToSTConfig
+from .inputs_tost import resolve_inputs
 from .modeling_tost_base import ToSTBaseModel
 from .tssa import TokenStatisticsSelfAttention
 
@@ -139,7 +139,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
         return self.base_model.embed_positions
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """Resizes the learned tables `embed_positions` and `denom_bias` (one a layer).
+        """Resizes the learned tables `embed_positions` and `denom_bias` (one per layer).
 
         A smaller size keeps the first rows. A larger size *stretches* each table by linear interpolation: the first and
         last row keep their values and the new row t is read from the old place t * (old - 1) / (new - 1). Every position
@@ -219,224 +219,53 @@ class ToSTModel(ToSTPreTrainedModel):
             ValueError: inputs that disagree in shape or meaning; the sentence says which.
             IndexError: a token id outside the vocabulary (checked on the CPU), or a position past the learned tables.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        if inputs_embeds is None:
-            self._check_token_ids(input_ids)
-            inputs_embeds = self.embed_tokens(input_ids)
-        elif inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+        given = self._check_tokens(input_ids, inputs_embeds)
+        if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
-                f"inputs_embeds must have shape (batch, tokens, {self.config.hidden_size}), got {tuple(inputs_embeds.shape)}."
+                "A cache and gradient checkpointing cannot be used together: transformers would leave the cache out. Call "
+                "gradient_checkpointing_disable(), or train without past_key_values."
             )
-        B, T, _ = inputs_embeds.shape
-        if B == 0 or T == 0:
-            raise ValueError(f"The batch is empty: its shape is ({B}, {T}); a forward pass needs at least one token.")
-
-        self._check_cache(past_key_values, B)
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if not torch.compiler.is_compiling():
-            past_length = int(past_length)  # a static cache counts in a tensor
-        full_mask = _check_mask(attention_mask, B, T, past_length)
-        attention_mask = None if full_mask is None else full_mask[:, -T:]
-        stated_idx = _stated_sequences(seq_idx, cu_seq_lens_q, B, T, inputs_embeds.device)
-        seq_idx = self._find_sequences(stated_idx, position_ids, attention_mask, past_key_values, (B, T))
-        if position_ids is None:
-            position_ids = _count_positions(full_mask, stated_idx, past_length, T, inputs_embeds.device)
-        position_ids = position_ids.expand(B, T)
-        self._check_positions(position_ids, attention_mask, past_length)
-        # a packed row has no one state; a compiler's view of position_ids does not tell whether a row is packed
-        unpacked = seq_idx is None or (stated_idx is None and torch.compiler.is_compiling())
-        if use_cache and past_key_values is None and unpacked:
-            past_key_values = CausalStatisticsCache(self.config)
-
-        hidden_states = inputs_embeds
+        inputs = resolve_inputs(
+            self.config,
+            given.shape[:2],
+            given.device,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
+            use_cache=use_cache,
+        )
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.embed_positions is not None:
-            hidden_states = hidden_states + self.embed_positions(position_ids)
+            hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
         hidden_states = self.embedding_dropout(hidden_states)
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                seq_idx=seq_idx,
-                past_key_values=past_key_values,
-            )
+            hidden_states = layer(hidden_states, **inputs._asdict())
         return ToSTModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
+            past_key_values=inputs.past_key_values if use_cache else None,
         )
 
-    def _check_token_ids(self, input_ids: torch.Tensor) -> None:
+    def _check_tokens(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        """The one of the two that was given, (B, T) or (B, T, D)."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is not None:
+            if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+                wanted, got = f"(batch, tokens, {self.config.hidden_size})", tuple(inputs_embeds.shape)
+                raise ValueError(f"inputs_embeds must have shape {wanted}, got {got}.")
+            return inputs_embeds
         if input_ids.ndim != 2 or input_ids.is_floating_point():
             raise ValueError(
                 f"input_ids must be integers of shape (batch, tokens), got {input_ids.dtype} {tuple(input_ids.shape)}."
             )
         # elsewhere the check would wait for the device, which has an assertion of its own
         if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
-            low, high, size = int(input_ids.min()), int(input_ids.max()), self.embed_tokens.num_embeddings
+            low, high, size = int(input_ids.min()), int(input_ids.max()), self.config.vocab_size
             if low < 0 or high >= size:
                 raise IndexError(f"input_ids must lie between 0 and {size - 1}, got values from {low} to {high}.")
-
-    def _check_cache(self, cache: Cache | None, batch_size: int) -> None:
-        if cache is None:
-            return
-        if isinstance(cache, Cache) and cache.layer_class_to_replicate is not None and not cache.layers:
-            # DynamicCache() without a config, still empty: give it the right layers
-            cache.layers = [CausalStatisticsLayer() for _ in self.layers]
-            cache.layer_class_to_replicate = None
-        check_cache(cache)
-        if len(cache.layers) != len(self.layers):
-            raise ValueError(
-                f"The cache is another model's: it has {len(cache.layers)} layers, this model {len(self.layers)}."
-            )
-        layer = cache.layers[0]
-        if not layer.is_initialized:
-            return
-        batch, *heads = layer.sum_sq.shape
-        expected = [self.config.num_attention_heads, self.config.head_dim]
-        if heads != expected:
-            raise ValueError(f"The cache is another model's: its heads have shape {heads}, this model's {expected}.")
-        if batch != batch_size:
-            raise ValueError(f"The cache holds {batch} sequences, the batch {batch_size}; they must be the same.")
-
-    def _find_sequences(self, stated_idx, position_ids, mask, past_key_values, shape) -> torch.Tensor | None:
-        """Sequence numbers (B, T) where rows are packed, by statement or by positions that restart; else None."""
-        B, T = shape
-        found_idx = None
-        if position_ids is not None:
-            if position_ids.ndim != 2 or position_ids.shape[0] not in (1, B) or position_ids.shape[1] != T:
-                raise ValueError(f"position_ids must have shape ({B}, {T}), got {tuple(position_ids.shape)}.")
-            found_idx = _packed_sequences(position_ids.expand(B, T), mask, past_key_values is not None)
-            if stated_idx is not None and not torch.compiler.is_compiling():
-                restarts = _borders(torch.zeros_like(stated_idx) if found_idx is None else found_idx, mask)
-                if not torch.equal(_borders(stated_idx, mask), restarts):
-                    raise ValueError(
-                        "position_ids do not restart at 0 exactly where seq_idx / cu_seq_lens_q begin a new sequence; give "
-                        "position_ids that do, or leave them out."
-                    )
-        seq_idx = found_idx if stated_idx is None else stated_idx
-        if seq_idx is not None and past_key_values is not None:
-            raise ValueError(
-                "Packed rows (position_ids that restart, seq_idx or cu_seq_lens_q) cannot be combined with a cache: a row "
-                "would have several states; run them without past_key_values, or one sequence a row."
-            )
-        return seq_idx
-
-    def _check_positions(self, position_ids, mask, past_length) -> None:
-        limit = self.config.max_position_embeddings
-        if limit is None or torch.compiler.is_compiling():
-            return
-        # a position is at most the number of tokens before it: elsewhere than on the CPU only look when that is too many
-        if position_ids.device.type != "cpu" and past_length + position_ids.shape[1] <= limit:
-            return
-        if mask is not None:
-            position_ids = position_ids.masked_fill(~mask, 0)
-        low, high = int(position_ids.min()), int(position_ids.max())
-        if low < 0:
-            raise IndexError(f"position_ids must not be negative, got {low}.")
-        if high >= limit:
-            raise IndexError(
-                f"Position {high} is past the end of this model's learned position tables, which hold {limit} "
-                f"(max_position_embeddings): shorten the text, extend the tables with resize_position_embeddings and "
-                f"fine-tune, or use a position-free model (max_position_embeddings=None)."
-            )
-
-
-def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch.Tensor | None:
-    """The padding mask as booleans, (B, T) or (B, past_length + T); None where it is known to mask nothing."""
-    if mask is None:
-        return None
-    if mask.ndim != 2:
-        raise ValueError(
-            f"attention_mask must have shape (batch, tokens), got {tuple(mask.shape)}: TSSA has no token-by-token mask."
-        )
-    known = isinstance(past_length, int)
-    if mask.shape[0] != B or mask.shape[1] < T or (known and mask.shape[1] not in (T, past_length + T)):
-        wanted = f"({B}, {T})" if known and not past_length else f"({B}, cached tokens + {T})"
-        raise ValueError(f"attention_mask must have shape {wanted}, got {tuple(mask.shape)}.")
-    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not ((mask == 0) | (mask == 1)).all():
-            raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding, and nothing else.")
-        if mask.shape[1] == past_length + T and mask.all():
-            return None
-    return mask.bool()
-
-
-def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.Tensor | None:
-    """Sequence numbers (B, T) from `seq_idx` or `cu_seq_lens_q`."""
-    if seq_idx is not None and seq_idx.shape not in ((1, T), (B, T)):
-        raise ValueError(f"seq_idx must have shape ({B}, {T}), got {tuple(seq_idx.shape)}.")
-    if seq_idx is not None:
-        seq_idx = seq_idx.to(device).expand(B, T)
-    if cu_seq_lens_q is None:
-        return seq_idx
-    if B != 1:
-        raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {B}; use seq_idx for several rows.")
-    t = torch.arange(T, device=device)
-    borders = cu_seq_lens_q.to(device)
-    from_borders = torch.searchsorted(borders.long().contiguous(), t, right=True).unsqueeze(0)
-    if not torch.compiler.is_compiling():
-        valid = borders.ndim == 1 and borders.numel() > 1 and borders[0] == 0 and borders[-1] == T
-        if not valid or (borders.diff() < 0).any():
-            raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens ({T}), got {borders.tolist()}.")
-        if seq_idx is not None and not torch.equal(_borders(seq_idx, None), _borders(from_borders, None)):
-            raise ValueError("seq_idx and cu_seq_lens_q begin their sequences at different tokens; give one of them.")
-    return from_borders
-
-
-def _previous_real(mask: torch.Tensor) -> torch.Tensor:
-    """Index (B, T) of the last real token before each token; -1 where there is none."""
-    t = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    return F.pad(t.masked_fill(~mask, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
-
-
-def _borders(seq_idx: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Whether each real token begins another sequence than the real token before it, (B, T)."""
-    mask = torch.ones_like(seq_idx, dtype=torch.bool) if mask is None else mask
-    previous = _previous_real(mask)
-    return mask & (previous >= 0) & (seq_idx != seq_idx.gather(1, previous.clamp_min(0)))
-
-
-def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, cached: bool) -> torch.Tensor | None:
-    """Sequence numbers (B, T) where the positions of real tokens restart at 0, or None where no row does.
-
-    A compiler cannot look: then the numbers are returned whatever they are, except with a cache, which rules packing out.
-    """
-    compiling = torch.compiler.is_compiling()
-    if position_ids.shape[1] == 1 or (compiling and cached):
-        return None
-    padded = mask is not None
-    mask = mask if padded else torch.ones_like(position_ids, dtype=torch.bool)
-    previous = _previous_real(mask)
-    follows = mask & (previous >= 0)
-    restarts = follows & (position_ids == 0)
-    if compiling:
-        return restarts.cumsum(1)
-    # with padding, generate's own positions may repeat: it counts on from a padding token's 0
-    if not padded and (follows & ~restarts & (position_ids <= position_ids.gather(1, previous.clamp_min(0)))).any():
-        raise ValueError(
-            "position_ids fall or repeat within a row without restarting at 0: they describe neither one sequence nor packed "
-            "ones."
-        )
-    return restarts.cumsum(1) if restarts.any() else None
-
-
-def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.Tensor:
-    """Positions (B or 1, T) that count real tokens, from 0 in each packed sequence."""
-    if full_mask is None and seq_idx is None:
-        return (torch.arange(T, device=device) + past_length).unsqueeze(0)
-    continues = not (isinstance(past_length, int) and past_length == 0)
-    if continues and full_mask.shape[1] == T:
-        raise ValueError(
-            "With a cache, give position_ids, or an attention_mask that covers the cached tokens as well as the new ones: "
-            "positions count real tokens, and those in the cache are unknown from this mask."
-        )
-    real = torch.ones_like(seq_idx, dtype=torch.bool) if full_mask is None else full_mask
-    count = real.long().cumsum(1)
-    if seq_idx is not None:
-        begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
-        count = count - (count - real.long()).masked_fill(~begins, 0).cummax(1).values
-    return (count - 1).clamp_min(0)[:, -T:]
+        return input_ids
 
 
 class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):

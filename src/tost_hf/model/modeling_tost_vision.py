@@ -19,7 +19,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_tost_vision import ToSTVisionConfig
 from .modeling_tost_base import ToSTBaseModel
-from .tssa import TokenStatisticsSelfAttention, compute_dtype
+from .tssa import TokenStatisticsSelfAttention
+from .tssa_state import compute_dtype
 
 
 @dataclass

@@ -15,16 +15,18 @@ import torch
 from transformers import PreTrainedConfig
 
 
-_SHARED_FILES = (
-    "remote_code.py",
-    "configuration_tost.py",
-    "tssa.py",
+# The operator and the attention layer alone: what an exported kernel holds.
+KERNEL_FILES = (
+    "tssa_state.py",
+    "tssa_formulas.py",
+    "tssa_chunks.py",
     "tssa_compiled.py",
     "tssa_triton.py",
-    "modeling_tost_base.py",
+    "tssa.py",
 )
+_SHARED_FILES = ("remote_code.py", "configuration_tost.py", *KERNEL_FILES, "modeling_tost_base.py")
 CODE_FILES = {  # by model type; siblings of this file, here and in every published folder
-    "tost": (*_SHARED_FILES, "cache_tost.py", "modeling_tost.py"),
+    "tost": (*_SHARED_FILES, "cache_tost.py", "inputs_tost.py", "modeling_tost.py"),
     "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
 }
 AUTO_MAPS = {
@@ -156,4 +158,4 @@ def _set_auto_map(config: CodeCarryingConfig, auto_map: dict[str, str] | None) -
         del config.auto_map
 
 
-__all__ = ["AUTO_MAPS", "CODE_FILES", "CodeCarryingConfig", "carrying_code", "code_files", "source_file"]
+__all__ = ["AUTO_MAPS", "CODE_FILES", "KERNEL_FILES", "CodeCarryingConfig", "carrying_code", "code_files", "source_file"]

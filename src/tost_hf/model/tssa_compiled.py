@@ -2,42 +2,44 @@
 """Causal TSSA under torch.compile on a CPU: one opaque operator, whose chunks run code that Inductor made once for all layers.
 
 The caller's graph sees an operator with a closed-form backward, so it does not grow with the formulas. Inside, chunks of
-many tokens run compiled formulas; what is shorter (ends, packed sequences) runs the eager ones of tssa.py.
+many tokens run compiled formulas; what is shorter (ends, packed sequences) runs the eager ones of tssa_chunks.py.
 
-Inductor has no fused running sum on CPUs: here one is unrolled over GROUP_TOKENS consecutive tokens, each in a tensor of its
-own (a *phase*), and only the sums before each group pass through memory.
+Inductor has no fused running sum on CPUs: here one is unrolled over UNROLLED_TOKENS consecutive tokens, each in a tensor of
+its own (a *phase*), and only the sums before each group of them pass through memory.
 """
 
 import functools
-import re
 import warnings
 
 import torch
 
-from .tssa import (
-    EPS_MEMBERSHIP,
-    EPS_SUM_SQ,
+from .tssa_chunks import (
+    BackwardChunk,
+    BackwardTokens,
     CompiledChunks,
-    _membership,
-    _suffix_sum,
-    _sum_shapes,
+    ForwardChunk,
+    ForwardTokens,
+    Kept,
+    OutputGrads,
     causal_backward,
     causal_forward,
+    suffix_sum,
 )
+from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, custom_operator, membership_of, state_shapes
 
 
-GROUP_TOKENS = 8  # tokens of a group: their sums are unrolled
+UNROLLED_TOKENS = 8  # of a group: their sums are unrolled
 BLOCK_GROUPS = 8  # groups of a block: their sums are masked ones, block by block
-CHUNK_TOKENS = 2 * GROUP_TOKENS * BLOCK_GROUPS  # of the shortest chunks; longer ones have twice as many, and so on
-CHUNK_NUMBERS = 2**19  # size of a chunk's tensors, which stay in the cache
+SHORTEST_CHUNK = 2 * UNROLLED_TOKENS * BLOCK_GROUPS  # tokens; longer ones have twice as many, and so on
+COMPILED_CHUNK_NUMBERS = 2**19  # size of a chunk's tensors, which stay in the cache
 
 
 # Running sums over a chunk -------------------------------------------------------------------------------------------
 
 
 def _phases(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(rows, tokens, ...) as GROUP_TOKENS tensors (rows, blocks, groups, ...), of the first, second, ... tokens of groups."""
-    return x.unflatten(1, (-1, BLOCK_GROUPS, GROUP_TOKENS)).unbind(3)
+    """(rows, tokens, ...) as UNROLLED_TOKENS tensors (rows, blocks, groups, ...): each group's first tokens, second, ..."""
+    return x.unflatten(1, (-1, BLOCK_GROUPS, UNROLLED_TOKENS)).unbind(3)
 
 
 def _column_phases(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -77,65 +79,83 @@ def _running_sums(before: torch.Tensor, phases: list[torch.Tensor], reverse: boo
 # The formulas of a chunk ---------------------------------------------------------------------------------------------
 
 
-def _forward_formulas(x, bias, padding, temp, sum_sq, sum_weighted_sq, sum_membership):
-    """Of real tokens: the output, and what `tssa._forward_chunk` returns."""
+def _forward_formulas(
+    x: torch.Tensor, bias: torch.Tensor, padding: torch.Tensor | None, temp: torch.Tensor, sums: TSSAState
+) -> tuple[torch.Tensor, ForwardChunk]:
+    """The output, of tokens in the compute dtype that are 0 at padding, and the rest."""
     x = _phases(x)
     sq = [a * a for a in x]
-    before, sum_sq = _sums_before(sq, sum_sq)
+    before, sum_sq = _sums_before(sq, sums.sum_sq)
     denominators = [s.clamp_min(EPS_SUM_SQ) for s in _running_sums(before, sq)]
     score = _join([(a / s).sum(-1) for a, s in zip(sq, denominators)]) + x[0].shape[-1] * bias
-    membership = _membership(score, temp, padding)
+    membership = membership_of(score, temp, padding)
 
     count = membership.cumsum(1)
-    count, sum_membership = count + sum_membership.to(temp.dtype).unsqueeze(1), sum_membership + count[:, -1]
+    sum_membership = sums.sum_membership + count[:, -1]
+    count = count + sums.sum_membership.to(temp.dtype).unsqueeze(1)
     Pi, D = _column_phases(membership), _column_phases(count + EPS_MEMBERSHIP)
     weighted = [a * b for a, b in zip(sq, Pi)]
-    before, sum_weighted_sq = _sums_before(weighted, sum_weighted_sq)
+    before, sum_weighted_sq = _sums_before(weighted, sums.sum_weighted_sq)
     N = _running_sums(before, weighted)
     output = _join([-(a * pi * d) / (n + d) for a, pi, n, d in zip(x, Pi, N, D)])
-    return output, membership, score, sum_sq, sum_weighted_sq, sum_membership
+    return output, ForwardChunk(membership, score, TSSAState(sum_sq, sum_weighted_sq, sum_membership))
 
 
 def _backward_formulas(
-    x, grad, grad_membership, membership, score, temp, sum_sq, sum_weighted_sq, sum_membership, minus_W, U, V
-):
-    """Of real tokens: their gradient, and what `tssa._backward_chunk` returns, in its names."""
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    grad_membership: torch.Tensor | None,
+    membership: torch.Tensor,
+    score: torch.Tensor,
+    temp: torch.Tensor,
+    sums: TSSAState,
+    grad_sums: TSSAState,
+) -> tuple[torch.Tensor, BackwardChunk]:
+    """The gradient of such tokens, and the rest."""
     x, grad = _phases(x), _phases(grad)
-    count = membership.cumsum(1) + (sum_membership.to(temp.dtype) + EPS_MEMBERSHIP).unsqueeze(1)
+    count = membership.cumsum(1) + (sums.sum_membership.to(temp.dtype) + EPS_MEMBERSHIP).unsqueeze(1)
     Pi, D = _column_phases(membership), _column_phases(count)
     sq = [a * a for a in x]
     weighted = [a * pi for a, pi in zip(sq, Pi)]
-    N = _running_sums(_sums_before(weighted, sum_weighted_sq)[0], weighted)
+    N = _running_sums(_sums_before(weighted, sums.sum_weighted_sq)[0], weighted)
 
     # output -> N, D, membership
     scaled = [g / (n + d) for g, n, d in zip(grad, N, D)]  # g / (N + D)
-    dquotient = [a * b / (n + d) for a, b, n, d in zip(scaled, x, N, D)]  # g x / (N + D)^2
-    dmembership = -count * _join([(a * b).sum(-1) for a, b in zip(scaled, x)])
-    dcount = -membership * _join([(a * n).sum(-1) for a, n in zip(dquotient, N)])
-    dN = [a * pi * d for a, pi, d in zip(dquotient, Pi, D)]
-    after, next_U = _sums_before(dN, U, reverse=True)
-    suffix_u = _running_sums(after, dN, reverse=True)
-    suffix_v = _suffix_sum(dcount)
-    V, suffix_v = V + suffix_v[:, 0], suffix_v + V.to(temp.dtype).unsqueeze(1)
-    dmembership = dmembership + suffix_v + _join([(a * u).sum(-1) for a, u in zip(sq, suffix_u)])
+    grad_quotient = [a * b / (n + d) for a, b, n, d in zip(scaled, x, N, D)]  # g x / (N + D)^2
+    by_output = -count * _join([(a * b).sum(-1) for a, b in zip(scaled, x)])
+    grad_count = -membership * _join([(a * n).sum(-1) for a, n in zip(grad_quotient, N)])
+    grad_N = [a * pi * d for a, pi, d in zip(grad_quotient, Pi, D)]
+    after, grad_weighted_sq = _sums_before(grad_N, grad_sums.sum_weighted_sq, reverse=True)
+    grad_weighted = _running_sums(after, grad_N, reverse=True)
+    grad_counts = suffix_sum(grad_count)
+    grad_sum_membership = grad_sums.sum_membership + grad_counts[:, 0]
+    grad_counts = grad_counts + grad_sums.sum_membership.to(temp.dtype).unsqueeze(1)
+    grad_pi = by_output + grad_counts + _join([(a * u).sum(-1) for a, u in zip(sq, grad_weighted)])
     if grad_membership is not None:
-        dmembership = dmembership + grad_membership
+        grad_pi = grad_pi + grad_membership
 
     # membership -> score
-    dlogit = membership * (dmembership - (membership * dmembership).sum(-1, keepdim=True))
-    dtemp = (dlogit * score).sum(1).sum(0)
-    dscore = dlogit * temp
+    grad_logit = membership * (grad_pi - (membership * grad_pi).sum(-1, keepdim=True))
+    grad_temp = (grad_logit * score).sum(1).sum(0)
+    grad_score = grad_logit * temp
 
-    # score -> running sum of squares -> tokens
-    sums = _running_sums(_sums_before(sq, sum_sq)[0], sq)
-    denominators = [s.clamp_min(EPS_SUM_SQ) for s in sums]
-    dratio = [a / s for a, s in zip(_column_phases(dscore), denominators)]
-    dsums = [torch.where(s < EPS_SUM_SQ, 0, a * b / d) for a, b, s, d in zip(dratio, sq, sums, denominators)]
-    after, minus_W = _sums_before(dsums, minus_W, reverse=True)
-    suffix_w = _running_sums(after, dsums, reverse=True)
-    dsq = [a - b + u * pi for a, b, u, pi in zip(dratio, suffix_w, suffix_u, Pi)]
-    dx = _join([2 * a * b - g * pi * d for a, b, g, pi, d in zip(x, dsq, scaled, Pi, D)])
-    return dx, dscore, dtemp, minus_W, next_U, V
+    grad_sq, grad_sum_sq = _score_to_squares(sq, grad_score, sums, grad_sums)
+    grad_sq = [a + u * pi for a, u, pi in zip(grad_sq, grad_weighted, Pi)]
+    grad_x = _join([2 * a * b - g * pi * d for a, b, g, pi, d in zip(x, grad_sq, scaled, Pi, D)])
+    grads = TSSAState(grad_sum_sq, grad_weighted_sq, grad_sum_membership)
+    return grad_x, BackwardChunk(grad_score, grad_temp, grads)
+
+
+def _score_to_squares(
+    sq: list[torch.Tensor], grad_score: torch.Tensor, sums: TSSAState, grad_sums: TSSAState
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """From the score to the squares, by way of their running sums: their gradient, and that of the sum before the chunk."""
+    S = _running_sums(_sums_before(sq, sums.sum_sq)[0], sq)
+    denominators = [s.clamp_min(EPS_SUM_SQ) for s in S]
+    grad_ratio = [a / s for a, s in zip(_column_phases(grad_score), denominators)]
+    grad_S = [torch.where(s < EPS_SUM_SQ, 0, -a * b / d) for a, b, s, d in zip(grad_ratio, sq, S, denominators)]
+    after, grad_sum_sq = _sums_before(grad_S, grad_sums.sum_sq, reverse=True)
+    return [a + b for a, b in zip(grad_ratio, _running_sums(after, grad_S, reverse=True))], grad_sum_sq
 
 
 # What runs them ------------------------------------------------------------------------------------------------------
@@ -152,18 +172,22 @@ def _dense(x: torch.Tensor | None, padding: torch.Tensor | None = None, dtype: t
     return copy if padding is None else copy.masked_fill_(padding[..., None, None], 0)
 
 
-def _forward_chunk(output, w, bias, padding, temp, *sums):
-    x = _dense(w, padding, temp.dtype)
-    result, *rest = _compiled_forward(x, _dense(bias), _dense(padding), temp, *map(_dense, sums))
-    output.copy_(result)
+def _dense_state(state: TSSAState) -> TSSAState:
+    return TSSAState(*map(_dense, state))
+
+
+def _forward_chunk(tokens: ForwardTokens, temp: torch.Tensor, sums: TSSAState) -> ForwardChunk:
+    x = _dense(tokens.w, tokens.padding, temp.dtype)
+    output, rest = _compiled_forward(x, _dense(tokens.bias), _dense(tokens.padding), temp, _dense_state(sums))
+    tokens.output.copy_(output)
     return rest
 
 
-def _backward_chunk(dw, grad, grad_membership, w, padding, membership, score, temp, *sums):
-    x, grad = (_dense(tokens, padding, temp.dtype) for tokens in (w, grad))
-    small = map(_dense, (grad_membership, membership, score))
-    dx, *rest = _compiled_backward(x, grad, *small, temp, *map(_dense, sums))
-    dw.copy_(dx)  # 0 at padding, where x and grad are
+def _backward_chunk(tokens: BackwardTokens, temp: torch.Tensor, sums: TSSAState, grad_sums: TSSAState) -> BackwardChunk:
+    x, grad = (_dense(x, tokens.padding, temp.dtype) for x in (tokens.w, tokens.grad_output))
+    per_head = map(_dense, (tokens.grad_membership, tokens.membership, tokens.score))
+    grad_x, rest = _compiled_backward(x, grad, *per_head, temp, _dense_state(sums), _dense_state(grad_sums))
+    tokens.grad_w.copy_(grad_x)  # 0 at padding, where x and grad are
     return rest
 
 
@@ -171,25 +195,26 @@ def _backward_chunk(dw, grad, grad_membership, w, padding, membership, score, te
 _CODE = [(_forward_chunk, _backward_chunk), (None, None)]
 
 
-def _plan(w: torch.Tensor, seq_idx: torch.Tensor | None) -> CompiledChunks:
+def _chunks_for(w: torch.Tensor, seq_idx: torch.Tensor | None) -> CompiledChunks:
     """Chunks as long as the cache allows; the shortest where packed sequences end anywhere."""
     B, T, H, p = w.shape
-    tokens = CHUNK_TOKENS
-    while seq_idx is None and 2 * tokens <= T and B * 2 * tokens * H * p <= CHUNK_NUMBERS:
+    tokens = SHORTEST_CHUNK
+    while seq_idx is None and 2 * tokens <= T and B * 2 * tokens * H * p <= COMPILED_CHUNK_NUMBERS:
         tokens *= 2
-    rows = max(1, CHUNK_NUMBERS // (tokens * H * p))
-    return CompiledChunks(tokens, rows, _border_count(B, T), *_CODE[0])
+    rows = max(1, COMPILED_CHUNK_NUMBERS // (tokens * H * p))
+    forward, backward = _CODE[0]
+    return CompiledChunks(tokens=tokens, rows=rows, borders=_border_count(B, T), forward=forward, backward=backward)
 
 
 def _border_count(B: int, T: int) -> int:
     """Of the shortest chunks: the compiler must know it for any length."""
-    return B * ((T + CHUNK_TOKENS - 1) // CHUNK_TOKENS)
+    return B * ((T + SHORTEST_CHUNK - 1) // SHORTEST_CHUNK)
 
 
 def _run(function, w: torch.Tensor, seq_idx: torch.Tensor | None, *arguments):
     """`causal_forward` or `causal_backward` with compiled chunks."""
     try:
-        return function(*arguments, compiled=_plan(w, seq_idx))
+        return function(*arguments, compiled=_chunks_for(w, seq_idx))
     except torch._dynamo.exc.BackendCompilerFailed as error:
         warnings.warn(
             "TSSA could not be compiled for the CPU and runs its eager code, which is slower; is there a C++ compiler? "
@@ -197,26 +222,27 @@ def _run(function, w: torch.Tensor, seq_idx: torch.Tensor | None, *arguments):
             stacklevel=2,
         )
         del _CODE[0]
-        return function(*arguments, compiled=_plan(w, seq_idx))
+        return function(*arguments, compiled=_chunks_for(w, seq_idx))
 
 
 # The operator --------------------------------------------------------------------------------------------------------
 
 
-def _operator(name: str):
-    """A decorator for custom operators, in a namespace of the package's: a model's own code may be loaded beside it."""
-    namespace = re.sub(r"\W", "_", (__name__.rpartition(".")[0] or __name__).removesuffix(".model"), flags=re.ASCII)
-    return torch.library.custom_op(f"{namespace}::{name}", mutates_args=())
-
-
-def causal_tssa(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership):
-    """Output, membership (B, T, H) and the three final sums; `temp` and `bias` (B, T, H) in the compute dtype."""
-    state = (sum_sq, sum_weighted_sq, sum_membership)
+def causal_tssa(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor,
+    padding: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    state: TSSAState,
+) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
+    """As `tssa_chunks.causal_tssa`."""
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (w, temp, bias, *state))
-    return _forward_operator(w, temp, bias, padding, seq_idx, *state, keep, CHUNK_TOKENS)[:5]
+    output, membership, *rest = _forward_operator(w, temp, bias, padding, seq_idx, *state, keep, SHORTEST_CHUNK)
+    return output, membership, TSSAState(*rest[:3])
 
 
-@_operator("reference_forward")
+@custom_operator("reference_forward")
 def _forward_operator(
     w: torch.Tensor,
     temp: torch.Tensor,
@@ -239,26 +265,28 @@ def _forward_operator(
     torch.Tensor,
     torch.Tensor,
 ]:
-    state = (sum_sq, sum_weighted_sq, sum_membership)
-    return _run(causal_forward, w, seq_idx, w, temp, bias, padding, seq_idx, *state, keep and seq_idx is None)
+    """The fields of `CausalResult`, one after the other."""
+    state = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
+    result = _run(causal_forward, w, seq_idx, w, temp, bias, padding, seq_idx, state, keep and seq_idx is None)
+    return result.output, result.membership, *result.state, result.kept.score, *result.kept.sums
 
 
 @_forward_operator.register_fake
 def _(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens):
     B, T, H, _ = w.shape
     keep = keep and seq_idx is None
-    count = _border_count(B, T) if keep else 0
+    borders = _border_count(B, T) if keep else 0
     membership = w.new_empty((B, T, H), dtype=temp.dtype)
     return (
         w.new_empty(w.shape),
         membership,
         *(w.new_empty(x.shape, dtype=x.dtype) for x in (sum_sq, sum_weighted_sq, sum_membership)),
         torch.empty_like(membership) if keep else membership.new_empty(0),
-        *(membership.new_empty((count, *shape[1:])) for shape in _sum_shapes(w)),
+        *(membership.new_empty((borders, *shape[1:])) for shape in state_shapes(w)),
     )
 
 
-@_operator("reference_backward")
+@custom_operator("reference_backward")
 def _backward_operator(
     grad_output: torch.Tensor | None,
     grad_membership: torch.Tensor | None,
@@ -271,17 +299,22 @@ def _backward_operator(
     padding: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     state: list[torch.Tensor],
+    membership: torch.Tensor,
     kept: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    if seq_idx is not None:
-        _, membership, _, _, _, *kept = _run(causal_forward, w, seq_idx, w, temp, bias, padding, seq_idx, *state, True)
-        kept = (membership, *kept)
-    grads = (grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership)
-    return _run(causal_backward, w, seq_idx, *grads, w, temp, padding, seq_idx, *kept)
+    """The fields of `InputGrads`. Of packed rows nothing was kept (its size depends on borders): it is computed again."""
+    grads = OutputGrads(grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership)
+    if seq_idx is None:
+        score, *sums = kept
+        what_was_kept = Kept(score, TSSAState(*sums))
+    else:
+        again = _run(causal_forward, w, seq_idx, w, temp, bias, padding, seq_idx, TSSAState(*state), True)
+        what_was_kept = again.kept
+    return tuple(_run(causal_backward, w, seq_idx, grads, w, temp, padding, seq_idx, membership, what_was_kept))
 
 
 @_backward_operator.register_fake
-def _(dout, dmembership, dsum_sq, dsum_weighted_sq, dsum_membership, w, temp, bias, padding, seq_idx, state, kept):
+def _(dout, dmembership, dsum_sq, dweighted, dcount, w, temp, bias, padding, seq_idx, state, membership, kept):
     return (
         w.new_empty(w.shape),
         temp.new_empty(temp.shape),
@@ -299,8 +332,10 @@ def _setup_context(ctx, inputs, output):
 
 def _operator_backward(ctx, *grads):
     w, temp, bias, padding, seq_idx, *rest = ctx.saved_tensors
-    dw, dtemp, dbias, *dstate = _backward_operator(*grads[:5], w, temp, bias, padding, seq_idx, rest[:3], rest[3:])
-    return dw, dtemp, dbias, None, None, *dstate, None, None
+    state, membership, kept = rest[:3], rest[3], rest[4:]
+    by_input = _backward_operator(*grads[:5], w, temp, bias, padding, seq_idx, state, membership, kept)
+    grad_w, grad_temp, grad_bias, *grad_state = by_input
+    return grad_w, grad_temp, grad_bias, None, None, *grad_state, None, None
 
 
 _forward_operator.register_autograd(_operator_backward, setup_context=_setup_context)

@@ -22,12 +22,12 @@ into: an installed package and a model's remote code can both be loaded. Nothing
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from .tssa_state import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, custom_operator, sequence_starts, state_shapes
 
 
 try:
@@ -36,10 +36,6 @@ try:
 except ImportError:
     triton = None
 
-
-EPS_SUM_SQ = 1e-12  # floor of a causal running sum of squares
-EPS_NORM = 1e-12  # floor of a channel's norm over the tokens (bidirectional)
-EPS_MEMBERSHIP = 1e-8  # keeps the mean over memberships finite when nothing has been counted yet
 
 _jit = (lambda fn: fn) if triton is None else triton.jit
 _jit_any_length = (lambda fn: fn) if triton is None else triton.jit(do_not_specialize=["T", "bias_tokens"])
@@ -128,6 +124,13 @@ def _moment(x, pi, weighted_sq, count, eps, CAUSAL: tl.constexpr):
     N = _running(x * x * pi[:, None], weighted_sq[None, :], CAUSAL, False)
     inverse = 1.0 / (_running(pi, count, CAUSAL, False) + eps)
     return N * inverse[:, None], inverse
+
+
+@_jit
+def _moment_grad(g, x, pi, moment, inverse):
+    """1 / (1 + moment), and the gradient of N by way of it, from the output's gradient g."""
+    shrink = 1.0 / (1.0 + moment)
+    return shrink, g * x * shrink * shrink * (pi * inverse)[:, None]
 
 
 @_jit_any_length
@@ -242,40 +245,18 @@ def _scan_kernel(
         final_row = tl.load(sequence_table + 4 * sequence + (2 if REVERSE else 3))
     channels = tl.arange(0, BLOCK_C)
     if block < blocks:
+        channels += block * BLOCK_C
         _scan(
-            totals,
-            carries,
-            initial,
-            final,
-            block * BLOCK_C + channels,
-            WIDTH,
-            first,
-            count,
-            sequence,
-            initial_row,
-            final_row,
-            CAUSAL,
-            REVERSE,
+            totals, carries, initial, final, channels, WIDTH, first, count, sequence, initial_row, final_row, CAUSAL, REVERSE,
             BLOCK_N,
-        )
+        )  # fmt: skip
     else:
         if totals2 is not None:
+            channels += (block - blocks) * BLOCK_C
             _scan(
-                totals2,
-                carries2,
-                initial2,
-                final2,
-                (block - blocks) * BLOCK_C + channels,
-                WIDTH2,
-                first,
-                count,
-                sequence,
-                initial_row,
-                final_row,
-                CAUSAL,
-                REVERSE,
-                BLOCK_N,
-            )
+                totals2, carries2, initial2, final2, channels, WIDTH2, first, count, sequence, initial_row, final_row, CAUSAL,
+                REVERSE, BLOCK_N,
+            )  # fmt: skip
 
 
 @_jit_any_length
@@ -309,14 +290,14 @@ def _membership_kernel(
         S = _running(x * x, _load_row(sum_sq, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, False)
         z = tl.sum(x * x / tl.maximum(S, floor), 1)
         score = tl.where((heads == head)[None, :], z[:, None], score)
-    some = real[:, None] & (heads < H)[None, :]
+    real_heads = real[:, None] & (heads < H)[None, :]
     places = tokens[:, None] * H + heads[None, :]
     if bias is not None:
-        score += P * tl.load(bias + (tokens % bias_tokens)[:, None] * H + heads[None, :], mask=some, other=0.0)
+        score += P * tl.load(bias + (tokens % bias_tokens)[:, None] * H + heads[None, :], mask=real_heads, other=0.0)
     score *= tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
     score = tl.where((heads < H)[None, :], score, float("-inf"))
     pi = tl.exp(score - tl.max(score, 1)[:, None])
-    pi = tl.where(some, pi / tl.sum(pi, 1)[:, None], 0.0)
+    pi = tl.where(real_heads, pi / tl.sum(pi, 1)[:, None], 0.0)
     tl.store(membership + places, pi, mask=exists[:, None] & (heads < H)[None, :])
     tl.store(total_membership + index * H + heads, tl.sum(pi, 0), mask=heads < H)
     for head in range(H):
@@ -383,10 +364,17 @@ def _moment_grad_kernel(
     weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
     count = tl.load(sum_membership + carry * H + head)
     moment, inverse = _moment(x, pi, weighted_sq, count, eps, CAUSAL)
-    shrink = 1.0 / (1.0 + moment)
-    dN = g * x * shrink * shrink * (pi * inverse)[:, None]
+    _, dN = _moment_grad(g, x, pi, moment, inverse)
     _store_row(total_dN, tl.sum(dN, 0), index, head, H, P, BLOCK_P)
     tl.store(total_dD + index * H + head, -tl.sum(tl.sum(dN * moment, 1), 0))
+
+
+@_jit
+def _score_grad(x, S, q, floor):
+    """The score without its bias, and the gradient of S by way of it, from the score's gradient q."""
+    inverse = 1.0 / tl.maximum(S, floor)
+    ratio = x * x * inverse
+    return tl.sum(ratio, 1), tl.where(S < floor, 0.0, -q[:, None] * ratio * inverse)
 
 
 @_jit_any_length
@@ -430,31 +418,25 @@ def _score_grad_kernel(
         weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
         count = tl.load(sum_membership + carry * H + head)
         moment, inverse = _moment(x, pi, weighted_sq, count, eps, CAUSAL)
-        shrink = 1.0 / (1.0 + moment)
-        dN = g * x * shrink * shrink * (pi * inverse)[:, None]
+        shrink, dN = _moment_grad(g, x, pi, moment, inverse)
         dD = -tl.sum(dN * moment, 1)
         U = _running(dN, _load_row(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, True)
         V = _running(dD, tl.load(suffix_dD + carry * H + head), CAUSAL, True)
-        column = tl.sum(x * (x * U - g * shrink), 1) + V
-        dpi = tl.where((heads == head)[None, :], column[:, None], dpi)
-    some = real[:, None] & (heads < H)[None, :]
-    places = tokens[:, None] * H + heads[None, :]
+        dpi = tl.where((heads == head)[None, :], (tl.sum(x * (x * U - g * shrink), 1) + V)[:, None], dpi)
+    real_heads, places = real[:, None] & (heads < H)[None, :], tokens[:, None] * H + heads[None, :]
     if grad_membership is not None:
-        dpi += tl.load(grad_membership + places, mask=some, other=0.0)
-    pi = tl.load(membership + places, mask=some, other=0.0)
+        dpi += tl.load(grad_membership + places, mask=real_heads, other=0.0)
+    pi = tl.load(membership + places, mask=real_heads, other=0.0)
     dlogit = pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
     q = dlogit * tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
     tl.store(dscore + places, q, mask=exists[:, None] & (heads < H)[None, :])
     for head in range(H):
         x = _load(w, tokens, head, real, H, P, BLOCK_P)
         S = _running(x * x, _load_row(sum_sq, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, False)
-        inverse = 1.0 / tl.maximum(S, floor)
-        ratio = x * x * inverse
-        z = tl.sum(ratio, 1)
+        z, dS = _score_grad(x, S, _column(q, heads, head), floor)
         if bias is not None:
             z += P * tl.load(bias + (tokens % bias_tokens) * H + head, mask=real, other=0.0)
         tl.store(dtemp + index * H + head, tl.sum(_column(dlogit, heads, head) * z, 0))
-        dS = tl.where(S < floor, 0.0, -_column(q, heads, head)[:, None] * ratio * inverse)
         _store_row(total_dS, tl.sum(dS, 0), index, head, H, P, BLOCK_P)
 
 
@@ -496,8 +478,7 @@ def _input_grad_kernel(
     weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
     count = tl.load(sum_membership + carry * H + head)
     moment, inverse_count = _moment(x, pi, weighted_sq, count, eps, CAUSAL)
-    shrink = 1.0 / (1.0 + moment)
-    dN = g * x * shrink * shrink * (pi * inverse_count)[:, None]
+    shrink, dN = _moment_grad(g, x, pi, moment, inverse_count)
     dsq += pi[:, None] * _running(dN, _load_row(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], CAUSAL, True)
     _store(dw, 2.0 * x * dsq - g * shrink * pi[:, None], tokens, head, exists, H, P, BLOCK_P)
 
@@ -525,31 +506,31 @@ def _step_kernel(
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, BLOCK_H)
     p = tl.arange(0, BLOCK_P)
-    few = heads < H
-    all_ = few[:, None] & (p < P)[None, :]
+    is_head = heads < H
+    is_channel = is_head[:, None] & (p < P)[None, :]
     places = (row * H + heads)[:, None] * P + p[None, :]
-    real = few
+    real = is_head
     if mask is not None:
-        real = few & (tl.load(mask + row + 0 * heads) != 0)
-    x = tl.load(w + places, mask=all_ & real[:, None], other=0.0).to(tl.float32)
-    S = tl.load(sum_sq + places, mask=all_, other=0.0) + x * x
-    N = tl.load(sum_weighted_sq + places, mask=all_, other=0.0)
-    D = tl.load(sum_membership + row * H + heads, mask=few, other=0.0)
+        real = is_head & (tl.load(mask + row + 0 * heads) != 0)
+    x = tl.load(w + places, mask=is_channel & real[:, None], other=0.0).to(tl.float32)
+    S = tl.load(sum_sq + places, mask=is_channel, other=0.0) + x * x
+    N = tl.load(sum_weighted_sq + places, mask=is_channel, other=0.0)
+    D = tl.load(sum_membership + row * H + heads, mask=is_head, other=0.0)
     score = tl.sum(x * x / tl.maximum(S, floor), 1)
     if bias is not None:
-        score += P * tl.load(bias + row * bias_stride + heads, mask=few, other=0.0)
-    score = tl.where(few, score * tl.load(temp + heads, mask=few, other=0.0), float("-inf"))
+        score += P * tl.load(bias + row * bias_stride + heads, mask=is_head, other=0.0)
+    score = tl.where(is_head, score * tl.load(temp + heads, mask=is_head, other=0.0), float("-inf"))
     pi = tl.exp(score - tl.max(score, 0))
     pi = tl.where(real, pi / tl.sum(pi, 0), 0.0)
     N += x * x * pi[:, None]
     D += pi
     tl.debug_barrier()  # in small tiles several threads read the same number: all must have, before one writes
-    tl.store(sum_sq + places, S, mask=all_)
-    tl.store(sum_weighted_sq + places, N, mask=all_)
-    tl.store(sum_membership + row * H + heads, D, mask=few)
-    tl.store(membership + row * H + heads, pi, mask=few)
+    tl.store(sum_sq + places, S, mask=is_channel)
+    tl.store(sum_weighted_sq + places, N, mask=is_channel)
+    tl.store(sum_membership + row * H + heads, D, mask=is_head)
+    tl.store(membership + row * H + heads, pi, mask=is_head)
     moment = (N / (D + eps)[:, None]).to(tl.float32)
-    tl.store(output + places, -(x * pi[:, None]) / (1.0 + moment), mask=all_)
+    tl.store(output + places, -(x * pi[:, None]) / (1.0 + moment), mask=is_channel)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -581,7 +562,7 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-class _Plan(NamedTuple):
+class _Layout(NamedTuple):
     """How rows are cut. Without packing both tables are None, and the kernels reckon."""
 
     chunks: int
@@ -590,28 +571,28 @@ class _Plan(NamedTuple):
     sequence_table: torch.Tensor | None  # (sequences, 4): first chunk, chunks, row if it starts it, row if it ends it; or -1
 
 
-_packed_plans = WeakTensorKeyDictionary()  # the layers of a model share one seq_idx, which is read on the host once
+_packed_layouts = WeakTensorKeyDictionary()  # the layers of a model share one seq_idx, which is read on the host once
 
 
-def _plan(w: torch.Tensor, seq_idx: torch.Tensor | None, block_t: int) -> _Plan:
+def _layout(w: torch.Tensor, seq_idx: torch.Tensor | None, block_t: int) -> _Layout:
     B, T = w.shape[:2]
     if seq_idx is None or w.numel() == 0:
-        return _Plan(B * _cdiv(T, block_t), B, None, None)
+        return _Layout(B * _cdiv(T, block_t), B, None, None)
     if seq_idx.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("Packed rows cannot be captured in a CUDA graph: where sequences end decides which kernels run.")
     if seq_idx.is_inference():  # changes made to such a tensor leave no trace
-        return _packed_plan(seq_idx, block_t)
+        return _packed_layout(seq_idx, block_t)
     key = (seq_idx._version, block_t)
-    known = _packed_plans.get(seq_idx)
+    known = _packed_layouts.get(seq_idx)
     if known is None or known[0] != key:
-        known = _packed_plans[seq_idx] = key, _packed_plan(seq_idx, block_t)
+        known = _packed_layouts[seq_idx] = key, _packed_layout(seq_idx, block_t)
     return known[1]
 
 
-def _packed_plan(seq_idx: torch.Tensor, block_t: int) -> _Plan:
+def _packed_layout(seq_idx: torch.Tensor, block_t: int) -> _Layout:
     T = seq_idx.shape[1]
     on_host = seq_idx.cpu()
-    row, start = F.pad(on_host[:, 1:] != on_host[:, :-1], (1, 0), value=True).nonzero(as_tuple=True)
+    row, start = sequence_starts(on_host).nonzero(as_tuple=True)
     stop = start.roll(-1)
     stop[stop == 0] = T  # the next sequence starts the next row
     chunks = _cdiv(stop - start, block_t)
@@ -620,7 +601,7 @@ def _packed_plan(seq_idx: torch.Tensor, block_t: int) -> _Plan:
     chunk_start = start[sequence] + (torch.arange(len(sequence)) - first[sequence]) * block_t
     chunk_table = torch.stack([row[sequence], chunk_start, stop[sequence], sequence], 1)
     sequence_table = torch.stack([first, chunks, row.where(start == 0, -1), row.where(stop == T, -1)], 1)
-    return _Plan(len(sequence), len(row), chunk_table.to(seq_idx.device), sequence_table.to(seq_idx.device))
+    return _Layout(len(sequence), len(row), chunk_table.to(seq_idx.device), sequence_table.to(seq_idx.device))
 
 
 def _cdiv(n, m):
@@ -642,8 +623,8 @@ class _Call:
         self.mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
         self.B, self.T, self.H, self.p = w.shape
         self.blocks = _blocks(self.H, self.p)
-        self.plan = _plan(w, seq_idx, self.blocks.tokens)
-        self.where = (self.mask, self.plan.chunk_table)
+        self.layout = _layout(w, seq_idx, self.blocks.tokens)
+        self.where = (self.mask, self.layout.chunk_table)
         self.sizes = {"H": self.H, "P": self.p, "BLOCK_T": self.blocks.tokens, "BLOCK_P": self.blocks.channels}
         self.sizes["num_warps"] = self.blocks.warps
 
@@ -651,16 +632,16 @@ class _Call:
         return self.w.new_empty(shape, dtype=torch.float32)
 
     def new_totals(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.new(self.plan.chunks, self.H, self.p), self.new(self.plan.chunks, self.H)
+        return self.new(self.layout.chunks, self.H, self.p), self.new(self.layout.chunks, self.H)
 
     def new_state(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self.new(*shape) for shape in _state_shapes(self.w))
+        return tuple(self.new(*shape) for shape in state_shapes(self.w))
 
     def per_head(self, kernel, *args, **sizes) -> None:
-        kernel[(self.plan.chunks * self.H,)](*args, **self.sizes, **sizes)
+        kernel[(self.layout.chunks * self.H,)](*args, **self.sizes, **sizes)
 
     def all_heads(self, kernel, *args) -> None:
-        kernel[(self.plan.chunks,)](*args, CAUSAL=self.causal, BLOCK_H=self.blocks.heads, **self.sizes)
+        kernel[(self.layout.chunks,)](*args, CAUSAL=self.causal, BLOCK_H=self.blocks.heads, **self.sizes)
 
     def totals(self, membership: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Chunk totals of w^2 and, given the membership, of Pi w^2 and Pi."""
@@ -671,17 +652,17 @@ class _Call:
 
     def scan(self, totals, initial, final, reverse: bool = False) -> list[torch.Tensor]:
         """Carries of one or two quantities from their chunk totals; starts at `initial`, writes `final`, where not None."""
-        carries = [x.new_empty(self.plan.chunks if self.causal else self.plan.sequences, *x.shape[1:]) for x in totals]
+        carries = [x.new_empty(self.layout.chunks if self.causal else self.layout.sequences, *x.shape[1:]) for x in totals]
         widths = [x.shape[1:].numel() for x in totals]
         args = list(zip(totals, carries, initial, final))
         if len(args) == 1:
             args.append((None,) * 4)
             widths.append(0)
-        grid = (self.plan.sequences * sum(_cdiv(width, _SCAN_CHANNELS) for width in widths),)
+        grid = (self.layout.sequences * sum(_cdiv(width, _SCAN_CHANNELS) for width in widths),)
         _scan_kernel[grid](
             *args[0],
             *args[1],
-            self.plan.sequence_table,
+            self.layout.sequence_table,
             self.T,
             *widths,
             CAUSAL=self.causal,
@@ -691,11 +672,6 @@ class _Call:
             BLOCK_C=_SCAN_CHANNELS,
         )
         return carries
-
-
-def _state_shapes(w: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    B, _, H, p = w.shape
-    return (B, H, p), (B, H, p), (B, H)
 
 
 def _carry_sizes(w: torch.Tensor, seq_idx: torch.Tensor | None, causal: bool) -> list[tuple[int]]:
@@ -722,12 +698,7 @@ def _bias_tokens(bias: torch.Tensor | None) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _operator(name: str, mutates_args: tuple[str, ...] = ()):
-    namespace = re.sub(r"\W", "_", (__name__.rpartition(".")[0] or __name__).removesuffix(".model"), flags=re.ASCII)
-    return torch.library.custom_op(f"{namespace}::{name}", mutates_args=mutates_args)
-
-
-@_operator("tssa_forward")
+@custom_operator("tssa_forward")
 def _forward(
     w: torch.Tensor,
     temp: torch.Tensor,
@@ -767,11 +738,11 @@ def _forward(
 
 @_forward.register_fake
 def _(w, temp, bias, mask, seq_idx, sum_sq, sum_weighted_sq, sum_membership, causal):
-    shapes = (w.shape[:3], *(_state_shapes(w) if causal else ((0,),) * 3), *_carry_sizes(w, seq_idx, causal))
+    shapes = (w.shape[:3], *(state_shapes(w) if causal else ((0,),) * 3), *_carry_sizes(w, seq_idx, causal))
     return w.new_empty(w.shape), *(w.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-@_operator("tssa_backward")
+@custom_operator("tssa_backward")
 def _backward(
     grad_output: torch.Tensor | None,
     grad_membership: torch.Tensor | None,
@@ -805,7 +776,7 @@ def _backward(
         dS, dN, dD = (_contiguous(x) for x in (grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership))
         has_state = sum_sq is not None
         dstate = call.new_state() if has_state else (None,) * 3
-        dw, dscore, dtemp = torch.empty_like(call.w), torch.empty_like(membership), call.new(call.plan.chunks, call.H)
+        dw, dscore, dtemp = torch.empty_like(call.w), torch.empty_like(membership), call.new(call.layout.chunks, call.H)
 
         totals = call.new_totals()
         call.per_head(
@@ -827,11 +798,9 @@ def _backward(
             *(_floor(causal), EPS_MEMBERSHIP),
             CAUSAL=causal,
         )
-    dbias = call.new(0)
-    if bias is not None:
-        dbias = dscore.mul_(call.p)
-        if bias.shape[0] != call.B:
-            dbias = dbias.sum(0, keepdim=True)
+    dbias = call.new(0) if bias is None else dscore.mul_(call.p)
+    if bias is not None and bias.shape[0] != call.B:
+        dbias = dbias.sum(0, keepdim=True)
     return dw, dtemp.sum(0), dbias, *(dstate if has_state else [call.new(0) for _ in range(3)])
 
 
@@ -840,7 +809,7 @@ def _(
     grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership, w, temp, bias, mask, seq_idx,
     sum_sq, *rest,
 ):  # fmt: skip
-    shapes = (temp.shape, (0,) if bias is None else bias.shape, *(((0,),) * 3 if sum_sq is None else _state_shapes(w)))
+    shapes = (temp.shape, (0,) if bias is None else bias.shape, *(((0,),) * 3 if sum_sq is None else state_shapes(w)))
     return w.new_empty(w.shape), *(w.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
@@ -862,7 +831,7 @@ def _autograd_backward(ctx, *grads):
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-@_operator("tssa_step", mutates_args=("sum_sq", "sum_weighted_sq", "sum_membership"))
+@custom_operator("tssa_step", mutates_args=("sum_sq", "sum_weighted_sq", "sum_membership"))
 def _step(
     w: torch.Tensor,
     temp: torch.Tensor,

@@ -1,0 +1,251 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What a ToST language model resolves before its first layer: the padding mask, positions, packed sequences, the cache.
+
+Looking at values is free on the CPU. On other devices it would wait for the device, and a compiler cannot look at all: there,
+wrong values are refused only where the shapes or dtypes tell.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from .cache_tost import CausalStatisticsCache, check_cache
+from .configuration_tost import ToSTConfig
+from .tssa_state import sequence_starts
+
+
+class ToSTInputs(NamedTuple):
+    """What every layer of a forward pass gets beside the hidden states."""
+
+    attention_mask: torch.Tensor | None  # (B, T), true at real tokens; None where all are real
+    position_ids: torch.Tensor  # (B, T)
+    seq_idx: torch.Tensor | None  # (B, T), sequence numbers where rows are packed
+    past_key_values: Cache | None
+
+
+def resolve_inputs(
+    config: ToSTConfig,
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    past_key_values: Cache | None,
+    seq_idx: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None,
+    use_cache: bool,
+) -> ToSTInputs:
+    """Checks the arguments of `ToSTModel.forward` against each other, and fills in what was left out.
+
+    Args:
+        shape: (B, T), of the new tokens.
+        device: theirs.
+
+    All else is as in `ToSTModel.forward`.
+
+    Raises:
+        ValueError: they disagree in shape or meaning; the sentence says which.
+        IndexError: a position is past the learned tables.
+    """
+    B, T = shape
+    if B == 0 or T == 0:
+        raise ValueError(f"The batch is empty: its shape is ({B}, {T}); a forward pass needs at least one token.")
+    if past_key_values is not None:
+        check_cache(past_key_values, config, B)
+    past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+    if not torch.compiler.is_compiling():
+        past_length = int(past_length)  # a static cache counts in a tensor
+    full_mask = _check_mask(attention_mask, B, T, past_length)
+    mask = None if full_mask is None else full_mask[:, -T:]
+    stated_idx = _stated_sequences(seq_idx, cu_seq_lens_q, B, T, device)
+    seq_idx = _find_sequences(stated_idx, position_ids, mask, B, T, cached=past_key_values is not None)
+    if position_ids is None:
+        position_ids = _count_positions(full_mask, stated_idx, past_length, T, device)
+    else:
+        _check_continuation(position_ids, full_mask, past_length)
+    position_ids = position_ids.expand(B, T)
+    _check_positions(position_ids, mask, past_length, config.max_position_embeddings)
+    # a packed row has no one state; a compiler's view of position_ids does not tell whether a row is packed
+    unpacked = seq_idx is None or (stated_idx is None and torch.compiler.is_compiling())
+    if use_cache and past_key_values is None and unpacked:
+        past_key_values = CausalStatisticsCache(config)
+    return ToSTInputs(mask, position_ids, seq_idx, past_key_values)
+
+
+def _can_look(x: torch.Tensor) -> bool:
+    """Whether looking at a tensor's values costs nothing."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+# Padding ---------------------------------------------------------------------------------------------------------------
+
+
+def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch.Tensor | None:
+    """The padding mask as booleans, (B, T) or (B, past_length + T); None where it is known to mask nothing."""
+    if mask is None:
+        return None
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must have shape (batch, tokens), got {tuple(mask.shape)}: TSSA has no token-by-token mask."
+        )
+    known = isinstance(past_length, int)
+    if mask.shape[0] != B or mask.shape[1] < T or (known and mask.shape[1] not in (T, past_length + T)):
+        wanted = f"({B}, {T})" if known and not past_length else f"({B}, cached tokens + {T})"
+        raise ValueError(f"attention_mask must have shape {wanted}, got {tuple(mask.shape)}.")
+    if _can_look(mask):
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding, and nothing else.")
+        if mask.shape[1] == past_length + T and mask.all():
+            return None
+    return mask.bool()
+
+
+def _previous_real(mask: torch.Tensor) -> torch.Tensor:
+    """Index (B, T) of the last real token before each token; -1 where there is none."""
+    t = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    return F.pad(t.masked_fill(~mask, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
+
+
+# Packed sequences ------------------------------------------------------------------------------------------------------
+
+
+def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.Tensor | None:
+    """Sequence numbers (B, T) from `seq_idx` or `cu_seq_lens_q`."""
+    for name, x in (("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens_q)):
+        if x is not None and (x.is_floating_point() or x.is_complex()):
+            raise ValueError(f"{name} must hold integers, got {x.dtype}.")
+    if seq_idx is not None and seq_idx.shape not in ((1, T), (B, T)):
+        raise ValueError(f"seq_idx must have shape ({B}, {T}), got {tuple(seq_idx.shape)}.")
+    if seq_idx is not None:
+        seq_idx = seq_idx.to(device).expand(B, T)
+    if cu_seq_lens_q is None:
+        return seq_idx
+    if B != 1:
+        raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {B}; use seq_idx for several rows.")
+    t = torch.arange(T, device=device)
+    borders = cu_seq_lens_q.to(device)
+    from_borders = torch.searchsorted(borders.long().contiguous(), t, right=True).unsqueeze(0)
+    if not torch.compiler.is_compiling():
+        valid = borders.ndim == 1 and borders.numel() > 1 and borders[0] == 0 and borders[-1] == T
+        if not valid or (borders.diff() < 0).any():
+            raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens ({T}), got {borders.tolist()}.")
+        if seq_idx is not None and not torch.equal(_borders(seq_idx, None), _borders(from_borders, None)):
+            raise ValueError("seq_idx and cu_seq_lens_q begin their sequences at different tokens; give one of them.")
+    return from_borders
+
+
+def _find_sequences(stated_idx, position_ids, mask, B: int, T: int, *, cached: bool) -> torch.Tensor | None:
+    """Sequence numbers (B, T) where rows are packed, by statement or by positions that restart; else None."""
+    found_idx = None
+    if position_ids is not None:
+        if position_ids.ndim != 2 or position_ids.shape[0] not in (1, B) or position_ids.shape[1] != T:
+            raise ValueError(f"position_ids must have shape ({B}, {T}), got {tuple(position_ids.shape)}.")
+        if position_ids.is_floating_point():
+            raise ValueError(f"position_ids must hold integers, got {position_ids.dtype}.")
+        found_idx = _packed_sequences(position_ids.expand(B, T), mask, cached)
+        if stated_idx is not None and not torch.compiler.is_compiling():
+            restarts = _borders(torch.zeros_like(stated_idx) if found_idx is None else found_idx, mask)
+            if not torch.equal(_borders(stated_idx, mask), restarts):
+                raise ValueError(
+                    "position_ids do not restart at 0 exactly where seq_idx / cu_seq_lens_q begin a new sequence; give "
+                    "position_ids that do, or leave them out."
+                )
+    seq_idx = found_idx if stated_idx is None else stated_idx
+    if seq_idx is not None and cached:
+        raise ValueError(
+            "Packed rows (position_ids that restart, seq_idx or cu_seq_lens_q) cannot be combined with a cache: a row "
+            "would have several states; run them without past_key_values, or with one sequence per row."
+        )
+    return seq_idx
+
+
+def _borders(seq_idx: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Whether each real token begins another sequence than the real token before it, (B, T)."""
+    mask = torch.ones_like(seq_idx, dtype=torch.bool) if mask is None else mask
+    previous = _previous_real(mask)
+    return mask & (previous >= 0) & (seq_idx != seq_idx.gather(1, previous.clamp_min(0)))
+
+
+def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, cached: bool) -> torch.Tensor | None:
+    """Sequence numbers (B, T) where the positions of real tokens restart at 0, or None where no row does.
+
+    A compiler cannot look: then the numbers are returned whatever they are, except with a cache, which rules packing out.
+    """
+    compiling = torch.compiler.is_compiling()
+    if position_ids.shape[1] == 1 or (compiling and cached):
+        return None
+    padded = mask is not None
+    mask = mask if padded else torch.ones_like(position_ids, dtype=torch.bool)
+    previous = _previous_real(mask)
+    follows = mask & (previous >= 0)
+    restarts = follows & (position_ids == 0)
+    if compiling:
+        return restarts.cumsum(1)
+    # after padding, generate's own positions may fall: it counts on from a padding token's 0
+    t = torch.arange(mask.shape[1], device=mask.device)
+    falls = follows & ~restarts & (position_ids <= position_ids.gather(1, previous.clamp_min(0)))
+    if (falls & (previous == t - 1)).any():
+        raise ValueError(
+            "position_ids fall or repeat within a row without restarting at 0: they describe neither one sequence nor packed "
+            "ones."
+        )
+    return restarts.cumsum(1) if restarts.any() else None
+
+
+# Positions -------------------------------------------------------------------------------------------------------------
+
+
+def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.Tensor:
+    """Positions (B or 1, T) that count real tokens, from 0 in each packed sequence."""
+    if full_mask is None and seq_idx is None:
+        return (torch.arange(T, device=device) + past_length).unsqueeze(0)
+    continues = not (isinstance(past_length, int) and past_length == 0)
+    if continues and full_mask.shape[1] == T:
+        raise ValueError(
+            "With a cache, give position_ids, or an attention_mask that covers the cached tokens as well as the new ones: "
+            "positions count real tokens, and those in the cache are unknown from this mask."
+        )
+    real = torch.ones_like(seq_idx, dtype=torch.bool) if full_mask is None else full_mask
+    count = real.long().cumsum(1)
+    if seq_idx is not None:
+        count = count - (count - real.long()).masked_fill(~sequence_starts(seq_idx), 0).cummax(1).values
+    return (count - 1).clamp_min(0)[:, -T:]
+
+
+def _check_continuation(position_ids: torch.Tensor, full_mask: torch.Tensor | None, past_length) -> None:
+    """Refuses positions that start at 0 again although the cache holds real tokens of the row."""
+    if not past_length or not _can_look(position_ids):
+        return
+    T = position_ids.shape[1]
+    if full_mask is None:
+        starts_again = position_ids == 0
+    elif full_mask.shape[1] == T:  # which cached tokens are real is unknown
+        return
+    else:
+        starts_again = (position_ids == 0) & full_mask[:, -T:] & full_mask[:, :-T].any(1, keepdim=True)
+    if starts_again.any():
+        raise ValueError(
+            f"position_ids start at 0, but the cache holds {past_length} tokens already: count on from them, leave "
+            "position_ids out, or start with an empty cache."
+        )
+
+
+def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past_length, limit: int | None) -> None:
+    if limit is None or torch.compiler.is_compiling():
+        return
+    # a position is at most the number of tokens before it: elsewhere than on the CPU only look when that is too many
+    if position_ids.device.type != "cpu" and past_length + position_ids.shape[1] <= limit:
+        return
+    if mask is not None:
+        position_ids = position_ids.masked_fill(~mask, 0)
+    low, high = int(position_ids.min()), int(position_ids.max())
+    if low < 0:
+        raise IndexError(f"position_ids must not be negative, got {low}.")
+    if high >= limit:
+        raise IndexError(
+            f"Position {high} is past the end of this model's learned position tables, which hold {limit} "
+            f"(max_position_embeddings): shorten the text, extend the tables with resize_position_embeddings and "
+            f"fine-tune, or use a position-free model (max_position_embeddings=None)."
+        )

@@ -1,0 +1,91 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What every TSSA engine shares: the state and its dtypes, the floors, the softmax over heads, where packed sequences start.
+
+Symbols, here and in the other tssa files: B batch, T tokens, H heads, p head dimension, w the projected tokens (B, T, H, p),
+Pi the membership.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+
+EPS_SUM_SQ = 1e-12  # floor of a causal running sum of squares
+EPS_NORM = 1e-12  # floor of a channel's norm over the tokens (bidirectional)
+EPS_MEMBERSHIP = 1e-8  # keeps the mean over memberships finite when nothing has been counted yet
+
+
+class TSSAState(NamedTuple):
+    """The whole causal state of one layer: 2 * H * p + H numbers per sequence, whatever the length of its past.
+
+        sum_sq          = sum_i w_i^2             (B, H, p)
+        sum_weighted_sq = sum_i Pi_i * w_i^2      (B, H, p)
+        sum_membership  = sum_i Pi_i              (B, H)
+
+    The two sums whose quotient scales the output are float64: a float32 sum of a million terms, added one by one, is off by
+    1e-3. The same error in `sum_sq` does not show, since it hardly moves the score of a late token.
+    """
+
+    sum_sq: torch.Tensor  # (B, H, p), float32 (float64 for float64 tokens)
+    sum_weighted_sq: torch.Tensor  # (B, H, p), float64
+    sum_membership: torch.Tensor  # (B, H), float64
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which statistics of `dtype` inputs are computed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def state_shapes(w: torch.Tensor) -> TSSAState:
+    """The shapes of the three sums, for tokens w (B, T, H, p)."""
+    B, _, H, p = w.shape
+    return TSSAState((B, H, p), (B, H, p), (B, H))
+
+
+def state_dtypes(w: torch.Tensor) -> TSSAState:
+    """The dtypes of the three sums, for tokens like `w`."""
+    wide = torch.float32 if w.device.type == "mps" else torch.float64  # Apple's devices have no float64
+    return TSSAState(compute_dtype(w.dtype), wide, wide)
+
+
+def zero_state(w: torch.Tensor) -> TSSAState:
+    """The state before the first of the tokens w (B, T, H, p)."""
+    return TSSAState(*(w.new_zeros(shape, dtype=dtype) for shape, dtype in zip(state_shapes(w), state_dtypes(w))))
+
+
+def as_state(sums: Iterable[torch.Tensor], w: torch.Tensor) -> TSSAState:
+    """Three sums in the dtypes of a state for tokens like `w`."""
+    return TSSAState(*(x.to(dtype) for x, dtype in zip(sums, state_dtypes(w))))
+
+
+def membership_of(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """Pi, the softmax over heads of `temp` times the score (..., H); 0 where `padding` (...) is true."""
+    membership = (score * temp).softmax(-1)
+    return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
+
+
+def real_tokens(w: torch.Tensor, padding: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Tokens (..., H, p) in `dtype`, 0 where `padding` (...) is true (not multiplied by 0: padding may hold NaN)."""
+    return w.to(dtype) if padding is None else w.to(dtype).masked_fill(padding[..., None, None], 0)
+
+
+def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
+    """Whether a packed sequence starts at a token, (B, T), by the tokens' sequence numbers (B, T)."""
+    return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+
+
+def _operator_namespace(package: str) -> str:
+    # The installed package's is fixed wherever its files move: compiled and exported programs name it. Code loaded beside it
+    # (a model's own, an exported kernel) gets one of its own.
+    return "tost_hf" if package == "tost_hf.model" else re.sub(r"\W", "_", package or __name__, flags=re.ASCII)
+
+
+OPERATOR_NAMESPACE = _operator_namespace(__name__.rpartition(".")[0])
+
+
+def custom_operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable:
+    """A decorator that makes a function a `torch.library` operator, which compilers do not look into."""
+    return torch.library.custom_op(f"{OPERATOR_NAMESPACE}::{name}", mutates_args=mutates_args)
