@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForI
 
 import tost_hf
 from tost_hf.cli import main
+from tost_hf.model.remote_code import KERNEL_FILES
 
 
 COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "serve", "export-kernel")
@@ -137,13 +138,7 @@ def test_export_kernel(tmp_path, capsys):
     assert "[torch-noarch]" in (target / "build.toml").read_text()
     w, temp = torch.randn(2, 7, 3, 4), torch.rand(3)
     for build in sorted((target / "build").iterdir()):
-        assert {file.name for file in build.iterdir()} - {"__pycache__"} == {
-            "__init__.py",
-            "metadata.json",
-            "tssa.py",
-            "tssa_compiled.py",
-            "tssa_triton.py",
-        }
+        assert {file.name for file in build.iterdir()} - {"__pycache__"} == {"__init__.py", "metadata.json", *KERNEL_FILES}
         metadata = json.loads((build / "metadata.json").read_text())
         assert metadata["name"] == "tssa" and build.name == f"torch-{metadata['backend']['type']}"
         spec = importlib.util.spec_from_file_location(metadata["id"], build / "__init__.py")

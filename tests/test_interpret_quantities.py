@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-import reference
 import torch
 from conftest import tiny_vision_model
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 import tost_hf
 from tost_hf import interpret
 from tost_hf.interpret import quantities
+from tost_hf.model import tssa_formulas
 
 
 def projected(model, layers, norm, attention, **inputs):
@@ -69,8 +69,9 @@ def test_memberships_of_texts(tiny_model, texts):
         torch.testing.assert_close(trace.projections[i][mask], w[mask], atol=1e-10, rtol=0)
         attention = model.model.layers[i].self_attn
         bias = attention.denom_bias.detach()[:, :, 0].double()[:, positions].transpose(0, 1)
-        _, membership = reference.causal(w.transpose(1, 2), attention.temp.detach().flatten().double(), bias, mask)
-        torch.testing.assert_close(maps[:, i], membership, atol=1e-9, rtol=0)
+        temp = attention.temp.detach().flatten().double()
+        _, membership, _ = tssa_formulas.causal(w, temp, bias.transpose(1, 2), ~mask)
+        torch.testing.assert_close(maps[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
     torch.testing.assert_close(maps.sum(2), mask[:, None].double().expand(3, 3, 12), atol=1e-12, rtol=0)
 
 
@@ -83,10 +84,10 @@ def test_memberships_of_images(images):
     ws = projected(model, model.tost.layers, "attention_norm", "attention", pixel_values=images.double())
     for i, w in enumerate(ws):
         temp = model.tost.layers[i].attention.temp.detach().flatten().double()
-        _, membership = reference.bidirectional(w.transpose(1, 2), temp)
+        _, membership = tssa_formulas.bidirectional(w, temp)
         for row in range(4):
             for column in range(6):
-                patch = membership[:, :, row * 6 + column]
+                patch = membership[:, row * 6 + column]
                 torch.testing.assert_close(maps[:, i, :, row, column], patch, atol=1e-10, rtol=0)
 
 

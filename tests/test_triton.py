@@ -4,12 +4,13 @@ The interpreter must be chosen before Triton is imported. So without a GPU, `Tes
 `test_kernels_in_the_interpreter` starts; `TRITON_INTERPRET=1 pytest tests/test_triton.py` does the same by hand.
 """
 
-import importlib.util
+import importlib
 import itertools
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,13 @@ if INTERPRETED and tssa_triton.is_available():
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
 
-def load_again(name: str):
-    """The module a second time, as remote code loads it: under another name, beside the installed one."""
-    spec = importlib.util.spec_from_file_location(name, tssa_triton.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load_again(package: str):
+    """The module a second time, as remote code loads it: in another package, beside the installed one."""
+    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+        del sys.modules[name]
+    sys.modules[package] = types.ModuleType(package)
+    sys.modules[package].__path__ = [str(Path(tssa_triton.__file__).parent)]
+    return importlib.import_module(f"{package}.tssa_triton")
 
 
 def relative_rms(x, y):
@@ -169,8 +171,8 @@ class TestKernels:
         torch.testing.assert_close(out[2:], alone[2:], **close)
 
     def test_packing_is_read_once_and_again_after_a_change(self, monkeypatch):
-        calls, plan = [], tssa_triton._packed_plan
-        monkeypatch.setattr(tssa_triton, "_packed_plan", lambda *args: calls.append(1) or plan(*args))
+        calls, layout = [], tssa_triton._packed_layout
+        monkeypatch.setattr(tssa_triton, "_packed_layout", lambda *args: calls.append(1) or layout(*args))
         leaves = make(1, 9, 1, 8)
         seq_idx = packed([(4, 5)]).to(DEVICE)
         first = run_kernels(leaves, seq_idx=seq_idx)
@@ -375,7 +377,7 @@ class TestKernels:
         """Each copy has its own operators; loading one again replaces only its own."""
         leaves = make(1, 9, 2, 8)
         out = run_kernels(leaves)
-        for name in ("transformers_modules.org.model_hyphen_x.tssa_triton", "tssa_triton", "tssa_triton"):
+        for name in ("transformers_modules.org.model_hyphen_x", "tssa_kernel", "tssa_kernel"):
             other = load_again(name)
             assert other._forward._qualname != tssa_triton._forward._qualname
             assert all(torch.equal(x, y) for x, y in zip(out, run_kernels(leaves, module=other)))
@@ -396,7 +398,7 @@ def test_kernels_in_the_interpreter():
 
 def test_loads_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    module = load_again("tssa_triton_without_triton")
+    module = load_again("without_triton")
     assert not module.is_available()
     assert not module.supports(torch.zeros(1))
     assert "triton" not in get_imports(tssa_triton.__file__)  # transformers asks nobody to install it

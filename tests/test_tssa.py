@@ -1,4 +1,4 @@
-"""The operator against a plain float64 transcription of the formulas: outputs, states and every gradient."""
+"""The operator against the plain formulas in float64: outputs, states, every gradient. The formulas against the definition."""
 
 import os
 import subprocess
@@ -7,7 +7,6 @@ import types
 import warnings
 
 import pytest
-import reference
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +18,7 @@ from tost_hf import (
     tssa,
     tssa_step,
 )
-from tost_hf.model import tssa_compiled
+from tost_hf.model import tssa_chunks, tssa_compiled, tssa_formulas
 from tost_hf.model.tssa import _choose_backend, _warn_of_fallback
 
 
@@ -29,10 +28,9 @@ F64 = {"rtol": 1e-10, "atol": 1e-12}
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     """So that small inputs have several chunks and several groups of rows; compiled chunks run their formulas as they are."""
-    module = sys.modules["tost_hf.model.tssa"]
-    monkeypatch.setattr(module, "CHUNK_TOKENS", 32)
-    monkeypatch.setattr(module, "CHUNK_NUMBERS", 32 * 16)
-    values = {"CHUNK_TOKENS": 16, "BLOCK_GROUPS": 4, "GROUP_TOKENS": 4, "CHUNK_NUMBERS": 2 * 32 * 16}
+    monkeypatch.setattr(tssa_chunks, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(tssa_chunks, "CHUNK_NUMBERS", 32 * 16)
+    values = {"SHORTEST_CHUNK": 16, "BLOCK_GROUPS": 4, "UNROLLED_TOKENS": 4, "COMPILED_CHUNK_NUMBERS": 2 * 32 * 16}
     values |= {f"_compiled_{way}": getattr(tssa_compiled, f"_{way}_formulas") for way in ("forward", "backward")}
     for name, value in values.items():
         monkeypatch.setattr(tssa_compiled, name, value)
@@ -76,38 +74,61 @@ def op(request):
     return {"eager": tssa, "compiled": compiled(tssa), "formulas": formulas}[request.param]
 
 
+def by_definition(w, temp, bias, real, causal):
+    """Output and membership of one sequence w (T, H, p), token by token and head by head; `real` (T,) marks its tokens."""
+    T, H, p = w.shape
+    output, membership = torch.zeros_like(w), w.new_zeros(T, H)
+    for t in range(T):
+        if not real[t]:
+            continue
+        past = [i for i in range(t + 1 if causal else T) if real[i]]
+        squares = sum(w[i] ** 2 for i in past).clamp_min(1e-12 if causal else 1e-24)
+        score = [temp[h] * ((w[t, h] ** 2 / squares[h]).sum() + (p * bias[t, h] if causal else 0)) for h in range(H)]
+        membership[t] = torch.stack(score).softmax(0)
+    for t in range(T):
+        past = range(t + 1 if causal else T)
+        for h in range(H):
+            moment = sum(membership[i, h] * w[i, h] ** 2 for i in past if real[i]) if real[t] else 0
+            output[t, h] = -membership[t, h] * w[t, h] / (1 + moment / (membership[list(past), h].sum() + 1e-8))
+    return output, membership
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dead", [0, 3])
+def test_the_formulas_are_the_definition(causal, dead):
+    """With padding on both sides, and with packed sequences, each of which is computed alone."""
+    w, temp, bias = (x.detach() for x in make(T=17, dead=dead))
+    mask, seq_idx = padding_mask(17), torch.arange(17).div(7, rounding_mode="floor").expand(2, 17)
+    if causal:
+        output, membership, _ = tssa_formulas.causal(w, temp, bias, ~mask, seq_idx)
+    else:
+        output, membership = tssa_formulas.bidirectional(w, temp, ~mask, seq_idx)
+    for row in range(2):
+        for part in (slice(0, 7), slice(7, 14), slice(14, 17)):
+            expected = by_definition(w[row, part], temp, bias[part], mask[row, part], causal)
+            torch.testing.assert_close((output[row, part], membership[row, part]), expected, **F64)
+
+
 @pytest.mark.parametrize("T", [1, 8, 63, 64, 65, 150])
 @pytest.mark.parametrize("H, p", [(1, 4), (3, 5), (12, 8)])
 def test_causal_forward(op, T, H, p):
     w, temp, bias = make(T=T, H=H, p=p)
     out = op(w, temp, bias)
-    expected, membership = reference.causal(w.transpose(1, 2), temp, bias.T)
-    torch.testing.assert_close(out.output, expected.transpose(1, 2), **F64)
-    torch.testing.assert_close(out.membership, membership, **F64)
-    torch.testing.assert_close(out.final_state.sum_sq, w.square().sum(1), **F64)
-    torch.testing.assert_close(out.final_state.sum_membership, membership.sum(-1), **F64)
-    weighted = (membership[..., None] * w.square().transpose(1, 2)).sum(2)
-    torch.testing.assert_close(out.final_state.sum_weighted_sq, weighted, **F64)
+    expected, membership, final = tssa_formulas.causal(w, temp, bias)
+    torch.testing.assert_close(out.output, expected, **F64)
+    torch.testing.assert_close(out.membership, membership.transpose(1, 2), **F64)
+    torch.testing.assert_close(out.final_state, final, **F64)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dead", [0, 3])
-def test_causal_gradients_are_the_closed_forms(op, masked, dead):
+def test_causal_gradients_are_those_of_the_formulas(op, masked, dead):
     w, temp, bias = make(dead=dead)
     mask = padding_mask(70) if masked else None
     g = torch.randn_like(w)
     got = torch.autograd.grad(op(w, temp, bias, mask=mask).output, (w, temp, bias), g)
-    with torch.no_grad():
-        dw, dtemp, dbias = reference.causal_gradients(
-            w.transpose(1, 2), temp, bias.T, (g if mask is None else g * mask[..., None, None]).transpose(1, 2), mask
-        )
-    torch.testing.assert_close(got, (dw.transpose(1, 2), dtemp, dbias.T), rtol=1e-9, atol=1e-11)
-    # and the closed forms are right: autograd through the literal formulas
-    literal = torch.autograd.grad(
-        reference.causal(w.transpose(1, 2), temp, bias.T, mask)[0], (w, temp, bias), g.transpose(1, 2)
-    )
-    if mask is None:
-        torch.testing.assert_close(got, literal, rtol=1e-9, atol=1e-11)
+    expected = tssa_formulas.causal(w, temp, bias, None if mask is None else ~mask)[0]
+    torch.testing.assert_close(got, torch.autograd.grad(expected, (w, temp, bias), g), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -116,16 +137,13 @@ def test_bidirectional(op, masked, dead):
     w, temp, _ = make(dead=dead)
     mask = padding_mask(70) if masked else None
     out = op(w, temp, causal=False, mask=mask)
-    expected, membership = reference.bidirectional(w.transpose(1, 2), temp, mask)
-    torch.testing.assert_close(out.output, expected.transpose(1, 2), **F64)
-    torch.testing.assert_close(out.membership, membership, **F64)
+    expected, membership = tssa_formulas.bidirectional(w, temp, None if mask is None else ~mask)
+    torch.testing.assert_close(out.output, expected, **F64)
+    torch.testing.assert_close(out.membership, membership.transpose(1, 2), **F64)
     assert out.final_state is None
     g = torch.randn_like(w)
     got = torch.autograd.grad(out.output, (w, temp), g)
-    g = g if mask is None else g * mask[..., None, None]
-    with torch.no_grad():
-        dw, dtemp = reference.bidirectional_gradients(w.transpose(1, 2), temp, g.transpose(1, 2), mask)
-    torch.testing.assert_close(got, (dw.transpose(1, 2), dtemp), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, (w, temp), g), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -380,11 +398,11 @@ def test_a_million_tokens():
     layer.update_state(before.final_state, w[:, :start], before.membership)
     outputs = []
     for x in w[:, start:].unbind(1):
-        out = tssa_step(x, temp, None, layer.exact_state)
+        out = tssa_step(x, temp, None, layer.state)
         layer.update_state(out.final_state, x.unsqueeze(1), out.membership.unsqueeze(-1))
         outputs.append(out.output)
     assert error(torch.stack(outputs[-1000:], 1), exact[:, -1000:]) < 1e-6
-    assert layer.sum_membership.dtype == torch.float32
+    assert layer.sum_membership.dtype == torch.float64
 
 
 # Backends ------------------------------------------------------------------------------------------------------------
@@ -512,7 +530,7 @@ def test_a_model_on_the_kernels():
     [
         ({"w": torch.randn(2, 8, 12)}, "shape"),
         ({"w": torch.ones(2, 8, 3, 4, dtype=torch.long)}, "floating-point"),
-        ({"temp": torch.ones(4)}, "one number a head"),
+        ({"temp": torch.ones(4)}, "one number per head"),
         ({"denom_bias": torch.zeros(3, 8)}, "denom_bias"),
         ({"mask": torch.ones(2, 7)}, "mask"),
         ({"seq_idx": torch.ones(1, 8)}, "seq_idx"),

@@ -272,9 +272,9 @@ def _about_model(config: PreTrainedConfig) -> dict[str, object]:
     }
     if isinstance(config, ToSTVisionConfig):
         return known | {"kind": "vision", "attention_type": config.attention_type, "image_size": _sides(config)}
-    state_size, remainder_size = state_bytes(config)
+    state = state_bytes(config)
     key_value_size = 2 * config.num_hidden_layers * config.hidden_size * 4  # keys and values in float32
-    return known | {"state_size": state_size, "remainder_size": remainder_size, "key_value_size": key_value_size}
+    return known | {"state_size": state.saved, "state_in_memory": state.in_memory, "key_value_size": key_value_size}
 
 
 def _figures(config: PreTrainedConfig) -> dict[str, str | None]:

@@ -193,8 +193,8 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         rows["positions"] = (
             f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit (position-free)"
         )
-        sums, remainders = state_bytes(config)
-        rows["state"] = f"{sums:,} bytes a sequence at any length, and {remainders:,} of remainders in memory"
+        state = state_bytes(config)
+        rows["state"] = f"{state.saved:,} bytes per sequence at any length ({state.in_memory:,} in memory)"
     else:
         rows["images"] = f"{config.image_size} pixels, patches of {config.patch_size}, attention {config.attention_type}"
     rows["code"] = "carried (trust_remote_code works)" if getattr(config, "auto_map", None) else "not carried (needs tost_hf)"

@@ -216,7 +216,7 @@ def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.T
 
 def _check_continuation(position_ids: torch.Tensor, full_mask: torch.Tensor | None, past_length) -> None:
     """Refuses positions that start at 0 again although the cache holds real tokens of the row."""
-    if not past_length or not _can_look(position_ids):
+    if not _can_look(position_ids) or not past_length:
         return
     T = position_ids.shape[1]
     if full_mask is None:
