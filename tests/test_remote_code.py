@@ -183,6 +183,23 @@ def test_save_pretrained_carries_the_code_on_request(clients, strangers, compute
     assert same(clients.load(tmp_path / "carrying"), computed)
 
 
+PUBLISHED_BEFORE = Path(__file__).parent / "fixtures" / "published"  # by version 0.1.0, with its code
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto_class"), [("language", "AutoModelForCausalLM"), ("vision", "AutoModelForImageClassification")]
+)
+def test_folders_published_before_go_on_working(clients, strangers, tmp_path, kind, auto_class):
+    """With the code they carry, with this package, and published again with its code: the same logits to the last bit."""
+    folder = PUBLISHED_BEFORE / kind
+    before = strangers.load(folder, auto_class, **TRUST)
+    assert same(clients.load(folder, auto_class), before)
+    again = "getattr(transformers, argv[0]).from_pretrained(argv[1]).save_pretrained(argv[2], with_code=True)"
+    clients.run(again, auto_class, folder, tmp_path / "again").check()
+    assert same(strangers.load(tmp_path / "again", auto_class, **TRUST), before)
+    assert (tmp_path / "again" / "tssa_state.py").is_file() and not (folder / "tssa_state.py").is_file()
+
+
 @pytest.mark.slow
 def test_offline_once_cached(hub, strangers, computed, without_package):
     """Another process of the same home: no request, the same bits."""

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import types
 import warnings
 
 import pytest
@@ -19,7 +18,6 @@ from tost_hf import (
     tssa_step,
 )
 from tost_hf.model import tssa_chunks, tssa_compiled, tssa_formulas
-from tost_hf.model.tssa import _choose_backend, _warn_of_fallback
 
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -405,124 +403,7 @@ def test_a_million_tokens():
     assert layer.sum_membership.dtype == torch.float64
 
 
-# Backends ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake_kernels(monkeypatch):
-    """A stand-in for tssa_triton.py that takes float32 tokens and says when it was called."""
-    fake = types.ModuleType("tost_hf.model.tssa_triton")
-    fake.calls, fake.available = [], True
-
-    def run(w, temp, bias, mask, seq_idx, state, causal):
-        fake.calls.append("tssa")
-        out = tssa(w, temp, bias, causal=causal, mask=mask, seq_idx=seq_idx, initial_state=state, backend="reference")
-        return out.output, out.membership.transpose(1, 2), *(out.final_state or (None,) * 3)
-
-    def run_step(w, temp, bias, mask, *state):
-        fake.calls.append("step")
-        out = tssa_step(w, temp, bias, TSSAState(*state), mask=mask, backend="reference")
-        for old, new in zip(state, out.final_state):
-            old.copy_(new)
-        return out.output, out.membership
-
-    fake.is_available = lambda: fake.available
-    fake.supports = lambda w: w.dtype == torch.float32
-    fake.tssa_triton, fake.tssa_step_triton = run, run_step
-    monkeypatch.setitem(sys.modules, "tost_hf.model.tssa_triton", fake)
-    monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
-    return fake
-
-
-@torch.no_grad()
-def test_backend_by_argument_and_environment(fake_kernels, monkeypatch):
-    w, temp, bias = make(dtype=torch.float32)
-    mask = padding_mask(70)
-    plain = tssa(w, temp, bias, mask=mask)
-    state = TSSAState(*(x.clone() for x in plain.final_state))
-    plain_step = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0])
-    assert fake_kernels.calls == []  # on the CPU, auto is the reference
-    torch.testing.assert_close(tssa(w, temp, bias, mask=mask, backend="triton"), plain)
-    torch.testing.assert_close(tssa(w, temp, causal=False, backend="triton"), tssa(w, temp, causal=False))
-    got = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0], backend="triton")
-    torch.testing.assert_close(got, plain_step)
-    torch.testing.assert_close(state, plain.final_state, rtol=0, atol=0)  # the caller's state is left alone
-    assert fake_kernels.calls == ["tssa", "tssa", "step"]
-
-    monkeypatch.setenv("TOST_HF_BACKEND", "triton")
-    tssa(w, temp, bias)
-    tssa_step(w[:, 0], temp, bias[0], None)
-    assert len(fake_kernels.calls) == 5
-    tssa(w, temp, bias, backend="reference")  # the argument goes before the environment
-    tssa(w, temp, bias, backend="auto")
-    assert len(fake_kernels.calls) == 5
-
-
-def test_backend_of_the_layer(fake_kernels):
-    layer = TokenStatisticsSelfAttention(32, 4, causal=True, layer_idx=0, backend="triton")
-    config = ToSTConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=32)
-    cache = CausalStatisticsCache(config)
-    with torch.no_grad():
-        layer(torch.randn(2, 5, 32), past_key_values=cache)
-        layer(torch.randn(2, 1, 32), past_key_values=cache)
-    assert fake_kernels.calls == ["tssa", "step"]
-    layer(torch.randn(2, 1, 32), past_key_values=cache)[0].sum().backward()  # the step kernel has no gradient
-    assert fake_kernels.calls == ["tssa", "step"]
-    assert layer.temp.grad is not None
-
-
-def test_backends_that_cannot_run(fake_kernels, monkeypatch):
-    w, temp, bias = make(dtype=torch.float32)
-    with pytest.raises(ValueError, match="no TSSA backend 'cuda'; choose one of auto, reference, triton"):
-        tssa(w, temp, bias, backend="cuda")
-    with pytest.raises(ValueError, match=r"do not take torch\.float64 tokens on cpu"):
-        tssa(w.double(), temp, bias, backend="triton")
-    assert _choose_backend("auto", "cuda", torch.float64) == "reference"
-    fake_kernels.available = False
-    with pytest.raises(ValueError, match="Triton is not installed"):
-        tssa_step(w[:, 0], temp, None, None, backend="triton")
-    _warn_of_fallback.cache_clear()
-    with pytest.warns(UserWarning, match="Triton is not installed"):
-        assert _choose_backend("auto", "cuda", torch.float32) == "reference"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once a process
-        assert _choose_backend("auto", "cuda", torch.float32) == "reference"
-        _warn_of_fallback.cache_clear()
-        assert _choose_backend("reference", "cuda", torch.float32) == "reference"
-    monkeypatch.setenv("TOST_HF_BACKEND", "fast")
-    with pytest.raises(ValueError, match="no TSSA backend 'fast'"):
-        tssa(w, temp, bias)
-
-
-RUN_MODEL = """
-import os, torch
-from conftest import randomize
-from tost_hf import ToSTConfig, ToSTForCausalLM
-
-torch.manual_seed(0)
-config = ToSTConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, eos_token_id=None)
-model = randomize(ToSTForCausalLM(config)).eval()
-tokens = torch.randint(0, 31, (2, 9))
-mask = torch.ones_like(tokens)
-mask[1, :3] = 0
-
-def run():
-    loss = model(tokens, attention_mask=mask, labels=tokens).loss
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    return loss, *grads, model.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False)
-
-found = run()
-os.environ["TOST_HF_BACKEND"] = "reference"
-torch.testing.assert_close(found, run(), rtol=1e-4, atol=1e-6)
-"""
-
-
-def test_a_model_on_the_kernels():
-    """The whole model by the environment variable alone, the kernels in Triton's interpreter."""
-    pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "TOST_HF_BACKEND": "triton", "PYTHONPATH": os.path.dirname(__file__)}
-    out = subprocess.run([sys.executable, "-c", RUN_MODEL], capture_output=True, text=True, env=env)
-    assert out.returncode == 0, out.stderr
+# Bad input, and the layer --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -533,7 +414,10 @@ def test_a_model_on_the_kernels():
         ({"temp": torch.ones(4)}, "one number per head"),
         ({"denom_bias": torch.zeros(3, 8)}, "denom_bias"),
         ({"mask": torch.ones(2, 7)}, "mask"),
-        ({"seq_idx": torch.ones(1, 8)}, "seq_idx"),
+        ({"mask": torch.tensor([[0.0, float("-inf")] * 4] * 2)}, "mask must hold 1 or true at real tokens"),
+        ({"mask": torch.full((2, 8), 2)}, "mask must hold 1 or true at real tokens"),
+        ({"seq_idx": torch.ones(1, 8, dtype=torch.long)}, "seq_idx must have shape"),
+        ({"seq_idx": torch.full((2, 8), float("nan"))}, "seq_idx must hold integers"),
         ({"causal": False, "denom_bias": torch.zeros(8, 3)}, "causal form"),
         ({"initial_state": TSSAState(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.zeros(1, 3))}, "initial_state"),
     ],

@@ -14,6 +14,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
+from ..model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel
 from .records import CARD, load_card
 from .secrets import is_secret_name, secrets_in_file
 
@@ -65,13 +67,23 @@ def load_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
+MODEL_CLASSES = {
+    model.__name__: model
+    for model in (
+        ToSTModel,
+        ToSTForCausalLM,
+        ToSTForSequenceClassification,
+        ToSTVisionModel,
+        ToSTForImageClassification,
+    )
+}
+
+
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class named in the configuration's `architectures` (the base model where it names none)."""
-    import tost_hf
-
     name = (config.architectures or [modeling_auto.MODEL_MAPPING_NAMES[config.model_type]])[0]
-    found = getattr(tost_hf, name, None)
-    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+    found = MODEL_CLASSES.get(name)
+    if found is None:
         raise ValueError(f"config.json names the architecture {name!r}, which is no ToST model.")
     if found.config_class is not type(config):
         raise ValueError(f"config.json is of model type {config.model_type!r}, but names the architecture {name!r}.")

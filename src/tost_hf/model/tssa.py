@@ -189,6 +189,9 @@ def _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state) -> 
     for name, tensor in (("mask", mask), ("seq_idx", seq_idx)):
         if tensor is not None and tensor.shape != (B, T):
             raise ValueError(f"{name} must have shape (batch, tokens) = ({B}, {T}), got {tuple(tensor.shape)}.")
+    if seq_idx is not None and seq_idx.is_floating_point():
+        raise ValueError(f"seq_idx must hold integers, got {seq_idx.dtype}.")
+    _check_mask(mask)
     if denom_bias is not None and denom_bias.shape not in ((T, H), (1, T, H), (B, T, H)):
         raise ValueError(
             f"denom_bias must have shape (tokens, heads) = ({T}, {H}), with or without the batch in front, got "
@@ -202,6 +205,17 @@ def _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state) -> 
         if shapes != expected:
             raise ValueError(f"initial_state must hold tensors of shapes {expected}, got {shapes}.")
     return temp.reshape(-1)
+
+
+def _check_mask(mask: torch.Tensor | None) -> None:
+    """Refuses a mask of anything but 0 and 1, such as one to be added to scores; looks only where that costs nothing."""
+    if mask is None or mask.dtype == torch.bool or torch.compiler.is_compiling():
+        return
+    if not ((mask == 0) | (mask == 1)).all() if mask.device.type == "cpu" else mask.is_floating_point():
+        raise ValueError(
+            f"mask must hold 1 or true at real tokens and 0 or false at padding, got another {mask.dtype} mask; TSSA has no "
+            "mask that is added to scores."
+        )
 
 
 # The layer ------------------------------------------------------------------------------------------------------------
