@@ -4,6 +4,7 @@
 import asyncio
 import logging
 import threading
+from typing import Any
 
 import torch
 from transformers import (
@@ -108,7 +109,7 @@ def _check_mode(gen_config: GenerationConfig) -> None:
 class _GuardedModel:
     """A model as one request sees it: it stops when `client_gone` is set, and its errors are one line."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: Any):
         self.model, self.client_gone = model, threading.Event()
 
     def __getattr__(self, name: str):
@@ -140,7 +141,7 @@ class _ClientGone(StoppingCriteria):
     def __init__(self, event: threading.Event):
         self.event = event
 
-    def __call__(self, input_ids, scores, **kwargs) -> torch.BoolTensor:
+    def __call__(self, input_ids, scores, **kwargs):
         return torch.full(input_ids.shape[:1], self.event.is_set(), device=input_ids.device, dtype=torch.bool)
 
 

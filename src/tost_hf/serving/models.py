@@ -65,7 +65,7 @@ class ServedModels(ModelManager):
         options = {} if gguf_file is None else {"gguf_file": gguf_file}
         return super().load_model_streaming(model_id_and_revision, **options)
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]  # theirs is static
         """The model that the server holds; else those of the Hub's cache."""
         if self.force_model is not None:
             return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]

@@ -19,6 +19,17 @@ from .generation import GenerationFailed, one_line
 
 
 MAX_BODY_BYTES = 4 * 2**20
+# of transformers' handlers, which read requests without checking their form
+REQUEST_ERRORS: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    TemplateError,
+    OSError,
+    RequestValidationError,
+)
+SERVER_ERRORS: tuple[type[Exception], ...] = (GenerationFailed, Exception)
 
 
 def _for_the_template(variables: dict[str, Any]) -> dict[str, Any]:
@@ -102,10 +113,9 @@ def build_guarded_server(model_manager, *handlers, **more_handlers) -> FastAPI:
     app = build_server(model_manager, *handlers, **more_handlers)
     app.add_middleware(Gate, model_needed=model_manager.force_model is None)
     app.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
-    # transformers' handlers read requests without checking their form
-    for kind in (ValueError, TypeError, AttributeError, LookupError, TemplateError, OSError, RequestValidationError):
+    for kind in REQUEST_ERRORS:
         app.add_exception_handler(kind, lambda _, error: refusal(400, _blame_request(error)))
-    for kind in (GenerationFailed, Exception):
+    for kind in SERVER_ERRORS:
         app.add_exception_handler(kind, lambda _, error: refusal(500, str(error) or type(error).__name__))
     return app
 
@@ -142,7 +152,7 @@ class Gate:
             return
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
-        async def checked_body() -> dict:
+        async def checked_body():
             for message in messages:
                 return message
             await anyio.sleep_forever()
