@@ -277,7 +277,7 @@ class RunsCode:
 def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(tmp_path, as_zip):
     contents = read_pt(FIXTURES / "lm_bias.pt") | {"config": RunsCode(str(tmp_path / "ran"))}
     torch.save(contents, tmp_path / "evil.pt", _use_new_zipfile_serialization=as_zip)
-    with pytest.raises(ValueError, match=r"evil.pt needs \w+.mkdir to be loaded"):
+    with pytest.raises(ValueError, match=r"evil.pt cannot be loaded without \w+.mkdir"):
         convert_from_original(tmp_path / "evil.pt", tmp_path / "model")
     assert os.listdir(tmp_path) == ["evil.pt"]
 

@@ -92,6 +92,11 @@ _WRAPPERS = ("_orig_mod.", "module.")  # torch.compile's and DDP's prefixes, in 
 _VISION_MODULES = ("cls_token", "patch_embed.", "cls_attn_blocks.", "pos_embeder.")
 _XCIT_MODULES = (".local_mp.", ".norm3.", ".gamma3")  # XCiT's local patch interaction
 _POSITION_PROJECTION = "pos_embeder.token_projection.weight"  # a 1x1 convolution in the authors' code, a Linear here
+_SETTINGS = {  # what is read of the run that wrote the file
+    "model_args": ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout", "TSSA"),
+    "args": ("input_size", "drop", "drop_path", "num_heads", "tokens_norm", "model"),
+}
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _END_OF_TEXT = 50256  # of GPT-2's tokenizer, which the authors use
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")  # one number in the authors' code
 
@@ -118,9 +123,9 @@ def convert_from_original(
         output_dir: the folder to write.
         overwrite: whether to replace the model in a folder that is not empty; other files in it stay.
         ema: whether to take the averaged weights, `model_ema`. Vision only, as are the next two.
-        num_attention_heads: the heads of a softmax baseline, which its tensors do not tell; by default those of the authors'
+        num_attention_heads: the heads of a softmax baseline, which its tensors do not show; by default those of the authors'
             size that `args.model` names.
-        normalize_patch_tokens: the authors' `tokens_norm`, which no tensor tells; by default what `args` says, else true, as
+        normalize_patch_tokens: the authors' `tokens_norm`, which no tensor shows; by default what `args` says, else true, as
             in all released models.
 
     Returns:
@@ -129,8 +134,9 @@ def convert_from_original(
     Raises:
         FileNotFoundError: there is no such checkpoint.
         FileExistsError: `output_dir` is a file, or is not empty and `overwrite` is false.
-        ValueError: the file is not such a checkpoint (the sentence says in what), or holds more than plain data, which
-            would need code named by the file to run.
+        OSError: the folder cannot be written; nothing is left of it.
+        ValueError: the file is not such a checkpoint (the sentence says why), or holds more than plain data, which would need
+            code named by the file to run.
     """
     checkpoint, target = Path(checkpoint), Path(output_dir)
     check_folder(target, overwrite)
@@ -141,7 +147,7 @@ def convert_from_original(
         config = _vision_config(state, stated, num_attention_heads, normalize_patch_tokens, checkpoint)
     elif num_attention_heads is not None or normalize_patch_tokens is not None:
         raise ValueError(
-            f"{checkpoint} is no vision checkpoint; heads and normalised patch tokens are settings of these only."
+            f"{checkpoint} is not a vision checkpoint; only these take a number of heads and normalised patch tokens."
         )
     else:
         config = _language_config(state, _stated_settings(contents, "model_args", checkpoint), checkpoint)
@@ -185,7 +191,9 @@ def convert_to_original(
     Raises:
         FileNotFoundError: the folder, its configuration or its weights are missing.
         FileExistsError: `output_file` exists and `overwrite` is false.
-        ValueError: the folder holds no such model, or one that the authors' code has no room for (position-free, say).
+        OSError: the file cannot be written; nothing is left of it.
+        ValueError: the folder holds no such model, or one that the authors' code cannot represent (such as a position-free
+            one).
     """
     source, target = Path(model_dir), Path(output_file)
     check_file(target, overwrite)
@@ -252,7 +260,7 @@ def _authors_tensors(model: PreTrainedModel) -> StateDict:
 
 
 def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
-    """Refuses tensors that are missing, unknown, or of another shape or another sort of number than needed."""
+    """Refuses tensors that are missing, unknown, or of another shape or another kind of number than needed."""
     missing = [name for name in needed if name not in state]
     unknown = [name for name in state if name not in needed]
     problems = [f"it lacks {_listed(missing)}"] * bool(missing) + [f"it has {_listed(unknown)}"] * bool(unknown)
@@ -260,6 +268,11 @@ def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
         raise ValueError(f"{source} does not hold exactly the tensors of a ToST model of its sizes: {' and '.join(problems)}.")
     for name, wanted in needed.items():
         tensor = state[name]
+        if wanted.is_floating_point() and tensor.is_floating_point() and tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{source}: {name} has dtype {tensor.dtype}, in which no ToST model computes; save the weights as one of "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)} first."
+            )
         if tensor.shape != wanted.shape or tensor.is_floating_point() != wanted.is_floating_point():
             numbers = "floating-point numbers" if wanted.is_floating_point() else "integers"
             raise ValueError(
@@ -269,15 +282,20 @@ def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
 
 
 def _listed(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    shown = (name if name.isprintable() and len(name) < 100 else f"{name[:100]!r}..." for name in names[:most])
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # The authors' file
 
 
 def _load_pickle(path: Path) -> object:
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file; name the checkpoint.")
     with path.open("rb"):  # a missing or forbidden file gets its own error here
         pass
+    if _is_compressed(path):
+        raise ValueError(f"{path} is a compressed archive, which torch.save does not write; name the checkpoint itself.")
     try:
         # the authors' vision checkpoints hold one under "args"
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -287,13 +305,26 @@ def _load_pickle(path: Path) -> object:
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
         if code:
             raise ValueError(
-                f"{path} needs {code[1]} to be loaded, which could run any code, so it is refused; save a checkpoint that "
-                f"holds only tensors, numbers, strings, lists and dicts."
+                f"{path} cannot be loaded without {code[1][:200]}, which could run any code, so it is refused; save a "
+                f"checkpoint that holds only tensors, numbers, strings, lists and dicts."
             ) from error
         raise ValueError(
             f"{path} is not a checkpoint that torch.load can read with weights_only=True: it is truncated, damaged or "
             f"another kind of file."
         ) from error
+
+
+def _is_compressed(path: Path) -> bool:
+    """Whether a zip archive unpacks to more than the file holds."""
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except Exception:  # zipfile raises nearly anything on a damaged archive, whose sentence is torch.load's
+        return False
+    size = path.stat().st_size
+    return any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size for entry in entries)
 
 
 def _state_dict(contents: object, key: str, source: Path) -> StateDict:
@@ -303,13 +334,32 @@ def _state_dict(contents: object, key: str, source: Path) -> StateDict:
         raise ValueError(f"{source} is not a checkpoint of the authors' code: that is a dict with a state dict under {key!r}.")
     state = {}
     for name, tensor in stored.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{source}: the entry {name!r} of {key!r} is not a named tensor.")
+        if not isinstance(name, str):
+            raise ValueError(f"{source}: {key!r} holds a name that is not text but {type(name).__name__}.")
+        _check_stored(tensor, f"{source}: the entry {_listed([name])} of {key!r}")
         bare = _strip_wrappers(name)
         if bare in state:
-            raise ValueError(f"{source} holds {bare} twice, under different prefixes.")
+            raise ValueError(f"{source} holds {_listed([bare])} twice, under different prefixes.")
         state[bare] = tensor
+    total, size = sum(tensor.nbytes for tensor in state.values()), source.stat().st_size
+    if total > 2 * size:  # the tied lm_head is stored once and counted twice
+        raise ValueError(f"{source}: its tensors have {total:,} bytes and the file {size:,}; they repeat what is stored.")
     return state
+
+
+def _check_stored(tensor: object, what: str) -> None:
+    """Refuses everything but a dense tensor whose every number is stored."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{what} is not a named tensor.")
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if not plain or tensor.is_quantized or tensor.device.type != "cpu":
+        raise ValueError(f"{what} is not a dense tensor with its numbers in the file.")
+    stored = tensor.untyped_storage().nbytes()
+    if tensor.nbytes > stored:
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)}, {tensor.nbytes:,} bytes, of which the file stores {stored:,}: it "
+            "repeats its numbers."
+        )
 
 
 def _stated_settings(contents: Mapping, key: str, source: Path) -> Mapping:
@@ -319,7 +369,18 @@ def _stated_settings(contents: Mapping, key: str, source: Path) -> Mapping:
         stated = vars(stated)
     if not isinstance(stated, Mapping):
         raise ValueError(f"{source}: {key} must be a dict, got {type(stated).__name__}.")
-    return stated
+    settings = {name: stated[name] for name in _SETTINGS[key] if name in stated}
+    for name, value in settings.items():
+        if not _is_plain(value):
+            raise ValueError(f"{source}: {name} of {key} must be a number or a short text, not {type(value).__name__}.")
+    return settings
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a setting is a number or a short text: quick to compare and to print."""
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) < 200)
 
 
 def _shape(state: StateDict, name: str, ndim: int, source: Path) -> torch.Size:
@@ -338,8 +399,8 @@ def _count(state: StateDict, pattern: str) -> int:
 def _make_config(make: Callable[..., Config], fields: Mapping, source: Path) -> Config:
     try:
         return make(**fields)
-    except (ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{source}: {_last_line(error)}") from error
+    except (ValueError, TypeError, AttributeError, OverflowError, StrictDataclassError) as error:
+        raise ValueError(f"{source}: {str(error).splitlines()[-1].strip()[:300]}") from error
 
 
 def _refuse_settings(config: Config, fixed: Mapping, source: Path) -> None:
@@ -406,7 +467,7 @@ def _tied(state: StateDict, source: Path) -> bool:
 
 
 def _language_args(config: ToSTConfig, source: Path) -> dict:
-    """`model_args` of the authors' code; refuses what that code has no setting for."""
+    """`model_args` of the authors' code; refuses what that code cannot express."""
     if config.max_position_embeddings is None:
         raise ValueError(f"{source} is position-free (max_position_embeddings=None); the authors' format has no such model.")
     fixed = {
@@ -435,7 +496,7 @@ def _language_args(config: ToSTConfig, source: Path) -> dict:
 def _vision_config(
     state: StateDict, args: Mapping, heads: int | None, normalize_patch_tokens: bool | None, source: Path
 ) -> ToSTVisionConfig:
-    """The configuration by the tensors' shapes and, where these do not tell, by `args`."""
+    """The configuration by the tensors' shapes and, for what these do not show, by `args`."""
     _refuse_xcit(state, source)
     width = _shape(state, "cls_token", 3, source)[2]
     attention_type = _attention_type(state, width, source)
@@ -448,7 +509,7 @@ def _vision_config(
         "num_attention_heads": _vision_heads(state, args, heads, attention_type, width, source),
         "intermediate_size": _shape(state, "blocks.0.mlp.fc1.weight", 2, source)[0],
         "image_size": args.get("input_size", 224),
-        "patch_size": 2 ** _count(state, r"patch_embed\.proj\.([^.]*)\.0\.weight"),
+        "patch_size": 2 ** min(_count(state, r"patch_embed\.proj\.([^.]*)\.0\.weight"), 6),  # 6 is one more than there can be
         "num_channels": _shape(state, "patch_embed.proj.0.0.weight", 4, source)[1],
         "attention_type": attention_type,
         "normalize_patch_tokens": normalize_patch_tokens,
@@ -498,7 +559,7 @@ def _vision_heads(state: StateDict, args: Mapping, heads: int | None, attention_
 
 
 def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
-    """What `args` of the authors' code says of a model; refuses what that code has no setting for."""
+    """What `args` of the authors' code says of a model; refuses what that code cannot express."""
     fixed = {
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-6,
@@ -529,15 +590,17 @@ def _empty_model(config: Config) -> PreTrainedModel:
 def _read_config(folder: Path) -> Config:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is not a folder with a transformers model: there is no config.json in it.")
-    fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    except Exception as error:  # transformers raises nearly anything on a file that is not a configuration
+        raise ValueError(f"{folder / 'config.json'} is not a configuration: it is damaged.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{folder / 'config.json'} is not a configuration: it holds a {type(fields).__name__}.")
     for config_class in (ToSTConfig, ToSTVisionConfig):
         if fields.get("model_type") == config_class.model_type:
             return _make_config(config_class.from_dict, {"config_dict": fields}, folder / "config.json")
-    raise ValueError(f"{folder} holds a model of type {fields.get('model_type')!r}, not 'tost' or 'tost_vision'.")
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).splitlines()[-1].strip()
+    model_type = repr(fields.get("model_type"))[:100]
+    raise ValueError(f"{folder} holds a model of type {model_type}, not 'tost' or 'tost_vision'.")
 
 
 __all__ = [

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 
@@ -45,6 +46,15 @@ RECORDS = (  # what a folder tells of its model's training and evaluation
 
 
 @contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Turns what safetensors and torch.save raise when a disk is full into an OSError."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(f"{target} could not be written; is the disk full? ({str(error).splitlines()[0]})") from error
+
+
+@contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
     """A new folder to write a model into; its files then replace those of `target`, the configuration last."""
     target = target.resolve()
@@ -52,7 +62,8 @@ def staged_folder(target: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as private:
         folder = Path(private, "model")  # with ordinary permissions, which the temporary folder has not
         folder.mkdir()
-        yield folder
+        with _writing(target):
+            yield folder
         if not target.exists():
             folder.rename(target)
             return
@@ -74,7 +85,8 @@ def staged_file(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        yield staged
+        with _writing(target):
+            yield staged
         os.replace(staged, target)
     finally:
         staged.unlink(missing_ok=True)

@@ -118,6 +118,8 @@ def _check_inherited_fields(config_class: type, fields: dict) -> None:
     for name, value in fields.items():
         if name.startswith("__") or callable(getattr(config_class, name, None)):
             raise ValueError(f"{_shown(name)} is not a field of a configuration but the name of a method.")
+        if isinstance(derived := getattr(config_class, name, None), property) and derived.fset is None:
+            raise ValueError(f"{name} follows from other fields, so it cannot be given.")
         if value is not None and not isinstance(value, INHERITED_FIELDS.get(name, object)):
             raise ValueError(f"{name} must be a {INHERITED_FIELDS[name][0].__name__}, got {_shown(value)}.")
     if not all(isinstance(name, str) for name in fields.get("architectures") or ()):
