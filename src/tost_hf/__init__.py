@@ -13,7 +13,8 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
 )
-from transformers.models.auto import image_processing_auto, modeling_auto
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer, load_cache, save_cache
 from .model.configuration_tost import PRESETS, ToSTConfig
@@ -67,7 +68,7 @@ for auto_class, class_names, model_class in (
     # register() leaves out the tables of class names, by which Trainer's label smoothing tells that labels are to be shifted
     getattr(modeling_auto, class_names)[model_class.config_class.model_type] = model_class.__name__
 # by name, as transformers' own: the class needs Pillow, and is imported when it is first used
-image_processing_auto.IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)
+IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)
 
 
 def __getattr__(name: str):
