@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
 
-# not the tabs and line breaks: what is invisible, and what turns the direction of writing around
+# but for tabs and line breaks: what cannot be seen, and what turns the direction of writing around
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_HIDDEN_OR_FENCE = re.compile(f"{_INVISIBLE.pattern}|`")
 # what starts markup; an underscore does so only at the edge of a word
 _MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|(?<=http):(?=//)|(?<=https):(?=//)|(?<=www)\.", re.IGNORECASE)
 _ESCAPED = re.compile(r"\\([!-/:-@\[-`{-~])")
@@ -20,8 +21,7 @@ class Markdown(str):
 
 def escape(text: str) -> str:
     """One line of plain text as Markdown that shows it: no emphasis, link, image, formula or HTML comes of it."""
-    text = " ".join(_INVISIBLE.sub(" ", text).split())
-    return _MARKUP.sub(r"\\\g<0>", text.replace("&", "&amp;").replace("<", "&lt;"))
+    return _MARKUP.sub(r"\\\g<0>", _one_line(text).replace("&", "&amp;").replace("<", "&lt;"))
 
 
 def unescape(text: str) -> str:
@@ -31,7 +31,7 @@ def unescape(text: str) -> str:
 
 def code(text: str) -> str:
     """One line of text as code within a line."""
-    text = " ".join(_INVISIBLE.sub(" ", text).split())
+    text = _one_line(text)
     mark = "`" * (_longest_run(text) + 1)
     space = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{mark}{space}{text}{space}{mark}"
@@ -44,14 +44,18 @@ def code_block(text: str, language: str) -> str:
     return f"{fence}{language}\n{text}\n{fence}"
 
 
+def _one_line(text: str) -> str:
+    return _INVISIBLE.sub("", " ".join(text.split()))
+
+
 def _longest_run(text: str) -> int:
     return max(map(len, re.findall("`+", text)), default=0)
 
 
 def python_literal(text: str) -> str:
-    """Text as a string literal of Python, on one line, in double quotes."""
-    literal = json.dumps(text, ensure_ascii=False)  # of JSON's escapes, Python knows all that it writes so
-    return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", literal)
+    """Text as a string literal of Python, on one line, in double quotes and without backticks, which would end a block."""
+    literal = json.dumps(text, ensure_ascii=False)  # Python knows all of JSON's escapes
+    return _HIDDEN_OR_FENCE.sub(lambda found: f"\\u{ord(found[0]):04x}", literal)
 
 
 def link(name: str, address: str) -> str:
