@@ -7,16 +7,16 @@ from shutil import copytree
 import pytest
 import yaml
 from card_folders import RESULT, code_blocks, write_json
+from markdown_it import MarkdownIt
 
 
 pytest.importorskip("jinja2")
-markdown_it = pytest.importorskip("markdown_it")
 
 from tost_hf.hub.cards import build_card, write_card
 from tost_hf.hub.markdown import escape, python_literal, unescape
 
 
-PARSER = markdown_it.MarkdownIt("commonmark").enable("table")
+PARSER = MarkdownIt("commonmark").enable("table")
 TEXTS = {
     "html": "<script>alert(1)</script>",
     "html comment": "<!-- tost_hf 01234567 -->",

@@ -1,14 +1,9 @@
 """Damaged files beside the weights: a sentence, or a card without what cannot be read. Never a traceback, never a hang."""
 
 import json
-import time
-from shutil import copytree
 
 import pytest
 from card_folders import RESULT, metadata, write_json
-from huggingface_hub import ModelCard
-
-from tost_hf import cli
 
 
 pytest.importorskip("jinja2")

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
 from ..model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel
-from .records import CARD, load_card
+from .records import CARD, load_card, read_json
 from .secrets import is_secret_name, secrets_in_file
 
 
@@ -56,12 +55,14 @@ def load_config(folder: Path) -> PreTrainedConfig:
     Raises:
         ValueError: there is none, or it belongs to another kind of model.
     """
-    if not (folder / "config.json").is_file():
+    path = folder / CONFIG_NAME
+    if not path.is_file():
         raise ValueError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
+    read_json(path)  # for its sentences
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise ValueError(f"{folder / 'config.json'} is not the configuration of a model: {error}") from error
+    except Exception as error:  # whatever a wrong kind of value leads to in transformers
+        raise ValueError(f"{path} is not the configuration of a model: {error}") from error
     if config.model_type not in ("tost", "tost_vision"):
         raise ValueError(f"{folder} holds a model of type {config.model_type!r}, not a ToST model.")
     return config

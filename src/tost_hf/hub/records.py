@@ -69,8 +69,12 @@ class Records(NamedTuple):
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def _read_json(path: Path) -> dict:
-    """The object in a JSON file, or an empty one where there is no file."""
+def read_json(path: Path) -> dict:
+    """The object in a JSON file, or an empty one where there is no file.
+
+    Raises:
+        ValueError: it holds something else, or is too large for a record.
+    """
     if not path.is_file():
         return {}
     if path.stat().st_size > LARGEST_RECORD:
@@ -115,7 +119,7 @@ def _without_secrets(value):
 def _evaluation_results(folder: Path) -> list[dict]:
     """The results in evaluation.json whose values are finite."""
     path = folder / EVALUATION
-    results = _read_json(path).get("results", [])
+    results = read_json(path).get("results", [])
     if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
         raise ValueError(f'"results" in {str(path)!r} must be a list of objects.')
     for result in results:
@@ -139,9 +143,9 @@ def _check_result(result: dict, path: Path) -> None:
 
 def _training_evaluation(folder: Path) -> TrainingEvaluation:
     """Trainer's last evaluation, if it was one of the weights in the folder."""
-    entry = _read_json(folder / EVAL_RESULTS) or _read_json(folder / ALL_RESULTS)
+    entry = read_json(folder / EVAL_RESULTS) or read_json(folder / ALL_RESULTS)
     if not any(key.startswith("eval_") for key in entry):
-        state = _read_json(folder / TRAINER_STATE)
+        state = read_json(folder / TRAINER_STATE)
         history = state.get("log_history")
         logged = (
             [line for line in history if isinstance(line, dict) and "eval_loss" in line] if isinstance(history, list) else []
@@ -154,21 +158,21 @@ def _training_evaluation(folder: Path) -> TrainingEvaluation:
         about_speed = name.endswith(("runtime", "_per_second", "_samples", "_time")) or name == "samples"
         wanted = key.startswith("eval_") or key == "perplexity"
         if wanted and not about_speed and _number(value) is not None:
-            metrics[name] = value
+            metrics[without_secrets(name)] = value
     return TrainingEvaluation(metrics, _number(entry.get("eval_samples")))
 
 
 def _training_run(folder: Path) -> TrainingRun:
     """What run_arguments.json says."""
-    record = _read_json(folder / RUN_ARGUMENTS)
+    record = read_json(folder / RUN_ARGUMENTS)
     values = (record.get(name) for name in TrainingRun._fields)
     return TrainingRun(*(value if isinstance(value, str) else None for value in values))
 
 
 def _training_summary(folder: Path) -> TrainingSummary:
     """What trainer_state.json, train_results.json and all_results.json say about training."""
-    state = _read_json(folder / TRAINER_STATE)
-    results = _read_json(folder / TRAIN_RESULTS) | _read_json(folder / ALL_RESULTS)
+    state = read_json(folder / TRAINER_STATE)
+    results = read_json(folder / TRAIN_RESULTS) | read_json(folder / ALL_RESULTS)
     return TrainingSummary(
         steps=_number(state.get("global_step")) or None,
         epochs=_number(results.get("epoch", state.get("epoch"))) or None,
