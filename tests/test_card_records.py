@@ -1,9 +1,13 @@
 """Damaged files beside the weights: a sentence, or a card without what cannot be read. Never a traceback, never a hang."""
 
 import json
+import time
 
 import pytest
 from card_folders import RESULT, metadata, write_json
+from huggingface_hub import ModelCard
+
+from tost_hf import cli
 
 
 pytest.importorskip("jinja2")
@@ -63,3 +67,128 @@ def test_any_value_anywhere(trained_folder, labelled_folder, name, kind):
             else:
                 assert metadata(card)["library_name"] == "transformers"
                 assert not {"nan", "inf", "-inf", ".nan", "-.inf"} & set(str(card).replace("|", " ").split()), (path, last)
+
+
+DEEP = 100_000
+DAMAGED = {
+    "empty": (b"", "not valid JSON"),
+    "cut short": (b'{"results": [{"task_type": "te', "not valid JSON"),
+    "not UTF-8": (b'{"command": "\xff"}', "not valid JSON"),
+    "half a character": (b'{"command": "\\ud800"}', "not valid JSON"),
+    "half a character as a name": (b'{"\\udfff": 1}', "not valid JSON"),
+    "deep": (b"[" * DEEP + b"]" * DEEP, "not valid JSON"),
+    "deep in an object": (b'{"a": ' * DEEP + b"1" + b"}" * DEEP, "not valid JSON"),
+    "digits": (b'{"global_step": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    "a list": (b"[]", "must hold a JSON object, got a list"),
+    "a text": (b'"a"', "must hold a JSON object, got a str"),
+    "nothing": (b"null", "must hold a JSON object, got a NoneType"),
+    "a pickle": (b"\x80\x04}q\x00.", "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize(("content", "sentence"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_files(trained_folder, capsys, content, sentence):
+    (trained_folder / "eval_results.json").unlink()  # it comes before all_results.json
+    for name in FILES:
+        path = trained_folder / name
+        sound = path.read_bytes() if path.exists() else b"{}"
+        path.write_bytes(content)
+        started = time.monotonic()
+        assert cli.main(["card", str(trained_folder)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("tost-hf: error: ") and name in error and sentence in error and time.monotonic() - started < 5
+        assert not (trained_folder / "README.md").exists()
+        path.write_bytes(sound)
+
+
+ALIASES = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))
+CARDS = {  # metadata, and what is said of it; None if it is right
+    "aliases of aliases": (f"a0: &a0 [x, y]\n{ALIASES}", "larger than"),
+    "aliases of mappings": ("a0: &a0 {x: y}\n" + ALIASES.replace("[", "[{z: *a0}, "), "larger than"),
+    "a list in itself": ("a: &a [*a]", "names nothing before it"),
+    "an alias of nothing": ("a: *b", "cannot be read"),
+    "deep": ("a: " + "[" * DEEP + "]" * DEEP, "cannot be read"),
+    "deep mappings": ("a: " + "{b: " * 200 + "1" + "}" * 200, "nested deeper"),
+    "deep by indents": ("\n".join(" " * i + "a:" for i in range(300)), "nested deeper"),
+    "long": ("a: " + "x" * 10**6, "larger than"),
+    "many": ("a:\n" + "- b\n" * 10**6, "larger than"),
+    "many keys": ("\n".join(f"k{i}: 1" for i in range(10**5)), "larger than"),
+    "an object": ("a: !!python/object/apply:os.system ['touch /tmp/owned']", "cannot be read"),
+    "a name": ("a: !!python/name:os.system", "cannot be read"),
+    "digits": ("a: " + "9" * 5000, "cannot be read"),
+    "a date": ("a: 2026-99-99", "cannot be read"),
+    "no mapping": ("- a\n- b", "cannot be read"),
+    "numbers as names": ("1: a", "cannot be read"),
+    "a method's name": ("to_dict: 5", "is no name for metadata"),
+    "self": ("self: 5", "cannot be read"),
+    "tags by name": ("tags: {a: b}", None),  # huggingface_hub takes the names
+    "tags in tags": ("tags: [[a]]", "'tags'"),
+    "a number of tags": ("tags: 5", "cannot be read"),
+    "metrics": ("metrics: 5", "'metrics' must be"),
+    "datasets": ("datasets: [{a: b}]", "'datasets' must be"),
+    "base model": ("base_model: {a: b}", "'base_model' must be"),
+    "pipeline": ("pipeline_tag: [a]", "'pipeline_tag' must be a text"),
+    "licence": ("license: {mit: yes}", "'license' must be"),
+    "results": ("model-index: 5", "cannot be read"),
+    "results of results": ("model-index:\n- name: x\n  results: [{task: 5}]", "cannot be read"),
+    "a control character": ("a: \x00", "cannot be read"),
+    "not closed": ("a: [b", "cannot be read"),
+    "two licences": ("license: [mit, apache-2.0]", None),
+    "an alias": ("a: &a [b]\nc: *a", None),
+    "many tags": (f"tags: [{', '.join(f't{i}' for i in range(1000))}]", None),
+    "Norwegian": ("language: no", None),
+    "a merge": ("a: &a {b: 1}\nc:\n  <<: *a", None),
+    "odd results": (
+        "model-index:\n- name: x\n  results:\n  - task: {type: [a]}\n    dataset: {type: {b: c}, name: 5}\n"
+        "    metrics: [{type: [d], value: {e: .nan}}]",
+        "cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "sentence"), CARDS.values(), ids=CARDS)
+def test_metadata_of_any_kind(bare_folder, capsys, content, sentence):
+    path = bare_folder / "README.md"
+    path.write_text(f"---\n{content}\n---\n\n# Mine\n")
+    before, started = path.read_bytes(), time.monotonic()
+    status = cli.main(["card", str(bare_folder)])
+    error = capsys.readouterr().err
+    assert time.monotonic() - started < 5
+    if sentence is None:
+        assert status == 0 and "# Mine" in ModelCard.load(path).text
+    else:
+        assert status == 1 and error.startswith("tost-hf: error: The metadata at the top of ") and sentence in error
+        assert path.read_bytes() == before
+        assert cli.main(["verify", str(bare_folder)]) == 1 and sentence in capsys.readouterr().out
+    assert cli.main(["info", str(bare_folder)]) == (sentence is not None)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"---\nlicense: mit\n", "that ends the metadata is missing"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"x" * (2**22 + 1), "larger than"),
+    ],
+)
+def test_cards_that_are_none(bare_folder, content, sentence):
+    (bare_folder / "README.md").write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        build_card(bare_folder)
+
+
+ARGUMENTS = [
+    (["--repo-id", "bad id!"], "bad id!"),
+    (["--repo-id", 'a"); import os #'], "Repo id must"),
+    (["--repo-id", ""], "Repo id must"),
+    (["--repo-id", "a/b/c"], "Repo id must"),
+    (["--license", "mit\n---\nevil: 1"], "no licence's identifier"),
+    (["--license", "`"], "no licence's identifier"),
+    (["--license", ""], "no licence's identifier"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), ARGUMENTS)
+def test_arguments_that_are_none(bare_folder, capsys, arguments, sentence):
+    assert cli.main(["card", str(bare_folder), *arguments]) == 1
+    assert sentence in capsys.readouterr().err and not (bare_folder / "README.md").exists()

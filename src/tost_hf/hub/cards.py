@@ -335,9 +335,11 @@ def _architecture_table(config: PreTrainedConfig, dtypes: Sequence[str]) -> str:
             ("positions", "no limit" if positions is None else number(positions)),
         ]
     if task(config)[1].endswith("classification"):
-        names = [without_secrets(str(config.id2label[i])) for i in sorted(config.id2label)]
-        listed = len(names) <= 20 and not all(name.startswith("LABEL_") for name in names)
-        rows.append(("classes", f"{number(len(names))}: {', '.join(names)}" if listed else number(len(names))))
+        names = [config.id2label[i] for i in sorted(config.id2label)]
+        texts = [name for name in names if isinstance(name, str)]
+        shown = len(names) == len(texts) <= 20 and not all(name.startswith("LABEL_") for name in texts)
+        words = f": {without_secrets(', '.join(texts))}" if shown else ""
+        rows.append(("classes", f"{number(len(names))}{words}"))
     return table(("", ""), rows)
 
 

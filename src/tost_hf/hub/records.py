@@ -259,6 +259,8 @@ def _split_metadata(content: str) -> tuple[str, str]:
 
 def _check_yaml(text: str) -> None:
     """Refuses YAML that would take long to load, or never end, before anything is built of it."""
+    if len(text) > LARGEST_METADATA:
+        raise ValueError(f"it is larger than {LARGEST_METADATA:,} characters")
     sizes: dict[str, int] = {}  # of what an anchor names
     stack = [(None, 0)]  # the anchor and the size of each list or mapping that is open
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -290,6 +292,7 @@ def _check_metadata(data: ModelCardData) -> None:
     for key in vars(data):
         if hasattr(ModelCardData, key):
             raise ValueError(f"{key!r} is no name for metadata")
+    data.to_yaml()  # as it will be written
     for key in ("license_name", "license_link", "library_name", "pipeline_tag"):
         if not isinstance(data.get(key), str | None):
             raise ValueError(f"{key!r} must be a text, got {data[key]!r}")
