@@ -132,7 +132,7 @@ def test_tables_hold_the_inputs(trained_folder):
         "| optimizer steps | 4,321 |",
         "| epochs | 2.5 |",
         "| training examples | 8,765 |",
-        "| examples of a device's micro-batch | 6 |",
+        "| examples per device and micro-batch | 6 |",
         "| mean training loss | 2.125 |",
         "| time | 1 h 2 min |",
     ):

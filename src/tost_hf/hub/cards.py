@@ -47,8 +47,9 @@ LANGUAGE_TABLE = """\
 | ToST-Medium | 303,662,464 | 2.88 | 4.45 | 4.30 | 5.64 | 4.32 |
 | ToST-Large | 655,136,720 | 2.72 | 4.32 | 3.99 | 5.03 | 4.02 |"""
 LANGUAGE_NOTE = (
-    "Cross-entropy in nats a GPT-2 token, zero-shot, as the mean over random windows of 1,024 tokens drawn with replacement. "
-    "A sweep over a whole test set is another protocol and gives other numbers. Parameters without the table of positions."
+    "Cross-entropy in nats per GPT-2 token, zero-shot, as the mean over random windows of 1,024 tokens drawn with "
+    "replacement. A sweep over a whole test set is another protocol and gives other numbers. Parameters without the table of "
+    "positions."
 )
 VISION_TABLE = """\
 | dataset | ToST-T | ToST-S | ToST-M | XCiT-S | XCiT-M | ViT-S | ViT-B |
@@ -61,8 +62,8 @@ VISION_TABLE = """\
 | Flowers-102 | 88.6 | 92.8 | 94.2 | 93.9 | 94.0 | 94.0 | 95.7 |
 | Oxford Pets | 85.6 | 91.1 | 92.8 | 92.9 | 94.0 | 92.8 | 94.1 |"""
 VISION_NOTE = (
-    "Top-1 accuracy in %. Pre-training on ImageNet-1k; the datasets below the two ImageNet rows are fine-tuned on. T, S "
-    "and M are the tiny, small and medium sizes of 12, 12 and 24 layers, with patches of 16 pixels."
+    "Top-1 accuracy in %. Pre-training on ImageNet-1k, and fine-tuning on each dataset below the two ImageNet rows. T, S and "
+    "M are the tiny, small and medium sizes of 12, 12 and 24 layers, with patches of 16 pixels."
 )
 PUBLISHED = {
     **dict.fromkeys(PRESETS, (LANGUAGE_TABLE, LANGUAGE_NOTE)),
@@ -228,7 +229,7 @@ def _training_table(training: TrainingSummary) -> str:
         ("optimizer steps", number(training.steps)),
         ("epochs", number(training.epochs)),
         ("training examples", number(training.examples)),
-        ("examples of a device's micro-batch", number(training.batch_size)),
+        ("examples per device and micro-batch", number(training.batch_size)),
         ("mean training loss", number(training.loss)),
         ("time", None if training.seconds is None else duration(training.seconds)),
     ]
