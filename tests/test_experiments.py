@@ -272,7 +272,7 @@ def test_reading_in_pieces_is_one_pass(monkeypatch):
     assert rows[1]["moment_change"] == pytest.approx(((states[1] - states[0]).norm() / states[0].norm()).item(), rel=1e-4)
     assert "moment_change" not in rows[0] and rows[0]["moment_norm"] == pytest.approx(states[0].norm().item(), rel=1e-5)
     assert rows[1]["microseconds_a_token"] > 0 and rows[1]["peak_mebibytes"] >= 0
-    assert rows[1]["cache_bytes"] == rows[0]["cache_bytes"] == 2 * (2 * 32 + 4) * 4
+    assert rows[1]["cache_bytes"] == rows[0]["cache_bytes"] == 2 * (32 * 4 + (32 + 4) * 8)
     monkeypatch.setattr(long_context, "position_ranges", lambda length, first: [(16, 24)])
     assert long_context.read(model, tokens)[0]["loss_without_older_past"] == pytest.approx(alone.mean().item(), rel=1e-5)
 

@@ -4,9 +4,10 @@
     python examples/benchmarks/op.py               # forward and backward, causal and bidirectional
     python examples/benchmarks/op.py --memory      # peak memory of a forward pass over 131,072 tokens
 
-`literal` is the authors' eager code: the formulas in their order with autograd's backward, in float32 inside whatever the
-input's dtype, as their training under bfloat16 autocast computes them. `sdpa` is PyTorch's attention (flash where the GPU has
-it) on queries, keys and values of the same shape, and `fla ...` are operators of flash-linear-attention where it is installed.
+`literal` is the plain formulas (tssa_formulas.py) with autograd's backward, as the authors' eager code computes them: in
+float32 inside whatever the input's dtype, as in their training under bfloat16 autocast. On a CPU the bidirectional `eager` is
+the same. `sdpa` is PyTorch's attention (flash where the GPU has it) on queries, keys and values of the same shape, and
+`fla ...` are operators of flash-linear-attention where it is installed.
 
 `x floor` is the time over that of the least memory traffic: w read and the output written, and in the backward pass w and
 the gradient read and w's gradient written, at the bandwidth of a large copy that takes turns with the operators. Every TSSA
@@ -37,6 +38,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tost_hf import tssa
+from tost_hf.model import tssa_formulas
 
 
 CPU_SHAPES = [(4, 1024, 12, 64)]
@@ -53,20 +55,8 @@ VARIANTS = (*TSSA, "sdpa", *FLA)
 
 
 def literal(w, temp, denom_bias=None, causal=True):
-    """The formulas of TSSA in their order, head-major, with autograd's backward."""
-    dtype = w.dtype
-    w = w.transpose(1, 2).to(torch.promote_types(dtype, torch.float32))
-    sq = w.square()
-    if causal:
-        denom = sq.cumsum(-2).clamp_min(1e-12)
-        score = temp[None, :, None] * (sq / denom + denom_bias.T[None, :, :, None]).sum(-1)
-        membership = score.softmax(1)
-        moment = (membership[..., None] * sq).cumsum(-2) / (membership.cumsum(-1) + 1e-8)[..., None]
-    else:
-        score = temp[None, :, None] * F.normalize(w, dim=-2, eps=1e-12).square().sum(-1)
-        membership = score.softmax(1)
-        moment = ((membership[..., None] * sq).sum(-2) / (membership.sum(-1) + 1e-8)[..., None])[:, :, None]
-    return (-(w * membership[..., None]) / (1 + moment)).to(dtype).transpose(1, 2).contiguous()
+    """The plain formulas in their order, with autograd's backward."""
+    return tssa_formulas.causal(w, temp, denom_bias)[0] if causal else tssa_formulas.bidirectional(w, temp)[0]
 
 
 def ours(backend: str):

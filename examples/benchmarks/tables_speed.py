@@ -72,9 +72,12 @@ def operator(measured: Measured) -> str:
             def time(variant, metric="ms", case=case):
                 return measured.spread("op", variant=variant, metric=metric, **case)
 
-            gains = [with_range(time(variant, "literal / this")) for variant in ("eager", "compiled")]
-            cells = [ms(time(variant)) for variant in ("literal", "eager", "compiled", "literal compiled", "sdpa")]
-            lines.append([f"{form}, {which}", *cells[:2], gains[0], cells[2], gains[1], *cells[3:]])
+            eager, compiled, sdpa = (ms(time(variant)) for variant in ("eager", "compiled", "sdpa"))
+            cells = ["", eager, "", compiled, "", "", sdpa]  # the bidirectional form is the plain formulas
+            if form == "causal":
+                cells[0], cells[5] = ms(time("literal")), ms(time("literal compiled"))
+                cells[2], cells[4] = (with_range(time(variant, "literal / this")) for variant in ("eager", "compiled"))
+            lines.append([f"{form}, {which}", *cells])
     return with_source(measured, markdown([*head, "attention (SDPA)"], lines), "op", metric="ms", **OP_SHAPE)
 
 

@@ -149,7 +149,8 @@ def _running_sum(x: torch.Tensor, offset: torch.Tensor | None, before: torch.Ten
     Packed rows take doubling steps rather than a difference of two cumulative sums, which would cancel digits.
     """
     if offset is None:
-        x = x.cumsum(1)
+        # cumsum lays its result out as it sees it: head by head it takes half the time
+        x = x.transpose(1, 2).cumsum(2).transpose(1, 2)
     else:
         offset = _per_token(offset, x)
         distance = 1
