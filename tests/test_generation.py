@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from conftest import randomize
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, StaticCache, TextStreamer
 
 from tost_hf import CausalStatisticsCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, save_cache
@@ -127,6 +128,15 @@ def test_continuation_from_a_returned_cache(tiny_model, prompt, make):
     first = generate(tiny_model, prompt, past_key_values=cache, max_new_tokens=7, return_dict_in_generate=True)
     second = generate(tiny_model, first.sequences, past_key_values=first.past_key_values, max_new_tokens=NEW - 7)
     assert torch.equal(second, generate(tiny_model, prompt))
+
+
+@pytest.mark.parametrize("cached", [11, 15])
+def test_a_prompt_that_the_cache_holds_is_refused(tiny_model, prompt, cached):
+    cache = filled(tiny_model, torch.randint(2, 97, (2, cached)))
+    with pytest.raises(ValueError, match=f"holds {cached} tokens already, and the prompt has 11"):
+        generate(tiny_model, prompt, past_key_values=cache)
+    mask = torch.ones(2, cached + 11, dtype=torch.long)
+    generate(tiny_model, prompt, past_key_values=cache, attention_mask=mask, max_new_tokens=2)  # new tokens alone are fine
 
 
 def test_one_prefix_for_many_prompts(tiny_model, prompt):
@@ -295,13 +305,34 @@ def test_bad_cache_files(tiny_model, prompt, tmp_path):
         load_cache(tmp_path / "model.safetensors", tiny_model.config)
 
 
-def test_failed_save_leaves_the_old_file(tiny_model, prompt, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_length": None}, "gives '' as the number"),
+        ({"seq_length": "-3"}, "gives '-3' as the number"),
+        ({"seq_length": "x"}, "gives 'x' as the number"),
+        ({"layers.0.sum_sq": torch.zeros(3, 4, 8)}, "not of one batch"),
+        ({"layers.1.sum_membership": torch.zeros(2, 4, dtype=torch.long)}, "no floating-point numbers"),
+    ],
+)
+def test_damaged_cache_files(tiny_model, prompt, tmp_path, change, message):
+    file = tmp_path / "prefix.safetensors"
+    save_cache(filled(tiny_model, prompt), file)
+    with safe_open(file, "pt") as opened:
+        metadata, tensors = opened.metadata(), {key: opened.get_tensor(key) for key in opened.keys()}
+    for name, value in change.items():
+        (tensors if name in tensors else metadata)[name] = value
+    save_file(tensors, file, metadata={name: value for name, value in metadata.items() if value is not None})
+    with pytest.raises(ValueError, match=message):
+        load_cache(file, tiny_model.config)
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("I/O error: No space left on device")])
+def test_failed_save_leaves_the_old_file(tiny_model, prompt, tmp_path, monkeypatch, error):
     file = tmp_path / "prefix.safetensors"
     save_cache(filled(tiny_model, prompt), file)
     before = file.read_bytes()
-    monkeypatch.setattr(
-        "tost_hf.model.cache_tost.save_file", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("disk full"))
-    )
+    monkeypatch.setattr("tost_hf.model.cache_tost.save_file", lambda *args, **kwargs: (_ for _ in ()).throw(error))
     with pytest.raises(OSError, match="disk full"):
         save_cache(filled(tiny_model, prompt[:, :3]), file)
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]

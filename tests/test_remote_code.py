@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hub_clients import CARD, Client, Clients, language_folder, language_model, vision_folder
 
 import tost_hf
@@ -181,6 +182,35 @@ def test_save_pretrained_carries_the_code_on_request(clients, strangers, compute
     assert same(strangers.load(tmp_path / "carrying", **TRUST), computed)
     assert refused(strangers.load(tmp_path / "bare", **TRUST))
     assert same(clients.load(tmp_path / "carrying"), computed)
+
+
+SAVED_AGAIN = {
+    "model": "model_class.from_pretrained(folder, **trust).save_pretrained(target)",
+    "configuration": "transformers.AutoConfig.from_pretrained(folder, **trust).save_pretrained(target)",
+    "a model's configuration": "model_class.from_pretrained(folder, **trust).config.save_pretrained(target)",
+    "pipeline": "pipeline(model=folder, task=task, **trust).save_pretrained(target)",
+}
+
+
+@pytest.mark.parametrize("way", SAVED_AGAIN)
+@pytest.mark.parametrize("auto_class", ["AutoModelForCausalLM", "AutoModelForImageClassification"])
+def test_saved_again_from_a_local_folder(strangers, tmp_path, way, auto_class):
+    """By a process without the package: transformers splits a local folder's code, the copy has all of it."""
+    MODELS[auto_class](tmp_path / "model")
+    getattr(transformers, auto_class).from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model", with_code=True)
+    again = f"""
+auto_class, folder, target = argv
+model_class = getattr(transformers, auto_class)
+trust = {{"trust_remote_code": True}}
+task = "text-generation" if auto_class == "AutoModelForCausalLM" else "image-classification"
+{SAVED_AGAIN[way]}
+"""
+    strangers.run(again, auto_class, tmp_path / "model", tmp_path / "again").check()
+    files = {path.name for path in (tmp_path / "again").glob("*.py")}
+    assert files == set(CODE_FILES["tost" if auto_class == "AutoModelForCausalLM" else "tost_vision"])
+    if way in ("model", "pipeline"):
+        expected = strangers.load(tmp_path / "model", auto_class, **TRUST)
+        assert same(strangers.load(tmp_path / "again", auto_class, **TRUST), expected)
 
 
 PUBLISHED_BEFORE = Path(__file__).parent / "fixtures" / "published"  # by version 0.1.0, with its code

@@ -6,19 +6,21 @@ import math
 import pytest
 import torch
 from conftest import randomize
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     GPT2Config,
     PreTrainedTokenizerFast,
     pipeline,
 )
 
-from tost_hf import PRESETS, ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
+from tost_hf import PRESETS, ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel, ToSTVisionConfig
 
 
 def ids(*shape):
@@ -103,6 +105,24 @@ def test_float32_folder_loads_in_another_dtype(tiny_model, saved, dtype):
         kept = is_statistics(name) and dtype != torch.float64
         assert tensor.dtype == (torch.float32 if kept else dtype), name
     assert again(ids(1, 5)).logits.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModelForImageClassification])
+def test_a_model_built_in_another_dtype_keeps_float32_statistics(tiny_config, auto_class, dtype):
+    vision = ToSTVisionConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, patch_size=8)
+    model = auto_class.from_config(tiny_config if auto_class is AutoModelForCausalLM else vision, dtype=dtype)
+    for name, tensor in model.named_parameters():
+        assert tensor.dtype == (torch.float32 if is_statistics(name) else dtype), name
+
+
+def test_a_full_disk_is_an_error_that_says_so(tiny_model, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
+    with pytest.raises(OSError, match="is the disk full"):
+        tiny_model.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -141,6 +141,13 @@ def test_fused_loss(tmp_path, tiny_config):
     plain_loss = model(tokens, labels=labels).loss
     torch.testing.assert_close(fused_loss, plain_loss)
     torch.testing.assert_close(fused_grads, torch.autograd.grad(plain_loss, list(model.parameters())), rtol=1e-4, atol=1e-6)
+    shifted = torch.arange(2, 18).reshape(1, 16).masked_fill(tokens % 3 == 0, 7)
+    for options in ({"ignore_index": 9}, {"shift_labels": shifted}, {"shift_labels": shifted, "ignore_index": 7}):
+        losses = []
+        for fused in (False, True):
+            model.fuse_linear_cross_entropy = fused
+            losses.append(model(tokens, labels=tokens, num_items_in_batch=torch.tensor(11), **options).loss)
+        torch.testing.assert_close(losses[1], losses[0])
     with pytest.raises(ValueError, match="label_smoothing_factor"):
         training_args(tmp_path, fuse_linear_cross_entropy=True, label_smoothing_factor=0.1)
 

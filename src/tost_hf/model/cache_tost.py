@@ -9,7 +9,7 @@ import tempfile
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
@@ -272,6 +272,7 @@ def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
 
     Raises:
         ValueError: the cache is empty, or not a ToST model's.
+        OSError: the file cannot be written.
     """
     check_cache_kind(cache)
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
@@ -288,9 +289,11 @@ def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
     try:
         save_file(tensors, temporary, metadata=metadata)
         os.replace(temporary, filename)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    except SafetensorError as error:  # a full disk comes as one
+        raise OSError(f"{os.fspath(filename)!r} could not be written; is the disk full? ({error})") from error
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
 
 
 def load_cache(
@@ -315,6 +318,9 @@ def load_cache(
         raise ValueError(f"{os.fspath(filename)!r} is not a readable safetensors file: {error}") from error
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
+    length = metadata.get("seq_length", "")
+    if not length.isascii() or not length.isdecimal():
+        raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {length!r} as the number of cached tokens.")
     H, p = config.num_attention_heads, config.head_dim
     shapes = dict(zip(STATE_NAMES, ((H, p), (H, p), (H,))))
     expected = {f"layers.{i}.{name}": shapes[name] for i in range(config.num_hidden_layers) for name in STATE_NAMES}
@@ -324,12 +330,14 @@ def load_cache(
             f"{os.fspath(filename)!r} belongs to another model: this one has {config.num_hidden_layers} layers of {H} heads "
             f"with {p} channels."
         )
+    if len({len(x) for x in tensors.values()}) > 1 or not all(x.is_floating_point() for x in tensors.values()):
+        raise ValueError(f"{os.fspath(filename)!r} is damaged: its sums are not of one batch, or no floating-point numbers.")
     cache = CausalStatisticsCache(config, static=static)
     for i, layer in enumerate(cache.layers):
         state = TSSAState(*(tensors[f"layers.{i}.{name}"] for name in STATE_NAMES))
         layer.lazy_initialization(state)
         layer.set_state(state)
-        layer.cumulative_length += int(metadata["seq_length"])
+        layer.cumulative_length += int(length)
     return cache
 
 

@@ -315,7 +315,8 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         )
         logits = loss = None
         if labels is not None and self.training and self.fuse_linear_cross_entropy:
-            loss = self._fused_loss(outputs.last_hidden_state, labels, kwargs.get("num_items_in_batch"))
+            options = {name: kwargs[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in kwargs}
+            loss = self._fused_loss(outputs.last_hidden_state, labels, **options)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(outputs.last_hidden_state[:, kept])
@@ -330,17 +331,43 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         )
 
     def _fused_loss(
-        self, hidden_states: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """transformers' ForCausalLM loss, in chunks of tokens: the logits (B, T, vocabulary) are never there as a whole."""
+        if shift_labels is None:
+            hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
         loss = F.linear_cross_entropy(
-            hidden_states[:, :-1].flatten(0, 1),
+            hidden_states.flatten(0, 1),
             self.lm_head.weight,
-            labels[:, 1:].flatten().to(hidden_states.device),
+            shift_labels.flatten().to(hidden_states.device),
+            ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             options=nn.LinearCrossEntropyOptions(),
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
+        """As `GenerationMixin.generate`.
+
+        Raises:
+            ValueError: `past_key_values` holds the whole prompt already, so that there is no token to go on from.
+        """
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        prompt = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+        whole_text_given = prompt is not None and (mask is None or mask.shape[1] == prompt.shape[1])
+        cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+        if whole_text_given and 0 < prompt.shape[1] <= cached:
+            raise ValueError(
+                f"past_key_values holds {cached} tokens already, and the prompt has {prompt.shape[1]}: give the whole text, that "
+                "in the cache included, with at least one token more; or the new tokens alone with an attention_mask that "
+                "covers those in the cache as well."
+            )
+        return super().generate(inputs, *args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(

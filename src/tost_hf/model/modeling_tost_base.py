@@ -1,6 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What language and vision models have in common: which configurations they take, which files they read and publish."""
 
+import inspect
+import os
 import tempfile
 from pathlib import Path
 
@@ -65,8 +67,13 @@ class ToSTBaseModel(PreTrainedModel):
         """
         if with_code is None and self._saved_with_code:
             with_code = True
-        with carrying_code(self.config, with_code):
-            super().save_pretrained(save_directory, *args, **kwargs)
+        with carrying_code(self.config, with_code, Path(inspect.getfile(type(self))).parent):
+            try:
+                super().save_pretrained(save_directory, *args, **kwargs)
+            except SafetensorError as error:  # a full disk comes as one
+                raise OSError(
+                    f"The weights could not be written to {os.fspath(save_directory)!r}; is the disk full? ({error})"
+                ) from error
 
     def push_to_hub(
         self,

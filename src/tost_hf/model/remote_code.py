@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.utils import cached_file
 
 
 # The operator and the attention layer alone: what an exported kernel holds.
@@ -44,16 +45,39 @@ AUTO_MAPS = {
 }
 
 
+_MODEL_FOLDER = "_model_folder"  # tells a configuration, while it is saved, where its model's code lies
+
+
 def source_file(name: str) -> Path:
     """Where one of the files that travel lies."""
     return Path(__file__).with_name(name)
 
 
-def code_files(model_type: str) -> dict[str, Path]:
-    """Name and path of each source file that a published model of this type carries."""
-    files = {name: source_file(name) for name in CODE_FILES[model_type]}
-    # all are there in the package; as remote code, transformers fetches only those a loaded class needs
-    return {name: path for name, path in files.items() if path.is_file()}
+def code_files(model_type: str, folder: Path | None = None, origin: str | None = None) -> dict[str, Path]:
+    """Name and path of each source file that a published model of this type carries.
+
+    Args:
+        folder: where the model's class lies, if elsewhere: transformers copies the code of a local folder into one folder per
+            class, with only the files that the class needs.
+        origin: folder or repository that a configuration was loaded from, where no model was: it has the rest.
+
+    Raises:
+        OSError: a file is in none of these places.
+    """
+    files = {}
+    for name in CODE_FILES[model_type]:
+        places = [source_file(name), *([] if folder is None else [folder / name])]
+        found = next((place for place in places if place.is_file()), None)
+        if found is None and origin:
+            fetched = cached_file(origin, name, _raise_exceptions_for_missing_entries=False)
+            found = None if fetched is None else Path(fetched)
+        if found is None:
+            raise OSError(
+                f"The model's source file {name} is not at hand, so it cannot be saved with the others: load the model from a "
+                "folder or repository that has it, or save with with_code=False."
+            )
+        files[name] = found
+    return files
 
 
 INHERITED_FIELDS = {  # of every configuration in transformers, which does not check their types
@@ -101,10 +125,11 @@ class CodeCarryingConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """As `PreTrainedConfig.save_pretrained`, with the source files beside `config.json` where `auto_map` is set."""
+        folder = self.__dict__.pop(_MODEL_FOLDER, None)
         if getattr(self, "auto_map", None):
             self.auto_map = dict(AUTO_MAPS[self.model_type])  # one that was loaded may name the repository it came from
             os.makedirs(save_directory, exist_ok=True)
-            for name, source in code_files(self.model_type).items():
+            for name, source in code_files(self.model_type, folder, self._name_or_path).items():
                 target = Path(save_directory, name)
                 if source.resolve() != target.resolve():
                     shutil.copyfile(source, target)
@@ -142,14 +167,20 @@ def _shown(value: object) -> str:
 
 
 @contextlib.contextmanager
-def carrying_code(config: CodeCarryingConfig, with_code: bool | None):
-    """Within it, saving `config` takes the source files along (True), leaves them out (False), or as it was set (None)."""
+def carrying_code(config: CodeCarryingConfig, with_code: bool | None, folder: Path):
+    """Within it, saving `config` takes the source files along (True), leaves them out (False), or as it was set (None).
+
+    Args:
+        folder: where the code of the model lies that is saved.
+    """
     before = getattr(config, "auto_map", None)
+    setattr(config, _MODEL_FOLDER, folder)
     if with_code is not None:
         _set_auto_map(config, AUTO_MAPS[config.model_type] if with_code else None)
     try:
         yield
     finally:
+        config.__dict__.pop(_MODEL_FOLDER, None)
         _set_auto_map(config, before)
 
 

@@ -262,10 +262,11 @@ class TokenStatisticsSelfAttention(nn.Module):
         self.in_proj = nn.Linear(hidden_size, hidden_size, bias=in_bias)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=out_bias)
         self.out_dropout = nn.Dropout(hidden_dropout)
-        self.temp = nn.Parameter(torch.ones(num_attention_heads, 1))
+        dtype = compute_dtype(torch.get_default_dtype())  # whatever dtype the other weights are built in
+        self.temp = nn.Parameter(torch.ones(num_attention_heads, 1, dtype=dtype))
         self.denom_bias = None
         if max_position_embeddings is not None:
-            self.denom_bias = nn.Parameter(torch.zeros(num_attention_heads, max_position_embeddings, 1))
+            self.denom_bias = nn.Parameter(torch.zeros(num_attention_heads, max_position_embeddings, 1, dtype=dtype))
 
     def _apply(self, fn, recurse=True):
         # model.to(dtype) and model.half() come through here; the statistics' own parameters keep their float32 values
