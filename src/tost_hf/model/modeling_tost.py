@@ -363,9 +363,9 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
         if whole_text_given and 0 < prompt.shape[1] <= cached:
             raise ValueError(
-                f"past_key_values holds {cached} tokens already, and the prompt has {prompt.shape[1]}: give the whole text, that "
-                "in the cache included, with at least one token more; or the new tokens alone with an attention_mask that "
-                "covers those in the cache as well."
+                f"past_key_values holds {cached} tokens already, and the prompt has {prompt.shape[1]}: give the whole text, "
+                "what is in the cache included, with at least one token more; or the new tokens alone, with an attention_mask "
+                "that covers those in the cache as well."
             )
         return super().generate(inputs, *args, **kwargs)
 
