@@ -322,7 +322,7 @@ NOT_SERVED = {
     "damaged weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "damaged"),
     "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
     "vision model": (lambda folder: (folder / "config.json").write_text('{"model_type": "tost_vision"}'), "ToSTVisionConfig"),
-    "odd classes": (lambda folder: (folder / "config.json").write_text('{"architectures": [3]}'), "model_type"),
+    "odd classes": (lambda folder: (folder / "config.json").write_text('{"architectures": [3]}'), "Unrecognized"),
 }
 
 
