@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast, TextStreamer
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
+from tost_hf.files import EVAL_RESULTS, TRAINER_STATE
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -96,9 +97,9 @@ def seconds_a_token(model, position: int) -> float:
 
 @torch.no_grad()
 def show(output_dir: str) -> None:
-    history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((Path(output_dir) / TRAINER_STATE).read_text())["log_history"]
     before = next(entry["eval_loss"] for entry in history if "eval_loss" in entry)
-    after = json.loads((Path(output_dir) / "eval_results.json").read_text())["eval_loss"]
+    after = json.loads((Path(output_dir) / EVAL_RESULTS).read_text())["eval_loss"]
     print(f"\nValidation perplexity: {math.exp(before):,.0f} before training, {math.exp(after):.1f} after.")
 
     model = AutoModelForCausalLM.from_pretrained(output_dir).eval()

@@ -108,3 +108,22 @@ def plain(text):
 def test_escaped_text_comes_back(text):
     line = escape(text)
     assert escape(unescape(line)) == line and plain(unescape(line)) == plain(text)
+
+
+SECRET = "Xy12" * 15  # with a mark before it that says what it is, or after an option of any spelling
+SECRETS = (
+    *(f"{mark}{SECRET}" for mark in ("hf_", "hf_oauth_", "hf_jwt_", "ghp_", "github_pat_", "sk-proj-", "xoxb-")),
+    f"glpat-{SECRET[:20]}",
+    *(f"python x.py --{name} {SECRET}" for name in ("token", "hub-token", "hub_token", "hub_tok", "push_to_hub_token")),
+    *(f"python x.py --{name}={SECRET} --seed 1" for name in ("token", "hub-token", "hub_tok", "api_key", "password")),
+    f"python x.py --token '{SECRET} {SECRET}'",
+    f"python x.py --model_args pretrained=a,token={SECRET}",
+    f"HF_TOKEN={SECRET} python x.py",
+)
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_secrets_are_taken_out_everywhere(trained_folder, labelled_folder, text):
+    for folder in fill(trained_folder, labelled_folder, text):
+        card = str(build_card(folder, repo_id="me/tiny"))
+        assert SECRET[:20] not in card and "REMOVED" in card

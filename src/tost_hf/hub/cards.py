@@ -121,16 +121,16 @@ def build_card(
         validate_repo_id(repo_id)
     if license is not None and not _LICENCE.fullmatch(license):
         raise ValueError(f"{license!r} is no licence's identifier; give one of the Hub's, such as apache-2.0, mit or other.")
-    name = repo_id or _printable(folder.resolve().name)
+    full_name = repo_id or _printable(folder.resolve().name)
+    name = full_name.rpartition("/")[2]
     old = load_card(folder / CARD) if (folder / CARD).is_file() else ModelCard("---\n{}\n---\n")
     records = read_records(folder)
-    data = card_metadata(config, old, name.rpartition("/")[2], license, records)
     card = _fill(
-        data,
+        card_metadata(config, old, name, license, records),
         config,
-        name.rpartition("/")[2],
+        name,
         has_weights=True,
-        repo_id=python_literal(name),
+        repo_id=python_literal(full_name),
         revision=revision,
         pinned=f", revision={python_literal(_printable(revision))}" if revision else "",
         dtypes=stored_dtypes(weights),
