@@ -11,7 +11,7 @@ import torch
 from conftest import needs_auto_processor
 from hub_clients import language_folder
 from huggingface_hub import ModelCard
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoProcessor
 
 import tost_hf
 from tost_hf.cli import main
@@ -69,6 +69,8 @@ def test_init(small_presets, tmp_path, capsys):
     assert main(["init", "tost-base", str(tmp_path / "a"), "--seed", "1", "--overwrite"]) == 0
     assert (tmp_path / "a/model.safetensors").read_bytes() == weights["c"]
     assert not (tmp_path / "a/evaluation.json").exists() and (tmp_path / "a/tokenizer.json").exists()
+    assert main(["init", "tost-base", str(tmp_path / "d"), "--seed", str(10**30)]) == 1
+    assert "--seed must be from 0 to" in capsys.readouterr().err
     assert main(["init", "tost-huge", str(tmp_path / "d")]) == 1
     assert "tost-base, tost-medium" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
@@ -80,6 +82,18 @@ def test_init_vision(small_presets, tmp_path):
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
     assert model.num_labels == 1000
     assert AutoImageProcessor.from_pretrained(tmp_path / "model").crop_size["height"] == model.config.image_size
+
+
+@needs_auto_processor
+@pytest.mark.parametrize("fields", [{}, {"do_resize": False, "rescale_factor": 0.5}])
+def test_a_preprocessor_file_that_names_no_class(fields, tmp_path):
+    """The configuration beside it tells which class it is."""
+    tost_hf.ToSTVisionConfig().save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    for auto_class in (AutoImageProcessor, AutoProcessor):
+        processor = auto_class.from_pretrained(tmp_path)
+        assert type(processor).__name__ == "ViTImageProcessorPil"
+        assert all(getattr(processor, name) == value for name, value in fields.items())
 
 
 def test_card_verify_and_info(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Pictures and pages: what they show, what they escape, and which files they may replace."""
 
+import json
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import ByT5Tokenizer
 
 import tost_hf
 from tost_hf import interpret
+from tost_hf.cli import main
 from tost_hf.interpret import colors, inputs, pages, plots
 
 
@@ -219,6 +221,18 @@ def test_inputs_that_are_none(text_model, tokenizer, photo, tmp_path):
         interpret.inspect_model(text_model, ByT5Tokenizer(), "<extra_id_0><extra_id_99>", out)
     with pytest.raises(ValueError, match="image_size is for images"):
         interpret.inspect_model(text_model, tokenizer, "the heads", out, image_size=32)
+    with pytest.raises(ValueError, match="With image_size 100000 a side has 140,000 pixels; it may have 8,192"):
+        interpret.inspect_model(model, None, photo, out, image_size=100_000)
+    huge = tost_hf.make_image_processor(10**6)
+    with pytest.raises(ValueError, match=r"size of the image processor is .*; its sides may have up to 8,192 pixels"):
+        interpret.inspect_model(model, huge, photo, out)
+    odd = tost_hf.make_image_processor(16)
+    odd.image_mean = [0.5, 0.5]
+    with pytest.raises(ValueError, match=r"The image processor cannot prepare .*photo.png; its settings may be wrong"):
+        interpret.inspect_model(model, odd, photo, out)
+    torch.nn.init.constant_(model.tost.layers[0].attention.temp, torch.nan)
+    with pytest.raises(ValueError, match="The model's memberships are NaN"):
+        interpret.inspect_model(model, None, photo, out)
     with pytest.raises(ValueError, match="layers is empty"):
         interpret.inspect_model(model, None, photo, out, layers=[])
     assert not out.exists()
@@ -232,6 +246,104 @@ def test_a_strangers_page_is_not_overwritten(photo, tmp_path):
     with pytest.raises(FileExistsError, match="is a file; name a folder"):
         interpret.inspect_model(tiny_vision_model(), None, photo, photo)
     assert sorted(tmp_path.iterdir()) == before and (tmp_path / "index.html").read_text() == "<p>mine</p>"
+
+
+@pytest.mark.parametrize("name", ["memberships.png", "subspaces.png", "class_attention.png"])
+def test_own_pictures_are_not_overwritten(name, photo, tmp_path):
+    """Not in a folder without a page of ours, nor in one whose page does not name them; what the page names is replaced."""
+    model, out = tiny_vision_model(), tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text("mine")
+    with pytest.raises(FileExistsError, match=f"{out} holds {name}, which this command did not write; name another folder"):
+        interpret.inspect_model(model, None, photo, out)
+    assert [path.name for path in out.iterdir()] == [name] and (out / name).read_text() == "mine"
+    (out / name).rename(tmp_path / "mine")
+    written = interpret.inspect_model(model, None, photo, out)
+    page = (out / "index.html").read_text()
+    (out / "index.html").write_text(page.replace(name, "other.png"))
+    with pytest.raises(FileExistsError, match=f"holds {name}, which"):
+        interpret.inspect_model(model, None, photo, out)
+    (out / "index.html").write_text(page)
+    assert interpret.inspect_model(model, None, photo, out) == written
+    (out / name).unlink()
+    (out / name).mkdir()
+    with pytest.raises(FileExistsError, match=f"holds {name}, which"):
+        interpret.inspect_model(model, None, photo, out)
+
+
+def test_a_page_that_leads_elsewhere_is_not_followed(photo, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/index.html").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="is not a page of this command"):
+        interpret.inspect_model(tiny_vision_model(), None, photo, tmp_path / "out")
+    assert not (tmp_path / "nowhere").exists()
+
+
+TRAP = """
+open({marker!r}, "w")
+from transformers import ByT5Tokenizer, PreTrainedConfig, ViTImageProcessorPil
+class Config(PreTrainedConfig): model_type = "trap"
+class Processor(ViTImageProcessorPil): pass
+class Tokenizer(ByT5Tokenizer): pass
+"""
+
+
+@pytest.fixture
+def trap(tmp_path, monkeypatch):
+    """A folder whose code leaves a file behind when it runs, and a prompt that would answer yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "trap"
+    folder.mkdir()
+    (folder / "trap.py").write_text(TRAP.format(marker=str(tmp_path / "ran")))
+    return folder
+
+
+def write_trap(folder, what):
+    """Makes code of the configuration, the tokenizer or the image processor."""
+    if what == "configuration":
+        fields = {"model_type": "trap", "auto_map": {"AutoConfig": "trap.Config", "AutoModel": "trap.Model"}}
+        (folder / "config.json").write_text(json.dumps(fields))
+    elif what == "tokenizer":
+        fields = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["trap.Tokenizer", None]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    else:
+        fields = {"image_processor_type": "Processor", "auto_map": {"AutoImageProcessor": "trap.Processor"}}
+        (folder / "preprocessor_config.json").write_text(json.dumps(fields))
+
+
+@needs_auto_processor
+@pytest.mark.parametrize("what", ["configuration", "tokenizer", "image processor"])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_flag_alone_decides_about_code(what, trusted, trap, text_model, photo, tmp_path, capsys):
+    model = tiny_vision_model() if what == "image processor" else text_model
+    model.save_pretrained(trap)
+    write_trap(trap, what)
+    given = str(photo) if what == "image processor" else "the heads"
+    flags = ["--trust-remote-code"] if trusted else []
+    status = main(["inspect", str(trap), given, "--out", str(tmp_path / "out"), *flags])
+    error = capsys.readouterr().err.splitlines()[-1:]
+    assert (tmp_path / "ran").exists() == trusted
+    if trusted and what != "configuration":
+        assert status == 0 and (tmp_path / "out/index.html").exists()
+    elif not trusted:
+        assert status == 1 and error == [
+            f"tost-hf: error: The {what} of {trap} is code, which is not run; if you have read it and trust it, pass "
+            "trust_remote_code=True (--trust-remote-code)."
+        ]
+
+
+@needs_auto_processor
+def test_code_that_a_published_model_carries_is_never_run(text_model, tokenizer, tmp_path, monkeypatch):
+    """The model is this package's, whatever its folder carries and whatever is trusted."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    text_model.save_pretrained(tmp_path / "model", with_code=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.py"):
+        file.write_text("raise SystemExit")
+    for trusted in (False, True):
+        interpret.inspect_path(tmp_path / "model", "the heads", tmp_path / "out", trust_remote_code=trusted)
 
 
 def test_a_failure_while_drawing_leaves_nothing(photo, tmp_path, monkeypatch):

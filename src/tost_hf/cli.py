@@ -92,6 +92,8 @@ def _init(args: argparse.Namespace) -> None:
     presets = [*tost_hf.PRESETS, *tost_hf.VISION_PRESETS]
     if args.preset not in presets:
         raise ValueError(f"There is no preset {args.preset!r}; choose one of {', '.join(presets)}.")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to {2**63 - 1}, got {args.seed}.")
     target = Path(args.output)
     check_folder(target, args.overwrite)
     torch.manual_seed(args.seed)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 
+LARGEST_SIDE = 2**13  # pixels
+
+
 class LoadedImage(NamedTuple):
     """An image, as a model takes it and as it is shown."""
 
@@ -44,7 +47,7 @@ def load_image(
         image_size: the shorter side to scale the whole image to, instead of what the processor does.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, it is no image, or `image_size` is less than one patch.
+        FileNotFoundError, ValueError: there is no such file, it is no image, or it would become too small or too large.
         ImportError: Pillow is missing.
     """
     require_extra("PIL")
@@ -61,20 +64,42 @@ def load_image(
     patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
     options = {}
     if image_size is not None:
-        if image_size < patch_size:
-            raise ValueError(f"image_size must be at least one patch ({patch_size} pixels), got {image_size}.")
-        scale = image_size / min(image.size)
-        image = image.resize([_nearest_multiple(side * scale, patch_size) for side in image.size], Image.Resampling.BICUBIC)
+        image = _resize_whole(image, image_size, patch_size)
         options = {"do_resize": False, "do_center_crop": False}
-    pixel_values = processor(image, return_tensors="pt", **options)["pixel_values"]
-    sides = [_nearest_multiple(side, patch_size) for side in pixel_values.shape[-2:]]
-    if sides != list(pixel_values.shape[-2:]):
-        pixel_values = F.interpolate(pixel_values, sides, mode="bicubic", antialias=True)
-    picture = pixel_values[0].double()
-    if getattr(processor, "do_normalize", False):
-        mean, std = torch.tensor([processor.image_mean, processor.image_std])[:, :, None, None]
-        picture = picture * std + mean
+    _check_sizes(processor)
+    try:
+        pixel_values = processor(image, return_tensors="pt", **options)["pixel_values"]
+        sides = [_nearest_multiple(side, patch_size) for side in pixel_values.shape[-2:]]
+        if sides != list(pixel_values.shape[-2:]):
+            pixel_values = F.interpolate(pixel_values, sides, mode="bicubic", antialias=True)
+        picture = pixel_values[0].double()
+        if getattr(processor, "do_normalize", False):
+            mean, std = torch.tensor([processor.image_mean, processor.image_std])[:, :, None, None]
+            picture = picture * std + mean
+    except Exception as error:  # settings of a processor come from a file and may be anything
+        raise ValueError(f"The image processor cannot prepare {source}; its settings may be wrong: {error}") from error
     return LoadedImage(pixel_values, picture.clamp(0, 1).permute(1, 2, 0), source)
+
+
+def _resize_whole(image: "Image.Image", image_size: int, patch_size: int) -> "Image.Image":
+    """The image with its shorter side scaled to `image_size`, both sides rounded to multiples of the patch size."""
+    from PIL import Image
+
+    if image_size < patch_size:
+        raise ValueError(f"image_size must be at least one patch ({patch_size} pixels), got {image_size}.")
+    scale = image_size / min(image.size)
+    sides = [_nearest_multiple(side * scale, patch_size) for side in image.size]
+    if max(sides) > LARGEST_SIDE:
+        raise ValueError(f"With image_size {image_size} a side has {max(sides):,} pixels; it may have {LARGEST_SIDE:,}.")
+    return image.resize(sides, Image.Resampling.BICUBIC)
+
+
+def _check_sizes(processor) -> None:
+    """Refuses an image processor whose file asks for images too large to compute with."""
+    for name in ("size", "crop_size"):
+        sides = dict(getattr(processor, name, None) or {})
+        if not all(isinstance(side, int) and side <= LARGEST_SIDE for side in sides.values()):
+            raise ValueError(f"{name} of the image processor is {sides}; its sides may have up to {LARGEST_SIDE:,} pixels.")
 
 
 def _open_image(source: str) -> "Image.Image":

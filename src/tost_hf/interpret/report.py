@@ -97,7 +97,7 @@ def _load(auto_class: type, what: str, source: str | os.PathLike, trust_remote_c
             ) from error
         hint = "; name the one that the model uses (--processor)" if what in ("tokenizer", "image processor") else ""
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"The {what} of {name} cannot be loaded{hint}: {reason}") from error
+        raise ValueError(f"The {what} of {name} cannot be loaded{hint}: {reason[:300]}") from error
 
 
 def inspect_model(
@@ -140,6 +140,8 @@ def inspect_model(
         raise ValueError("image_size is for images; this is a language model.")
     else:
         trace, facts, files = _inspect_text(model, processor_or_tokenizer, input, numbers)
+    if not trace.memberships.isfinite().all():
+        raise ValueError("The model's memberships are NaN: its weights, or the image that its processor makes, are damaged.")
     terms = {name: compression_terms(trace, name) for name in NORMALIZATIONS}
     chosen = numbers if len(numbers) <= 3 else [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
     grams = [subspace_gram(model, layer) for layer in chosen]

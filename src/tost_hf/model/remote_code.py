@@ -147,6 +147,9 @@ def _check_inherited_fields(config_class: type, fields: dict) -> None:
             raise ValueError(f"{name} follows from other fields, so it cannot be given.")
         if value is not None and not isinstance(value, INHERITED_FIELDS.get(name, object)):
             raise ValueError(f"{name} must be a {INHERITED_FIELDS[name][0].__name__}, got {_shown(value)}.")
+    parts = [name for name in ("decoder", "generator", "text_config", "text_encoder") if fields.get(name) is not None]
+    if parts:
+        raise ValueError(f"{parts[0]} belongs to models made of several; a ToST model is one.")
     if not all(isinstance(name, str) for name in fields.get("architectures") or ()):
         raise ValueError(f"architectures must be names of classes, got {_shown(fields['architectures'])}.")
     if not all(str(key).isdecimal() for key in fields.get("id2label") or ()):
