@@ -139,7 +139,6 @@ def test_cards_cite_the_figures():
     for name, figures in json.loads(tables.CARD_FIGURES.read_text()).items():
         card = preset_card(name)
         assert figures["table"] in card.text and figures["command"] in card.text
-        assert (ROOT / f"model_cards/{name}.md").read_text() == str(card)
 
 
 def test_every_table_and_figure_is_cited():

@@ -181,17 +181,9 @@ def main(arguments: list[str] | None = None) -> None:
             return trainer, metrics
 
         found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"])
-        for seed, (trainer, metrics) in found.items():
-            results.add(
-                metrics | {"bigram_loss": data.bigram_loss},
-                task=args.name,
-                model=label,
-                network=trainer.model,
-                steps=steps,
-                batch=size.batch,
-                context=size.context,
-                seed=seed,
-            )
+        baseline = {"bigram_loss": data.bigram_loss}
+        models = {seed: (trainer.model, metrics | baseline) for seed, (trainer, metrics) in found.items()}
+        results.add_seeds(models, task=args.name, model=label, steps=steps, batch=size.batch, context=size.context)
         curves[label] = curve([trainer for trainer, _ in found.values()])
     print(results.table("loss", [args.name], form=".3f"))
     print(f"bigram: {data.bigram_loss:.3f} nats per token, perplexity {math.exp(data.bigram_loss):.1f}")

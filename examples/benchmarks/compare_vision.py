@@ -141,17 +141,8 @@ def compare(args, results: Results, task: str, makers: dict) -> None:
 
         # by the training loss: the test images choose nothing
         found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["training_loss"])
-        for seed, (model, metrics) in found.items():
-            results.add(
-                metrics,
-                task=task,
-                model=name,
-                network=model,
-                steps=args.steps,
-                batch=args.batch,
-                context=(training.pixels.shape[-1] // args.patch_size) ** 2,
-                seed=seed,
-            )
+        patches = (training.pixels.shape[-1] // args.patch_size) ** 2
+        results.add_seeds(found, task=task, model=name, steps=args.steps, batch=args.batch, context=patches)
     print(results.table("accuracy", [task], scale=100))
 
 

@@ -78,6 +78,11 @@ class Results:
         self.rows.extend(rows)
         append_rows(self.file, rows)
 
+    def add_seeds(self, found: dict[int, tuple[nn.Module, dict[str, float]]], **case) -> None:
+        """Adds what `over_seeds` found, {seed: (network, metrics)}; `case` is `add`'s other arguments."""
+        for seed, (network, metrics) in found.items():
+            self.add(metrics, network=network, seed=seed, **case)
+
     def values(self, **wanted) -> list[float]:
         """The values of the rows that have the wanted entries."""
         return [float(row["value"]) for row in select(self.rows, **wanted)]

@@ -76,17 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
                 return model, {"accuracy": accuracy}
 
             found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: metrics["accuracy"])
-            for seed, (model, metrics) in found.items():
-                results.add(
-                    metrics,
-                    task=task,
-                    model=name,
-                    network=model,
-                    steps=args.steps,
-                    batch=args.batch,
-                    context=args.length,
-                    seed=seed,
-                )
+            results.add_seeds(found, task=task, model=name, steps=args.steps, batch=args.batch, context=args.length)
     print(results.table("accuracy", args.tasks, scale=100))
 
 
