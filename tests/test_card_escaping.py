@@ -112,8 +112,9 @@ def test_escaped_text_comes_back(text):
 
 SECRET = "Xy12" * 15  # with a mark before it that says what it is, or after an option of any spelling
 SECRETS = (
-    *(f"{mark}{SECRET}" for mark in ("hf_", "hf_oauth_", "hf_jwt_", "ghp_", "github_pat_", "sk-proj-", "xoxb-")),
+    *(f"{mark}{SECRET}" for mark in ("hf_", "hf_oauth_", "hf_jwt_", "github_pat_", "sk-proj-", "xoxb-")),
     f"glpat-{SECRET[:20]}",
+    f"ghp_{SECRET[:36]}",
     *(f"python x.py --{name} {SECRET}" for name in ("token", "hub-token", "hub_token", "hub_tok", "push_to_hub_token")),
     *(f"python x.py --{name}={SECRET} --seed 1" for name in ("token", "hub-token", "hub_tok", "api_key", "password")),
     f"python x.py --token '{SECRET} {SECRET}'",
