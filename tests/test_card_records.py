@@ -157,6 +157,7 @@ def test_metadata_of_any_kind(bare_folder, capsys, content, sentence):
         assert status == 0 and "# Mine" in ModelCard.load(path).text
     else:
         assert status == 1 and error.startswith("tost-hf: error: The metadata at the top of ") and sentence in error
+        assert error.count("\n") == 1
         assert path.read_bytes() == before
         assert cli.main(["verify", str(bare_folder)]) == 1 and sentence in capsys.readouterr().out
     assert cli.main(["info", str(bare_folder)]) == (sentence is not None)

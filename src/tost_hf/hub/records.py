@@ -236,7 +236,8 @@ def load_card(path: Path) -> ModelCard:
         card = ModelCard(f"---\n{metadata}\n---\n{text}")
         _check_metadata(card.data)
     except Exception as error:  # YAML's own errors, and whatever a wrong kind of value leads to in huggingface_hub
-        raise ValueError(f"The metadata at the top of {str(path)!r} cannot be read ({error}); correct it.") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"The metadata at the top of {str(path)!r} cannot be read ({reason}); correct it.") from error
     return card
 
 
