@@ -30,7 +30,7 @@ from evaluation import (
     write_results,
 )
 from run_image_classification import DataTrainingArguments, EvaluationImages, choose_columns, most_likely, number_labels
-from scripting import parse_args, recorded_command, run
+from scripting import load_pretrained, parse_args, recorded_command, run
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
@@ -142,7 +142,7 @@ def main(args: list[str] | None = None) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     file = results_file(args)
     # the same pixels whether torchvision is there or not
-    processor = AutoImageProcessor.from_pretrained(args.model, backend="pil", **args.hub_options)
+    processor = load_pretrained(AutoImageProcessor, args.model, backend="pil", **args.hub_options)
     model = args.load_model(AutoModelForImageClassification)
     names = [model.config.id2label[number] for number in range(model.config.num_labels)]
 

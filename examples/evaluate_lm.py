@@ -40,7 +40,7 @@ from evaluation import (
 )
 from reading_tasks import cbt_accuracy, lambada_exact, lambada_lenient, load_cbt
 from scoring import prefix_token, sweep, tokenize, windows_loss
-from scripting import parse_args, recorded_command, run
+from scripting import load_pretrained, parse_args, recorded_command, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import tost_hf  # noqa: F401 (makes ToST known to the Auto classes)
@@ -257,7 +257,7 @@ def main(args: list[str] | None = None) -> None:
     command = recorded_command([__file__, *words])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     file = results_file(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model, **args.hub_options)
+    tokenizer = load_pretrained(AutoTokenizer, args.tokenizer_name or args.model, **args.hub_options)
     model = args.load_model(AutoModelForCausalLM)
     context = choose_context(args.context, model.config)
     everything = []

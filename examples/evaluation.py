@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from scripting import LOADERS, HubArguments, ending, load_rows
+from scripting import LOADERS, HubArguments, ending, load_pretrained, load_rows
 from transformers import PreTrainedModel
 
 from tost_hf.files import EVALUATION, staged_file
@@ -53,7 +53,7 @@ class EvaluationArguments(HubArguments):
         return "" if self.max_examples is None else f", first {self.max_examples} rows"
 
     def load_model(self, auto_class) -> PreTrainedModel:
-        model = auto_class.from_pretrained(self.model, dtype=self.dtype, **self.hub_options)
+        model = load_pretrained(auto_class, self.model, dtype=self.dtype, **self.hub_options)
         return model.to(self.device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 

@@ -20,6 +20,7 @@ from scripting import (
     HubArguments,
     check_limits,
     ending,
+    load_pretrained,
     load_rows,
     override_config,
     parse_args,
@@ -175,7 +176,9 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     elif name in PRESETS and not os.path.isdir(name) and model_args.config_name is not None:
         config = ToSTConfig.from_preset(name)
     else:
-        config = AutoConfig.from_pretrained(name, **model_args.hub_options)
+        config = load_pretrained(AutoConfig, name, **model_args.hub_options)
+    if getattr(config, "vocab_size", None) is None:
+        raise ValueError(f"{name!r} is no language model but of the type {config.model_type!r}.")
     return override_config(config, model_args.config_overrides)
 
 
@@ -183,7 +186,7 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
     name = model_args.tokenizer_name or model_args.model_name_or_path
     if name is None:
         raise ValueError("A model trained from scratch needs a tokenizer: give --tokenizer_name, a folder or a Hub id.")
-    return AutoTokenizer.from_pretrained(name, use_fast=model_args.use_fast_tokenizer, **model_args.hub_options)
+    return load_pretrained(AutoTokenizer, name, use_fast=model_args.use_fast_tokenizer, **model_args.hub_options)
 
 
 def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -200,7 +203,7 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: 
         logger.info(f"A new model of {model.num_parameters():,} parameters")
         return model
     options |= model_args.hub_options
-    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, config=config, **options)
+    model = load_pretrained(AutoModelForCausalLM, model_args.model_name_or_path, config=config, **options)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
     return model
@@ -238,6 +241,9 @@ def prepare_blocks(split: str, rows, tokenizer: PreTrainedTokenizerBase, block_s
     """Blocks of tokens to train on or to evaluate."""
     columns = rows.column_names or list(next(iter(rows)))
     column = "text" if "text" in columns else columns[0]
+    first = next(iter(rows), {}).get(column)
+    if not isinstance(first, str | None):
+        raise ValueError(f"The column {column!r} of the {split} data holds no text but values such as {first!r}.")
     file = data_args.train_file if split == "train" else data_args.validation_file or data_args.train_file
     rows_are_lines = data_args.dataset_name is None and ending(file) == "txt"
     add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not rows_are_lines

@@ -24,6 +24,7 @@ from PIL import Image, ImageOps
 from scripting import (
     HubArguments,
     check_limits,
+    load_pretrained,
     load_rows,
     override_config,
     parse_args,
@@ -32,6 +33,7 @@ from scripting import (
     train_and_report,
 )
 from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForImageClassification,
     EvalPrediction,
@@ -157,6 +159,8 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
     if "validation" not in rows and "train" in rows and data_args.train_val_split > 0:
         if len(rows["train"]) < 2:
             raise ValueError("There is a single training image, of which none can be held out: use --train_val_split 0.")
+        if data_args.train_val_split * len(rows["train"]) > len(rows["train"]) - 1:
+            raise ValueError(f"--train_val_split {data_args.train_val_split} leaves no image to train on: lower it.")
         halves = rows["train"].train_test_split(data_args.train_val_split, seed=seed)
         rows = {"train": halves["train"], "validation": halves["test"]}
     return rows
@@ -182,6 +186,8 @@ def choose_columns(split: str, rows: Dataset, data_args: DataTrainingArguments) 
         elif old not in rows.column_names:
             raise ValueError(f"The {split} data has no column {old!r}; choose one of {', '.join(rows.column_names)}.")
         columns[new] = old
+    if columns["image"] == columns["label"]:
+        raise ValueError(f"The column {old!r} of the {split} data cannot be both the images and their labels.")
     rows = rows.select_columns(list(columns.values())).rename_columns({old: new for new, old in columns.items() if old != new})
     return rows.cast_column("image", datasets.Image(decode=False))
 
@@ -190,7 +196,10 @@ def label_names(rows: Dataset, data_args: DataTrainingArguments) -> list[str]:
     """The names of the classes: those given, or of the data."""
     feature = rows.features["label"]
     if data_args.class_names is not None:
-        return [name.strip() for name in data_args.class_names.split(",")]
+        names = [name.strip() for name in data_args.class_names.split(",")]
+        if len(set(names)) < len(names):
+            raise ValueError(f"--class_names {data_args.class_names!r} has a name twice.")
+        return names
     if isinstance(feature, ClassLabel) and feature.names:
         return feature.names
     if feature.dtype in ("string", "large_string"):
@@ -292,9 +301,11 @@ def load_config(model_args: ModelArguments, recipe: str = "pretrain") -> PreTrai
     elif name.startswith("tost-vision-") and "/" not in name and not os.path.isdir(name):
         raise ValueError(f"There is no preset {name!r}; --config_name takes one of {', '.join(VISION_PRESETS)}.")
     else:
-        config = AutoConfig.from_pretrained(name, **model_args.hub_options)
+        config = load_pretrained(AutoConfig, name, **model_args.hub_options)
     defaults["image_size"] = model_args.image_size or getattr(config, "image_size", 224)
     config = override_config(config, model_args.config_overrides, **defaults)
+    if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        raise ValueError(f"{name or config.model_type!r} is no image classifier but of the type {config.model_type!r}.")
     sides = [config.image_size] if isinstance(config.image_size, int) else config.image_size
     if isinstance(getattr(config, "patch_size", None), int) and any(side % config.patch_size for side in sides):
         raise ValueError(f"The image size {config.image_size} must be a multiple of the patch size {config.patch_size}.")
@@ -310,7 +321,8 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, names: list
     if model_args.model_name_or_path is None:
         logger.info(f"A new model of {model.num_parameters():,} parameters")
         return model
-    pretrained = AutoModelForImageClassification.from_pretrained(
+    pretrained = load_pretrained(
+        AutoModelForImageClassification,
         model_args.model_name_or_path,
         config=config,
         ignore_mismatched_sizes=True,  # of the classifier

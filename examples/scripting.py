@@ -122,6 +122,19 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
         raise ValueError(f"--config_overrides {assignments!r} has a value that does not suit its key: {error}") from error
 
 
+def load_pretrained(auto_class, name: str, **options):
+    """`auto_class.from_pretrained`.
+
+    Raises:
+        ValueError: it cannot be loaded; the sentence says what and why.
+    """
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except Exception as error:  # transformers raises whatever the many ways of loading raise
+        what = auto_class.__name__.removeprefix("Auto")
+        raise ValueError(f"No {what} can be loaded from {name!r}: {error}") from error
+
+
 # Data ----------------------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +152,8 @@ def load_rows(kind: str, config_name: str | None = None, **options):
         return load_dataset(kind, config_name, **options)
     except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
         reason = error.__cause__ or error  # datasets says no more than that an error occurred
+        if "corresponds to no data" in str(reason):
+            reason = "it has no rows"
         name = options.get("data_files") or kind
         raise ValueError(f"The data of {name!r} cannot be read: {reason}") from error
 

@@ -273,7 +273,7 @@ def test_bad_input(image_args, changes, error, sentence):
 
 def test_a_language_model_is_refused(tmp_path, image_args, tiny_model):
     tiny_model.save_pretrained(tmp_path / "language")
-    with pytest.raises(ValueError, match="ToSTConfig"):
+    with pytest.raises(ValueError, match="is no image classifier but of the type 'tost'"):
         script.main(image_args(config_name=None, config_overrides=None, model_name_or_path=tmp_path / "language"))
 
 

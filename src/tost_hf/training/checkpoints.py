@@ -8,6 +8,7 @@ header is read, of torch's own (zip archives) the table of contents.
 
 import json
 import logging
+import os
 import re
 import shutil
 import zipfile
@@ -127,15 +128,16 @@ def _newest_complete(trainer: Trainer) -> Path | None:
 
 def _problems_of_all_processes(trainer: Trainer, folder: Path) -> list[str]:
     """What is missing from a checkpoint or damaged, by any process: each has files of its own."""
-    return sorted(set(gather_object(list(_problems(trainer, folder)))))
+    found = [problem.replace(f"{folder}{os.sep}", "") for problem in _problems(trainer, folder)]
+    return sorted(set(gather_object(found)))
 
 
 def _problems(trainer: Trainer, folder: Path) -> Iterator[str]:
     try:
-        if TrainerState.load_from_json(str(folder / TRAINER_STATE)).global_step < 1:
+        if not (folder / TRAINER_STATE).is_file():
+            yield f"{TRAINER_STATE} is missing"
+        elif TrainerState.load_from_json(str(folder / TRAINER_STATE)).global_step < 1:
             yield f"{TRAINER_STATE} tells of no step"
-    except FileNotFoundError:
-        yield f"{TRAINER_STATE} is missing"
     except (ValueError, TypeError, OSError) as error:
         yield f"{TRAINER_STATE} is damaged ({error})"
     if (folder / CONFIG_NAME).is_file():  # Trainer reads it
@@ -206,7 +208,7 @@ def _index_problems(index: Path) -> Iterator[str]:
     yield from problems
     shards = {} if problems else json.loads(index.read_text(encoding="utf-8")).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        yield f"{index.name} is damaged (it has no weight_map of file names)"
+        yield f"{index} is damaged (it has no weight_map of file names)"
         return
     for name in sorted(set(shards.values())):
         check = _safetensors_problem if name.endswith(".safetensors") else _zip_problem
@@ -222,9 +224,9 @@ def _fsdp_problems(folder: Path, name: str) -> Iterator[str]:
     for part in parts:
         # torch writes .metadata when all processes' files are complete
         if not (part / ".metadata").is_file() or (part / ".metadata").stat().st_size == 0:
-            yield f"{part.name}/.metadata is missing"
+            yield f"{part}/.metadata is missing"
         if not any(path.stat().st_size for path in part.glob("*.distcp")):
-            yield f"{part.name}/*.distcp is missing"
+            yield f"{part}/*.distcp is missing"
     if not files and not parts:
         yield f"{name}.bin or {name}_0 is missing"
 
@@ -252,40 +254,35 @@ def _deepspeed_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
 def _json_problem(path: Path) -> Iterator[str]:
     try:
         if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
-            yield f"{path.name} is damaged (no JSON object)"
+            yield f"{path} is damaged (no JSON object)"
     except (ValueError, OSError) as error:
-        yield f"{path.name} is damaged ({error})"
+        yield f"{path} is damaged ({error})"
 
 
 def _safetensors_problem(path: Path) -> Iterator[str]:
     if not path.is_file():
-        yield f"{_short(path)} is missing"
+        yield f"{path} is missing"
         return
     try:
         with safe_open(path, "pt") as weights:  # which compares the header with the file's size
             if not weights.keys():
-                yield f"{_short(path)} holds no weights"
+                yield f"{path} holds no weights"
     except (SafetensorError, OSError) as error:
-        yield f"{_short(path)} is damaged ({error})"
+        yield f"{path} is damaged ({error})"
 
 
 def _zip_problem(path: Path) -> Iterator[str]:
     if not path.is_file():
-        yield f"{_short(path)} is missing"
+        yield f"{path} is missing"
         return
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 archive.open(entry).close()  # reads the entry's header
             if not any(name.endswith("data.pkl") for name in archive.namelist()):
-                yield f"{_short(path)} is damaged (not a file of torch.save)"
+                yield f"{path} is damaged (not a file of torch.save)"
     except (zipfile.BadZipFile, OSError, RuntimeError, ValueError) as error:
-        yield f"{_short(path)} is damaged ({error})"
-
-
-def _short(path: Path) -> str:
-    """A file's name, with its folder's unless that is the checkpoint."""
-    return path.name if path.parent.name.startswith(PREFIX_CHECKPOINT_DIR) else f"{path.parent.name}/{path.name}"
+        yield f"{path} is damaged ({error})"
 
 
 def _check_model(trainer: Trainer, folder: Path) -> None:

@@ -54,7 +54,19 @@ class RecipeArguments(TrainingArguments):
             chosen = self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
             on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
             self.bf16 = not chosen and not on_cpu and is_torch_bf16_gpu_available()
+        self._check_length()
         super().__post_init__()
+
+    def _check_length(self) -> None:
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.max_steps == 0:  # which transformers takes for -1
+            raise ValueError("max_steps must be at least 1, or -1 to train for num_train_epochs, got 0.")
+        if self.num_train_epochs <= 0:
+            raise ValueError(f"num_train_epochs must be above 0, got {self.num_train_epochs}.")
+        if self.output_dir is not None and os.path.exists(self.output_dir) and not os.path.isdir(self.output_dir):
+            raise FileExistsError(f"The output_dir {self.output_dir!r} is a file; name a folder.")
 
 
 @dataclass

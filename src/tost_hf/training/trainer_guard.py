@@ -2,14 +2,21 @@
 """A Trainer that loses nothing: it resumes from complete checkpoints alone, and stops when the loss is no number any more."""
 
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..files import TRAINER_STATE
 from .checkpoints import checkpoints, choose_checkpoint, delete_old_checkpoints
+
+
+TORCH_WRITES = "inline_container|PytorchStreamWriter|iostream"  # in a RuntimeError: torch.save could not write
 
 
 class GuardedTrainer(Trainer):
@@ -71,19 +78,40 @@ class GuardedTrainer(Trainer):
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # trainer_state.json, written next, says that all files are there
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with _saving(f"the model to {output_dir or self.args.output_dir}"):
+            super().save_model(output_dir, _internal_call)
+
     def _save_checkpoint(self, model, trial) -> None:
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:  # one of an earlier run is replaced file by file
             (folder / TRAINER_STATE).unlink(missing_ok=True)
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # Trainer's rotation takes checkpoint-20-old, too
+        # Trainer's rotation would take checkpoint-20-old, too
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            super()._save_checkpoint(model, trial)
+            with _saving(f"the checkpoint {folder}"):
+                super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
         if self.args.should_save and limit is not None and limit > 0:
             kept = [folder, *filter(None, [self.state.best_model_checkpoint])]
             delete_old_checkpoints(run_dir, limit, kept)
+
+
+@contextmanager
+def _saving(what: str) -> Iterator[None]:
+    """Turns what a full disk causes, an exception of the one who happens to write, into an OSError that says what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        writing = not isinstance(error, RuntimeError) or re.search(TORCH_WRITES, str(error))
+        if not writing or isinstance(error.__cause__, OSError | SafetensorError | RuntimeError):  # a model's own sentence
+            raise
+        raise OSError(
+            f"Saving {what} failed: {error}. Earlier checkpoints are as they were: make room on the disk and start again to "
+            "go on from there."
+        ) from error
 
 
 __all__ = ["GuardedTrainer"]
