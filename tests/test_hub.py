@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import needs_auto_processor
 from hub_clients import CARD, Clients, contents, language_folder, language_model, leaks, vision_folder
-from safetensors.torch import load_file, save_file
 
 import tost_hf
 from tost_hf.hub.publishing import publish
@@ -235,6 +234,66 @@ def test_tags_are_not_moved(hub, clients, published, tmp_path):
     assert hub.head("tost/tiny") == head and hub.head("tost/tiny", "v1") == published["v1"][1]
 
 
+def test_a_tag_that_is_set_meanwhile(hub, clients, tmp_path):
+    """The command fails and says where the version is; again, it is refused before anything is sent."""
+    folder = language_folder(tmp_path / "model")
+    hub.create("tost/raced", {"config.json": b"{}"})
+    theirs = hub.head("tost/raced")
+
+    def overtake():
+        repository = hub.repository("tost/raced")
+        repository.set(refs=repository.state["refs"] | {"refs/tags/v1": theirs})
+
+    with hub.fail("POST", "/tag/", times=1, action=overtake):
+        done = clients.command("publish", folder, "tost/raced", "--tag", "v1", token=hub.token("writer"))
+    head = hub.head("tost/raced")
+    assert done.status == 1 and head in done.output and theirs in done.output and "visible" in done.output, done.output
+    assert hub.refs("tost/raced")["refs/tags/v1"] == theirs != head
+    again = clients.command("publish", folder, "tost/raced", "--tag", "v1", token=hub.token("writer"))
+    assert again.status == 1 and "already has 'v1'" in again.output and hub.head("tost/raced") == head
+
+
+def test_only_tagging_fails(hub, clients, tmp_path):
+    folder = language_folder(tmp_path / "model")
+    with hub.fail("POST", "/tag/", status=403):
+        done = clients.command("publish", folder, "tost/untagged", "--tag", "v1", token=hub.token("writer"))
+    head = hub.head("tost/untagged")
+    assert done.status == 1 and f"is visible in tost/untagged as {head}" in done.output, done.output
+    clients.command("publish", folder, "tost/untagged", "--tag", "v1", token=hub.token("writer")).check()
+    assert hub.head("tost/untagged") == head == hub.refs("tost/untagged")["refs/tags/v1"]
+
+
+def test_files_of_others_stay(hub, clients, tmp_path):
+    """Weights of an earlier version are replaced; what is merely named like them is somebody else's."""
+    others = {"adapter_model.safetensors": b"theirs", "notes.safetensors.txt": b"theirs", "model_old.safetensors": b"theirs"}
+    hub.create("tost/mixed", others | {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}"})
+    folder = language_folder(tmp_path / "model")
+    clients.command("publish", folder, "tost/mixed", "--without-code", token=hub.token("writer")).check()
+    assert hub.files("tost/mixed") == contents(folder) | others
+
+
+STALLED = """
+import time; time.sleep = lambda seconds: None
+import tost_hf.hub.connection
+tost_hf.hub.connection.TIME_LIMIT = 0.3
+raise SystemExit(tost_hf.cli.main(argv))
+"""
+
+
+@pytest.mark.parametrize("step", ["repos/create", "blobs=", "preupload", "commit/"])
+def test_a_server_that_stalls(hub, clients, tmp_path, step):
+    """Ends in a sentence, and the repository is as it was."""
+    folder, name = language_folder(tmp_path / "model"), f"tost/slow-{step.strip('/=').replace('/', '-')}"
+    head = hub.create(name, {"config.json": b"{}"})
+    with hub.fail(".*", step, delay=3.0, status=503):
+        for command in (["publish", folder, name], *([["verify", name], ["info", name]] if step == "blobs=" else [])):
+            done = clients.run(STALLED, *command, token=hub.token("writer"))
+            assert done.status == 1 and "tost-hf: error: The Hub could not be reached, stalled" in done.output, done.output
+            assert "Traceback" not in done.output
+    hub.settle()
+    assert hub.head(name) == head
+
+
 def test_who_may_not_publish(hub, clients, folder, published):
     head = hub.head("tost/tiny")
     for token in (hub.token("reader"), hub.token("stranger"), "hf_" + "0" * 34, None):
@@ -300,74 +359,6 @@ def test_verify_and_info(clients, published):
     for command in ("verify", "info"):
         refused = clients.command(command, "tost/nowhere")
         assert refused.status == 1 and "tost/nowhere" in refused.output and "Traceback" not in refused.output
-
-
-def put(name: str, data: bytes):
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def edit_weights(change):
-    def edit(folder):
-        weights = load_file(folder / "model.safetensors")
-        change(weights)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return edit
-
-
-def edit_config(**changes):
-    def edit(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
-
-    return edit
-
-
-def spoil(weights):
-    next(iter(weights.values())).view(-1)[3] = float("nan")
-
-
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (put("pytorch_model.bin", b"\x80\x04."), "pytorch_model.bin .*pickle"),
-        (put("model.ckpt", b"PK\x03\x04archive/data.pkl"), "model.ckpt .*pickle"),
-        (put("data.json", b"\x80\x04."), "data.json is a pickle"),
-        (put("extra.dat", b"\x80\x02}q\x00."), "extra.dat is a pickle"),
-        (put("extra.dat", b"\x80\x05."), "extra.dat is a pickle"),
-        (put("__0_0.distcp", b""), "__0_0.distcp is state of a training run"),
-        (put("README.md", b"---\nlicense: [apache\n---\n"), "metadata"),
-        (put("optimizer.pt", b""), "optimizer.pt"),
-        (put("scheduler.safetensors", b""), "scheduler.safetensors"),
-        (put("rng_state_0.pth", b""), "rng_state_0.pth"),
-        (put(".env", b"A=1"), r"\.env"),
-        (put("server.pem", b"-----BEGIN"), "server.pem"),
-        (put("id_rsa", b""), "id_rsa"),
-        (put("run.log", b"login with hf_" + b"aB3" * 12), "run.log holds a secret .Hugging Face Token"),
-        (put("notes.txt", b"-----BEGIN OPENSSH PRIVATE" + b" KEY-----"), "notes.txt holds a secret .Private Key"),
-        (put("README.md", b"no metadata"), "licence"),
-        (lambda folder: (folder / "README.md").unlink(), "no model card"),
-        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (put("model.safetensors", b"\x08"), "truncated or damaged"),
-        (edit_weights(spoil), "NaN"),
-        (edit_weights(lambda weights: weights.popitem()), "lack"),
-        (edit_weights(lambda weights: weights.update(more=torch.ones(2))), "more"),
-        (edit_config(num_hidden_layers=3), "lack"),
-        (edit_config(hidden_size="abc"), "not the configuration"),
-        (edit_config(dtype="foo"), "not the configuration|config.json"),
-        (edit_config(hidden_size=64), "shape"),
-        (edit_config(model_type="gpt2", architectures=["GPT2LMHeadModel"]), "not a ToST model"),
-    ],
-    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
-)
-def test_what_is_refused(tmp_path, damage, sentence):
-    """Before any request is made: this process is offline."""
-    folder = language_folder(tmp_path / "model")
-    damage(folder)
-    with pytest.raises((ValueError, FileNotFoundError), match=sentence) as refusal:
-        publish(folder, "tost/refused")
-    assert "aB3aB3" not in str(refusal.value)
 
 
 def test_a_tagged_version_may_be_published_again(hub, clients, tmp_path):

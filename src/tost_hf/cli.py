@@ -225,8 +225,9 @@ def _add_publish(commands) -> None:
 
 
 def _publish(args: argparse.Namespace) -> None:
-    from .hub.publishing import publish
+    from .hub.publishing import check_target, publish
 
+    check_target(args.repo_id, revision=args.revision, tag=args.tag, create_pr=args.create_pr)
     if args.card:
         from .hub.cards import write_card
 

@@ -2,6 +2,7 @@
 """Writing files and folders: under a temporary name beside the target, moved when complete."""
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
 def check_folder(target: Path, overwrite: bool) -> None:
@@ -34,8 +35,8 @@ ALL_RESULTS = "all_results.json"
 TRAIN_RESULTS = "train_results.json"
 TRAINER_STATE = "trainer_state.json"
 RUN_ARGUMENTS = "run_arguments.json"  # written by the training scripts
+SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 RECORDS = (  # what a folder tells of its model's training and evaluation
-    SAFE_WEIGHTS_INDEX_NAME,
     EVALUATION,
     EVAL_RESULTS,
     ALL_RESULTS,
@@ -43,6 +44,11 @@ RECORDS = (  # what a folder tells of its model's training and evaluation
     TRAINER_STATE,
     RUN_ARGUMENTS,
 )
+
+
+def is_weights_name(name: str) -> bool:
+    """Whether `save_pretrained` writes a model's weights, or the index of their shards, under this very name."""
+    return name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) or SHARD_NAME.fullmatch(name) is not None
 
 
 @contextmanager
@@ -56,7 +62,11 @@ def _writing(target: Path) -> Iterator[None]:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A new folder to write a model into; its files then replace those of `target`, the configuration last."""
+    """A new folder to write a model into; its files then replace those of `target`, and the former model's weights go.
+
+    The former configuration goes first and the new one comes last: whoever stops it between leaves a folder that nobody can
+    load, never one model's weights with another's configuration.
+    """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as private:
@@ -68,15 +78,21 @@ def staged_folder(target: Path) -> Iterator[Path]:
             folder.rename(target)
             return
         written = {file.name for file in folder.iterdir()}
-        for name in sorted(written, key="config.json".__eq__):
-            if (target / name).is_dir():  # only a file is replaced in one step
+        if CONFIG_NAME in written and not (target / CONFIG_NAME).is_dir():
+            (target / CONFIG_NAME).unlink(missing_ok=True)
+        if any(is_weights_name(name) for name in written):
+            _remove_former_model(target, written)
+        for name in sorted(written, key=CONFIG_NAME.__eq__):
+            if (target / name).is_dir() and not (target / name).is_symlink():  # only a file is replaced in one step
                 shutil.rmtree(target / name)
             os.replace(folder / name, target / name)
-        if not any(name.startswith("model") for name in written):
-            return
-        for old in [*target.glob("model*.safetensors"), *(target / name for name in RECORDS)]:
-            if old.name not in written:  # weights and results of the model that was overwritten
-                old.unlink(missing_ok=True)
+
+
+def _remove_former_model(target: Path, written: set[str]) -> None:
+    """Removes weights and results that no file of the new model replaces."""
+    for old in list(target.iterdir()):
+        if (is_weights_name(old.name) or old.name in RECORDS) and old.name not in written:
+            old.unlink()
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What a model folder has to satisfy to be published, and what `tost-hf verify` looks at. Nothing here changes a file."""
 
+import base64
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -16,12 +18,13 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from ..model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
 from ..model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel
 from .records import CARD, load_card, read_json
-from .secrets import is_secret_name, secrets_in_file
+from .secrets import is_secret_name, secrets_in, secrets_in_file
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack")
 TRAINER_STATE = re.compile(r"((optimizer|scheduler|scaler|rng_state|random_states)[\w.-]*|.*\.distcp)$", re.IGNORECASE)
 PICKLE_START = re.compile(rb"\x80[\x02-\x05]")  # of protocols 2 to 5; the older ones have no mark
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def forbidden_file(name: str, path: Path) -> str | None:
@@ -39,7 +42,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
     if is_secret_name(base):
         return f"{name} has the name of a file that holds secrets"
     if base.endswith(".safetensors"):
-        return None
+        return _wrong_safetensors(name, path)
     with open(path, "rb") as file:
         head = file.read(4096)
     if PICKLE_START.match(head) or (head[:2] == b"PK" and b"data.pkl" in head):
@@ -47,6 +50,38 @@ def forbidden_file(name: str, path: Path) -> str | None:
     if kinds := secrets_in_file(path):
         return f"{name} holds a secret ({', '.join(kinds)})"
     return None
+
+
+def _wrong_safetensors(name: str, path: Path) -> str | None:
+    """What is wrong in a safetensors file but for its numbers: its kind, its metadata."""
+    try:
+        with safe_open(path, "pt") as opened:
+            metadata = opened.metadata() or {}
+    except SafetensorError as error:
+        return f"{name} is named like safetensors, but it is not a readable safetensors file ({error})"
+    if any(_is_pickle(value) for value in metadata.values()):
+        return f"{name} holds a pickle in its metadata"
+    with open(path, "rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    if kinds := secrets_in(header):
+        return f"{name} holds a secret ({', '.join(kinds)}) in its metadata"
+    return None
+
+
+def _is_pickle(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        if PICKLE_START.match(base64.b64decode(text, validate=True)):
+            return True
+    return PICKLE_START.match(text.encode("latin-1", "replace")) is not None
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a file of a folder is a link to one outside it; those of the Hub's cache to its blobs are part of it."""
+    target, folder = path.resolve(), folder.resolve()
+    if target.is_relative_to(folder):
+        return False
+    cached = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
+    return not (cached and target.parent == folder.parents[1] / "blobs")
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -105,14 +140,28 @@ def weight_files(folder: Path) -> list[Path]:
         if not whole.is_file():
             raise FileNotFoundError(f"{whole} is missing; the weights must be in safetensors files.")
         return [whole]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors files.") from error
+    names = sorted(set(_shard_of_each_tensor(index).values()))
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing, which {index.name} names.")
     return [folder / name for name in names]
+
+
+def _shard_of_each_tensor(index: Path) -> dict[str, str]:
+    """What an index of shards says: tensor's name -> file's name."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        shards = content["weight_map"]
+        complete = isinstance(content.get("metadata"), dict)
+        named = bool(shards) and all(isinstance(name, str) and "\0" not in name for name in shards.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is not an index of safetensors files.") from error
+    if not complete or not named:
+        raise ValueError(
+            f"{index} is not an index of safetensors files: it lacks {'its names of files' if complete else 'metadata'}. "
+            "Save the model again."
+        )
+    return shards
 
 
 def tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,12 +171,18 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         ValueError: a file is damaged or cut short.
     """
     for file in files:
-        try:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():
-                    yield name, opened.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a readable safetensors file: it is truncated or damaged ({error}).") from error
+        with _opened(file) as opened:
+            for name in opened.keys():
+                yield name, opened.get_tensor(name)
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a readable safetensors file: it is truncated or damaged ({error}).") from error
 
 
 def check_weights(folder: Path, config: PreTrainedConfig) -> int:
@@ -137,24 +192,50 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> int:
         The number of parameters of the model (a tied weight counts once).
 
     Raises:
-        ValueError: tensors are missing, superfluous, of another shape, or not finite.
+        ValueError: tensors are missing, superfluous, of another shape or kind, not finite, or tied but not equal.
     """
-    model = _empty_model(config)
-    expected = {name: x.shape for name, x in model.state_dict().items()}
-    tied = set(model.all_tied_weights_keys)
-    seen = set()
-    for name, tensor in tensors(weight_files(folder)):
-        if name not in expected:
-            raise ValueError(f"The weights hold {name!r}, for which the model of config.json has no place.")
-        if tensor.shape != expected[name]:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)} in the weights, {tuple(expected[name])} by config.json.")
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(f"{name} holds NaN or infinite numbers.")
-        seen.add(name)
-    missing = sorted(set(expected) - seen - tied)
+    files = weight_files(folder)
+    shard_of = {name: file.name for file in files for name in _tensor_names(file)}
+    if config.num_hidden_layers > len(shard_of):  # not built then: it may be any number
+        raise ValueError(f"config.json describes {config.num_hidden_layers} layers; the weights lack most of their tensors.")
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file() and _shard_of_each_tensor(index) != shard_of:
+        raise ValueError(f"{index} does not say in which file each tensor is; save the model again.")
+    model = empty_model(config)
+    expected = model.state_dict()
+    tied: dict[str, str] = model.all_tied_weights_keys
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors(files):
+        _check_tensor(name, tensor, expected)
+        if name in tied or name in tied.values():
+            kept[name] = tensor
+    missing = sorted(set(expected) - set(shard_of) - set(tied))
     if missing:
         raise ValueError(f"The weights lack {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}.")
+    for name, source in tied.items():
+        if name in kept and source in kept and not bool((kept[name] == kept[source]).all()):
+            raise ValueError(f"{name} differs from {source} in the weights, but config.json ties them: they must be equal.")
     return model.num_parameters()
+
+
+def _tensor_names(file: Path) -> list[str]:
+    with _opened(file) as opened:
+        return list(opened.keys())
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, expected: dict[str, torch.Tensor]) -> None:
+    """Refuses a tensor that does not belong to the model, or is not what the model needs there."""
+    if name not in expected:
+        raise ValueError(f"The weights hold {name!r}, which is no tensor of the model that config.json describes.")
+    if tensor.shape != expected[name].shape:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} in the weights, {tuple(expected[name].shape)} by config.json."
+        )
+    allowed = WEIGHT_DTYPES if expected[name].is_floating_point() else (expected[name].dtype,)
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name} holds {tensor.dtype} in the weights; it must be {', '.join(map(str, allowed))}.")
+    if not tensor.isfinite().all():
+        raise ValueError(f"{name} holds NaN or infinite numbers.")
 
 
 def check_card(folder: Path) -> ModelCard:
@@ -178,9 +259,10 @@ def check_card(folder: Path) -> ModelCard:
 
 def parameter_count(config: PreTrainedConfig) -> int:
     """Number of parameters of the configuration's model; nothing is allocated."""
-    return _empty_model(config).num_parameters()
+    return empty_model(config).num_parameters()
 
 
-def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """The configuration's model without memory for its weights (on the meta device), of the class it names or of this one."""
     with torch.device("meta"):
-        return model_class(config)(config)
+        return (kind or model_class(config))(config)

@@ -17,9 +17,12 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from ..files import is_weights_name
 from ..model.remote_code import AUTO_MAPS, CODE_FILES, code_files
 from ..version import __version__
-from .checks import check_card, check_weights, forbidden_file, load_config
+from .checks import check_card, check_weights, forbidden_file, leads_out, load_config
+from .connection import hub_calls, listing
+from .loading import check_loading
 
 
 STAGED = "_push-"  # how folders begin that hold a checkpoint while the Trainer sends it
@@ -82,29 +85,31 @@ def publish(
         OSError: the Hub refused, or could not be reached. Nothing became visible.
     """
     folder = Path(folder)
-    if create_pr and (tag or revision):
-        raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
-    validate_repo_id(repo_id)
+    check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
     config = load_config(folder)
     num_parameters = check_weights(folder, config)
     check_card(folder)
     with tempfile.TemporaryDirectory() as scratch:
         files = _files(folder, Path(scratch), config.model_type, with_code)
+        check_loading(folder, config)
         if dry_run:
             return Publication(repo_id, None, None, tuple(sorted(files)), (), (), num_parameters)
-        try:
+        with hub_calls():
             return _send(files, repo_id, private, revision, tag, create_pr, token, commit_message, num_parameters)
-        except (HTTPError, RuntimeError) as error:  # an upload's HTTP error comes as the cause of a RuntimeError
-            if isinstance(error, OSError) or not any(isinstance(e, HTTPError) for e in (error, error.__cause__)):
-                raise
-            reason = f"{type(error).__name__}: {error}"
-            raise OSError(f"The Hub could not be reached, or broke off ({reason}); run it again.") from error
+
+
+def check_target(repo_id: str, *, revision: str | None = None, tag: str | None = None, create_pr: bool = False) -> None:
+    """Refuses (ValueError) a repository's name that cannot be one, and a pull request with a branch or a tag."""
+    if create_pr and (tag or revision):
+        raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
+    validate_repo_id(repo_id)
 
 
 def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dict[str, Path]:
     """What the repository is to hold: name -> file. Refuses what must not be published."""
     files = {name: path for name, path in model_files(folder).items() if name not in ALL_CODE}
     refused = [reason for name, path in files.items() if (reason := forbidden_file(name, path))]
+    refused += [f"{name} is a link to something outside the folder" for name in links_out(folder)]
     if refused:
         raise ValueError(f"{folder} is not published: {'; '.join(refused)}. Move it out of the folder.")
     content = json.loads((folder / "config.json").read_text())
@@ -118,16 +123,28 @@ def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dic
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """The files of a model folder, name -> path, without the by-products of training and of tools."""
-    files = {}
+    """The files of a model folder, name -> path, without by-products of training and of tools, and links that lead out."""
+    return {name: path for name, path in _ours(folder).items() if path.is_file() and not leads_out(path, folder)}
+
+
+def links_out(folder: Path) -> list[str]:
+    """The names of links in a model folder to files or folders outside it."""
+    return [name for name, path in _ours(folder).items() if path.is_symlink() and leads_out(path, folder)]
+
+
+def _ours(folder: Path) -> dict[str, Path]:
+    """All in a folder but by-products: name -> path."""
+    found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         by_product = name.name in LEFT_OUT_FILES or any(
-            fnmatch(part, pattern) for part in name.parts[:-1] for pattern in LEFT_OUT_FOLDERS
+            fnmatch(part, pattern)
+            for part in (name.parts if path.is_dir() else name.parts[:-1])
+            for pattern in LEFT_OUT_FOLDERS
         )
-        if path.is_file() and not by_product:
-            files[name.as_posix()] = path
-    return files
+        if not by_product:
+            found[name.as_posix()] = path
+    return found
 
 
 def _send(files, repo_id, private, revision, tag, create_pr, token, commit_message, num_parameters) -> Publication:
@@ -138,7 +155,7 @@ def _send(files, repo_id, private, revision, tag, create_pr, token, commit_messa
     message = commit_message or f"Publish with tost_hf {__version__}"
     commit = commit_files(api, repo_id, files, message, revision=revision, create_pr=create_pr)
     if tag is not None:
-        api.create_tag(repo_id, tag=tag, revision=commit.hash, exist_ok=True)
+        _set_tag(api, repo_id, tag, commit)
     unchanged = tuple(sorted(set(files) - set(commit.uploaded)))
     return Publication(repo_id, commit.hash, commit.url, commit.uploaded, commit.deleted, unchanged, num_parameters)
 
@@ -168,7 +185,7 @@ def commit_files(
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     for attempt in itertools.count():
-        there = api.repo_info(repo_id, revision=revision, files_metadata=True)
+        there = listing(api, repo_id, revision)
         uploaded, deleted = _difference(files, there.siblings)
         if not uploaded and not deleted:
             return Commit(there.sha, None, (), ())
@@ -195,7 +212,7 @@ def _create_repository(api: HfApi, repo_id: str, private: bool | None, create_pr
     """Creates the repository unless it is there; returns its full name."""
     if create_pr:  # proposing needs no right to write
         try:
-            return api.repo_info(repo_id).id
+            return listing(api, repo_id).id
         except RepositoryNotFoundError:
             pass
     return api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -204,7 +221,7 @@ def _create_repository(api: HfApi, repo_id: str, private: bool | None, create_pr
 def _refuse_taken_tag(api: HfApi, repo_id: str, tag: str, files: dict[str, Path]) -> None:
     """A tag that is there already must not silently stay at another version, so nothing is sent."""
     try:
-        taken = api.repo_info(repo_id, revision=tag, files_metadata=True)
+        taken = listing(api, repo_id, tag)
     except RevisionNotFoundError:
         return
     if not any(_difference(files, taken.siblings)):
@@ -212,11 +229,23 @@ def _refuse_taken_tag(api: HfApi, repo_id: str, tag: str, files: dict[str, Path]
     raise ValueError(f"{repo_id} already has {tag!r} at {taken.sha}; choose another tag, or delete it first.")
 
 
+def _set_tag(api: HfApi, repo_id: str, tag: str, commit: Commit) -> None:
+    """Puts the tag on the commit, and reads it back: somebody else may have set it in the meantime."""
+    visible = f"The version is visible in {repo_id} as {commit.hash}, but not tagged {tag!r}"
+    try:
+        api.create_tag(repo_id, tag=tag, revision=commit.hash, exist_ok=True)
+        tagged = listing(api, repo_id, tag).sha
+    except (HTTPError, OSError) as error:
+        raise OSError(f"{visible}: {error} Run it again to set the tag alone.") from error
+    if tagged != commit.hash:
+        raise OSError(f"{visible}: somebody else has just set this tag on {tagged}. Choose another tag, and run it again.")
+
+
 def _difference(files: dict[str, Path], siblings) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names to upload, names to delete) that turn the repository's files into these."""
     there = {sibling.rfilename: sibling for sibling in siblings}
     uploaded = tuple(name for name, path in sorted(files.items()) if name not in there or not same_content(there[name], path))
-    replaced = (name for name in there if "/" not in name and (name in ALL_CODE or ".safetensors" in name))
+    replaced = (name for name in there if name in ALL_CODE or is_weights_name(name))
     return uploaded, tuple(sorted(name for name in replaced if name not in files))
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..model.cache_tost import state_bytes
-from ..model.remote_code import CODE_FILES, code_files
+from ..model.remote_code import AUTO_MAPS, code_files
 from ..version import __version__
 from .checks import (
     check_card,
@@ -24,7 +24,9 @@ from .checks import (
     parameter_count,
     weight_files,
 )
-from .publishing import ALL_CODE, same_content
+from .connection import hub_calls, listing
+from .loading import check_loading
+from .publishing import links_out, same_content
 from .records import CARD, load_card
 
 
@@ -55,20 +57,22 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
         OSError: the repository or the revision is not there, or the Hub cannot be reached.
     """
     local = os.path.isdir(source)
-    checks = []
+    checks: list[Check] = []
     if local:
         folder, siblings = Path(source), None
     else:
-        api = HfApi(token=token)
-        info = api.repo_info(str(source), revision=revision, files_metadata=True)
-        folder = Path(snapshot_download(str(source), revision=info.sha, token=token))
-        siblings = info.siblings
+        with hub_calls():
+            found = listing(HfApi(token=token), str(source), revision)
+            folder = Path(snapshot_download(str(source), revision=found.sha, token=token))
+        siblings = found.siblings
 
     def check(name: str, run: Callable[[], str]) -> bool:
         try:
             checks.append(Check(name, True, run()))
-        except (ValueError, OSError, RuntimeError, KeyError) as error:
+        except (ValueError, OSError) as error:
             checks.append(Check(name, False, str(error)))
+        except Exception as error:  # of a folder in which anything may be wrong
+            checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
         return checks[-1].passed
 
     if siblings is not None:
@@ -99,7 +103,8 @@ def _check_hashes(folder: Path, siblings) -> str:
 def _check_files(folder: Path) -> str:
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [name for name in names if not name.startswith((".cache/", ".git/"))]
-    reasons = [reason for name in names if (reason := forbidden_file(name, folder / name))]
+    reasons = [f"{name} is a link to something outside the folder" for name in links_out(folder)]
+    reasons += [reason for name in names if (reason := forbidden_file(name, folder / name))]
     if reasons:
         raise ValueError("; ".join(reasons))
     return f"{len(names)} files, no pickle, no training state, nothing that looks like a secret"
@@ -110,23 +115,8 @@ def _describe(config: PreTrainedConfig) -> str:
 
 
 def _run(folder: Path, config: PreTrainedConfig) -> str:
-    model, loading = model_class(config).from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
-    wrong = {kind: sorted(names) for kind, names in loading.items() if names}
-    if wrong:
-        raise ValueError(f"Loading it reports {wrong}.")
-    model.eval()
-    if isinstance(model, GenerationMixin):
-        return _generate(model, config)
-    with torch.no_grad():
-        if config.model_type == "tost_vision":
-            size = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
-            size += -size % config.patch_size
-            output = model(torch.zeros(1, config.num_channels, size, size))
-        else:
-            output = model(torch.ones(1, 4, dtype=torch.long))
-    if not output[0].isfinite().all():
-        raise ValueError("Its output holds NaN or infinite numbers.")
-    return f"gives finite {'logits' if 'logits' in output else 'features'} of shape {tuple(output[0].shape)}"
+    loaded = check_loading(folder, config)
+    return f"{loaded.output}; {_generate(loaded.model, config)}" if loaded.model.can_generate() else loaded.output
 
 
 def _generate(model: PreTrainedModel, config: PreTrainedConfig) -> str:
@@ -143,20 +133,24 @@ def _generate(model: PreTrainedModel, config: PreTrainedConfig) -> str:
 
 
 def _check_code(folder: Path, config: PreTrainedConfig) -> str:
-    there = sorted(path.name for path in folder.glob("*.py"))
-    carries = bool(getattr(config, "auto_map", None))
-    if not carries and not there:
+    there = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    auto_map = getattr(config, "auto_map", None)
+    if not auto_map and not there:
         return "none carried: loads where tost_hf is installed"
-    if not carries:
+    if not auto_map:
         raise ValueError(f"It carries {', '.join(there)}, but its config.json has no auto_map that names them.")
-    missing = sorted(set(CODE_FILES[config.model_type]) - set(there))
+    if auto_map != AUTO_MAPS[config.model_type]:
+        raise ValueError(f"Its config.json has an auto_map that is not that of tost_hf {__version__}; do not trust it.")
+    ours = code_files(config.model_type)
+    missing = sorted(set(ours) - set(there))
     if missing:
         raise ValueError(f"Its config.json has an auto_map, but {', '.join(missing)} is missing.")
-    foreign = sorted(set(there) - ALL_CODE)
-    ours = code_files(config.model_type)
-    differing = [name for name, path in ours.items() if (folder / name).read_bytes() != path.read_bytes()]
-    if foreign or differing:
-        return f"not that of tost_hf {__version__}: read {', '.join(foreign + differing)} before you set trust_remote_code"
+    foreign = [name for name, path in there.items() if name not in ours or path.read_bytes() != ours[name].read_bytes()]
+    if foreign:
+        raise ValueError(
+            f"Its code is not that of tost_hf {__version__}: {', '.join(foreign)} differ. Another version wrote it, or it was "
+            "changed: read it before you set trust_remote_code, or publish the model again."
+        )
     return f"loads with trust_remote_code=True; the code is that of tost_hf {__version__}"
 
 
@@ -179,11 +173,13 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         folder = Path(source)
         sizes = {path.name: path.stat().st_size for path in weight_files(folder)}
     else:
-        found = HfApi(token=token).repo_info(str(source), revision=revision, files_metadata=True)
+        with hub_calls():
+            found = listing(HfApi(token=token), str(source), revision)
+            listed = {sibling.rfilename: sibling.size for sibling in found.siblings}
+            small = [name for name in ("config.json", "README.md", "generation_config.json") if name in listed]
+            folder = Path(snapshot_download(str(source), revision=found.sha, token=token, allow_patterns=small))
         rows["repository"] = f"{found.id} at {found.sha}{', private' if found.private else ''}"
-        small = [s.rfilename for s in found.siblings if s.rfilename in ("config.json", "README.md", "generation_config.json")]
-        folder = Path(snapshot_download(str(source), revision=found.sha, token=token, allow_patterns=small))
-        sizes = {s.rfilename: s.size for s in found.siblings if s.rfilename.endswith(".safetensors")}
+        sizes = {name: size for name, size in listed.items() if name.endswith(".safetensors")}
     config = load_config(folder)
     rows["model"] = _describe(config)
     rows["heads"] = f"{config.num_attention_heads} of {config.hidden_size // config.num_attention_heads} channels"

@@ -1,0 +1,39 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Requests to the Hub: none waits without end, and what goes wrong on the way is an OSError with a sentence."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub import HfApi, ModelInfo, get_session
+from huggingface_hub.errors import HTTPError
+
+
+TIME_LIMIT = 60.0  # seconds without an answer, or without progress, of one request
+
+
+@contextmanager
+def hub_calls() -> Iterator[None]:
+    """Within it, requests of huggingface_hub have a time limit.
+
+    Raises:
+        OSError: the Hub could not be reached, stalled or broke off.
+    """
+    session = get_session()
+    before, session.timeout = session.timeout, TIME_LIMIT
+    try:
+        yield
+    except (HTTPError, RuntimeError) as error:  # an upload's HTTP error comes as the cause of a RuntimeError
+        if isinstance(error, OSError) or not any(isinstance(e, HTTPError) for e in (error, error.__cause__)):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise OSError(f"The Hub could not be reached, stalled or broke off ({reason}); run it again.") from error
+    finally:
+        session.timeout = before
+
+
+def listing(api: HfApi, repo_id: str, revision: str | None = None) -> ModelInfo:
+    """A repository's commit at a revision, and the names, sizes and hashes of its files."""
+    return api.repo_info(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
+
+
+__all__ = ["hub_calls", "listing"]

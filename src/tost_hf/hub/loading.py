@@ -1,0 +1,128 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Whether transformers loads back what a folder holds, and whether the model computes numbers. No code of the folder runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from .checks import model_class
+
+
+NUM_TOKENS = 16
+LARGEST_IMAGE = 256  # pixels a side; the model takes images of any size
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+Loaded = TypeVar("Loaded")
+
+
+class LoadedModel(NamedTuple):
+    """A model that runs, and in a few words what its output is."""
+
+    model: PreTrainedModel
+    output: str
+
+
+def check_loading(folder: Path, config: PreTrainedConfig) -> LoadedModel:
+    """Loads the model, and the tokenizer or image processor where there are their files, and runs the model.
+
+    Raises:
+        ValueError: transformers cannot load one of them without running the folder's code, or the output is not finite.
+    """
+    model = load_model(folder, config)
+    output = check_output(model, config)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        _load("the generation settings", lambda: GenerationConfig.from_pretrained(folder, local_files_only=True))
+    if config.model_type == "tost":
+        if any((folder / name).is_file() for name in TOKENIZER_FILES):
+            _check_tokenizer(folder)
+    elif any((folder / name).is_file() for name in IMAGE_PROCESSOR_FILES):
+        _check_image_processor(folder)
+    return LoadedModel(model, output)
+
+
+def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The folder's model, by this package's code, for evaluation; ValueError if anything is missing or left over."""
+
+    def load():
+        return model_class(config).from_pretrained(
+            folder, output_loading_info=True, trust_remote_code=False, local_files_only=True
+        )
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, loading = _load("the model", load)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    wrong = {kind: sorted(names) for kind, names in loading.items() if names}
+    if wrong:
+        raise ValueError(f"Loading the model reports {wrong}.")
+    return model.eval()
+
+
+def check_output(model: PreTrainedModel, config: PreTrainedConfig) -> str:
+    """Runs the model on a few tokens or one image.
+
+    Raises:
+        ValueError: its output holds NaN or infinite numbers.
+    """
+    if config.model_type == "tost_vision":
+        side = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
+        side = min(side, max(LARGEST_IMAGE, config.patch_size))
+        side += -side % config.patch_size
+        inputs = torch.linspace(-2, 2, config.num_channels * side * side).view(1, config.num_channels, side, side)
+        inputs = inputs.to(model.dtype)
+    else:
+        inputs = torch.linspace(0, config.vocab_size - 1, min(NUM_TOKENS, config.max_position_embeddings or NUM_TOKENS))
+        inputs = inputs.long()[None]
+    with torch.no_grad():
+        output = model(inputs)
+    if not output[0].isfinite().all():
+        raise ValueError("The model's output holds NaN or infinite numbers, though its weights are finite; do not publish it.")
+    return f"gives finite {'logits' if 'logits' in output else 'features'} of shape {tuple(output[0].shape)}"
+
+
+def _check_tokenizer(folder: Path) -> None:
+    tokenizer: PreTrainedTokenizerBase = _load(
+        "the tokenizer", lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    )
+    ordinary = len(tokenizer) - len(tokenizer.get_added_vocab())
+    if ordinary < 1:
+        names = ", ".join(sorted(set(tokenizer.vocab_files_names.values())))
+        raise ValueError(
+            f"The tokenizer in {folder} has no vocabulary: it is a {type(tokenizer).__name__}, "
+            f"whose files ({names}) are missing. Save the tokenizer again."
+        )
+    _load("the tokenizer", lambda: tokenizer("A few words."))
+
+
+def _check_image_processor(folder: Path) -> None:
+    if hasattr(AutoImageProcessor, "_backends"):  # a placeholder: this transformers asks for torchvision, which is not here
+        return
+    _load(
+        "the image processor",
+        lambda: AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
+    )
+
+
+def _load(what: str, load: Callable[[], Loaded]) -> Loaded:
+    try:
+        return load()
+    except Exception as error:  # transformers and tokenizers raise whatever a damaged file leads to
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"transformers cannot load {what} back: {reason}. Save it again with save_pretrained.") from error
+
+
+__all__ = ["check_loading", "check_output", "load_model"]

@@ -1,0 +1,243 @@
+"""What `publish` and `verify` refuse: damaged, foreign and secret content of a folder, before any request is made."""
+
+import base64
+import json
+import os
+import pickle
+import re
+
+import pytest
+import torch
+from conftest import needs_auto_processor
+from hub_clients import language_folder, vision_folder
+from safetensors.torch import load_file, save_file
+
+from tost_hf.cli import main
+from tost_hf.hub.publishing import publish
+from tost_hf.hub.verification import verify
+
+
+def put(name: str, data: bytes):
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def edit_weights(change, metadata=None):
+    def edit(folder):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"} | (metadata or {}))
+
+    return edit
+
+
+def edit_json(name: str, **changes):
+    def edit(folder):
+        content = json.loads((folder / name).read_text()) | changes
+        (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return edit
+
+
+def remove(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def change(key: str, value):
+    def edit(weights):
+        name = next(name for name in weights if key in name)
+        weights[name] = value(weights[name])
+
+    return edit_weights(edit)
+
+
+def link(name: str, target: str):
+    def make(folder):
+        (folder.parent / "elsewhere").mkdir()
+        (folder.parent / "elsewhere" / "secret.txt").write_text("mine")
+        (folder / name).symlink_to(folder.parent / target)
+
+    return make
+
+
+def separate_head(weights):
+    weights["lm_head.weight"] = next(x for name, x in weights.items() if "embed" in name and x.shape[0] == 320) + 1
+
+
+def index(**changes):
+    def edit(folder):
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        content = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+        content |= changes
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({key: value for key, value in content.items() if value is not None})
+        )
+
+    return edit
+
+
+def another_tokenizer(folder):
+    remove("tokenizer.json")(folder)
+    edit_json("tokenizer_config.json", tokenizer_class="GPT2Tokenizer")(folder)
+
+
+PICKLE = pickle.dumps({"a": 1}, protocol=4)
+TOKEN = b"hf_" + b"aB3" * 12
+LANGUAGE = {
+    "bin": (put("pytorch_model.bin", b"\x80\x04."), "pytorch_model.bin .*pickle"),
+    "torch-archive": (put("model.ckpt", b"PK\x03\x04archive/data.pkl"), "model.ckpt .*pickle"),
+    "pickle-named-json": (put("data.json", b"\x80\x04."), "data.json is a pickle"),
+    "pickle-2": (put("extra.dat", b"\x80\x02}q\x00."), "extra.dat is a pickle"),
+    "pickle-5": (put("extra.dat", b"\x80\x05."), "extra.dat is a pickle"),
+    "distributed": (put("__0_0.distcp", b""), "__0_0.distcp is state of a training run"),
+    "card-metadata": (put("README.md", b"---\nlicense: [apache\n---\n"), "metadata"),
+    "optimizer": (put("optimizer.pt", b""), "optimizer.pt"),
+    "scheduler": (put("scheduler.safetensors", b""), "scheduler.safetensors"),
+    "random-numbers": (put("rng_state_0.pth", b""), "rng_state_0.pth"),
+    "env": (put(".env", b"A=1"), r"\.env"),
+    "pem": (put("server.pem", b"-----BEGIN"), "server.pem"),
+    "id_rsa": (put("id_rsa", b""), "id_rsa"),
+    "token": (put("run.log", b"login with " + TOKEN), "run.log holds a secret .Hugging Face Token"),
+    "private-key": (put("notes.txt", b"-----BEGIN OPENSSH PRIVATE" + b" KEY-----"), "notes.txt holds a secret .Private Key"),
+    "no-licence": (put("README.md", b"no metadata"), "licence"),
+    "no-card": (remove("README.md"), "no model card"),
+    "no-config": (remove("config.json"), "no config.json"),
+    "no-weights": (remove("model.safetensors"), "model.safetensors is missing|no config"),
+    "cut-weights": (put("model.safetensors", b"\x08"), "truncated or damaged"),
+    "nan": (change("norm", lambda x: x * float("nan")), "NaN"),
+    "tensor-missing": (edit_weights(lambda weights: weights.popitem()), "lack"),
+    "tensor-more": (edit_weights(lambda weights: weights.update(more=torch.ones(2))), "more"),
+    "more-layers": (edit_json("config.json", num_hidden_layers=3), "lack"),
+    "size-text": (edit_json("config.json", hidden_size="abc"), "not the configuration"),
+    "dtype-unknown": (edit_json("config.json", dtype="foo"), "not the configuration|config.json"),
+    "another-width": (edit_json("config.json", hidden_size=64), "shape"),
+    "another-model": (edit_json("config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"]), "not a ToST model"),
+    "link-to-a-file": (link("notes.txt", "elsewhere/secret.txt"), "notes.txt is a link"),
+    "link-to-a-folder": (link("more", "elsewhere"), "more is a link"),
+    "integers": (change("norm", lambda x: x.int()), "torch.int32"),
+    "booleans": (change("norm", lambda x: x.bool()), "torch.bool"),
+    "eight-bit": (change("norm", lambda x: x.to(torch.float8_e4m3fn)), "torch.float8"),
+    "infinite": (change("norm", lambda x: x / 0), "NaN or infinite"),
+    "overflow": (change("in_proj", lambda x: x * 1e37), "output holds NaN or infinite"),
+    "head-differs": (edit_weights(separate_head), "differs from"),
+    "pickle-named-safetensors": (put("extra.safetensors", PICKLE), "extra.safetensors .* not a readable safetensors"),
+    "text-named-safetensors": (put("notes.safetensors", b"hello"), "notes.safetensors .* not a readable safetensors"),
+    "token-named-safetensors": (put("token.safetensors", TOKEN), "token.safetensors .* not a readable safetensors"),
+    "pickle-in-metadata": (edit_weights(dict, {"extra": PICKLE.decode("latin-1")}), "pickle in its metadata"),
+    "encoded-pickle": (edit_weights(dict, {"extra": base64.b64encode(PICKLE).decode()}), "pickle in its metadata"),
+    "token-in-metadata": (edit_weights(dict, {"extra": TOKEN.decode()}), "holds a secret .* in its metadata"),
+    "index-without-metadata": (index(metadata=None), "lacks metadata"),
+    "index-without-files": (index(weight_map={}), "lacks its names"),
+    "index-of-numbers": (index(weight_map={"a": 1}), "lacks its names"),
+    "index-of-others": (index(weight_map={"a": "model-00001-of-00001.safetensors"}), "in which file each tensor is"),
+    "index-deep": (put("model.safetensors.index.json", b"[" * 100_000), "both|not an index"),
+    "layers": (edit_json("config.json", num_hidden_layers=10**9), "layers|not the configuration"),
+    "tokenizer-garbage": (put("tokenizer.json", b"garbage"), "cannot load the tokenizer"),
+    "tokenizer-binary": (put("tokenizer.json", bytes(range(256))), "cannot load the tokenizer"),
+    "tokenizer-config-garbage": (put("tokenizer_config.json", b"{"), "cannot load the tokenizer"),
+    "tokenizer-missing": (remove("tokenizer.json"), "tokenizer"),
+    "tokenizer-missing-gpt2": (another_tokenizer, "tokenizer"),
+    "tokenizer-of-foreign-code": (
+        edit_json("tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": [None, "evil.Evil"]}),
+        "tokenizer",
+    ),
+    "generation-garbage": (put("generation_config.json", b"{"), "cannot load the generation settings"),
+    "secret-in-utf-16": (put("notes.txt", TOKEN.decode().encode("utf-16")), "notes.txt holds a secret"),
+    "secret-in-a-large-file": (put("log.txt", b"\xff" * 33 * 2**20 + TOKEN), "log.txt holds a secret"),
+    "secret-name": (put("prod.env", b"A=1"), "prod.env has the name"),
+}
+VISION = {
+    "preprocessor-garbage": (put("preprocessor_config.json", b"garbage"), "image processor"),
+    "preprocessor-list": (put("preprocessor_config.json", b"[]"), "image processor"),
+    "preprocessor-unknown": (edit_json("preprocessor_config.json", image_processor_type="Nothing"), "image processor"),
+}
+
+
+def check_refusal(folder, sentence):
+    """`publish` says the sentence, and `verify` fails with it, too."""
+    with pytest.raises((ValueError, FileNotFoundError)) as refusal:
+        publish(folder, "tost/refused", dry_run=True)
+    assert re.search(sentence, str(refusal.value)), str(refusal.value)
+    failed = [check.detail for check in verify(folder) if not check.passed]
+    assert any(re.search(sentence, detail) for detail in failed), failed
+    assert TOKEN.decode() not in str(refusal.value) + str(failed)
+
+
+@pytest.mark.parametrize("case", LANGUAGE)
+def test_a_language_model_that_is_refused(tmp_path, case):
+    damage, sentence = LANGUAGE[case]
+    folder = language_folder(tmp_path / "model")
+    damage(folder)
+    check_refusal(folder, sentence)
+
+
+@needs_auto_processor
+@pytest.mark.parametrize("case", VISION)
+def test_a_vision_model_that_is_refused(tmp_path, case):
+    damage, sentence = VISION[case]
+    folder = vision_folder(tmp_path / "model")
+    damage(folder)
+    check_refusal(folder, sentence)
+
+
+def from_the_cache(folder):
+    """As the Hub's cache keeps a repository: links into its blobs."""
+    cache = folder.parent / "models--tost--x"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots").mkdir()
+    snapshot = folder.rename(cache / "snapshots" / "0123abc")
+    for path in list(snapshot.iterdir()):
+        path.rename(cache / "blobs" / path.name)
+        path.symlink_to(os.path.join("..", "..", "blobs", path.name))
+    return snapshot
+
+
+def without_a_tokenizer(folder):
+    for path in folder.glob("*token*"):
+        path.unlink()
+    return folder
+
+
+def linked_inside(folder):
+    (folder / "LICENSE.txt").write_text("Apache")
+    (folder / "LICENSE").symlink_to("LICENSE.txt")
+    return folder
+
+
+@pytest.mark.parametrize("change", [from_the_cache, without_a_tokenizer, linked_inside])
+def test_a_folder_that_is_published(tmp_path, change):
+    folder = change(language_folder(tmp_path / "model"))
+    assert set(publish(folder, "tost/good", dry_run=True).uploaded) >= {path.name for path in folder.iterdir()}
+    assert [check for check in verify(folder) if not check.passed] == []
+
+
+def foreign_code(folder):
+    (folder / "evil.py").write_text("raise SystemExit")
+
+
+def changed_code(folder):
+    with open(folder / "modeling_tost.py", "a") as file:
+        file.write("# changed\n")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        foreign_code,
+        changed_code,
+        edit_json("config.json", auto_map={"AutoModelForCausalLM": "evil/repository--modeling.Evil"}),
+    ],
+)
+def test_foreign_code_is_no_success(tmp_path, capsys, damage):
+    folder = language_folder(tmp_path / "model", with_code=True)
+    assert main(["verify", str(folder)]) == 0
+    damage(folder)
+    assert main(["verify", str(folder)]) == 1
+    assert re.search(r"FAILED +code", capsys.readouterr().out)
+
+
+def test_a_bad_name_changes_nothing(tmp_path, capsys):
+    folder = language_folder(tmp_path / "model")
+    before = (folder / "README.md").read_bytes()
+    assert main(["publish", str(folder), "bad id!", "--card"]) == 1
+    assert (folder / "README.md").read_bytes() == before and "bad id!" in capsys.readouterr().err
