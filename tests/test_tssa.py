@@ -72,38 +72,48 @@ def op(request):
     return {"eager": tssa, "compiled": compiled(tssa), "formulas": formulas}[request.param]
 
 
-def by_definition(w, temp, bias, real, causal):
+def by_definition(w, temp, bias, real, causal, log_decay=None):
     """Output and membership of one sequence w (T, H, p), token by token and head by head; `real` (T,) marks its tokens."""
     T, H, p = w.shape
     output, membership = torch.zeros_like(w), w.new_zeros(T, H)
+    gamma = w.new_ones(T, H) if log_decay is None else log_decay.exp().where(real[:, None], 1)
+
+    def left(i, t):
+        """What is left at token t of token i, (H, 1)."""
+        return gamma[i + 1 : t + 1].prod(0)[:, None]
+
     for t in range(T):
         if not real[t]:
             continue
         past = [i for i in range(t + 1 if causal else T) if real[i]]
-        squares = sum(w[i] ** 2 for i in past).clamp_min(1e-12 if causal else 1e-24)
+        squares = sum(left(i, t) * w[i] ** 2 for i in past).clamp_min(1e-12 if causal else 1e-24)
         score = [temp[h] * ((w[t, h] ** 2 / squares[h]).sum() + (p * bias[t, h] if causal else 0)) for h in range(H)]
         membership[t] = torch.stack(score).softmax(0)
     for t in range(T):
         past = range(t + 1 if causal else T)
         for h in range(H):
-            moment = sum(membership[i, h] * w[i, h] ** 2 for i in past if real[i]) if real[t] else 0
-            output[t, h] = -membership[t, h] * w[t, h] / (1 + moment / (membership[list(past), h].sum() + 1e-8))
+            moment = sum(left(i, t)[h] * membership[i, h] * w[i, h] ** 2 for i in past if real[i]) if real[t] else 0
+            count = sum(left(i, t)[h] * membership[i, h] for i in past)
+            output[t, h] = -membership[t, h] * w[t, h] / (1 + moment / (count + 1e-8))
     return output, membership
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal, forgetting", [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("dead", [0, 3])
-def test_the_formulas_are_the_definition(causal, dead):
+def test_the_formulas_are_the_definition(causal, forgetting, dead):
     """With padding on both sides, and with packed sequences, each of which is computed alone."""
     w, temp, bias = (x.detach() for x in make(T=17, dead=dead))
+    decay = -torch.rand(2, 17, 3, dtype=torch.float64) if forgetting else None
     mask, seq_idx = padding_mask(17), torch.arange(17).div(7, rounding_mode="floor").expand(2, 17)
     if causal:
-        output, membership, _ = tssa_formulas.causal(w, temp, bias, ~mask, seq_idx)
+        decay_at_tokens = decay.masked_fill(~mask[..., None], 0) if forgetting else None
+        output, membership, _ = tssa_formulas.causal(w, temp, bias, ~mask, seq_idx, log_decay=decay_at_tokens)
     else:
         output, membership = tssa_formulas.bidirectional(w, temp, ~mask, seq_idx)
     for row in range(2):
         for part in (slice(0, 7), slice(7, 14), slice(14, 17)):
-            expected = by_definition(w[row, part], temp, bias[part], mask[row, part], causal)
+            decay_of_part = decay[row, part] if forgetting else None
+            expected = by_definition(w[row, part], temp, bias[part], mask[row, part], causal, decay_of_part)
             torch.testing.assert_close((output[row, part], membership[row, part]), expected, **F64)
 
 

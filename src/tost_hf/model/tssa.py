@@ -47,6 +47,7 @@ def tssa(
     mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     initial_state: TSSAState | None = None,
+    log_decay: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> TSSAOutput:
     """Token Statistics Self-Attention between the two projections (paper, section 3; causal form of the authors' code).
@@ -60,6 +61,8 @@ def tssa(
         seq_idx: (B, T) integers, packed rows: tokens of one sequence are adjacent and share a number, and each sequence
             is computed as if it were alone.
         initial_state: running sums of the tokens before these; causal form only.
+        log_decay: logarithm, at most 0, of the factor by which a head's sums are multiplied before a token is added to them,
+            (H,), (T, H) or (B, T, H); causal form only. None, as 0, for sums that forget nothing. Padding forgets nothing.
         backend: "auto", "reference" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
 
     Returns:
@@ -67,16 +70,19 @@ def tssa(
         sums after the last token (of each row's last sequence, where rows are packed). All three are differentiable once.
 
     Raises:
-        ValueError: shapes disagree, `initial_state` / `denom_bias` is given to the bidirectional form, or the backend is
-            unknown or cannot take these tokens.
+        ValueError: shapes disagree, `initial_state` / `denom_bias` / `log_decay` is given to the bidirectional form,
+            `log_decay` is above 0, or the backend is unknown or cannot take these tokens.
     """
     temp = _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state)
+    _check_log_decay(log_decay, w, causal)
     bias = None if denom_bias is None else denom_bias.reshape(-1, *denom_bias.shape[-2:])
     mask = None if mask is None else mask.bool()
+    log_decay = _decay_of_tokens(log_decay, mask, w.shape[:3], compute_dtype(w.dtype))
     if _choose_backend(backend, w.device.type, w.dtype) == "triton":
         from .tssa_triton import tssa_triton
 
-        output, membership, *final = tssa_triton(w, temp, bias, mask, seq_idx, initial_state, causal)
+        forgetting = {} if log_decay is None else {"log_decay": log_decay}
+        output, membership, *final = tssa_triton(w, temp, bias, mask, seq_idx, initial_state, causal, **forgetting)
         return TSSAOutput(output, membership.transpose(1, 2), as_state(final, w) if causal else None)
 
     dtype = compute_dtype(w.dtype)
@@ -86,17 +92,17 @@ def tssa(
         return TSSAOutput(output, membership.transpose(1, 2), None)
     bias = None if bias is None else bias.to(dtype)
     state = None if initial_state is None else as_state(initial_state, w)
-    output, membership, final = _causal_reference(w, temp, bias, padding, seq_idx, state)
+    output, membership, final = _causal_reference(w, temp, bias, padding, seq_idx, state, log_decay)
     return TSSAOutput(output, membership.transpose(1, 2), final)
 
 
-def _causal_reference(w, temp, bias, padding, seq_idx, state) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
+def _causal_reference(w, temp, bias, padding, seq_idx, state, log_decay) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """The reference engine that fits who is asking: eager code, a compiler for the CPU, or another one."""
     on_cpu = w.device.type == "cpu" and not torch.compiler.is_exporting()
     if torch.compiler.is_compiling() and not on_cpu:
-        return causal_formulas(w, temp, bias, padding, seq_idx, state)
+        return causal_formulas(w, temp, bias, padding, seq_idx, state, log_decay)
     bias = w.new_zeros(1, 1, 1, dtype=temp.dtype) if bias is None else bias
-    arguments = (w, temp, bias.expand(w.shape[:3]), padding, seq_idx, zero_state(w) if state is None else state)
+    arguments = (w, temp, bias.expand(w.shape[:3]), padding, seq_idx, zero_state(w) if state is None else state, log_decay)
     if not torch.compiler.is_compiling():
         return causal_tssa(*arguments)
     from .tssa_compiled import causal_tssa as causal_tssa_compiled
@@ -111,6 +117,7 @@ def tssa_step(
     state: TSSAState | None,
     *,
     mask: torch.Tensor | None = None,
+    log_decay: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> TSSAOutput:
     """Causal TSSA of one new token.
@@ -121,28 +128,32 @@ def tssa_step(
         denom_bias: score bias at the token's position, (H,) or (B, H), or None.
         state: the running sums before the token; None at the start of a sequence. Left as they are.
         mask: (B,), true or 1 where the token is real; a padding token leaves the state as it was.
+        log_decay: (H,) or (B, H); as in `tssa`.
         backend: as in `tssa`. The kernel has no gradient: where one is needed, the reference runs.
 
     Returns:
         `TSSAOutput` with the output (B, H, p), the membership (B, H) and the new state.
 
     Raises:
-        ValueError: the backend is unknown or cannot take these tokens.
+        ValueError: `log_decay` has another shape or is above 0, or the backend is unknown or cannot take these tokens.
     """
+    _check_log_decay(log_decay, w, causal=True)
     dtype = compute_dtype(w.dtype)
     state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
     temp = temp.reshape(-1).to(dtype)
     mask = None if mask is None else mask.bool()
-    tensors = (w, temp, *state) if denom_bias is None else (w, temp, denom_bias, *state)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    log_decay = _decay_of_tokens(log_decay, mask, w.shape[:2], dtype)
+    tensors = (w, temp, denom_bias, log_decay, *state)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
     if _choose_backend(backend, w.device.type, w.dtype) == "triton" and not needs_grad:
         from .tssa_triton import tssa_step_triton
 
         bias = None if denom_bias is None else denom_bias.reshape(-1, w.shape[1])
         state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))  # the kernel adds in place
-        return TSSAOutput(*tssa_step_triton(w, temp, bias, mask, *state), state)
+        forgetting = {} if log_decay is None else {"log_decay": log_decay}
+        return TSSAOutput(*tssa_step_triton(w, temp, bias, mask, *state, **forgetting), state)
     bias = None if denom_bias is None else denom_bias.to(dtype)
-    return TSSAOutput(*step_formulas(w, temp, bias, None if mask is None else ~mask, state))
+    return TSSAOutput(*step_formulas(w, temp, bias, None if mask is None else ~mask, state, log_decay))
 
 
 @functools.cache
@@ -216,6 +227,28 @@ def _check_mask(mask: torch.Tensor | None) -> None:
             f"mask must hold 1 or true at real tokens and 0 or false at padding, got another {mask.dtype} mask; TSSA has no "
             "mask that is added to scores."
         )
+
+
+def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bool) -> None:
+    """Refuses factors that do not fit the tokens w (B, T, H, p) or (B, H, p), or that grow; looks where that costs little."""
+    if log_decay is None:
+        return
+    if not causal:
+        raise ValueError("log_decay belongs to the causal form; bidirectional TSSA has no order in which to forget.")
+    *tokens, _ = w.shape
+    shapes = [tuple(tokens[start:]) for start in reversed(range(len(tokens)))]
+    if tuple(log_decay.shape) not in shapes:
+        raise ValueError(f"log_decay must have one of the shapes {', '.join(map(str, shapes))}, got {tuple(log_decay.shape)}.")
+    if log_decay.device.type == "cpu" and not torch.compiler.is_compiling() and bool((log_decay > 0).any()):
+        raise ValueError(f"log_decay must be at most 0, or the sums grow without end; got {log_decay.max().item():.3g}.")
+
+
+def _decay_of_tokens(log_decay: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype):
+    """`log_decay` for each token and head, of shape `shape`; 0 at padding."""
+    if log_decay is None:
+        return None
+    log_decay = log_decay.to(dtype).expand(shape)
+    return log_decay if mask is None else log_decay.masked_fill(~mask.unsqueeze(-1), 0)
 
 
 # The layer ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .tssa_formulas import causal
 from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, membership_of, sequence_starts, state_shapes, zero_state
 
 
@@ -181,8 +182,11 @@ def causal_tssa(
     padding: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     state: TSSAState,
+    log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Causal TSSA with autograd; as `tssa_formulas.causal`, but `bias` (B, T, H) and `state` are always given."""
+    if log_decay is not None:
+        return causal(w, temp, bias, padding, seq_idx, state, log_decay)
     output, membership, *final = _CausalTSSA.apply(w, temp, bias, padding, seq_idx, *state)
     return output, membership, TSSAState(*final)
 

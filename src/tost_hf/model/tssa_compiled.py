@@ -25,6 +25,7 @@ from .tssa_chunks import (
     causal_forward,
     suffix_sum,
 )
+from .tssa_formulas import causal
 from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, custom_operator, membership_of, state_shapes
 
 
@@ -235,8 +236,11 @@ def causal_tssa(
     padding: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     state: TSSAState,
+    log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """As `tssa_chunks.causal_tssa`."""
+    if log_decay is not None:
+        return causal(w, temp, bias, padding, seq_idx, state, log_decay)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (w, temp, bias, *state))
     output, membership, *rest = _forward_operator(w, temp, bias, padding, seq_idx, *state, keep, SHORTEST_CHUNK)
     return output, membership, TSSAState(*rest[:3])

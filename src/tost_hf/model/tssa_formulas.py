@@ -13,12 +13,22 @@ is that of the authors' code). With s = w^2, for each head and channel i:
     D_t = sum_{j <= t} Pi_j                                  D = sum_j Pi_j
     output_ti = -Pi_t w_ti / (1 + N_ti / (D_t + 1e-8))       the same with N_i and D
 
+A causal form that forgets multiplies its sums by a factor gamma_t in (0, 1], one per head, before it adds a token:
+
+    S_t = gamma_t S_{t-1} + s_t,    N_t = gamma_t N_{t-1} + Pi_t s_t,    D_t = gamma_t D_{t-1} + Pi_t
+
+All else is as above. Nothing is ever divided by a product of factors: it may be 0.
+
 These functions are the reference of tests and benchmarks, and what torch.export and compilers for devices other than the CPU
 see: no step depends on a tensor's values. The other engines compute the same numbers faster.
 
 Arguments they share: w (B, T, H, p), projected tokens of any dtype; `temp` (H,) in the compute dtype; `padding` (B, T), true
-where there is no token; `seq_idx` (B, T), the sequence numbers of packed rows.
+where there is no token; `seq_idx` (B, T), the sequence numbers of packed rows; `log_decay` (B, T, H), log gamma in the compute
+dtype, 0 at padding.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -30,9 +40,14 @@ from .tssa_state import (
     TSSAState,
     as_state,
     membership_of,
+    per_head,
     real_tokens,
     sequence_starts,
 )
+
+
+GROUP_TOKENS = 16  # tokens whose decayed sums are formed together, a power of two
+MOST_STEPS = 24  # over the groups, in programs for rows of any length
 
 
 def causal(
@@ -42,6 +57,7 @@ def causal(
     padding: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     state: TSSAState | None = None,
+    log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Prefix sums over the tokens.
 
@@ -52,18 +68,18 @@ def causal(
     Returns:
         Output (B, T, H, p) in the dtype of `w`, membership (B, T, H), and the sums after the last token.
     """
-    offset = None if seq_idx is None else _offset_in_sequence(seq_idx)
-    before = _sums_before(state, offset, temp.dtype)
+    prefix_sums = _prefix_sums(seq_idx, log_decay)
+    before = [None] * 3 if state is None else [s.to(temp.dtype) for s in state]
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
-    sum_sq = _running_sum(sq, offset, before[0])
+    sum_sq = prefix_sums(sq, before[0])
     score = (sq / sum_sq.clamp_min(EPS_SUM_SQ)).sum(-1)
     if bias is not None:
         score = score + w.shape[-1] * bias
     membership = membership_of(score, temp, padding)
     weight = membership.unsqueeze(-1)
-    sum_weighted_sq = _running_sum(sq * weight, offset, before[1])
-    sum_membership = _running_sum(membership, offset, before[2])
+    sum_weighted_sq = prefix_sums(sq * weight, before[1])
+    sum_membership = prefix_sums(membership, before[2])
     moment = sum_weighted_sq / (sum_membership + EPS_MEMBERSHIP).unsqueeze(-1)
     output = -(x * weight) / (1 + moment)
     # a copy: compiled code that updates a cache in place must not see views of its own work buffers
@@ -93,6 +109,7 @@ def step(
     bias: torch.Tensor | None,
     padding: torch.Tensor | None,
     state: TSSAState,
+    log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """The causal form of one token, from the sums before it.
 
@@ -100,10 +117,14 @@ def step(
         w: the projected token, (B, H, p).
         bias: (H,) or (B, H), in the compute dtype.
         padding: (B,), true where the token is padding, which leaves the sums as they were.
+        log_decay: (H,) or (B, H), in the compute dtype, 0 at padding.
 
     Returns:
         Output (B, H, p) in the dtype of `w`, membership (B, H), and the sums after the token.
     """
+    if log_decay is not None:
+        factor = log_decay.exp().expand(state.sum_membership.shape)
+        state = TSSAState(*(s * per_head(factor, s) for s in state))
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
     sum_sq = state.sum_sq + sq
@@ -132,15 +153,59 @@ def _per_token(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.view(*x.shape, *[1] * (like.ndim - 2))
 
 
-def _sums_before(state: TSSAState | None, offset: torch.Tensor | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """What the state adds to each token's sums, (B, 1 or T, ...); only a row's first sequence goes on from it."""
-    if state is None:
-        return [None, None, None]
-    sums = [s.to(dtype).unsqueeze(1) for s in state]
-    if offset is None:
-        return sums
-    later = offset < torch.arange(offset.shape[1], device=offset.device)
-    return [s.masked_fill(_per_token(later, s), 0) for s in sums]
+def _prefix_sums(seq_idx: torch.Tensor | None, log_decay: torch.Tensor | None) -> Callable:
+    """What sums tokens (B, T, H, ...) up to each one, on from a sum before the first (B, H, ...) or None."""
+    if log_decay is not None:
+        factor = log_decay.exp()
+        if seq_idx is not None:  # the first sequence goes on from the sums before it, a later one from none
+            starts = sequence_starts(seq_idx)[:, 1:, None]
+            factor = torch.cat([factor[:, :1], factor[:, 1:].masked_fill(starts, 0)], 1)
+        return functools.partial(_decayed_sum, factor)
+    offset = None if seq_idx is None else _offset_in_sequence(seq_idx)
+
+    def prefix_sums(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        if before is not None:
+            before = before.unsqueeze(1)
+            if offset is not None:
+                later = offset < torch.arange(offset.shape[1], device=offset.device)
+                before = before.masked_fill(_per_token(later, before), 0)
+        return _running_sum(x, offset, before)
+
+    return prefix_sums
+
+
+def _decayed_sum(factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """Sums over the tokens of x (B, T, H, ...), multiplied by the token's factor (B, T, H) before each is added.
+
+    In doubling steps, within groups of tokens and then over the groups. Past a factor 0 nothing goes on, not even NaN.
+    """
+    T = x.shape[1]
+    if before is not None:  # as a token before the others
+        x, factor = torch.cat([before.unsqueeze(1), x], 1), F.pad(factor, (0, 0, 1, 0), value=1)
+    place = torch.arange(x.shape[1], device=x.device)
+    sums, product = _double(x, factor, place % GROUP_TOKENS, GROUP_TOKENS.bit_length() - 1)
+    group = torch.arange(T // GROUP_TOKENS + 3, device=x.device)  # more than enough: programs are for any number but one
+    last = (group * GROUP_TOKENS - 1).clamp(0, x.shape[1] - 1)  # of the group before
+    total = sums.index_select(1, last).masked_fill(_per_token(group[None] == 0, sums), 0)
+    # programs for rows of any length take the steps of the longest
+    steps = MOST_STEPS if torch.compiler.is_compiling() else len(group).bit_length()
+    total, _ = _double(total, product.index_select(1, last), group, steps)
+    sums = _go_on(total.index_select(1, place // GROUP_TOKENS), product, sums)
+    return sums if before is None else sums[:, 1:]
+
+
+def _double(total: torch.Tensor, product: torch.Tensor, offset: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decayed sums over up to 2**steps places, not beyond the place of offset 0, and the products of the factors."""
+    for distance in (2**step for step in range(steps)):
+        early = (offset < distance)[None]
+        total = _go_on(total.roll(distance, 1).masked_fill(_per_token(early, total), 0), product, total)
+        product = product * product.roll(distance, 1).masked_fill(early[..., None], 1)
+    return total, product
+
+
+def _go_on(before: torch.Tensor, factor: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+    factor = per_head(factor, term)
+    return term + factor * before.masked_fill(factor == 0, 0)
 
 
 def _running_sum(x: torch.Tensor, offset: torch.Tensor | None, before: torch.Tensor | None = None) -> torch.Tensor:

@@ -72,6 +72,11 @@ def real_tokens(w: torch.Tensor, padding: torch.Tensor | None, dtype: torch.dtyp
     return w.to(dtype) if padding is None else w.to(dtype).masked_fill(padding[..., None, None], 0)
 
 
+def per_head(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Numbers of each head (..., H) with as many dimensions as `like`, (..., H) or (..., H, p)."""
+    return x.view(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
 def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
     """Whether a packed sequence starts at a token, (B, T), by the tokens' sequence numbers (B, T)."""
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)

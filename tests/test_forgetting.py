@@ -1,0 +1,177 @@
+"""Sums that forget, `log_decay`: every engine against the plain formulas in float64, and each way to cut a sequence."""
+
+import pytest
+import torch
+from test_tssa import F64, compiled, formulas, make, padding_mask, short_chunks  # noqa: F401 (a fixture)
+
+from tost_hf import TSSAState, tssa, tssa_step
+from tost_hf.model import tssa_formulas
+
+
+@pytest.fixture(params=["eager", "compiled", "formulas"])
+def op(request):
+    return {"eager": tssa, "compiled": compiled(tssa), "formulas": formulas}[request.param]
+
+
+def make_decay(kind, B=2, T=70, H=3, dtype=torch.float64):
+    """log gamma: one factor per head, one per token, or from 1 down to 1e-43 and to 0."""
+    decay = -torch.rand({"head": (H,), "row": (T, H)}.get(kind, (B, T, H)), dtype=dtype)
+    if kind == "strong":
+        decay = decay * 100 * (torch.rand(B, T, H) < 0.3)
+        decay[0, T // 2] = float("-inf")
+    return decay.requires_grad_()
+
+
+@pytest.mark.parametrize("kind", ["head", "row", "token", "strong"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dead", [0, 3])
+def test_numbers_and_gradients_are_those_of_the_formulas(op, kind, masked, packed, dead):
+    """Output, membership, final state, and the gradients of all inputs and of the initial state."""
+    w, temp, bias = make(dead=dead)
+    decay, mask = make_decay(kind), padding_mask(70) if masked else torch.ones(2, 70, dtype=torch.bool)
+    seq_idx = torch.stack([torch.arange(70) // 23, torch.arange(70) // 40]) if packed else None
+    state = [torch.rand(shape, dtype=torch.float64).requires_grad_() for shape in ((2, 3, 5), (2, 3, 5), (2, 3))]
+    inputs = (w, temp, bias, decay, *state)
+    out = op(w, temp, bias, mask=mask, seq_idx=seq_idx, initial_state=TSSAState(*state), log_decay=decay)
+    at_tokens = decay.expand(2, 70, 3).masked_fill(~mask[..., None], 0)
+    output, membership, final = tssa_formulas.causal(w, temp, bias, ~mask, seq_idx, TSSAState(*state), at_tokens)
+    got, wanted = (out.output, out.membership, *out.final_state), (output, membership.transpose(1, 2), *final)
+    torch.testing.assert_close(got, wanted, **F64)
+    grads = [torch.randn_like(x) for x in wanted]
+    got, wanted = (torch.autograd.grad(x, inputs, grads) for x in (got, wanted))
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradcheck(op, masked, packed):
+    w, temp, bias = make(2, 36, 2, 2)
+    state = [torch.rand(s, dtype=torch.float64).requires_grad_() for s in ((2, 2, 2), (2, 2, 2), (2, 2))]
+    decay = make_decay("token", T=36, H=2)
+    mask = padding_mask(36) if masked else None
+    seq_idx = torch.arange(36).div(13, rounding_mode="floor").expand(2, 36) if packed else None
+
+    def fn(w, temp, bias, decay, *state):
+        out = op(w, temp, bias, mask=mask, seq_idx=seq_idx, initial_state=TSSAState(*state), log_decay=decay)
+        return out.output, out.membership, *out.final_state
+
+    with torch.no_grad():
+        decay -= 1e-3  # finite differences stay at most 0
+    assert torch.autograd.gradcheck(fn, (w, temp, bias, decay, *state), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_factor_of_one_is_the_published_form(op, dtype):
+    w, temp, bias = make(dtype=dtype)
+    mask = padding_mask(70)
+    plain, forgetful = (op(w, temp, bias, mask=mask, log_decay=x) for x in (None, torch.zeros(3)))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    got, wanted = ((out.output, out.final_state) for out in (forgetful, plain))
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_a_factor_of_zero_forgets_all(op):
+    """What follows is a sequence of its own, whatever stood before."""
+    w, temp, bias = (x.detach() for x in make())
+    decay = make_decay("row").detach()
+    decay[33] = float("-inf")
+    out = op(w, temp, bias, log_decay=decay)
+    alone = op(w[:, 33:], temp, bias[33:], log_decay=decay[33:])
+    torch.testing.assert_close((out.output[:, 33:], out.final_state), (alone.output, alone.final_state), **F64)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "inside"])
+def test_padding_neither_adds_nor_forgets(op, side):
+    """Poisoned padding, the decay there too: outputs, states and gradients are those of the tokens alone."""
+    w, temp, bias = make(B=1)
+    decay = make_decay("row")
+    real = torch.ones(70, dtype=torch.bool)
+    real[{"left": slice(0, 9), "right": slice(60, 70), "inside": slice(30, 47)}[side]] = False
+    poisoned = w.detach().masked_fill(~real[:, None, None], float("nan")).requires_grad_()
+    padded = op(poisoned, temp, bias, mask=real[None], log_decay=decay)
+    alone = op(w[:, real], temp, bias[real], log_decay=decay[real])
+    torch.testing.assert_close((padded.output[:, real], padded.final_state), (alone.output, alone.final_state), **F64)
+    got = torch.autograd.grad(padded.output.square().sum(), (poisoned, decay))
+    wanted = torch.autograd.grad(alone.output.square().sum(), (w, decay))
+    torch.testing.assert_close(got, wanted, **F64)
+    assert (got[1][~real] == 0).all()
+
+
+@pytest.mark.parametrize("pieces", [(40, 30), (1, 2, 67), (69, 1)])
+def test_the_state_carries_over(op, pieces):
+    w, temp, bias = make()
+    decay = make_decay("row")
+    whole = tssa(w, temp, bias, log_decay=decay)
+    state, outputs = None, []
+    for x, b, d in zip(w.split(pieces, 1), bias.split(pieces, 0), decay.split(pieces, 0)):
+        out = op(x, temp, b, initial_state=state, log_decay=d)
+        state = out.final_state
+        outputs.append(out.output)
+    torch.testing.assert_close((torch.cat(outputs, 1), state), (whole.output, whole.final_state), **F64)
+
+
+@pytest.mark.parametrize("kind", ["head", "token"])
+def test_steps_are_the_whole(kind):
+    w, temp, bias = make()
+    mask, decay = padding_mask(70), make_decay(kind)
+    whole = tssa(w, temp, bias, mask=mask, log_decay=decay)
+    state, outputs = None, []
+    for t in range(70):
+        out = tssa_step(w[:, t], temp, bias[t], state, mask=mask[:, t], log_decay=decay if kind == "head" else decay[:, t])
+        state = out.final_state
+        outputs.append(out.output)
+    steps = torch.stack(outputs, 1)
+    torch.testing.assert_close((steps, state), (whole.output, whole.final_state), **F64)
+    got, wanted = (torch.autograd.grad(x.square().sum(), (w, decay)) for x in (steps, whole.output))
+    torch.testing.assert_close(got, wanted, **F64)
+
+
+def test_float32_is_close_to_float64_over_many_tokens(op):
+    """Factors from a half-life of one token to a thousand, over 1,500 tokens."""
+    w, temp, bias = make(1, 1500, 4, 8, dtype=torch.float32)
+    decay = -torch.tensor([0.7, 0.1, 0.01, 0.0007], requires_grad=True)
+    inputs = (w, temp, bias, decay)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    out = op(*inputs[:3], log_decay=decay).output
+    exact = tssa_formulas.causal(*exact_inputs[:3], log_decay=exact_inputs[3].expand(1, 1500, 4))[0]
+    g = torch.randn_like(out)
+    got = (out, *torch.autograd.grad(out, inputs, g))
+    wanted = (exact, *torch.autograd.grad(exact, exact_inputs, g.double()))
+    for x, y in zip(got, wanted):
+        assert (x - y).norm() < 1e-5 * y.norm()
+
+
+def test_export_for_any_length():
+    class Operator(torch.nn.Module):
+        def forward(self, w, temp, decay):
+            return tssa(w, temp, log_decay=decay).output
+
+    def inputs(T):
+        w, temp, _ = make(T=T)
+        return w.detach(), temp.detach(), make_decay("token", T=T).detach()
+
+    lengths = {1: torch.export.Dim("tokens", min=3, max=4096)}
+    program = torch.export.export(Operator(), inputs(40), dynamic_shapes=(lengths, None, lengths))
+    for T in (3, 7, 16, 33, 300):
+        arguments = inputs(T)
+        torch.testing.assert_close(program.module()(*arguments), Operator()(*arguments), **F64)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"log_decay": torch.zeros(4)}, "log_decay must have one of the shapes"),
+        ({"log_decay": torch.zeros(3, 8)}, r"log_decay must have one of the shapes \(3,\), \(8, 3\), \(2, 8, 3\)"),
+        ({"log_decay": torch.tensor([0.0, 0.5, 0.0])}, "log_decay must be at most 0"),
+        ({"log_decay": torch.zeros(3), "causal": False}, "causal form"),
+    ],
+)
+def test_bad_factors(change, message):
+    with pytest.raises(ValueError, match=message):
+        tssa(**{"w": torch.randn(2, 8, 3, 4), "temp": torch.ones(3)} | change)
+
+
+def test_bad_factors_of_a_step():
+    with pytest.raises(ValueError, match=r"log_decay must have one of the shapes \(3,\), \(2, 3\)"):
+        tssa_step(torch.randn(2, 3, 4), torch.ones(3), None, None, log_decay=torch.zeros(2, 1))
