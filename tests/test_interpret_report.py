@@ -200,6 +200,28 @@ def test_inspect_path(photo, text_model, tokenizer, tmp_path):
     check_folder(written, tmp_path / "two")
 
 
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"hidden_size": "wide"}, "'hidden_size' expected int, got str"),
+        ({"num_hidden_layers": None}, "'num_hidden_layers' expected int, got NoneType"),
+        ({"max_position_embeddings": 2**31 - 1}, r"asks for at least \d[\d,]+ bytes of weights; this machine has"),
+        ({"hidden_size": 64}, "The model of .* cannot be loaded"),
+        ({"model_type": "gpt2"}, "holds a model of type 'gpt2', not a ToST model"),
+        ({"model_type": "unheard"}, "The configuration of .* cannot be loaded"),
+    ],
+)
+def test_configurations_that_do_not_fit(fields, message, tokenizer, tmp_path):
+    """One of them asks for positions that its file does not hold, and which would be allocated."""
+    config = tost_hf.ToSTConfig(vocab_size=300, hidden_size=32, num_attention_heads=4, max_position_embeddings=None)
+    tost_hf.ToSTForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | fields))
+    with pytest.raises(ValueError, match=message) as caught:
+        interpret.inspect_path(tmp_path, "the heads", tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
 def test_inputs_that_are_none(text_model, tokenizer, photo, tmp_path):
     model, out = tiny_vision_model(), tmp_path / "out"
     (tmp_path / "fake.png").write_text("no image")
@@ -217,7 +239,7 @@ def test_inputs_that_are_none(text_model, tokenizer, photo, tmp_path):
             interpret.inspect_model(inspected, helper, given, out)
     with pytest.raises(ValueError, match="There is no layer 4"):
         interpret.inspect_model(model, None, photo, out, layers=[4])
-    with pytest.raises(ValueError, match=r"The tokenizer is another model's: .* and the model has 300"):
+    with pytest.raises(ValueError, match=r"The tokenizer belongs to another model: .* has 300 tokens"):
         interpret.inspect_model(text_model, ByT5Tokenizer(), "<extra_id_0><extra_id_99>", out)
     with pytest.raises(ValueError, match="image_size is for images"):
         interpret.inspect_model(text_model, tokenizer, "the heads", out, image_size=32)

@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands, name: str, run: Callable, summary: str, description: str, *examples: str) -> argparse.ArgumentParser:
+def _command(
+    commands, name: str, run: Callable, *, summary: str, description: str, examples: tuple[str, ...]
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
         help=summary,
@@ -69,11 +71,15 @@ def _add_init(commands) -> None:
         commands,
         "init",
         _init,
-        "a new model of one of the paper's sizes, with random weights",
-        "Writes a folder with the configuration and freshly initialised float32 weights of a preset. A vision model "
-        "gets its image processor; a language model needs a tokenizer beside it, which this does not write.",
-        "tost-base ./my-tost",
-        "tost-vision-small-patch16 ./my-tost-vision --seed 1",
+        summary="a new model of one of the paper's sizes, with random weights",
+        description=(
+            "Writes a folder with the configuration and freshly initialised float32 weights of a preset. A vision model "
+            "gets its image processor; a language model needs a tokenizer beside it, which this does not write."
+        ),
+        examples=(
+            "tost-base ./my-tost",
+            "tost-vision-small-patch16 ./my-tost-vision --seed 1",
+        ),
     )
     parser.add_argument("preset", metavar="PRESET", help="tost-base, tost-medium, tost-vision-tiny-patch16, ...")
     parser.add_argument("output", metavar="OUT", help="the folder to write")
@@ -112,15 +118,19 @@ def _add_convert(commands) -> None:
         commands,
         "convert",
         _convert,
-        "a checkpoint of the authors' code to a transformers folder, or back",
-        "Converts a checkpoint of the authors' code (a file: ckpt.pt of a language model, checkpoint.pth of a vision "
-        "model or one of its baselines) to a folder that AutoModelForCausalLM.from_pretrained or "
-        "AutoModelForImageClassification.from_pretrained loads. Given such a folder, it converts back to a file. "
-        "Which model it is, and its sizes, is read from the tensors. Weights keep their values and their dtype. A "
-        "checkpoint is opened without running any code in it. It has no tokenizer: the authors' models use GPT-2's.",
-        "out/ckpt.pt ./my-tost",
-        "./my-tost ckpt.pt",
-        "--ema checkpoint.pth ./my-tost-vision",
+        summary="a checkpoint of the authors' code to a transformers folder, or back",
+        description=(
+            "Converts a checkpoint of the authors' code (a file: ckpt.pt of a language model, checkpoint.pth of a vision "
+            "model or one of its baselines) to a folder that AutoModelForCausalLM.from_pretrained or "
+            "AutoModelForImageClassification.from_pretrained loads. Given such a folder, it converts back to a file. "
+            "Which model it is, and its sizes, is read from the tensors. Weights keep their values and their dtype. A "
+            "checkpoint is opened without running any code in it. It has no tokenizer: the authors' models use GPT-2's."
+        ),
+        examples=(
+            "out/ckpt.pt ./my-tost",
+            "./my-tost ckpt.pt",
+            "--ema checkpoint.pth ./my-tost-vision",
+        ),
     )
     parser.add_argument("source", metavar="CHECKPOINT", help="the checkpoint file; or a model folder, to convert back")
     parser.add_argument("output", metavar="OUT", help="the folder to write; or the file, when converting back")
@@ -160,11 +170,15 @@ def _add_card(commands) -> None:
         commands,
         "card",
         _card,
-        "write or refresh the model card of a folder",
-        "Writes README.md from what the folder holds: configuration, weights, the training run's record and "
-        "evaluation results. What nobody recorded is left out. Metadata and sections written by hand are kept.",
-        "./my-tost --license apache-2.0",
-        "--presets model_cards",
+        summary="write or refresh the model card of a folder",
+        description=(
+            "Writes README.md from what the folder holds: configuration, weights, the training run's record and "
+            "evaluation results. What nobody recorded is left out. Metadata and sections written by hand are kept."
+        ),
+        examples=(
+            "./my-tost --license apache-2.0",
+            "--presets model_cards",
+        ),
     )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("folder", metavar="FOLDER", nargs="?", help="the model folder")
@@ -197,14 +211,18 @@ def _add_publish(commands) -> None:
         commands,
         "publish",
         _publish,
-        "send a model folder to the Hub, in one commit",
-        "Checks a model folder and sends what the repository does not have yet, in one commit: all of it becomes "
-        "visible at once, or nothing. Broken off, it leaves the repository as it was; run it again. It refuses "
-        "pickles, optimizer states, files that look like secrets, weights with NaN, weights that do not fit "
-        "config.json, and a card without a licence.",
-        "./my-tost me/my-tost --card",
-        "./my-tost me/my-tost --private --tag v1 --card",
-        "./my-tost tost/tost-base --create-pr",
+        summary="send a model folder to the Hub, in one commit",
+        description=(
+            "Checks a model folder and sends what the repository does not have yet, in one commit: all of it becomes "
+            "visible at once, or nothing. Broken off, it leaves the repository as it was; run it again. It refuses "
+            "pickles, optimizer states, files that look like secrets, weights with NaN, weights that do not fit "
+            "config.json, and a card without a licence."
+        ),
+        examples=(
+            "./my-tost me/my-tost --card",
+            "./my-tost me/my-tost --private --tag v1 --card",
+            "./my-tost tost/tost-base --create-pr",
+        ),
     )
     parser.add_argument("folder", metavar="FOLDER", help="the model folder; it is not changed (but see --card)")
     parser.add_argument("repo_id", metavar="REPO_ID", help="OWNER/NAME; created if it is not there")
@@ -251,13 +269,17 @@ def _add_verify(commands) -> None:
         commands,
         "verify",
         _verify,
-        "check that a folder or a repository is a complete, working model",
-        "Downloads a repository (a folder is taken as it is) and checks hashes, kinds of files, configuration, "
-        "weights, code and card; then loads the model and runs it. The repository's own code is never run. Exit "
-        "status 1 if anything fails.",
-        "me/my-tost",
-        "me/my-tost --revision v1",
-        "./my-tost",
+        summary="check that a folder or a repository is a complete, working model",
+        description=(
+            "Downloads a repository (a folder is taken as it is) and checks hashes, kinds of files, configuration, "
+            "weights, code and card; then loads the model and runs it. The repository's own code is never run. Exit "
+            "status 1 if anything fails."
+        ),
+        examples=(
+            "me/my-tost",
+            "me/my-tost --revision v1",
+            "./my-tost",
+        ),
     )
     _add_source(parser)
 
@@ -282,10 +304,12 @@ def _add_info(commands) -> None:
         commands,
         "info",
         _info,
-        "what a folder or a repository holds",
-        "Prints size, state, positions, licence and files. Of a repository no weights are downloaded.",
-        "me/my-tost",
-        "./my-tost",
+        summary="what a folder or a repository holds",
+        description=("Prints size, state, positions, licence and files. Of a repository no weights are downloaded."),
+        examples=(
+            "me/my-tost",
+            "./my-tost",
+        ),
     )
     _add_source(parser)
 
@@ -307,11 +331,15 @@ def _add_inspect(commands) -> None:
         commands,
         "inspect",
         _inspect,
-        "look inside a model: memberships, compression, entropy, as pictures on a page",
-        "Runs a model on one picture or one text and writes its membership maps, class attention, compression terms, "
-        "subspaces and entropies as PNG files, with an index.html that explains each.",
-        "./tost-digits cat.png --out inside",
-        "./tost-demo source.py --out inside",
+        summary="look inside a model: memberships, compression, entropy, as pictures on a page",
+        description=(
+            "Runs a model on one picture or one text and writes its membership maps, class attention, compression terms, "
+            "subspaces and entropies as PNG files, with an index.html that explains each."
+        ),
+        examples=(
+            "./tost-digits cat.png --out inside",
+            "./tost-demo source.py --out inside",
+        ),
     )
     parser.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
     parser.add_argument("input", metavar="INPUT", help="a picture, a text file, or a text")
@@ -339,13 +367,17 @@ def _add_serve(commands) -> None:
         commands,
         "serve",
         _serve,
-        "transformers' OpenAI-compatible server, with ToST in it",
-        "Starts `transformers serve` with ToST's classes and with limits: answers end at the model's last position, and "
-        "a bad request gets a sentence and harms no other. Options are those of `transformers serve`, whose --help lists "
-        "them. Started with a MODEL, the server loads no other. Without one, each request names a folder or repository, "
-        "so let only clients in that may read them. A repository's code runs only with --trust-remote-code and a MODEL.",
-        "./tost-demo --device cpu --port 8000",
-        "OWNER/NAME --trust-remote-code",
+        summary="transformers' OpenAI-compatible server, with ToST in it",
+        description=(
+            "Starts `transformers serve` with ToST's classes and with limits: answers end at the model's last position, and "
+            "a bad request gets a sentence and harms no other. Options are those of `transformers serve`, whose --help lists "
+            "them. Started with a MODEL, the server loads no other. Without one, each request names a folder or repository, "
+            "so let only clients in that may read them. A repository's code runs only with --trust-remote-code and a MODEL."
+        ),
+        examples=(
+            "./tost-demo --device cpu --port 8000",
+            "OWNER/NAME --trust-remote-code",
+        ),
     )
 
 
@@ -360,9 +392,9 @@ def _add_export_kernel(commands) -> None:
         commands,
         "export-kernel",
         _export_kernel,
-        "the Triton operator alone, in the layout of the Hub's kernels",
-        "Writes the operator as a `kernels` repository ([torch-noarch]: Triton only, nothing compiled).",
-        "./tssa-kernel",
+        summary="the Triton operator alone, in the layout of the Hub's kernels",
+        description=("Writes the operator as a `kernels` repository ([torch-noarch]: Triton only, nothing compiled)."),
+        examples=("./tssa-kernel",),
     )
     parser.add_argument("output", metavar="OUT", help="the folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace what is already at OUT")

@@ -128,7 +128,7 @@ def load_text(input: str | os.PathLike) -> tuple[str, str]:
     Raises:
         FileNotFoundError, ValueError: there is no such file, it is not UTF-8, or the text is empty.
     """
-    text, source = os.fspath(input), "a text given as such"
+    text, source = os.fspath(input), "a text, given directly"
     if is_file(text):
         source = text
         try:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, Union
 
 import torch
 
+from ..model.configuration_tost import ToSTConfig
+from ..model.configuration_tost_vision import ToSTVisionConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
 from .extras import require_extra
 from .inputs import is_file, load_image, load_text, tokenize
@@ -31,7 +33,7 @@ from .trace import ModelTrace, find_modules, pick_layer, trace_model, tssa_layer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
-    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 INDEX = "index.html"
 
@@ -72,8 +74,11 @@ def inspect_path(
     require_extra("PIL")
     require_extra("matplotlib")
     config = _load(AutoConfig, "configuration", model, trust_remote_code)
+    if not isinstance(config, ToSTConfig | ToSTVisionConfig):
+        raise ValueError(f"{os.fspath(model)} holds a model of type {config.model_type!r}, not a ToST model.")
+    _check_memory(config)
     source = model if processor is None else processor
-    if config.model_type != "tost_vision":
+    if isinstance(config, ToSTConfig):
         loaded = _load(AutoModel, "model", model, trust_remote_code)
         helper = _load(AutoTokenizer, "tokenizer", source, trust_remote_code)
         return inspect_model(loaded, helper, input, out_dir, layers=layers, image_size=image_size)
@@ -82,6 +87,17 @@ def inspect_path(
     alone = processor is None and os.path.isdir(model) and not is_file(Path(model, "preprocessor_config.json"))
     helper = None if alone else _load(AutoImageProcessor, "image processor", source, trust_remote_code)
     return inspect_model(loaded, helper, input, out_dir, layers=layers, image_size=image_size)
+
+
+def _check_memory(config: "PreTrainedConfig") -> None:
+    """Refuses a model larger than this machine's memory: weights that a file lacks would be allocated, however many."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        size = AutoModel.from_config(config, trust_remote_code=False).num_parameters() * 2  # bytes, at the least
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+    if size > memory:
+        raise ValueError(f"The configuration asks for at least {size:,} bytes of weights; this machine has {memory:,}.")
 
 
 def _load(auto_class: type, what: str, source: str | os.PathLike, trust_remote_code: bool):
@@ -238,8 +254,8 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> _Findings:
     input_ids, tokens = tokenize(tokenizer, text)
     if input_ids.max() >= model.config.vocab_size:
         raise ValueError(
-            f"The tokenizer is another model's: it gives token {int(input_ids.max())}, and the model has "
-            f"{model.config.vocab_size}."
+            f"The tokenizer belongs to another model: it gives token id {int(input_ids.max())}, and the model's "
+            f"vocabulary has {model.config.vocab_size} tokens."
         )
     notes = []
     limit = getattr(model.config, "max_position_embeddings", None)

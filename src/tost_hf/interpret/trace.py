@@ -88,7 +88,7 @@ def _model_inputs(model: nn.Module, **inputs: torch.Tensor | None) -> dict[str, 
     given = {name: torch.as_tensor(x) for name, x in inputs.items() if x is not None}
     allowed = {wanted} if takes_images else {wanted, "attention_mask"}
     if wanted not in given or not given.keys() <= allowed:
-        raise ValueError(f"Give {wanted} to this model and nothing of the other kind, not {sorted(given) or 'nothing'}.")
+        raise ValueError(f"This model takes {' and '.join(sorted(allowed, reverse=True))}, got {sorted(given) or 'nothing'}.")
     if "attention_mask" in given and not given["attention_mask"].bool().any(1).all():
         raise ValueError("attention_mask masks a whole row: each row needs at least one real token.")
     device = next(model.parameters()).device
