@@ -189,13 +189,17 @@ WRONG = {
     "another model": ("hi", {"model": "owner/other"}, "pinned to"),
     "model of a number": ("hi", {"model": 5}, "model: Input should be a valid string"),
     "unknown field": ("hi", {"colour": "red"}, "Unexpected fields in the request: {'colour'}"),
-    "configuration of a list": ("hi", {"generation_config": "[]"}, "generation_config: it must be a JSON object"),
-    "broken configuration": ("hi", {"generation_config": "{"}, "generation_config: "),
-    "code of a repository": ("hi", {"generation_config": '{"penalty_alpha": 0.6, "top_k": 4}'}, "is not served"),
-    "many beams": ("hi", {"generation_config": '{"num_beams": 1000000}'}, "At most 8 beams"),
-    "many answers": ("hi", {"generation_config": '{"do_sample": true, "num_return_sequences": 9}'}, "one answer"),
-    "no length": ("hi", {"generation_config": '{"max_new_tokens": 0}'}, ""),
-    "length of text": ("hi", {"generation_config": '{"max_new_tokens": "a"}'}, ""),
+    "configuration of a list": ("hi", {"generation_config": "[]"}, "generation_config: "),
+    "broken configuration": ("hi", {"generation_config": "{"}, "generation_config: Invalid JSON"),
+    "code of a repository": ("hi", {"generation_config": '{"penalty_alpha": 0.6}'}, "penalty_alpha: Extra inputs"),
+    "memory for nothing": ("hi", {"generation_config": '{"max_cache_len": 1000000000}'}, "max_cache_len: Extra inputs"),
+    "many beams": ("hi", {"generation_config": '{"num_beams": 1000000}'}, "less than or equal to 8"),
+    "many answers": ("hi", {"generation_config": '{"num_return_sequences": 9}'}, "num_return_sequences: "),
+    "no length": ("hi", {"generation_config": '{"max_new_tokens": 0}'}, "greater than 0"),
+    "shorter than the prompt": ("hi", {"generation_config": '{"max_length": 2}'}, "At least 1 token must be generated"),
+    "length of text": ("hi", {"generation_config": '{"max_new_tokens": "a"}'}, "valid integer"),
+    "penalty": ("hi", {"generation_config": '{"repetition_penalty": -1}'}, "greater than 0"),
+    "no end": ("hi", {"generation_config": '{"eos_token_id": [[]]}'}, "eos_token_id"),
 }
 
 
@@ -260,6 +264,24 @@ ODD = {
     "audio": ("/v1/audio/transcriptions", {"model": "owner/other"}, 404, "There is no"),
     "unknown place": ("/v2/completions", {}, 404, "There is no /v2/completions here"),
 }
+
+
+@everywhere
+def test_beams_are_not_streamed(served, path):
+    ask = {LIMIT[path]: 3, "generation_config": '{"num_beams": 2}'}
+    assert served.ask(path, asking(path, "hi", stream=False, **ask)).usage == (2, 3)
+    answer = served.ask(path, asking(path, "hi", stream=True, **ask))
+    assert answer.status == 400 and "cannot be streamed" in answer.error
+
+
+@everywhere
+@both_ways
+def test_model_whose_own_settings_ask_for_code_is_not_run(served, monkeypatch, path, stream):
+    """transformers would take contrastive search from a repository, and ask at the server's terminal whether to run it."""
+    monkeypatch.setattr(served.model.generation_config, "penalty_alpha", 0.6)
+    monkeypatch.setattr(served.model.generation_config, "top_k", 4)
+    answer = served.ask(path, asking(path, "hi", stream=stream))
+    assert answer.status == 400 and "contrastive_search is not served" in answer.error
 
 
 @pytest.mark.parametrize("path, body, status, sentence", ODD.values(), ids=ODD)

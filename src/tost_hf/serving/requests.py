@@ -2,20 +2,19 @@
 """What is let in: requests that are small enough and well formed. What goes out: for each that fails, a sentence."""
 
 import inspect
-import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import anyio
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, NonNegativeInt, PositiveInt, ValidationError
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.server import build_server
 
-from .generation import GenerationFailed, one_line
+from .generation import MAX_BEAMS, GenerationFailed, one_line
 
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -39,15 +38,41 @@ def _for_the_template(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
-def _json_object(text: str) -> str:
-    if not isinstance(json.loads(text), dict):
-        raise ValueError("it must be a JSON object, written as a string")
-    return text
-
-
 StopString = Annotated[str, Field(min_length=1, max_length=128)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
 FrequencyPenalty = Annotated[float, Field(gt=-1, le=2)]  # the server makes a factor of it: 1 more
+
+
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class GenerationOptions(BaseModel):
+    """The fields of transformers' GenerationConfig that a client may set."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    max_new_tokens: PositiveInt | None = None
+    max_length: PositiveInt | None = None
+    min_new_tokens: NonNegativeInt | None = None
+    min_length: NonNegativeInt | None = None
+    do_sample: bool | None = None
+    use_cache: bool | None = None
+    temperature: Temperature | None = None
+    top_k: PositiveInt | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    no_repeat_ngram_size: NonNegativeInt | None = None
+    num_beams: Annotated[int, Field(ge=1, le=MAX_BEAMS)] | None = None
+    num_return_sequences: Literal[1] | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | None = None
+    bos_token_id: Token | None = None
+    eos_token_id: Token | Annotated[list[Token], Field(min_length=1, max_length=64)] | None = None
+    pad_token_id: Token | None = None
+    stop_strings: Stop | None = None
+    transformers_version: str | None = None
 
 
 class ModelRequest(BaseModel):
@@ -59,10 +84,10 @@ class ModelRequest(BaseModel):
 
 class GenerationRequest(ModelRequest):
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    generation_config: Annotated[str, AfterValidator(_json_object)] | None = None
+    generation_config: Json[GenerationOptions] | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -185,7 +210,7 @@ class Gate:
             raise HTTPException(400, f"{place}: {reason}.") from error
         if request.model is None and self.model_needed:
             raise HTTPException(400, "model: name the model that is to answer.")
-        return request.model_dump_json(exclude_unset=True).encode()
+        return request.model_dump_json(exclude_unset=True, round_trip=True).encode()
 
 
 async def _read(scope, receive) -> bytes:
