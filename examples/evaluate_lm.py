@@ -104,7 +104,7 @@ class LMEvaluationArguments(EvaluationArguments):
     num_words: int | None = field(
         default=None,
         metadata={
-            "help": "Words to divide by for the perplexity a word. Default: what white space separates, and end-of-texts."
+            "help": "Words to divide by for the perplexity per word. Default: what white space separates, and end-of-texts."
         },
     )
     seed: int = field(default=0, metadata={"help": "The seed of the random windows."})
@@ -199,7 +199,13 @@ def measure_loss(
             whole = "all rows as one stream, end-of-text after each" if protocol == "sweep" else "each document by itself"
             how = f"{whole}; every token scored once, in windows of {context:,} tokens, {stride:,} apart"
         measurements += loss_measurements(
-            nats / scored, num_tokens, num_bytes, args.num_words or num_words, label, how, num_examples
+            nats / scored,
+            num_tokens=num_tokens,
+            num_bytes=num_bytes,
+            num_words=args.num_words or num_words,
+            label=label,
+            protocol=how,
+            num_examples=num_examples,
         )
     return measurements
 

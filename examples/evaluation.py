@@ -120,7 +120,7 @@ def load_source(source: str, args: EvaluationArguments, **file_options) -> Sourc
 def make_results(
     task_type: str, title: str, source: Source, measurements: list[Measurement], command: str, seed: int | None = None
 ) -> list[dict]:
-    """One dictionary a measurement, with the fields of huggingface_hub's `EvalResult` and how to repeat it.
+    """One dictionary per measurement, with the fields of huggingface_hub's `EvalResult` and how to repeat it.
 
     Numbers that are not finite are shown in the log and left out: JSON and model cards have none.
     """

@@ -91,9 +91,9 @@ class DataTrainingArguments:
 
     dataset_name: str | None = field(default=None, metadata={"help": "The dataset, a Hub id or a folder."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "The configuration of the dataset."})
-    train_dir: str | None = field(default=None, metadata={"help": "A folder with one folder of training images a class."})
+    train_dir: str | None = field(default=None, metadata={"help": "A folder with one folder of training images per class."})
     validation_dir: str | None = field(
-        default=None, metadata={"help": "A folder with one folder of validation images a class."}
+        default=None, metadata={"help": "A folder with one folder of validation images per class."}
     )
     train_file: str | None = field(default=None, metadata={"help": "A parquet file of training images."})
     validation_file: str | None = field(default=None, metadata={"help": "A parquet file of validation images."})
@@ -240,7 +240,7 @@ def read_image(source: str, stored: dict | None) -> Image.Image:
     try:
         with Image.open(io.BytesIO(stored["bytes"]) if stored.get("bytes") else stored["path"]) as image:
             if image.mode[0] in "IF":
-                raise ValueError(f"it has more than 8 bits a channel (mode {image.mode}), which would turn white")
+                raise ValueError(f"it has more than 8 bits per channel (mode {image.mode}), which would turn white")
             # Pillow reads a file's pixels when they are needed, and raises whatever its many readers raise
             image = ImageOps.exif_transpose(image)
             if image.has_transparency_data:

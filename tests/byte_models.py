@@ -25,7 +25,7 @@ EOS_ID = 0
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, and end-of-text."""
+    """One token per byte, and end-of-text."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator([""], vocab_size=257, special_tokens=[EOS], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=EOS, eos_token=EOS)

@@ -15,6 +15,7 @@ import tost_hf
 from tost_hf.model.remote_code import CODE_FILES
 from tost_hf.training.trainer_guard import GuardedTrainer
 from tost_hf.training.trainer_hub import PublishingTrainer
+from tost_hf.training.trainer_vision import ToSTVisionTrainer
 
 
 TRAIN = """
@@ -144,12 +145,13 @@ def test_private_hooks_exist():
     for ours, names in (
         (PublishingTrainer, ("_push_from_checkpoint", "_finish_current_push")),
         (GuardedTrainer, ("_maybe_log_save_evaluate", "_save_checkpoint", "_save_rng_state")),
+        (ToSTVisionTrainer, ("_get_train_sampler", "_load_from_checkpoint", "_save")),
     ):
         for name in names:
             replaced, replacing = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (Trainer, ours))
             named = [argument for argument in replacing if argument not in ("args", "kwargs")]
             assert replaced[: len(named)] == named and (named == replacing) == (named == replaced)
-        assert issubclass(tost_hf.ToSTTrainer, ours)
+    assert issubclass(tost_hf.ToSTTrainer, GuardedTrainer) and issubclass(tost_hf.ToSTTrainer, PublishingTrainer)
 
 
 @pytest.mark.slow

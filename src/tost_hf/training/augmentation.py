@@ -2,7 +2,7 @@
 """Augmentation of images in training. Every draw depends on a seed given with it, so that a resumed run repeats it exactly.
 
 The operations are Kornia's, which is maintained, Apache-licensed and needs PyTorch only. timm's, where the recipe comes from,
-cannot be had without torchvision; Albumentations is not maintained since 2025, and its successor is AGPL. Mixup and CutMix
+does not run without torchvision; Albumentations is not maintained since 2025, and its successor is AGPL. Mixup and CutMix
 are a few lines of tensor arithmetic here, as Kornia's Mixup does not draw from a Beta distribution.
 """
 
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 MAX_MAGNITUDE = 30  # of RandAugment, as in its paper
 
-# (operation, from, to) at magnitudes 0 to 30: timm's "increasing" set. What can go either way is listed once a way.
+# (operation, from, to) at magnitudes 0 to 30: timm's "increasing" set. What can go both ways is listed once for each.
 _ONE_WAY = [
     ("auto_contrast", 0, 1),
     ("equalize", 0, 1),

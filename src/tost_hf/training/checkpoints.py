@@ -115,7 +115,7 @@ def _newest_complete(trainer: Trainer) -> Path | None:
                 logger.warning(f"Skipped the incomplete checkpoint {sentence}.")
             return folder
         skipped.append(f"{folder}: {'; '.join(problems)}")
-        finished = finished or not any(problem.startswith(TRAINER_STATE) for problem in problems)
+        finished = finished or any(gather_object([not any(_json_problem(folder / TRAINER_STATE))]))
     if finished:
         raise ValueError(
             f"None of the checkpoints can be resumed from. {'. '.join(skipped)}. To start afresh, use another --output_dir or "
