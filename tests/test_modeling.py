@@ -112,7 +112,7 @@ def test_bf16_statistics_stay_float32_and_decoding_stays_exact():
             cache = out.past_key_values
             steps.append(out.logits)
     for layer in cache.layers:
-        assert {layer.sum_sq.dtype, layer.sum_weighted_sq.dtype, layer.sum_membership.dtype} == {torch.float32}
+        assert [x.dtype for x in layer.state] == [torch.float32, torch.float64, torch.float64]
 
     def error(logits):
         tail = slice(900, None)

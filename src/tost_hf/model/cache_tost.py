@@ -15,19 +15,37 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 
 from .configuration_tost import CAUSAL_STATISTICS
+from .convolution_tost import find_taps, join_rows, last_rows
 from .tssa_state import TSSAState, as_state
 
 
 RECORDED_TAIL = 64  # tokens that stay removable after a crop
 STATE_NAMES = TSSAState._fields
+SAVED_NAMES = (*STATE_NAMES, "recent_inputs")  # of a layer, in memory and in files; the last only with a convolution
 FILE_FORMAT = "tost_causal_statistics/1"
+
+
+class RecordedTokens(NamedTuple):
+    """What a layer keeps of tokens that may be taken back."""
+
+    w: torch.Tensor  # projected, (B, t, H, p)
+    membership: torch.Tensor  # (B, t, H), 0 at padding
+    inputs: torch.Tensor | None  # of the layer, (B, t, D), where it has a convolution
+
+
+class LayerPast(NamedTuple):
+    """What a layer knows of the tokens up to one of them."""
+
+    state: TSSAState
+    recent_inputs: torch.Tensor | None
 
 
 class CausalStatisticsLayer(CacheLayerMixin):
     """Running statistics of one causal TSSA layer.
 
     `sum_sq` and `sum_weighted_sq` are (B, H, p), `sum_membership` is (B, H); None until the first update. They have the dtypes
-    of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost.
+    of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost. In a layer with
+    a convolution `recent_inputs` (B, conv_kernel - 1, D) holds the layer's last inputs, oldest first; else it is None.
 
     With `max_cache_len` (as `StaticCache` passes it) or `static=True` the tensors keep their addresses and the number
     of tokens seen is a tensor, so that a compiled decode step is neither recompiled nor skipped by CUDA graphs; the
@@ -45,12 +63,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
         super().__init__()
         self.static = static or max_cache_len is not None
         self.max_cache_len = max_cache_len
-        self.sum_sq = self.sum_weighted_sq = self.sum_membership = None
+        self.sum_sq = self.sum_weighted_sq = self.sum_membership = self.recent_inputs = None
         self.cumulative_length = torch.tensor(0, dtype=torch.long) if self.static else 0
         self.device = None
         self.record_past = False
-        self._base: TSSAState | None = None  # the sums before the first recorded token
-        self._recorded: list[tuple[torch.Tensor, torch.Tensor]] = []  # (w (B, t, H, p), membership (B, H, t))
+        self._base: LayerPast | None = None  # before the first recorded token
+        self._recorded: list[RecordedTokens] = []
 
     @property
     def is_compileable(self) -> bool:
@@ -69,8 +87,13 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the layer's sums take in memory; those of recorded tokens come on top."""
-        return sum(x.nbytes for x in self._stored_state()) if self.is_initialized else 0
+        """Bytes that the layer's sums and recent inputs take in memory; those of recorded tokens come on top."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that the layer holds, by name; none before the first token."""
+        held = {name: getattr(self, name) for name in SAVED_NAMES}
+        return {name: x for name, x in held.items() if x is not None}
 
     # float64 sums take the bytes of float32 sums with float32 remainders, and need no adding and splitting at every step
     def _stored_state(self) -> TSSAState:
@@ -79,13 +102,21 @@ class CausalStatisticsLayer(CacheLayerMixin):
     def set_state(self, state: TSSAState) -> None:
         """Takes over new sums: in place where addresses are static, and for the same batch size."""
         for name, new in zip(STATE_NAMES, as_state(state, state.sum_sq)):
-            old = getattr(self, name)
-            if self.static and old is not None and old.shape == new.shape:
-                old.copy_(new.detach())
-            else:
-                setattr(self, name, new.detach().clone() if self.static else new)
-                self._mark_static(getattr(self, name))
+            self._store(name, new)
         self.batch_size = state.sum_sq.shape[0]
+
+    def set_recent_inputs(self, recent_inputs: torch.Tensor | None) -> None:
+        """Takes over new last inputs, as `set_state` does with sums."""
+        if recent_inputs is not None:
+            self._store("recent_inputs", recent_inputs)
+
+    def _store(self, name: str, new: torch.Tensor) -> None:
+        old = getattr(self, name)
+        if self.static and old is not None and old.shape == new.shape:
+            old.copy_(new.detach())
+        else:
+            setattr(self, name, new.detach().clone() if self.static else new)
+            self._mark_static(getattr(self, name))
 
     def _mark_static(self, tensor: torch.Tensor) -> None:
         if self.static and not torch.compiler.is_compiling():
@@ -100,21 +131,35 @@ class CausalStatisticsLayer(CacheLayerMixin):
         self.set_state(TSSAState(*(torch.zeros_like(x) for x in state)))
         self.is_initialized = True
 
-    def update_state(self, state: TSSAState, w: torch.Tensor, membership: torch.Tensor) -> None:
-        """Stores the sums after new tokens.
+    def update_state(
+        self,
+        state: TSSAState,
+        w: torch.Tensor,
+        membership: torch.Tensor,
+        inputs: torch.Tensor | None = None,
+        recent_inputs: torch.Tensor | None = None,
+    ) -> None:
+        """Stores what is known after new tokens.
 
         Args:
             state: the sums after these tokens.
             w: the projected tokens, (B, T, H, p).
             membership: their membership, (B, H, T), 0 at padding.
+            inputs: of the layer, (B, T, D), where it has a convolution.
+            recent_inputs: the last of them, (B, conv_kernel - 1, D).
         """
         if not self.is_initialized:
             self.lazy_initialization(state)
         if self.record_past:
+            if recent_inputs is None:
+                inputs = None
+            elif self.recent_inputs is None:
+                self.set_recent_inputs(torch.zeros_like(recent_inputs))
             if not self._recorded:
-                self._base = TSSAState(*(x.clone() for x in self._stored_state()))
-            self._recorded.append((w, membership))
+                self._base = _map_tensors(torch.clone, LayerPast(self._stored_state(), self.recent_inputs))
+            self._recorded.append(RecordedTokens(w, membership.transpose(1, 2), inputs))
         self.set_state(state)
+        self.set_recent_inputs(recent_inputs)
         if self.static:
             self.cumulative_length.add_(w.shape[1])
         else:
@@ -157,20 +202,21 @@ class CausalStatisticsLayer(CacheLayerMixin):
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}.")
         if not self.record_past:
             raise RuntimeError("Call activate_past_recording() on the cache before the tokens that crop is to take back.")
-        recorded = sum(w.shape[1] for w, _ in self._recorded)
+        recorded = sum(tokens.w.shape[1] for tokens in self._recorded)
         keep = recorded + tokens_to_remove
         if keep < 0:
             raise ValueError(f"Cannot take back {-tokens_to_remove} tokens: only the last {recorded} are recorded.")
         if not recorded:
             return
-        w = torch.cat([w for w, _ in self._recorded], 1)[:, :keep]
-        membership = torch.cat([membership for _, membership in self._recorded], 2)[:, :, :keep]
+        tokens = RecordedTokens(*(None if x[0] is None else torch.cat(x, 1) for x in zip(*self._recorded)))
         forgotten = max(keep - RECORDED_TAIL, 0)
-        self._base = _add_tokens(self._base, w[:, :forgotten], membership[:, :, :forgotten])
-        w, membership = w[:, forgotten:], membership[:, :, forgotten:]
-        self._recorded = [(w, membership)] if keep else []
+        self._base = _add_tokens(self._base, _map_tensors(lambda x: x[:, :forgotten], tokens))
+        tokens = _map_tensors(lambda x: x[:, forgotten:keep], tokens)
+        self._recorded = [tokens] if keep else []
         if tokens_to_remove:
-            self.set_state(_add_tokens(self._base, w, membership))
+            past = _add_tokens(self._base, tokens)
+            self.set_state(past.state)
+            self.set_recent_inputs(past.recent_inputs)
             self.cumulative_length += tokens_to_remove
 
     # Batch ------------------------------------------------------------------------------------------------------------
@@ -179,10 +225,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
         """Applies `fn` to every tensor with a batch dimension."""
         if not self.is_initialized:
             return
-        self.set_state(TSSAState(*map(fn, self._stored_state())))
+        past = _map_tensors(fn, LayerPast(self._stored_state(), self.recent_inputs))
+        self.set_state(past.state)
+        self.set_recent_inputs(past.recent_inputs)
         if self._base is not None:
-            self._base = TSSAState(*map(fn, self._base))
-        self._recorded = [(fn(w), fn(membership)) for w, membership in self._recorded]
+            self._base = _map_tensors(fn, self._base)
+        self._recorded = [_map_tensors(fn, tokens) for tokens in self._recorded]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -195,9 +243,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Back to the start of a sequence; tensors stay where they are."""
-        if self.is_initialized:
-            for name in STATE_NAMES:
-                getattr(self, name).detach().zero_()
+        for x in self.tensors().values():
+            x.detach().zero_()
         self._forget()
         if self.static:
             self.cumulative_length.zero_()
@@ -208,8 +255,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     def _move(self, device: torch.device) -> None:
         if self.is_initialized and self.sum_sq.device != device:
-            for name in STATE_NAMES:
-                setattr(self, name, getattr(self, name).to(device, non_blocking=True))
+            for name, x in self.tensors().items():
+                setattr(self, name, x.to(device, non_blocking=True))
 
     def offload(self) -> None:
         """Moves the sums to the CPU; the next use brings them back."""
@@ -224,30 +271,41 @@ class CausalStatisticsLayer(CacheLayerMixin):
 STATIC_LAYER_TYPE_MAPPING[CAUSAL_STATISTICS] = CausalStatisticsLayer
 
 
-def _add_tokens(state: TSSAState, w: torch.Tensor, membership: torch.Tensor) -> TSSAState:
-    """The sums after tokens w (B, t, H, p) with membership (B, H, t), 0 at padding."""
-    membership = membership.transpose(1, 2)
+def _map_tensors(fn, values: tuple) -> tuple:
+    """A NamedTuple of tensors, None and more such tuples, with `fn` applied to every tensor."""
+    return type(values)(*(x if x is None else _map_tensors(fn, x) if isinstance(x, tuple) else fn(x) for x in values))
+
+
+def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
+    """What is known after more tokens."""
+    state, membership, recent = past.state, tokens.membership, past.recent_inputs
     # padding is recognised by its membership, which is 0 in every head, and only there
-    x = w.to(state.sum_sq.dtype).masked_fill((membership.sum(-1) == 0)[..., None, None], 0)
+    real = membership.sum(-1) != 0
+    x = tokens.w.to(state.sum_sq.dtype).masked_fill(~real[..., None, None], 0)
     sq = x * x
-    return TSSAState(
+    sums = TSSAState(
         state.sum_sq + sq.sum(1),
         state.sum_weighted_sq + (sq * membership.unsqueeze(-1)).sum(1),
         state.sum_membership + membership.sum(1),
     )
+    if recent is not None:
+        kernel = recent.shape[1] + 1
+        recent = last_rows(join_rows(recent, tokens.inputs, kernel), find_taps(kernel, real, None), kernel)
+    return LayerPast(sums, recent)
 
 
 class StateBytes(NamedTuple):
-    """Size of a sequence's running sums, at every length."""
+    """Size of what a sequence is remembered by, at every length: the running sums, and the recent inputs of convolutions."""
 
     saved: int  # as `save_cache` writes them, in float32
     in_memory: int  # where two of the three are float64
 
 
 def state_bytes(config: PreTrainedConfig) -> StateBytes:
-    """Bytes of the running sums of one sequence, for a float32 or narrower model of this configuration."""
+    """Bytes of the state of one sequence, for a float32 model of this configuration."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-    return StateBytes(saved=4 * layers * (2 * width + heads), in_memory=4 * layers * (3 * width + 2 * heads))
+    recent = width * ((config.conv_kernel or 1) - 1)
+    return StateBytes(saved=4 * layers * (2 * width + heads + recent), in_memory=4 * layers * (3 * width + 2 * heads + recent))
 
 
 class CausalStatisticsCache(Cache):
@@ -278,9 +336,10 @@ def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
         raise ValueError("The cache is empty: run the model on the text that is to be cached first.")
     tensors = {
-        f"layers.{i}.{name}": x.detach().to("cpu", layer.sum_sq.dtype).contiguous()
+        # the sums in the narrower one of their dtypes, inputs as they are
+        f"layers.{i}.{name}": x.detach().to("cpu", layer.sum_sq.dtype if name in STATE_NAMES else x.dtype).contiguous()
         for i, layer in enumerate(cache.layers)
-        for name, x in zip(STATE_NAMES, layer.state)
+        for name, x in layer.tensors().items()
     }
     metadata = {"format": FILE_FORMAT, "seq_length": str(int(cache.get_seq_length()))}
     folder = os.path.dirname(os.path.abspath(filename))
@@ -323,7 +382,9 @@ def load_cache(
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {length!r} as the number of cached tokens.")
     H, p = config.num_attention_heads, config.head_dim
     shapes = dict(zip(STATE_NAMES, ((H, p), (H, p), (H,))))
-    expected = {f"layers.{i}.{name}": shapes[name] for i in range(config.num_hidden_layers) for name in STATE_NAMES}
+    if config.conv_kernel is not None:
+        shapes["recent_inputs"] = (config.conv_kernel - 1, config.hidden_size)
+    expected = {f"layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in shapes.items()}
     found = {key: tuple(x.shape[1:]) for key, x in tensors.items()}
     if found != expected:
         raise ValueError(
@@ -337,6 +398,7 @@ def load_cache(
         state = TSSAState(*(tensors[f"layers.{i}.{name}"] for name in STATE_NAMES))
         layer.lazy_initialization(state)
         layer.set_state(state)
+        layer.set_recent_inputs(tensors.get(f"layers.{i}.recent_inputs"))
         layer.cumulative_length += int(length)
     return cache
 
@@ -381,5 +443,11 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
     expected = [config.num_attention_heads, config.head_dim]
     if heads != expected:
         raise ValueError(f"The cache is another model's: its heads have shape {heads}, this model's {expected}.")
+    recent = 0 if layer.recent_inputs is None else layer.recent_inputs.shape[1]
+    if recent != (config.conv_kernel or 1) - 1:
+        raise ValueError(
+            f"The cache is another model's: it holds {recent} inputs of a convolution per layer, this model's has "
+            f"conv_kernel={config.conv_kernel}."
+        )
     if batch != batch_size:
         raise ValueError(f"The cache holds {batch} sequences, the batch {batch_size}; they must be the same.")

@@ -17,6 +17,8 @@ PRESETS = {
 }
 
 
+OFF = {"conv_kernel": None}  # the options beyond the paper, at the values that make the paper's model
+
 LARGEST = {  # far above any model; what asks for more is damaged or hostile, and must not be allocated
     "vocab_size": 2**31 - 1,
     "max_position_embeddings": 2**31 - 1,
@@ -27,6 +29,7 @@ LARGEST = {  # far above any model; what asks for more is damaged or hostile, an
     "num_class_attention_layers": 1024,
     "num_channels": 1024,
 }
+LARGEST_KERNEL = 64
 LARGEST_NUMBER = 2.0**127  # of a float32
 
 
@@ -89,6 +92,8 @@ class ToSTConfig(CodeCarryingConfig):
         embedding_dropout: dropout on the embedded tokens.
         initializer_range: standard deviation of initial weights; the two output projections of a block get it divided by
             sqrt(2 * `num_hidden_layers`).
+        conv_kernel: taps of the short causal convolution on each attention layer's normalised input; None for none, as
+            published.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
         use_cache: whether forward returns the running statistics.
         bos_token_id, eos_token_id, pad_token_id: special token ids; 50256 is GPT-2's end-of-text.
@@ -128,6 +133,7 @@ class ToSTConfig(CodeCarryingConfig):
     attention_dropout: float | int = 0.0
     embedding_dropout: float | int = 0.0
     initializer_range: float | int = 0.02
+    conv_kernel: int | None = None
     tie_word_embeddings: bool = True
     use_cache: bool = True
     bos_token_id: int | None = 50256
@@ -154,10 +160,16 @@ class ToSTConfig(CodeCarryingConfig):
             counts=("vocab_size", "num_hidden_layers", "num_attention_heads"),
             probabilities=("hidden_dropout", "attention_dropout", "embedding_dropout"),
         )
+        if self.conv_kernel is not None and not 2 <= self.conv_kernel <= LARGEST_KERNEL:
+            raise ValueError(f"conv_kernel must be from 2 to {LARGEST_KERNEL}, or None for none, got {self.conv_kernel}.")
         if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
             raise ValueError(
                 f"max_position_embeddings must be at least 1, or None for no limit, got {self.max_position_embeddings}."
             )
+
+    def to_dict(self) -> dict:
+        """As `PreTrainedConfig.to_dict`, without the options that are off: a published model's file stays as it was."""
+        return {key: value for key, value in super().to_dict().items() if key not in OFF or value != OFF[key]}
 
     def validate_layer_type(self):
         """`layer_types` is derived, so there is nothing to check (the base class knows only its own names)."""

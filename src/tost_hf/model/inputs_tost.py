@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from .cache_tost import CausalStatisticsCache, check_cache
 from .configuration_tost import ToSTConfig
+from .convolution_tost import find_taps
 from .tssa_state import sequence_starts
 
 
@@ -23,6 +24,7 @@ class ToSTInputs(NamedTuple):
     position_ids: torch.Tensor  # (B, T)
     seq_idx: torch.Tensor | None  # (B, T), sequence numbers where rows are packed
     past_key_values: Cache | None
+    conv_taps: torch.Tensor | None = None  # see `find_taps`
 
 
 def resolve_inputs(
@@ -71,7 +73,8 @@ def resolve_inputs(
     unpacked = seq_idx is None or (stated_idx is None and torch.compiler.is_compiling())
     if use_cache and past_key_values is None and unpacked:
         past_key_values = CausalStatisticsCache(config)
-    return ToSTInputs(mask, position_ids, seq_idx, past_key_values)
+    taps = None if config.conv_kernel is None else find_taps(config.conv_kernel, mask, seq_idx)
+    return ToSTInputs(mask, position_ids, seq_idx, past_key_values, taps)
 
 
 def _can_look(x: torch.Tensor) -> bool:

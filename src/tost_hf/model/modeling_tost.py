@@ -23,6 +23,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_tost import ToSTConfig
+from .convolution_tost import ShortConvolution
 from .inputs_tost import resolve_inputs
 from .modeling_tost_base import ToSTBaseModel
 from .tssa import TokenStatisticsSelfAttention
@@ -78,6 +79,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
             out_bias=bias,
             attention_dropout=config.attention_dropout,
             hidden_dropout=config.hidden_dropout,
+            conv_kernel=config.conv_kernel,
         )
         self.attention_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
         self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
@@ -93,6 +95,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         position_ids: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        conv_taps: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states),
@@ -100,6 +103,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
             position_ids=position_ids,
             seq_idx=seq_idx,
             past_key_values=past_key_values,
+            conv_taps=conv_taps,
         )
         hidden_states = hidden_states + self.attention_layer_scale * attended
         return hidden_states + self.mlp_layer_scale * self.mlp(self.post_attention_layernorm(hidden_states))
@@ -127,6 +131,8 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             init.ones_(module.temp)
             if module.denom_bias is not None:
                 init.zeros_(module.denom_bias)
+        elif isinstance(module, ShortConvolution):
+            init.zeros_(module.weight)
         elif isinstance(module, ToSTDecoderLayer):
             init.constant_(module.attention_layer_scale, self.config.layer_scale_init_value)
             init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)

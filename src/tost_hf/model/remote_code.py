@@ -23,6 +23,7 @@ KERNEL_FILES = (
     "tssa_chunks.py",
     "tssa_compiled.py",
     "tssa_triton.py",
+    "convolution_tost.py",
     "tssa.py",
 )
 _SHARED_FILES = ("remote_code.py", "configuration_tost.py", *KERNEL_FILES, "modeling_tost_base.py")

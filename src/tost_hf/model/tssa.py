@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .convolution_tost import ShortConvolution, find_taps
 from .tssa_chunks import causal_tssa
 from .tssa_formulas import bidirectional
 from .tssa_formulas import causal as causal_formulas
@@ -266,6 +267,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         in_bias, out_bias: whether the input and the output projection have a bias.
         attention_dropout: dropout on 1 / (1 + moment), as in the paper's code.
         hidden_dropout: dropout after the output projection.
+        conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         backend: as in `tssa`; may be set later as well.
 
     `temp` (H, 1) and `denom_bias` (H, max_position_embeddings, 1) stay in float32 whatever dtype the module is moved to.
@@ -283,6 +285,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         out_bias: bool = False,
         attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
+        conv_kernel: int | None = None,
         backend: str | None = None,
     ):
         super().__init__()
@@ -292,6 +295,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         self.causal = causal
         self.layer_idx = layer_idx
         self.attention_dropout = attention_dropout
+        self.convolution = None if conv_kernel is None else ShortConvolution(hidden_size, conv_kernel)
         self.in_proj = nn.Linear(hidden_size, hidden_size, bias=in_bias)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=out_bias)
         self.out_dropout = nn.Dropout(hidden_dropout)
@@ -319,6 +323,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         position_ids: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values=None,
+        conv_taps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attends.
 
@@ -328,16 +333,23 @@ class TokenStatisticsSelfAttention(nn.Module):
             position_ids: (B, T), rows of `denom_bias`; needed where the layer has one.
             seq_idx: (B, T), packed rows; see `tssa`.
             past_key_values: a cache of `CausalStatisticsLayer`s; read, then updated.
+            conv_taps: what `find_taps` gives for the convolution; found here where left out.
 
         Returns:
             The attended tokens (B, T, D) and the membership (B, H, T).
         """
         B, T, _ = hidden_states.shape
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        state = None if layer is None else layer.state
+        inputs, recent = hidden_states, None
+        if self.convolution is not None:
+            if conv_taps is None:
+                conv_taps = find_taps(self.convolution.kernel, attention_mask, seq_idx)
+            past = None if layer is None else layer.recent_inputs
+            hidden_states, recent = self.convolution(inputs, conv_taps, past)
         w = self.in_proj(hidden_states).view(B, T, self.num_heads, self.head_dim)
         # a look-up, not an index: the gradient of an index adds up in whatever order threads come
         bias = None if self.denom_bias is None else F.embedding(position_ids, self.denom_bias[..., 0].t())
-        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        state = None if layer is None else layer.state
         if layer is not None and T == 1:
             step_mask = None if attention_mask is None else attention_mask[:, 0]
             step_bias = None if bias is None else bias[:, 0]
@@ -355,7 +367,7 @@ class TokenStatisticsSelfAttention(nn.Module):
                 backend=self.backend,
             )
         if layer is not None:
-            layer.update_state(TSSAState(*state), w, membership)
+            layer.update_state(TSSAState(*state), w, membership, inputs, recent)
         if self.training and self.attention_dropout > 0:
             keep = torch.ones_like(out) if self.causal else out.new_ones(B, 1, self.num_heads, self.head_dim)
             out = out * F.dropout(keep, self.attention_dropout)

@@ -1,0 +1,240 @@
+"""The options beyond the paper: off by default, and exact in every path by which tokens can reach a model."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from conftest import randomize
+from test_compile import counting_backend
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+from tost_hf import CausalStatisticsCache, ToSTConfig, ToSTForCausalLM, load_cache, save_cache
+from tost_hf.model.configuration_tost import OFF
+from tost_hf.model.convolution_tost import ShortConvolution, find_taps
+
+
+F64 = {"rtol": 1e-9, "atol": 1e-9}
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "eos_token_id": None}
+OPTIONS = {"conv": {"conv_kernel": 4}}
+COMBINATIONS = [tuple(names) for count in range(len(OPTIONS) + 1) for names in itertools.combinations(OPTIONS, count)]
+
+
+def build(names=(), dtype=torch.float64, **fields) -> ToSTForCausalLM:
+    options = {key: value for name in names for key, value in OPTIONS[name].items()}
+    return randomize(ToSTForCausalLM(ToSTConfig(**(SIZES | {"pad_token_id": 0} | options | fields)))).eval().to(dtype)
+
+
+@pytest.fixture(params=COMBINATIONS, ids=lambda names: "+".join(names) or "none")
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(2, 97, (2, 23))
+
+
+@torch.no_grad()
+def test_a_padded_sequence_is_the_sequence(model, tokens):
+    """Left, right and inside, alone and in a batch."""
+    alone = model(tokens[:1]).logits
+    for places in ([0, 1, 2], [23, 24, 25], [0, 5, 6, 7, 13, 25], [3], [1, 3, 5, 7, 9, 11]):
+        mask = torch.ones(2, 23 + len(places), dtype=torch.long)
+        mask[0, places] = 0
+        padded = torch.randint(2, 97, mask.shape)
+        padded[0, mask[0] == 1] = tokens[0]
+        logits = model(padded, attention_mask=mask).logits
+        torch.testing.assert_close(logits[:1, mask[0] == 1], alone, **F64)
+        torch.testing.assert_close(logits[1:], model(padded[1:]).logits, **F64)
+
+
+@torch.no_grad()
+def test_a_packed_sequence_is_the_sequence(model, tokens):
+    pieces = torch.randint(2, 97, (1, 31)).split([7, 1, 2, 3, 18], 1)
+    alone = torch.cat([model(piece).logits for piece in pieces], 1)
+    packed = torch.cat(pieces, 1)
+    positions = torch.cat([torch.arange(piece.shape[1]) for piece in pieces])[None]
+    seq_idx = torch.cat([torch.full((piece.shape[1],), i) for i, piece in enumerate(pieces)])[None]
+    torch.testing.assert_close(model(packed, position_ids=positions).logits, alone, **F64)
+    torch.testing.assert_close(model(packed, seq_idx=seq_idx).logits, alone, **F64)
+    torch.testing.assert_close(model(packed.repeat(2, 1), seq_idx=seq_idx.repeat(2, 1)).logits[1:], alone, **F64)
+    # padding between the packed sequences and within them
+    real = torch.ones(40, dtype=torch.bool)
+    real[[0, 3, 4, 8, 12, 20, 21, 30, 39]] = False
+    spread = real.long().cumsum(0).sub(1).clamp_min(0)
+    logits = model(packed[:, spread], attention_mask=real[None].long(), seq_idx=seq_idx[:, spread]).logits
+    torch.testing.assert_close(logits[:, real], alone, **F64)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 23, [11, 12], [1, 2, 3, 4, 5, 8], [20, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("padding", [[], [0, 1, 2, 3, 4], [2, 3, 7, 11, 12, 20]], ids=str)
+@torch.no_grad()
+def test_pieces_through_a_cache_are_the_whole(model, tokens, sizes, static, padding):
+    mask = torch.ones_like(tokens)
+    mask[1, padding] = 0
+    cache = StaticCache(model.config, max_cache_len=30) if static else DynamicCache(config=model.config)
+    whole, at, pieces = model(tokens, attention_mask=mask, use_cache=False).logits, 0, []
+    for size in sizes:
+        at += size
+        seen = {} if not padding else {"attention_mask": mask[:, :at]}
+        pieces.append(model(tokens[:, at - size : at], past_key_values=cache, **seen).logits)
+    torch.testing.assert_close(torch.cat(pieces, 1)[mask == 1], whole[mask == 1], **F64)
+
+
+@pytest.mark.parametrize("removed", [1, 3, 4, 9])
+@pytest.mark.parametrize("singly", [False, True])
+@torch.no_grad()
+def test_crop_is_never_having_seen(model, tokens, removed, singly):
+    wrong, more = torch.randint(2, 97, (2, removed)), torch.randint(2, 97, (2, 6))
+    mask = torch.ones(2, 29, dtype=torch.long)
+    mask[1, [0, 1, 2, 9, 21, 22]] = 0
+    cache = CausalStatisticsCache(model.config)
+    cache.activate_past_recording()
+    model(tokens, attention_mask=mask[:, :23], past_key_values=cache)
+    for i, piece in enumerate(wrong.split(1 if singly else removed, 1)):
+        seen = torch.cat([mask[:, :23], torch.ones(2, (i + 1) * piece.shape[1], dtype=torch.long)], 1)
+        model(piece, attention_mask=seen, past_key_values=cache)
+    cache.crop(-removed)
+    logits = model(more, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(torch.cat([tokens, more], 1), attention_mask=mask).logits[:, 23:], **F64)
+
+
+@torch.no_grad()
+def test_batch_operations_move_all_of_the_state(model, tokens):
+    cache = model(tokens).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    more = torch.randint(2, 97, (2, 3))
+    whole = model(torch.cat([tokens[[1, 0]], more], 1)).logits[:, 23:]
+    torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, **F64)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}], ids=str)
+def test_generate_with_the_cache_is_generate_without(model, tokens, kwargs):
+    kwargs = {"max_new_tokens": 12, "do_sample": False} | kwargs
+    plain = {key: value for key, value in kwargs.items() if key in ("num_beams", "max_new_tokens", "do_sample")}
+    expected = model.generate(tokens[:1], use_cache=False, **plain)
+    assert torch.equal(model.generate(tokens[:1], **kwargs), expected)
+
+
+@torch.no_grad()
+def test_saved_cache_goes_on(tokens, model, tmp_path):
+    save_cache(model(tokens).past_key_values, tmp_path / "cache.safetensors")
+    cache = load_cache(tmp_path / "cache.safetensors", model.config)
+    more = torch.randint(2, 97, (2, 4))
+    whole = model(torch.cat([tokens, more], 1)).logits[:, 23:]
+    torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, **F64)
+
+
+def test_a_cache_of_other_options_is_refused(tokens, tmp_path):
+    plain, other = build(), build(["conv"])
+    for first, second in ((plain, other), (other, plain)):
+        cache = first(tokens).past_key_values
+        with pytest.raises(ValueError, match="another model's"):
+            second(tokens, past_key_values=cache)
+        save_cache(cache, tmp_path / "cache.safetensors")
+        with pytest.raises(ValueError, match="another model"):
+            load_cache(tmp_path / "cache.safetensors", second.config)
+
+
+def test_bfloat16(model, tokens):
+    model = model.to(torch.bfloat16)
+    cache = model(tokens[:, :-1]).past_key_values
+    step = model(tokens[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(step, model(tokens).logits[:, -1:], rtol=5e-2, atol=5e-2)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(model, tokens):
+    gradients = []
+    mask = torch.ones_like(tokens)
+    mask[0, [0, 5]] = 0
+    for _ in range(2):
+        model.train()
+        model.zero_grad()
+        model(tokens, attention_mask=mask, labels=tokens).loss.backward()
+        gradients.append({name: param.grad for name, param in model.named_parameters()})
+        model.gradient_checkpointing_enable()
+    assert all((gradient != 0).any() for gradient in gradients[0].values())
+    torch.testing.assert_close(*gradients, **F64)
+
+
+def test_saved_model_is_the_model(model, tokens, tmp_path):
+    model = model.float()
+    model.save_pretrained(tmp_path)
+    loaded, info = ToSTForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert all(getattr(loaded.config, name) == getattr(model.config, name) for name in OFF)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_config_file_of_a_default_model_holds_no_option(tmp_path):
+    ToSTConfig(**SIZES).save_pretrained(tmp_path)
+    assert not set(OFF) & set(json.loads((tmp_path / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generate_compiles_decoding_once(model, tokens, padded):
+    torch._dynamo.reset()
+    counter = counting_backend("eager")
+    config = CompileConfig(fullgraph=True, backend=counter, mode=None)
+    config._compile_all_devices = True  # else transformers compiles on accelerators only
+    kwargs = {"max_new_tokens": 20, "do_sample": False}
+    for length in (9, 23):
+        prompt = tokens[:, :length]
+        mask = torch.ones_like(prompt)
+        mask[1, :3] = 0 if padded else 1
+        expected = model.generate(prompt, attention_mask=mask, **kwargs)
+        out = model.generate(prompt, attention_mask=mask, cache_implementation="static", compile_config=config, **kwargs)
+        assert torch.equal(out, expected)
+    assert counter.graphs == 1
+
+
+def test_compiled_training_gives_the_same_gradients(model, tokens):
+    torch._dynamo.reset()
+    gradients = []
+    for forward in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        forward(tokens, labels=tokens, use_cache=False).loss.backward()
+        gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
+    torch.testing.assert_close(*gradients, **F64)
+
+
+# Convolution ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 4, 7])
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_convolution_is_its_formula(kernel, length):
+    convolution = randomize(ShortConvolution(5, kernel)).double()
+    x, recent = torch.randn(2, length, 5, dtype=torch.float64), torch.randn(2, kernel - 1, 5, dtype=torch.float64)
+    mask = torch.rand(2, length) > 0.4
+    for past, padding in itertools.product((None, recent), (None, mask)):
+        out, last = convolution(x, find_taps(kernel, padding, None), past)
+        for row in range(2):
+            seen = list(torch.zeros(kernel - 1, 5, dtype=torch.float64) if past is None else past[row])
+            for t in range(length):
+                if padding is not None and not padding[row, t]:
+                    continue
+                seen.append(x[row, t])
+                expected = x[row, t] + sum(convolution.weight[:, j] * seen[-1 - j] for j in range(kernel))
+                torch.testing.assert_close(out[row, t], expected)
+            torch.testing.assert_close(last[row], torch.stack(seen[1 - kernel :]))
+
+
+def test_a_model_with_new_convolutions_starts_as_one_without():
+    torch.manual_seed(3)
+    plain = ToSTForCausalLM(ToSTConfig(**SIZES))
+    torch.manual_seed(3)
+    model = ToSTForCausalLM(ToSTConfig(**SIZES, conv_kernel=4))
+    tokens = torch.randint(2, 97, (2, 9))
+    assert torch.equal(model(tokens).logits, plain(tokens).logits)
+    assert model.num_parameters() - plain.num_parameters() == 4 * 32 * 4
+
+
+@pytest.mark.parametrize("kernel", [-1, 0, 1, 65, 10**12])
+def test_impossible_kernels_are_refused(kernel):
+    with pytest.raises(ValueError, match="conv_kernel must be from 2 to 64"):
+        ToSTConfig(conv_kernel=kernel)
