@@ -78,7 +78,9 @@ def train(texts: tuple[Path, Path], tokenizer: Path, output_dir: str, steps: int
     command += ["--per_device_train_batch_size", "16", "--logging_steps", "20", "--save_strategy", "no"]
     command += ["--output_dir", output_dir, "--report_to", "none"]
     print("$", " ".join(command), flush=True)
-    subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    status = subprocess.run(command, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}).returncode
+    if status != 0:
+        sys.exit(status)  # the script has said why
 
 
 def seconds_a_token(model, position: int) -> float:

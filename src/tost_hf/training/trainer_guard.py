@@ -29,7 +29,7 @@ class GuardedTrainer(Trainer):
     _finite_until = 0  # the step of the last check
     _not_a_number: torch.Tensor | float = 0.0  # until a loss that is NaN or infinite makes it NaN
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """`Trainer.train`.
 
         Args:
@@ -44,7 +44,7 @@ class GuardedTrainer(Trainer):
             resume_from_checkpoint = choose_checkpoint(self, resume_from_checkpoint)
         self._finite_until = 0 if resume_from_checkpoint is None else int(self._step_of(resume_from_checkpoint))
         self._not_a_number = 0.0
-        result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
         self._check_loss()
         return result
 
@@ -66,9 +66,8 @@ class GuardedTrainer(Trainer):
 
     def _check_loss(self, grad_norm: torch.Tensor | float | None = None) -> None:
         """Stops all processes if a loss since the last check, or the gradient just applied, was NaN or infinite."""
-        seen = float(self._not_a_number) + (
-            0.0 if grad_norm is None else 0 * float(grad_norm)
-        )  # here it waits, as logging does
+        # here it waits for the device, as logging does
+        seen = float(self._not_a_number) + (0.0 if grad_norm is None else 0 * float(grad_norm))
         if math.isnan(self.accelerator.reduce(torch.tensor(seen, device=self.args.device), "sum").item()):
             folders = [str(path) for path in checkpoints(self.args.output_dir).values() if (path / TRAINER_STATE).is_file()]
             last = f"the last checkpoint is {folders[0]}" if folders else "there is no checkpoint"
