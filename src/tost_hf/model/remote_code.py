@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 KERNEL_FILES = (
     "tssa_state.py",
     "tssa_formulas.py",
+    "tssa_sums.py",
     "tssa_chunks.py",
     "tssa_compiled.py",
     "tssa_triton.py",

@@ -5,12 +5,14 @@ The backward is written down in closed form and goes through the chunks in rever
 memberships and the sums before each chunk are kept. The loops over rows and chunks serve the compiled engine as well, which
 brings its own code for a chunk (`CompiledChunks`).
 
+Sums that forget are multiplied by a token's factor before it is added, as the tokens go by. The border between two packed
+sequences is a factor 0, so that packing costs the same wherever sequences end.
+
 In the backward, `grad_x` is the gradient with respect to x. The output is -x Pi D / (N + D), with N and D the running sums of
 weighted squares and of memberships.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,13 +20,12 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .tssa_formulas import causal
 from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, membership_of, sequence_starts, state_shapes, zero_state
+from .tssa_sums import GROUP_TOKENS, DecayGrad, Factors, RunningSum, factors_of, pad_tokens
 
 
 CHUNK_TOKENS = 256  # of a chunk: enough for the operations to be worth spreading over threads
 CHUNK_NUMBERS = 2**20  # size of a chunk's tensors, several rows together: the working set stays in the cache
-GROUP_TOKENS = 16  # tokens summed one after the other within a chunk
 
 
 # What goes in and comes out -------------------------------------------------------------------------------------------
@@ -37,6 +38,7 @@ class ForwardTokens(NamedTuple):
     w: torch.Tensor  # (B, T, H, p)
     bias: torch.Tensor  # (B, T, H), in the compute dtype
     padding: torch.Tensor | None  # (B, T)
+    log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1)
 
 
 class BackwardTokens(NamedTuple):
@@ -49,6 +51,8 @@ class BackwardTokens(NamedTuple):
     padding: torch.Tensor | None  # (B, T)
     membership: torch.Tensor  # (B, T, H)
     score: torch.Tensor  # (B, T, H)
+    log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1)
+    grad_log_decay: torch.Tensor | None  # (B, T, H), filled
 
 
 class ForwardChunk(NamedTuple):
@@ -99,6 +103,7 @@ class InputGrads(NamedTuple):
     w: torch.Tensor
     temp: torch.Tensor
     bias: torch.Tensor  # (B, T, H)
+    log_decay: torch.Tensor | None  # (B, T, H)
     sum_sq: torch.Tensor
     sum_weighted_sq: torch.Tensor
     sum_membership: torch.Tensor
@@ -122,21 +127,11 @@ def _part(tensors, rows: slice = slice(None), tokens: slice = slice(None)):
 # How the work is cut ----------------------------------------------------------------------------------------------------
 
 
-class _Chunk(NamedTuple):
-    start: int
-    stop: int
-    starts_sequence: torch.Tensor | None  # (rows,), where a packed sequence begins at the first token
-
-    @property
-    def tokens(self) -> slice:
-        return slice(self.start, self.stop)
-
-
 class _RowGroup(NamedTuple):
     """Rows that are worked on together, few enough that a chunk of them stays in the cache."""
 
     rows: slice
-    chunks: list[_Chunk]
+    chunks: list[slice]  # of the tokens
     borders: slice  # of the sums before these chunks, among those of all rows
 
     def sums_before(self, index: int, sums: TSSAState) -> TSSAState:
@@ -145,27 +140,14 @@ class _RowGroup(NamedTuple):
         return TSSAState(*(x[self.borders].unflatten(0, shape)[index] for x in sums))
 
 
-def _cut_tokens(T: int, seq_idx: torch.Tensor | None, size: int) -> list[_Chunk]:
-    """Chunks of at most `size` tokens that straddle no border of any row."""
-    if seq_idx is None:
-        return [_Chunk(t, min(t + size, T), None) for t in range(0, T, size)]
-    starts = sequence_starts(seq_idx)
-    borders = [*starts.any(0).nonzero().flatten().tolist(), T]
-    chunks = []
-    for start, stop in itertools.pairwise(borders):
-        for t in range(start, stop, size):
-            chunks.append(_Chunk(t, min(t + size, stop), starts[:, t] if t == start and t > 0 else None))
-    return chunks
-
-
-def _cut_rows(w: torch.Tensor, seq_idx: torch.Tensor | None, compiled: CompiledChunks | None) -> list[_RowGroup]:
+def _cut(w: torch.Tensor, compiled: CompiledChunks | None) -> list[_RowGroup]:
     B, T, H, p = w.shape
     size = CHUNK_TOKENS if compiled is None else compiled.tokens
     count = max(1, CHUNK_NUMBERS // (size * H * p)) if compiled is None else compiled.rows
+    chunks = [slice(t, min(t + size, T)) for t in range(0, T, size)]
     groups, place = [], 0
     for row in range(0, B, count):
         rows = slice(row, min(row + count, B))
-        chunks = _cut_tokens(T, None if seq_idx is None else seq_idx[rows], size)
         borders = slice(place, place + (rows.stop - rows.start) * len(chunks))
         groups.append(_RowGroup(rows, chunks, borders))
         place = borders.stop
@@ -185,27 +167,35 @@ def causal_tssa(
     log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Causal TSSA with autograd; as `tssa_formulas.causal`, but `bias` (B, T, H) and `state` are always given."""
-    if log_decay is not None:
-        return causal(w, temp, bias, padding, seq_idx, state, log_decay)
-    output, membership, *final = _CausalTSSA.apply(w, temp, bias, padding, seq_idx, *state)
+    log_decay = with_borders(log_decay, seq_idx, temp.dtype)
+    output, membership, *final = _CausalTSSA.apply(w, temp, bias, padding, log_decay, *state)
     return output, membership, TSSAState(*final)
+
+
+def with_borders(log_decay: torch.Tensor | None, seq_idx: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """`log_decay` (B, T, H), or (B, T, 1) where there was none, that forgets all before a later packed sequence of a row."""
+    if seq_idx is None:
+        return log_decay
+    starts = F.pad(sequence_starts(seq_idx)[:, 1:], (1, 0)).unsqueeze(-1)  # the first goes on from the state
+    log_decay = torch.zeros(starts.shape, dtype=dtype, device=seq_idx.device) if log_decay is None else log_decay
+    return log_decay.masked_fill(starts, float("-inf"))
 
 
 class _CausalTSSA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, w, temp, bias, padding, seq_idx, *state):
-        result = causal_forward(w, temp, bias, padding, seq_idx, TSSAState(*state), any(ctx.needs_input_grad))
-        ctx.save_for_backward(w, temp, padding, seq_idx, result.membership, result.kept.score, *result.kept.sums)
+    def forward(ctx, w, temp, bias, padding, log_decay, *state):
+        result = causal_forward(w, temp, bias, padding, log_decay, TSSAState(*state), any(ctx.needs_input_grad))
+        ctx.save_for_backward(w, temp, padding, log_decay, result.membership, result.kept.score, *result.kept.sums)
         ctx.set_materialize_grads(False)
         return result.output, result.membership, *result.state
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        w, temp, padding, seq_idx, membership, score, *sums = ctx.saved_tensors
-        kept = Kept(score, TSSAState(*sums))
-        grad = causal_backward(OutputGrads(*grads), w, temp, padding, seq_idx, membership, kept)
-        return grad.w, grad.temp, grad.bias, None, None, grad.sum_sq, grad.sum_weighted_sq, grad.sum_membership
+        w, temp, padding, log_decay, membership, score, *sums = ctx.saved_tensors
+        kept, learned = Kept(score, TSSAState(*sums)), ctx.needs_input_grad[4]
+        grad = causal_backward(OutputGrads(*grads), w, temp, padding, log_decay, learned, membership, kept)
+        return grad.w, grad.temp, grad.bias, None, grad.log_decay, grad.sum_sq, grad.sum_weighted_sq, grad.sum_membership
 
 
 def causal_forward(
@@ -213,13 +203,13 @@ def causal_forward(
     temp: torch.Tensor,
     bias: torch.Tensor,
     padding: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
     state: TSSAState,
     keep: bool,
     compiled: CompiledChunks | None = None,
 ) -> CausalResult:
     """Goes through the chunks of each group of rows; keeps what `causal_backward` needs if `keep`."""
-    groups = _cut_rows(w, seq_idx, compiled)
+    groups = _cut(w, compiled)
     borders = max(groups[-1].borders.stop, compiled.borders if compiled is not None else 0) if keep and groups else 0
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
@@ -227,18 +217,17 @@ def causal_forward(
     score = torch.empty_like(membership) if keep else membership.new_empty(0)
     kept = Kept(score, TSSAState(*(membership.new_empty(borders, *shape[1:]) for shape in state_shapes(w))))
     for group in groups:
-        tokens = _part(ForwardTokens(output, w, bias, padding), group.rows)
+        tokens = _part(ForwardTokens(output, w, bias, padding, log_decay), group.rows)
         codes = _chunk_codes(tokens.w, group.chunks, temp.dtype, compiled, backward=False)
         sums = _part(state, group.rows)
         for index, chunk in enumerate(group.chunks):
-            sums = _clear_rows(sums, chunk.starts_sequence)
             if keep:
                 for place, value in zip(group.sums_before(index, kept.sums), sums):
                     place.copy_(value)
-            done = codes[chunk.stop - chunk.start](_part(tokens, tokens=chunk.tokens), temp, sums)
-            membership[group.rows, chunk.tokens] = done.membership
+            done = codes[chunk.stop - chunk.start](_part(tokens, tokens=chunk), temp, sums)
+            membership[group.rows, chunk] = done.membership
             if keep:
-                score[group.rows, chunk.tokens] = done.score
+                score[group.rows, chunk] = done.score
             sums = done.sums
         for x, value in zip(final, sums):
             x[group.rows] = value
@@ -250,43 +239,48 @@ def causal_backward(
     w: torch.Tensor,
     temp: torch.Tensor,
     padding: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    decay_is_learned: bool,
     membership: torch.Tensor,
     kept: Kept,
     compiled: CompiledChunks | None = None,
 ) -> InputGrads:
-    """Goes through the chunks in reverse, each time from the sums before it."""
+    """Goes through the chunks in reverse, each time from the sums before it; `log_decay` has a gradient if it is learned."""
     grad_w = torch.empty_like(w, memory_format=torch.contiguous_format)
     grad_score, grad_temp = torch.empty_like(membership), torch.zeros_like(temp)
     grad_output = w.new_zeros(()).expand_as(w) if grads.output is None else grads.output
     grad_final = TSSAState(*(zero if grad is None else grad for grad, zero in zip(grads[2:], zero_state(w))))
-    all_tokens = BackwardTokens(grad_w, grad_output, grads.membership, w, padding, membership, kept.score)
+    grad_log_decay = torch.empty_like(membership) if decay_is_learned else None
+    all_tokens = BackwardTokens(
+        grad_w=grad_w,
+        grad_output=grad_output,
+        grad_membership=grads.membership,
+        w=w,
+        padding=padding,
+        membership=membership,
+        score=kept.score,
+        log_decay=log_decay,
+        grad_log_decay=grad_log_decay,
+    )
     grad_initial = []
-    for group in _cut_rows(w, seq_idx, compiled):
+    for group in _cut(w, compiled):
         tokens = _part(all_tokens, group.rows)
         codes = _chunk_codes(tokens.w, group.chunks, temp.dtype, compiled, backward=True)
         grad_sums = _part(grad_final, group.rows)
         for index in reversed(range(len(group.chunks))):
             chunk = group.chunks[index]
             code, sums = codes[chunk.stop - chunk.start], group.sums_before(index, kept.sums)
-            done = code(_part(tokens, tokens=chunk.tokens), temp, sums, grad_sums)
-            grad_score[group.rows, chunk.tokens] = done.grad_score
+            done = code(_part(tokens, tokens=chunk), temp, sums, grad_sums)
+            grad_score[group.rows, chunk] = done.grad_score
             grad_temp += done.grad_temp
-            grad_sums = _clear_rows(done.grad_sums, chunk.starts_sequence)
+            grad_sums = done.grad_sums
         grad_initial.append(grad_sums)
     grad_bias = grad_score.mul_(w.shape[-1])
-    return InputGrads(grad_w, grad_temp, grad_bias, *(torch.cat(parts) for parts in zip(*grad_initial)))
-
-
-def _clear_rows(sums: TSSAState, rows: torch.Tensor | None) -> TSSAState:
-    """The sums with the marked rows (B,) set to zero."""
-    if rows is None:
-        return sums
-    return TSSAState(*(x.masked_fill(rows.view(-1, *[1] * (x.ndim - 1)), 0) for x in sums))
+    return InputGrads(grad_w, grad_temp, grad_bias, grad_log_decay, *(torch.cat(parts) for parts in zip(*grad_initial)))
 
 
 def _chunk_codes(
-    w: torch.Tensor, chunks: list[_Chunk], dtype: torch.dtype, compiled: CompiledChunks | None, backward: bool
+    w: torch.Tensor, chunks: list[slice], dtype: torch.dtype, compiled: CompiledChunks | None, backward: bool
 ) -> dict[int, Callable]:
     """For each length of chunk, what computes it: `_forward_chunk` or `_backward_chunk`, or compiled code for it."""
     eager = _backward_chunk if backward else _forward_chunk
@@ -298,42 +292,6 @@ def _chunk_codes(
 
 
 # One chunk --------------------------------------------------------------------------------------------------------------
-
-
-class _RunningSum:
-    """Running sums over the tokens of a chunk, (rows, tokens, H, p), in a tensor that every chunk uses again.
-
-    They are added up inside groups of tokens, then over the groups, and then joined. Whole tensors are added, which is
-    faster than `torch.cumsum` along this dimension, and a token's sum takes in nothing of the tokens after it (before it, in
-    reverse), not even a zero times infinity.
-
-    Args:
-        tensor: where the sums go.
-        source: what is summed; `tensor` itself if None.
-        reverse: sum from the last token back.
-    """
-
-    def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None = None, reverse: bool = False):
-        order = -1 if reverse else 1
-        self.groups = tensor.unflatten(1, (-1, GROUP_TOKENS))
-        tokens = self.groups.unbind(2)[::order]
-        terms = tokens if source is None else source.unflatten(1, (-1, GROUP_TOKENS)).unbind(2)[::order]
-        self.first = None if source is None else (tokens[0], terms[0])
-        self.inside = list(zip(tokens, terms[1:], tokens[1:]))
-        before = self.groups.new_zeros(self.groups[:, :1, 0].shape).repeat(1, self.groups.shape[1] + 1, 1, 1)
-        chain = before.unbind(1)[::order]
-        self.over = list(zip(chain, tokens[-1].unbind(1)[::order], chain[1:]))
-        self.before = before[:, 1:] if reverse else before[:, :-1]
-        self.total = chain[-1]
-
-    def __call__(self, carry: torch.Tensor) -> torch.Tensor:
-        """Sums on from `carry` (rows, H, p); returns the sum over all tokens, in the carry's dtype."""
-        if self.first is not None:
-            self.first[0].copy_(self.first[1])
-        for total, term, result in itertools.chain(self.inside, self.over):
-            torch.add(total, term, out=result)
-        self.groups.add_((self.before + carry.to(self.total.dtype).unsqueeze(1)).unsqueeze(2))
-        return carry + self.total
 
 
 class _Workspace:
@@ -349,35 +307,37 @@ class _Workspace:
             return w.new_empty(rows, tokens, H, p, dtype=dtype)
 
         self.x, self.sq, self.sum_sq = new(), new(), new()
-        self.add_up_sq = _RunningSum(self.sum_sq, source=self.sq)
+        self.add_up_sq = RunningSum(self.sum_sq, source=self.sq)
+        count = w.new_empty(rows, tokens, H, 1, dtype=dtype)
+        self.add_up_count = RunningSum(count)
         if not backward:
-            self.add_up_weighted_sq = _RunningSum(self.sq)
+            self.add_up_weighted_sq = RunningSum(self.sq)
             return
         self.grad, self.sum_weighted_sq, self.grad_quotient, self.inverse = new(), new(), new(), new()
-        self.add_up_weighted_sq = _RunningSum(self.sum_weighted_sq)
-        self.add_up_grad_sq = _RunningSum(self.sum_sq, reverse=True)
-        self.add_up_grad_weighted_sq = _RunningSum(self.grad_quotient, reverse=True)
+        self.add_up_weighted_sq = RunningSum(self.sum_weighted_sq)
+        self.add_up_grad_sq = RunningSum(self.sum_sq, reverse=True)
+        self.add_up_grad_count = RunningSum(count, reverse=True)
+        self.add_up_grad_weighted_sq = RunningSum(self.grad_quotient, reverse=True)
 
 
 def _forward_chunk(space: _Workspace, tokens: ForwardTokens, temp: torch.Tensor, sums: TSSAState) -> ForwardChunk:
     """One chunk: fills the output, goes on from `sums`."""
     padding, count_tokens = tokens.padding, tokens.w.shape[1]
     x = _load(tokens.w, padding, space.x)
-    may_be_floored = _may_be_floored(sums.sum_sq)
+    factors = factors_of(tokens.log_decay, x.shape[1])
     sq = torch.mul(x, x, out=space.sq)
-    sum_sq = space.add_up_sq(sums.sum_sq)
-    if may_be_floored:
+    sum_sq = space.add_up_sq(sums.sum_sq, factors)
+    if _may_be_floored(sums.sum_sq if factors is None else space.sum_sq):
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
     ratio = torch.div(sq, space.sum_sq, out=space.sum_sq)
     score = ratio.sum(-1)[:, :count_tokens].add_(tokens.bias, alpha=tokens.w.shape[-1])
     membership = membership_of(score, temp, padding)
 
-    weight = _pad_tokens(membership, x.shape[1])
+    weight = pad_tokens(membership, x.shape[1])
     sq.mul_(weight.unsqueeze(-1))
-    sum_weighted_sq = space.add_up_weighted_sq(sums.sum_weighted_sq)
-    count = weight.cumsum(1)
-    sum_membership = sums.sum_membership + count[:, -1]
-    count.add_(sums.sum_membership.to(temp.dtype).unsqueeze(1)).add_(EPS_MEMBERSHIP)
+    sum_weighted_sq = space.add_up_weighted_sq(sums.sum_weighted_sq, factors)
+    count, sum_membership = space.add_up_count.of_column(weight, sums.sum_membership, factors)
+    count.add_(EPS_MEMBERSHIP)
     # -x Pi / (1 + N / D), as -x Pi D / (N + D)
     numerator = torch.mul(x, (weight * count).neg_().unsqueeze(-1), out=ratio)
     denominator = sq.add_(count.unsqueeze(-1))
@@ -388,17 +348,17 @@ def _forward_chunk(space: _Workspace, tokens: ForwardTokens, temp: torch.Tensor,
 def _backward_chunk(
     space: _Workspace, tokens: BackwardTokens, temp: torch.Tensor, sums: TSSAState, grad_sums: TSSAState
 ) -> BackwardChunk:
-    """One chunk: fills the gradient of w; `grad_sums` are the gradients of the sums after the chunk."""
+    """One chunk: fills the gradients of w and `log_decay`; `grad_sums` are the gradients of the sums after the chunk."""
     padding, count_tokens, size = tokens.padding, tokens.w.shape[1], space.sq.shape[1]
     x, grad = _load(tokens.w, padding, space.x), _load(tokens.grad_output, padding, space.grad)
-    membership, score = _pad_tokens(tokens.membership, size), _pad_tokens(tokens.score, size)
+    membership, score = pad_tokens(tokens.membership, size), pad_tokens(tokens.score, size)
     weight = membership.unsqueeze(-1)
     sq = torch.mul(x, x, out=space.sq)
-    count = membership.cumsum(1).add_(sums.sum_membership.unsqueeze(1)).add_(EPS_MEMBERSHIP)
+    factors = _ChunkFactors(*(factors_of(tokens.log_decay, size, reverse) for reverse in (False, True)))
+    decay = None if tokens.grad_log_decay is None else DecayGrad(membership)
 
-    grad_membership, grad_weighted_sq, grad_sum_membership = _output_to_membership(
-        space, x, grad, membership, count, sums, grad_sums
-    )
+    by_output = _output_to_membership(space, x, grad, membership, sums, grad_sums, factors, decay)
+    grad_membership = by_output.membership
     if tokens.grad_membership is not None:
         grad_membership[:, :count_tokens] += tokens.grad_membership
 
@@ -407,13 +367,29 @@ def _backward_chunk(
     grad_temp = (grad_logit * score).sum((0, 1))
     grad_score = grad_logit.mul_(temp)
 
-    grad_sq, grad_sum_sq = _score_to_squares(space, sq, grad_score, sums, grad_sums)
+    grad_sq, grad_sum_sq = _score_to_squares(space, sq, grad_score, sums, grad_sums, factors, decay)
+    if decay is not None:
+        tokens.grad_log_decay.copy_(decay.grad()[:, :count_tokens])
     grad_sq.addcmul_(space.grad_quotient, weight)
-    weighted_count = (membership * count).unsqueeze(-1)
+    weighted_count = (membership * by_output.count).unsqueeze(-1)
     grad_x = space.grad.mul_(weighted_count.neg_()).addcmul_(grad_sq, x, value=2)[:, :count_tokens]
     tokens.grad_w.copy_(grad_x if padding is None else grad_x.masked_fill_(padding[..., None, None], 0))
-    grads = TSSAState(grad_sum_sq, grad_weighted_sq, grad_sum_membership)
+    grads = TSSAState(grad_sum_sq, by_output.sum_weighted_sq, by_output.sum_membership)
     return BackwardChunk(grad_score[:, :count_tokens], grad_temp, grads)
+
+
+class _ChunkFactors(NamedTuple):
+    forward: Factors | None
+    backward: Factors | None
+
+
+class _OutputGrads(NamedTuple):
+    """What `_output_to_membership` returns."""
+
+    membership: torch.Tensor  # gradient
+    sum_weighted_sq: torch.Tensor  # gradient of the sum before the chunk
+    sum_membership: torch.Tensor  # the same
+    count: torch.Tensor  # D, the running sums of memberships
 
 
 def _output_to_membership(
@@ -421,20 +397,21 @@ def _output_to_membership(
     x: torch.Tensor,
     grad: torch.Tensor,
     membership: torch.Tensor,
-    count: torch.Tensor,
     sums: TSSAState,
     grad_sums: TSSAState,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    factors: _ChunkFactors,
+    decay: DecayGrad | None,
+) -> _OutputGrads:
     """From the output to the running sums N and D (`count`) and the membership.
 
     Leaves g / (N + D) in `space.grad` and the gradients of N's terms in `space.grad_quotient`.
-
-    Returns:
-        The gradients of the membership, and of the sums of weighted squares and of memberships before the chunk.
     """
     weight = membership.unsqueeze(-1)
+    counted, _ = space.add_up_count.of_column(membership, sums.sum_membership, factors.forward)
+    count = counted + EPS_MEMBERSHIP
     sum_weighted_sq = torch.mul(space.sq, weight, out=space.sum_weighted_sq)
-    space.add_up_weighted_sq(sums.sum_weighted_sq)
+    space.add_up_weighted_sq(sums.sum_weighted_sq, factors.forward)
+    ends = None if decay is None else space.add_up_weighted_sq.last_sums()
     inverse = torch.add(sum_weighted_sq, count.unsqueeze(-1), out=space.inverse).reciprocal_()
     torch.mul(grad, inverse, out=space.grad)
     quotient = torch.mul(space.grad, x, out=space.grad_quotient)
@@ -443,34 +420,54 @@ def _output_to_membership(
     product = torch.mul(quotient, sum_weighted_sq, out=sum_weighted_sq)
     grad_count = product.sum(-1).mul_(membership).neg_()
     quotient.mul_((membership * count).unsqueeze(-1))
-    grad_weighted_sq = space.add_up_grad_weighted_sq(grad_sums.sum_weighted_sq)
-    grad_counts = suffix_sum(grad_count)
-    grad_sum_membership = grad_sums.sum_membership + grad_counts[:, 0]
-    grad_counts.add_(grad_sums.sum_membership.to(membership.dtype).unsqueeze(1))
-    grad_membership += torch.mul(space.sq, quotient, out=product).sum(-1) + grad_counts
-    return grad_membership, grad_weighted_sq, grad_sum_membership
+    grad_weighted_sq = space.add_up_grad_weighted_sq(grad_sums.sum_weighted_sq, factors.backward)
+    grad_counts, grad_sum_membership = space.add_up_grad_count.of_column(
+        grad_count, grad_sums.sum_membership, factors.backward
+    )
+    by_sum = torch.mul(space.sq, quotient, out=product).sum(-1)
+    grad_membership += by_sum + grad_counts
+    if decay is not None:
+        decay.terms.sub_(grad_count * count).sub_(by_sum.mul_(membership))
+        decay.after_groups = (ends * space.add_up_grad_weighted_sq.before_groups).sum(-1)
+        before = torch.cat([sums.sum_membership.unsqueeze(1), counted[:, :-1]], 1)
+        decay.alone = before * grad_counts * factors.forward.each
+    return _OutputGrads(grad_membership, grad_weighted_sq, grad_sum_membership, count)
 
 
 def _score_to_squares(
-    space: _Workspace, sq: torch.Tensor, grad_score: torch.Tensor, sums: TSSAState, grad_sums: TSSAState
+    space: _Workspace,
+    sq: torch.Tensor,
+    grad_score: torch.Tensor,
+    sums: TSSAState,
+    grad_sums: TSSAState,
+    factors: _ChunkFactors,
+    decay: DecayGrad | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From the score to the squares, by way of their running sums: their gradient, and that of the sum before the chunk."""
-    space.add_up_sq(sums.sum_sq)
-    floored = space.sum_sq < EPS_SUM_SQ if _may_be_floored(sums.sum_sq) else None
+    space.add_up_sq(sums.sum_sq, factors.forward)
+    ends = None if decay is None else space.add_up_sq.last_sums()
+    looked_at = sums.sum_sq if factors.forward is None else space.sum_sq
+    floored = space.sum_sq < EPS_SUM_SQ if _may_be_floored(looked_at) else None
     if floored is not None:
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
     inverse = space.sum_sq.reciprocal_()
     grad_ratio = torch.mul(inverse, grad_score.unsqueeze(-1), out=space.inverse)
+    if decay is not None and floored is not None:
+        decay.terms += (sq * grad_ratio).masked_fill_(~floored, 0).sum(-1)
     loss = inverse.mul_(sq).mul_(grad_ratio)  # minus the gradient of a running sum, in the same tensor
     if floored is not None:
         loss.masked_fill_(floored, 0)
-    grad_sum_sq = space.add_up_grad_sq(grad_sums.sum_sq.neg()).neg()
-    return grad_ratio.sub_(loss), grad_sum_sq
+    grad_sum_sq = space.add_up_grad_sq(grad_sums.sum_sq.neg(), factors.backward).neg()
+    grad_sq = grad_ratio.sub_(loss)
+    if decay is not None:
+        decay.terms -= torch.mul(sq, grad_sq, out=space.sum_weighted_sq).sum(-1)
+        decay.after_groups -= (ends * space.add_up_grad_sq.before_groups).sum(-1)
+    return grad_sq, grad_sum_sq
 
 
 def _may_be_floored(sum_sq: torch.Tensor) -> bool:
-    """Whether running sums of squares that go on from this one can lie below the floor; true where looking is costly."""
-    return sum_sq.device.type != "cpu" or bool((sum_sq < EPS_SUM_SQ).any())  # elsewhere a look would wait for the device
+    """Whether sums of squares, or running sums that only grow from them, lie below the floor; true where looking is costly."""
+    return sum_sq.device.type != "cpu" or bool(sum_sq.amin() < EPS_SUM_SQ)  # elsewhere a look would wait for the device
 
 
 def _round_up(tokens: int) -> int:
@@ -487,12 +484,3 @@ def _load(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -
         real.masked_fill_(padding[..., None, None], 0)
     buffer[:, x.shape[1] :] = 0
     return buffer
-
-
-def _pad_tokens(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    return x if x.shape[1] == tokens else F.pad(x, (0, 0, 0, tokens - x.shape[1]))
-
-
-def suffix_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sums over the tokens (dimension 1) from each one to the last."""
-    return x.flip(1).cumsum(1).flip(1)

@@ -23,10 +23,10 @@ from .tssa_chunks import (
     OutputGrads,
     causal_backward,
     causal_forward,
-    suffix_sum,
+    with_borders,
 )
-from .tssa_formulas import causal
 from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, custom_operator, membership_of, state_shapes
+from .tssa_sums import suffix_sum
 
 
 UNROLLED_TOKENS = 8  # of a group: their sums are unrolled
@@ -196,14 +196,14 @@ def _backward_chunk(tokens: BackwardTokens, temp: torch.Tensor, sums: TSSAState,
 _CODE = [(_forward_chunk, _backward_chunk), (None, None)]
 
 
-def _chunks_for(w: torch.Tensor, seq_idx: torch.Tensor | None) -> CompiledChunks:
-    """Chunks as long as the cache allows; the shortest where packed sequences end anywhere."""
+def _chunks_for(w: torch.Tensor, log_decay: torch.Tensor | None) -> CompiledChunks:
+    """Chunks as long as the cache allows."""
     B, T, H, p = w.shape
     tokens = SHORTEST_CHUNK
-    while seq_idx is None and 2 * tokens <= T and B * 2 * tokens * H * p <= COMPILED_CHUNK_NUMBERS:
+    while 2 * tokens <= T and B * 2 * tokens * H * p <= COMPILED_CHUNK_NUMBERS:
         tokens *= 2
     rows = max(1, COMPILED_CHUNK_NUMBERS // (tokens * H * p))
-    forward, backward = _CODE[0]
+    forward, backward = _CODE[0] if log_decay is None else (None, None)
     return CompiledChunks(tokens=tokens, rows=rows, borders=_border_count(B, T), forward=forward, backward=backward)
 
 
@@ -212,10 +212,10 @@ def _border_count(B: int, T: int) -> int:
     return B * ((T + SHORTEST_CHUNK - 1) // SHORTEST_CHUNK)
 
 
-def _run(function, w: torch.Tensor, seq_idx: torch.Tensor | None, *arguments):
+def _run(function):
     """`causal_forward` or `causal_backward` with compiled chunks."""
     try:
-        return function(*arguments, compiled=_chunks_for(w, seq_idx))
+        return function()
     except torch._dynamo.exc.BackendCompilerFailed as error:
         warnings.warn(
             "TSSA could not be compiled for the CPU and runs its eager code, which is slower; is there a C++ compiler? "
@@ -223,7 +223,7 @@ def _run(function, w: torch.Tensor, seq_idx: torch.Tensor | None, *arguments):
             stacklevel=2,
         )
         del _CODE[0]
-        return function(*arguments, compiled=_chunks_for(w, seq_idx))
+        return function()
 
 
 # The operator --------------------------------------------------------------------------------------------------------
@@ -239,20 +239,19 @@ def causal_tssa(
     log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """As `tssa_chunks.causal_tssa`."""
-    if log_decay is not None:
-        return causal(w, temp, bias, padding, seq_idx, state, log_decay)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (w, temp, bias, *state))
-    output, membership, *rest = _forward_operator(w, temp, bias, padding, seq_idx, *state, keep, SHORTEST_CHUNK)
+    log_decay = with_borders(log_decay, seq_idx, temp.dtype)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (w, temp, bias, log_decay, *state))
+    output, membership, *rest = _forward_operator(w, temp, bias, padding, log_decay, *state, keep, SHORTEST_CHUNK)
     return output, membership, TSSAState(*rest[:3])
 
 
-@custom_operator("reference_forward")
+@custom_operator("causal_forward")
 def _forward_operator(
     w: torch.Tensor,
     temp: torch.Tensor,
     bias: torch.Tensor,
     padding: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
     sum_sq: torch.Tensor,
     sum_weighted_sq: torch.Tensor,
     sum_membership: torch.Tensor,
@@ -271,14 +270,14 @@ def _forward_operator(
 ]:
     """The fields of `CausalResult`, one after the other."""
     state = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
-    result = _run(causal_forward, w, seq_idx, w, temp, bias, padding, seq_idx, state, keep and seq_idx is None)
+    chunks = functools.partial(_chunks_for, w, log_decay)
+    result = _run(lambda: causal_forward(w, temp, bias, padding, log_decay, state, keep, chunks()))
     return result.output, result.membership, *result.state, result.kept.score, *result.kept.sums
 
 
 @_forward_operator.register_fake
-def _(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens):
+def _(w, temp, bias, padding, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens):
     B, T, H, _ = w.shape
-    keep = keep and seq_idx is None
     borders = _border_count(B, T) if keep else 0
     membership = w.new_empty((B, T, H), dtype=temp.dtype)
     return (
@@ -290,7 +289,7 @@ def _(w, temp, bias, padding, seq_idx, sum_sq, sum_weighted_sq, sum_membership, 
     )
 
 
-@custom_operator("reference_backward")
+@custom_operator("causal_backward")
 def _backward_operator(
     grad_output: torch.Tensor | None,
     grad_membership: torch.Tensor | None,
@@ -301,28 +300,27 @@ def _backward_operator(
     temp: torch.Tensor,
     bias: torch.Tensor,
     padding: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    state: list[torch.Tensor],
+    log_decay: torch.Tensor | None,
+    decay_is_learned: bool,
     membership: torch.Tensor,
     kept: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The fields of `InputGrads`. Of packed rows nothing was kept (its size depends on borders): it is computed again."""
+    state: list[torch.Tensor],  # for its shapes alone
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fields of `InputGrads`; empty for `log_decay` if it is not learned."""
     grads = OutputGrads(grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership)
-    if seq_idx is None:
-        score, *sums = kept
-        what_was_kept = Kept(score, TSSAState(*sums))
-    else:
-        again = _run(causal_forward, w, seq_idx, w, temp, bias, padding, seq_idx, TSSAState(*state), True)
-        what_was_kept = again.kept
-    return tuple(_run(causal_backward, w, seq_idx, grads, w, temp, padding, seq_idx, membership, what_was_kept))
+    score, *sums = kept
+    arguments = (grads, w, temp, padding, log_decay, decay_is_learned, membership, Kept(score, TSSAState(*sums)))
+    grad = _run(lambda: causal_backward(*arguments, _chunks_for(w, log_decay)))
+    return tuple(grad if decay_is_learned else grad._replace(log_decay=temp.new_empty(0)))
 
 
 @_backward_operator.register_fake
-def _(dout, dmembership, dsum_sq, dweighted, dcount, w, temp, bias, padding, seq_idx, state, membership, kept):
+def _(dout, dmembership, dsum_sq, dweighted, dcount, w, temp, bias, padding, log_decay, learned, membership, kept, state):
     return (
         w.new_empty(w.shape),
         temp.new_empty(temp.shape),
         temp.new_empty(bias.shape),
+        temp.new_empty(membership.shape if learned else 0),
         *(x.new_empty(x.shape) for x in state),
     )
 
@@ -335,11 +333,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _operator_backward(ctx, *grads):
-    w, temp, bias, padding, seq_idx, *rest = ctx.saved_tensors
+    w, temp, bias, padding, log_decay, *rest = ctx.saved_tensors
     state, membership, kept = rest[:3], rest[3], rest[4:]
-    by_input = _backward_operator(*grads[:5], w, temp, bias, padding, seq_idx, state, membership, kept)
-    grad_w, grad_temp, grad_bias, *grad_state = by_input
-    return grad_w, grad_temp, grad_bias, None, None, *grad_state, None, None
+    learned = ctx.needs_input_grad[4]
+    by_input = _backward_operator(*grads[:5], w, temp, bias, padding, log_decay, learned, membership, kept, state)
+    grad_w, grad_temp, grad_bias, grad_log_decay, *grad_state = by_input
+    return grad_w, grad_temp, grad_bias, None, grad_log_decay if learned else None, *grad_state, None, None
 
 
 _forward_operator.register_autograd(_operator_backward, setup_context=_setup_context)
