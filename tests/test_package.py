@@ -1,4 +1,4 @@
-"""What importing the package does and does not do, and that the README's code runs as it stands."""
+"""What importing the package does and does not do, and which files travel."""
 
 import importlib
 import importlib.metadata
@@ -9,9 +9,6 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import auto_processor_missing, randomize
-from hub_clients import save_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -86,45 +83,3 @@ def test_only_the_converter_opens_or_writes_pickles():
             assert not found or path.name == "convert.py", path
     loads = re.findall(r"torch\.load\(.*", (ROOT / "src/tost_hf/convert.py").read_text())
     assert len(loads) == 1 and "weights_only=True" in loads[0]
-
-
-def code_blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-
-@pytest.fixture
-def demo_folders(tmp_path, monkeypatch):
-    """./tost-demo and ./tost-digits as the README's commands leave them, but with untrained weights."""
-    monkeypatch.chdir(tmp_path)
-    save_tokenizer(Path("tost-demo"))
-    config = tost_hf.ToSTConfig(
-        vocab_size=320, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, bos_token_id=0, eos_token_id=0
-    )
-    randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
-    config = tost_hf.ToSTVisionConfig(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, patch_size=2, image_size=16, num_labels=10
-    )
-    randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained("tost-digits")
-    tost_hf.make_image_processor(config).save_pretrained("tost-digits")
-
-
-def test_readme_code_runs(demo_folders):
-    """Every Python block of the README, in its order, in one namespace."""
-    namespace = {}
-    blocks = [block for block in code_blocks("python") if not (auto_processor_missing and "AutoImageProcessor" in block)]
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert len(blocks) >= 4
-    assert namespace["config"].hidden_size == 768
-    assert namespace["output"].shape == (2, 100, 4, 16)
-    assert namespace["membership"].shape == (2, 4, 100)
-    assert Path("prefix.safetensors").is_file()
-    torch.testing.assert_close(namespace["membership"].sum(1), torch.ones(2, 100))
-
-
-def test_readme_names_files_that_exist():
-    text = (ROOT / "README.md").read_text()
-    for path in re.findall(r"`((?:src|examples|tests)/[\w./-]+)`", text):
-        assert (ROOT / path).exists(), path
-    for target in re.findall(r"^make ([\w-]+)", "\n".join(code_blocks("bash")), re.MULTILINE):
-        assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target

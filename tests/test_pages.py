@@ -1,0 +1,221 @@
+"""The pages of this repository are true: their code runs, their commands and options exist, their links lead somewhere."""
+
+import inspect
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from itertools import groupby
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import auto_processor_missing, randomize
+from hub_clients import save_tokenizer
+
+import tost_hf
+from tost_hf.cli import main
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "examples/README.md", "examples/benchmarks/README.md", ".github/CONTRIBUTING.md", ".github/CHANGELOG.md")
+OTHERS = {"accelerate", "curl", "git", "lm_eval", "pre-commit", "transformers"}  # programs of other projects, not looked into
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def code_blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page(name), re.DOTALL)
+
+
+def commands(block: str) -> list[list[str]]:
+    """The words of every command of a block: one command per line, `;`, `|` or `&`."""
+    text = re.sub(r"(^|\s)#\s.*$", "", block.replace("\\\n", " "), flags=re.MULTILINE)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";|&\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
+    groups = groupby(lexer, lambda word: set(word) <= set(";|&\n"))
+    return [list(words) for between, words in groups if not between]
+
+
+COMMANDS = [(name, words) for name in PAGES for block in code_blocks(name, "bash") for words in commands(block)]
+
+
+# Python ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demo_folders(tmp_path, monkeypatch):
+    """./tost-demo and ./tost-digits as the pages' commands leave them, but with untrained weights."""
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(Path("tost-demo"))
+    config = tost_hf.ToSTConfig(
+        vocab_size=320, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, bos_token_id=0, eos_token_id=0
+    )
+    randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
+    config = tost_hf.ToSTVisionConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, patch_size=2, image_size=16, num_labels=10
+    )
+    randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained("tost-digits")
+    tost_hf.make_image_processor(config).save_pretrained("tost-digits")
+
+
+def run_blocks(name: str) -> dict:
+    """Runs every Python block of a page, in its order, in one namespace."""
+    namespace = {}
+    for block in code_blocks(name, "python"):
+        if not (auto_processor_missing and "AutoImageProcessor" in block):
+            exec(compile(block, name, "exec"), namespace)
+    return namespace
+
+
+def test_readme_code_runs(demo_folders, capsys):
+    namespace = run_blocks("README.md")
+    assert namespace["config"].hidden_size == 768 and namespace["long"].config.max_position_embeddings is None
+    loss, shape = re.match(r"tensor\((\d+\.\d+).*?\) torch\.Size\((.*)\)", capsys.readouterr().out).groups()
+    assert float(loss) == pytest.approx(torch.tensor(256).log().item(), abs=0.5) and shape == "[1, 24]"
+
+
+def test_examples_code_runs(demo_folders):
+    namespace = run_blocks("examples/README.md")
+    assert namespace["output"].shape == (2, 100, 4, 16)
+    assert namespace["membership"].shape == (2, 4, 100)
+    torch.testing.assert_close(namespace["membership"].sum(1), torch.ones(2, 100))
+    assert Path("prefix.safetensors").is_file()
+    assert Path("shared/modeling_tost.py").is_file() and type(namespace["again"]) is tost_hf.ToSTForCausalLM
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_blocks_have_a_language_that_is_tested(name):
+    languages = re.findall(r"^```(\w*)\n.*?^```$", page(name), re.DOTALL | re.MULTILINE)
+    assert set(languages) <= {"python", "bash", "bibtex", "text"}
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def help_of(script: str) -> str:
+    """What `python SCRIPT --help` prints, run in this process, which has the libraries imported already."""
+    shown, folder = StringIO(), str((ROOT / script).parent)
+    as_started = patch.object(sys, "argv", [script, "--help"]), patch.object(sys, "path", [folder, *sys.path])
+    stay = patch("os.execve")  # by which some benchmarks start themselves again in another environment
+    with as_started[0], as_started[1], stay, redirect_stdout(shown), pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert not end.value.code, script
+    return shown.getvalue()
+
+
+@cache
+def help_of_command(command: str) -> str:
+    shown = StringIO()
+    with redirect_stdout(shown), pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    if command == "serve":  # its options are those of transformers' server
+        from transformers.cli.serve import Serve
+
+        return " ".join("--" + option.replace("_", "-") for option in inspect.signature(Serve.__init__).parameters)
+    return shown.getvalue()
+
+
+def check_flags(words: list[str], known: str) -> None:
+    for word in words:
+        flag = word.partition("=")[0]
+        assert not word.startswith("--") or re.search(rf"(?<![\w-]){flag}(?![\w-])", known), f"there is no {flag}"
+
+
+def check_python(words: list[str]) -> None:
+    if words[0] == "-c":
+        compile(words[1], "-c", "exec")
+    elif words[0] == "-m":
+        assert words[1] in ("pytest", "venv")
+    else:
+        assert (ROOT / words[0]).is_file(), words[0]
+        check_flags(words[1:], help_of(words[0]))
+
+
+def check_make(words: list[str]) -> None:
+    for target in words:
+        assert f"\n{target}:" in page("Makefile"), target
+
+
+def check_pip(words: list[str]) -> None:
+    extras = tomllib.loads(page("pyproject.toml"))["project"]["optional-dependencies"]
+    for named in re.findall(r"^\.\[(.*)\]$", words[-1]):
+        assert named in extras, named
+
+
+def check_tost_hf(words: list[str]) -> None:
+    check_flags(words[1:], help_of_command(words[0]))
+
+
+CHECKS = {"python": check_python, "make": check_make, "pip": check_pip, "tost-hf": check_tost_hf}
+
+
+@pytest.mark.parametrize(("name", "words"), COMMANDS, ids=[f"{name}: {' '.join(words)[:50]}" for name, words in COMMANDS])
+def test_commands_and_their_options_exist(name, words):
+    program = words[0].removeprefix(".venv/bin/")
+    assert program in CHECKS.keys() | OTHERS, f"{name} names an unknown program: {program}"
+    if program in CHECKS:
+        CHECKS[program](words[1:])
+
+
+def test_a_wrong_command_is_found():
+    for words in (
+        ["python", "examples/none.py"],
+        ["python", "examples/demo.py", "--output-folder", "x"],
+        ["tost-hf", "publish", "x", "--licence", "mit"],
+        ["tost-hf", "serve", "x", "--doors", "8000"],
+        ["make", "coffee"],
+        ["pip", "install", "-e", ".[audio]"],
+    ):
+        with pytest.raises(AssertionError):
+            CHECKS[words[0]](words[1:])
+    assert commands("a b \\\n  c 'd\ne' # f\n# g\nh & i|j;k") == [["a", "b", "c", "d\ne"], ["h"], ["i"], ["j"], ["k"]]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_in_the_text_exist(name):
+    """Between backticks in a sentence: `make test`, `tost-hf card --presets`."""
+    for program, rest in re.findall(r"`(make|tost-hf) ([^`]+)`", page(name)):
+        CHECKS[program](re.sub(r"[A-Z]{4,}", "", rest).split())
+
+
+# Names and links ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_files_exist(name):
+    for path in re.findall(r"`((?:src|examples|tests|\.github)/[\w./-]+)`", page(name)):
+        assert (ROOT / path).exists(), path
+
+
+def anchors(name: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    text = re.sub(r"```.*?```", "", page(name), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", page(name)):
+        path = ((ROOT / name).parent / target).resolve() if target else ROOT / name
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(str(path.relative_to(ROOT))), f"{target}#{anchor}"
+
+
+def test_the_linter_has_one_version():
+    (pinned,) = re.findall(r"^ruff==(.*)$", page("tests/constraints.txt"), re.MULTILINE)
+    assert f"rev: v{pinned}\n" in page(".pre-commit-config.yaml")
+
+
+def test_the_readme_is_short():
+    assert len(page("README.md").splitlines()) <= 200
