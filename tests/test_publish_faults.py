@@ -3,11 +3,14 @@
 Whatever happens, a repository is at its old commit or at a complete new one, and doing it again completes it.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import queue
+import random
 import signal
+import time
 
 import pytest
 import torch
@@ -98,6 +101,32 @@ def test_a_killed_client(hub, case, point, amid):
         assert hub.head(case.repo_id) == head and case.is_old()
     case.publish().check()
     assert hub.commits(case.repo_id)[1] == head
+    case.check_complete()
+
+
+@pytest.fixture(scope="module")
+def duration(hub, clients, tmp_path_factory) -> float:
+    """Seconds that a publication takes."""
+    case = Case(hub, clients, tmp_path_factory.mktemp("timed"))
+    start = time.monotonic()
+    case.publish().check()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_client_killed_at_a_random_moment(hub, case, duration, seed):
+    """The repository is whole: at the old commit, or at the new one. Doing it again completes it."""
+    head = hub.head(case.repo_id)
+    client = case.start()
+    time.sleep(random.Random(seed).uniform(0.1, 1) * duration)
+    with contextlib.suppress(ProcessLookupError):  # it was done already
+        os.kill(client.pid, signal.SIGKILL)
+    case.clients.wait(client)
+    hub.settle()
+    left = hub.head(case.repo_id)
+    assert case.is_old() if left == head else hub.commits(case.repo_id)[1] == head
+    case.publish().check()
+    assert hub.commits(case.repo_id)[1] == head and left in (head, hub.head(case.repo_id))
     case.check_complete()
 
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .files import check_file, check_folder, staged_file, staged_folder
-from .hub.checks import tensors, weight_files
+from .hub.checks import empty_model, tensors, weight_files
 from .image_processing import save_image_processor
 from .model.configuration_tost import ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
@@ -151,7 +151,7 @@ def convert_from_original(
         )
     else:
         config = _language_config(state, _stated_settings(contents, "model_args", checkpoint), checkpoint)
-    model, names = _empty_model(config), _names(config)
+    model, names = _model(config), _names(config)
     _check_tensors(state, _authors_tensors(model), checkpoint)
     ours = {rename(name, names): tensor for name, tensor in state.items()}
     model.load_state_dict({name: ours[name].reshape(own.shape) for name, own in model.state_dict().items()}, assign=True)
@@ -210,7 +210,7 @@ def convert_to_original(
     state = dict(tensors(weight_files(source)))
     if "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied: stored once by us, twice by the authors
-    model, names = _empty_model(model_config), _names(model_config)
+    model, names = _model(model_config), _names(model_config)
     _check_tensors(state, model.state_dict(), source)
     authors = {name: state[rename(name, names)].reshape(own.shape) for name, own in _authors_tensors(model).items()}
     with staged_file(target) as file:
@@ -581,10 +581,9 @@ def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
 # The transformers folder
 
 
-def _empty_model(config: Config) -> PreTrainedModel:
-    model_class = ToSTForImageClassification if isinstance(config, ToSTVisionConfig) else ToSTForCausalLM
-    with torch.device("meta"):
-        return model_class(config)
+def _model(config: Config) -> PreTrainedModel:
+    """The model that a checkpoint is of, without memory for its weights."""
+    return empty_model(config, ToSTForImageClassification if isinstance(config, ToSTVisionConfig) else ToSTForCausalLM)
 
 
 def _read_config(folder: Path) -> Config:

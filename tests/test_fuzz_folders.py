@@ -1,0 +1,160 @@
+"""Model folders damaged at random, with a fixed seed: `verify` and `publish` neither hang nor run code, and each refusal is a
+sentence."""
+
+import contextlib
+import copy
+import json
+import os
+import random
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from hub_clients import contents, language_folder
+
+from tost_hf.hub.publishing import publish
+from tost_hf.hub.verification import verify
+
+
+TIMES, SECONDS = 250, 20  # cases; what each of them may take
+VALUES = (
+    None,
+    True,
+    -1,
+    0,
+    0.5,
+    3,
+    10**12,
+    -(10**30),
+    1e400,
+    "",
+    "abc",
+    "../../evil",
+    [],
+    [1],
+    {},
+    {"a": [{}]},
+    "\ud800",
+    "a" * 99,
+)
+FILES = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json")
+EVIL = {"auto_map": {"AutoConfig": "evil.Evil"}, "trust_remote_code": True, "architectures": ["Evil"], "model_type": "evil"}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A folder with sharded weights, and a source file that must never run."""
+    folder = language_folder(tmp_path_factory.mktemp("sound") / "model", max_shard_size="80KB")
+    assert {*FILES} <= contents(folder).keys()
+    return folder
+
+
+def damaged_json(draw: random.Random, data: bytes) -> bytes:
+    """Other values, names missing or more, or bytes that are no JSON."""
+    content = json.loads(data)
+    for _ in range(draw.randint(1, 3)):
+        place = content
+        while isinstance(place, dict) and place and draw.random() < 0.5:
+            inner = [value for value in place.values() if isinstance(value, dict) and value]
+            place = draw.choice(inner) if inner else place
+            if not inner:
+                break
+        key = draw.choice([*place]) if place else "new"
+        match draw.randrange(4):
+            case 0:
+                place.pop(key, None)
+            case 1:
+                place[draw.choice([*EVIL])] = copy.deepcopy(draw.choice([*EVIL.values()]))
+            case _:
+                place[key] = copy.deepcopy(draw.choice(VALUES))
+    return json.dumps(content).encode("utf-8", "surrogatepass")
+
+
+def damaged_bytes(draw: random.Random, data: bytes) -> bytes:
+    match draw.randrange(4):
+        case 0:
+            return data[: draw.randrange(len(data))]
+        case 1:
+            at = draw.randrange(len(data))
+            return data[:at] + draw.randbytes(draw.randint(1, 8)) + data[at + draw.randint(0, 8) :]
+        case 2:
+            return draw.choice(
+                [b"", b"null", b"[" * 100_000, b"{" + b'"a":{' * 50_000, b"\xff\xfe{", b"1", b'"config"', b"\0" * 99]
+            )
+        case _:
+            return data + draw.choice([b"\0", b"{}", data])
+
+
+def damaged_weights(draw: random.Random, data: bytes) -> bytes:
+    """Another header: its length, its entries, or its bytes."""
+    length = int.from_bytes(data[:8], "little")
+    header, numbers = data[8 : 8 + length], data[8 + length :]
+    match draw.randrange(3):
+        case 0:
+            return draw.choice([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1]).to_bytes(8, "little") + data[8:]
+        case 1:
+            header = damaged_bytes(draw, header)
+        case _:
+            entries = json.loads(header)
+            entry = entries[draw.choice([name for name in entries if name != "__metadata__"])]
+            key = draw.choice(["dtype", "shape", "data_offsets"])
+            offers = {
+                "dtype": ["I32", "BOOL", "F64", "F8_E4M3", "X", 1],
+                "shape": [[], [0], [10**12], [-1], [2**63, 2], "a"],
+                "data_offsets": [[0, 0], [0, 2**62], [8, 4], [-4, 4], [0, 4], 7],
+            }
+            entry[key] = draw.choice(offers[key])
+            header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header + numbers
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int):
+    def ring(*_):
+        raise AssertionError(f"it takes longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def is_sentence(text: str) -> bool:
+    first = text.strip().split("\n")[0]
+    return len(first) > 15 and " " in first and "Traceback" not in text and not re.match(r"\w+(Error|Exception)\b", first)
+
+
+def refusal(call) -> Exception | None:
+    """What a function raises, and it may raise nothing but these."""
+    try:
+        call()
+    except (ValueError, OSError) as error:
+        return error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, TIMES, 50))
+def test_a_damaged_folder(sound, tmp_path, start):
+    (tmp_path / "ran").mkdir()
+    for number in range(start, start + 50):
+        draw = random.Random(number)
+        folder = Path(shutil.copytree(sound, tmp_path / str(number)))
+        (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran' / str(number))!r}, 'w')\nclass Evil: pass\n")
+        name = FILES[number % len(FILES)]
+        kinds = [damaged_bytes, damaged_weights if name.endswith(".safetensors") else damaged_json]
+        damaged = draw.choice([*kinds, kinds[1], kinds[1]])(draw, (folder / name).read_bytes())
+        (folder / name).write_bytes(damaged)
+        with time_limit(SECONDS):
+            failed = [check.detail for check in verify(folder) if not check.passed and check.name not in ("code",)]
+            os.remove(folder / "evil.py")
+            error = refusal(lambda folder=folder: publish(folder, "tost/fuzzed", dry_run=True))
+        sentences = [*failed, *([str(error)] if error else [])]
+        assert all(map(is_sentence, sentences)), (number, name, damaged[:200], sentences)
+        assert bool(failed) == bool(error), (number, name, damaged[:200], failed, error)
+        assert not list((tmp_path / "ran").iterdir())
+        shutil.rmtree(folder)
