@@ -7,9 +7,8 @@ branches, tags, pull requests, LFS, and faults on demand.
         with hub.fail("POST", "/commit/", status=500):
             ...
 
-As on the real one, large or binary files go to a second origin (`hub.storage_url`), which refuses every token. Contents lie
-under their SHA-256 in `objects`, commits under their ids; what a repository is lies in one file, replaced in one step under
-its lock, so that a commit is there entirely or not at all. Not here: Xet, multipart uploads, paging.
+As on the real one, large or binary files go to a second origin (`hub.storage_url`), which refuses every token. What it
+keeps is in `hub_store`. Not here: Xet, multipart uploads, paging, and routes that no test reaches.
 """
 
 import base64
@@ -21,226 +20,15 @@ import re
 import secrets
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import yaml
-
-
-LFS_SUFFIXES = tuple(".safetensors .bin .pt .pth .ckpt .pkl .npy .npz .h5 .onnx .gguf .parquet .gz".split())
-GIT_ATTRIBUTES = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LFS_SUFFIXES).encode()
-LICENSES = set(
-    "afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsl-1.0 cc cc-by-2.0 "
-    "cc-by-3.0 cc-by-4.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-4.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 "
-    "cc0-1.0 creativeml-openrail-m ecl-2.0 epl-2.0 eupl-1.2 gemma gfdl gpl gpl-2.0 gpl-3.0 isc lgpl lgpl-2.1 lgpl-3.0 llama2 "
-    "llama3 llama3.1 llama3.2 llama3.3 llama4 mit mpl-2.0 ms-pl ncsa odbl odc-by ofl-1.1 openrail osl-3.0 other pddl unknown "
-    "unlicense wtfpl zlib".split()
-)
-PIPELINE_TAGS = set(
-    "any-to-any audio-classification automatic-speech-recognition depth-estimation feature-extraction fill-mask "
-    "image-classification image-feature-extraction image-segmentation image-text-to-text image-to-image image-to-text "
-    "mask-generation multiple-choice object-detection other question-answering reinforcement-learning robotics "
-    "sentence-similarity summarization tabular-classification tabular-regression text-classification text-generation "
-    "text-ranking text-to-image text-to-speech text-to-video time-series-forecasting token-classification translation "
-    "unconditional-image-generation video-classification visual-question-answering zero-shot-classification "
-    "zero-shot-image-classification".split()
-)
-
-
-# What a repository holds -----------------------------------------------------------------------------------------------------
-
-
-class HubError(Exception):
-    """An answer that is no success: its status, sentence, X-Error-Code and further headers."""
-
-    def __init__(self, status: int, message: str, code: str | None = None, body: dict | None = None, **headers: str):
-        self.status, self.body = status, body or {"error": message}
-        self.headers = headers | {"X-Error-Message": " ".join(message.split())} | ({"X-Error-Code": code} if code else {})
-
-
-@dataclass
-class Entry:
-    """A file of a commit. `oid` is git's id of what git keeps: the content, or the pointer to an LFS object."""
-
-    sha256: str
-    size: int
-    oid: str
-    lfs: bool
-
-    @classmethod
-    def of(cls, sha256: str, data: bytes | None, size: int) -> "Entry":
-        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
-        kept = pointer if data is None else data
-        return cls(sha256, size, hashlib.sha1(b"blob %d\0" % len(kept) + kept).hexdigest(), lfs=data is None)
-
-    @property
-    def etag(self) -> str:
-        return self.sha256 if self.lfs else self.oid
-
-    def listed(self, path: str) -> dict:
-        lfs = {"lfs": {"oid": self.sha256, "size": self.size, "pointerSize": 100 + len(str(self.size))}} if self.lfs else {}
-        return {"type": "file", "path": path, "oid": self.oid, "size": self.size} | lfs
-
-
-@dataclass
-class Commit:
-    tree: dict[str, Entry]
-    parent: str | None
-    title: str
-    description: str
-    author: str
-    date: str
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), sort_keys=True).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> "Commit":
-        values = json.loads(data)
-        return cls(**values | {"tree": {path: Entry(**entry) for path, entry in values["tree"].items()}})
-
-
-class Repository:
-    """A folder with commits/ID.json and state.json: visibility, refs, pull requests. Change it under `lock` only."""
-
-    def __init__(self, hub: "Hub", kind: str, name: str):
-        self.hub, self.kind, self.name = hub, kind, name
-        self.folder = hub.root / "repositories" / kind / name
-        with hub.lock:
-            self.lock = hub.locks[kind, name]
-
-    @property
-    def exists(self) -> bool:
-        return (self.folder / "state.json").exists()
-
-    @property
-    def url(self) -> str:
-        return f"{self.hub.url}/{'' if self.kind == 'models' else self.kind + '/'}{self.name}"
-
-    @property
-    def state(self) -> dict:
-        return json.loads((self.folder / "state.json").read_bytes())
-
-    def set(self, **changes) -> None:
-        write(self.folder / "state.json", json.dumps(self.state | changes).encode())
-
-    def create(self, author: str, private: bool = False, gated: bool = False) -> None:
-        tree = {".gitattributes": self.hub.regular(GIT_ATTRIBUTES)}
-        first = self.keep(Commit(tree, None, "initial commit", "", author, now()))
-        state = {"private": private, "gated": gated, "pull_requests": [], "created": now()}
-        write(self.folder / "state.json", json.dumps(state | {"refs": {"refs/heads/main": first}}).encode())
-
-    def read(self, commit_id: str) -> Commit:
-        return Commit.from_json((self.folder / "commits" / f"{commit_id}.json").read_bytes())
-
-    def keep(self, commit: Commit) -> str:
-        commit_id = hashlib.sha1(commit.to_json() + secrets.token_bytes(8)).hexdigest()
-        write(self.folder / "commits" / f"{commit_id}.json", commit.to_json())
-        return commit_id
-
-    def commit(self, ref: str, commit: Commit) -> str:
-        commit_id = self.keep(commit)
-        self.set(refs=self.state["refs"] | {ref: commit_id})
-        return commit_id
-
-    def resolve(self, revision: str) -> str:
-        refs = self.state["refs"]
-        for ref in (revision, f"refs/heads/{revision}", f"refs/tags/{revision}"):
-            if ref in refs:
-                return refs[ref]
-        found = list((self.folder / "commits").glob(revision + "*")) if re.fullmatch("[0-9a-f]{7,40}", revision) else []
-        if len(found) != 1:
-            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        return found[0].stem
-
-    def history(self, revision: str) -> Iterator[tuple[str, Commit]]:
-        commit_id = self.resolve(revision)
-        while commit_id:
-            commit = self.read(commit_id)
-            yield commit_id, commit
-            commit_id = commit.parent
-
-    def open_pull_request(self, title: str, author: str) -> int:
-        state = self.state
-        number = len(state["pull_requests"]) + 1
-        request = {"num": number, "title": title, "author": author, "createdAt": now(), "status": "draft"}
-        refs = state["refs"] | {f"refs/pr/{number}": self.resolve("main")}
-        self.set(pull_requests=[*state["pull_requests"], request], refs=refs)
-        return number
-
-
-def now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
-
-
-def write(path: Path, data: bytes) -> None:
-    """Puts a file in its place in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_bytes(data)
-    temporary.replace(path)
-
-
-def card_data(readme: bytes) -> dict:
-    """The YAML at the head of a model card; {} where there is none."""
-    block = re.match(r"---\r?\n(.*?)\r?\n---", readme.decode(), re.DOTALL)
-    return (yaml.safe_load(block[1]) or {}) if block else {}
-
-
-def card_errors(readme: bytes) -> list[str]:
-    """What is wrong in a model card's YAML, with the strictness of the real Hub's form."""
-    try:
-        data = card_data(readme)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return [f"invalid YAML: {error}"]
-    if not isinstance(data, dict):
-        return ["metadata must be an object"]
-
-    def strings(value) -> bool:
-        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-
-    names = ("tags", "language", "datasets", "metrics", "base_model", "license")
-    errors = [f'"{name}" must be a string or an array of strings' for name in names if not strings(data.get(name, ""))]
-    errors += ['"tags" must be an array'] if isinstance(data.get("tags"), str) else []
-    if errors:
-        return errors
-    licenses, languages = (
-        [value] if isinstance(value := data.get(key, []), str) else value for key in ("license", "language")
-    )
-    errors += [f'"license" must be one of the known ones, not "{name}"' for name in licenses if name not in LICENSES]
-    errors += ['"license: other" needs "license_name"'] if "other" in licenses and not data.get("license_name") else []
-    errors += [f'"{x}" is no language code' for x in languages if not re.fullmatch(r"[a-z]{2,3}(-\w+)?|code|multilingual", x)]
-    if data.get("pipeline_tag", "other") not in PIPELINE_TAGS:
-        errors.append(f'"pipeline_tag" must be one of the known ones, not "{data["pipeline_tag"]}"')
-    if not isinstance(data.get("library_name", ""), str):
-        errors.append('"library_name" must be a string')
-    return errors + model_index_errors(data.get("model-index", []))
-
-
-def model_index_errors(index) -> list[str]:
-    if not isinstance(index, list):
-        return ['"model-index" must be an array']
-    for i, model in enumerate(index):
-        if not (isinstance(model, dict) and isinstance(model.get("name"), str) and isinstance(model.get("results"), list)):
-            return [f'"model-index[{i}]" must have a name and results']
-        for j, result in enumerate(model["results"]):
-            try:
-                required = [result["task"]["type"], result["dataset"]["type"], result["dataset"]["name"]]
-                required += [metric["type"] for metric in result["metrics"]]
-                complete = all(isinstance(value, str) and value for value in required) and result["metrics"]
-                complete = complete and all(metric["value"] is not None for metric in result["metrics"])
-            except (KeyError, TypeError):
-                complete = False
-            if not complete:
-                return [f'"model-index[{i}].results[{j}]" needs task.type, dataset.type, dataset.name and metrics']
-    return []
+from hub_store import Commit, Entry, HubError, Repository, Store, card_data, card_errors, now
 
 
 # The server as a test sees it ------------------------------------------------------------------------------------------------
@@ -292,17 +80,14 @@ class Fault:
 
 
 @dataclass(repr=False)
-class Hub:
-    """The server, running inside `with`. Names are models' ("tost/mine"), or "datasets/tost/mine", "spaces/tost/mine"."""
+class Hub(Store):
+    """The server, running inside `with`."""
 
-    root: Path
-    lfs_threshold: int = 10_000_000  # bytes; a larger file goes to LFS whatever its name
     aliases: dict[str, str] = field(default_factory=dict)  # canonical names: {"tost-base": "tost/tost-base"}
     requests: list[LoggedRequest] = field(default_factory=list)  # in the order of their arrival
 
     def __post_init__(self):
-        self.locks = defaultdict(threading.RLock)
-        self.lock = threading.Lock()
+        super().__post_init__()
         self.faults: list[Fault] = []
         self.tampered: dict[str, bytes] = {}
         self.secret = secrets.token_bytes(16)
@@ -353,44 +138,10 @@ class Hub:
         finally:
             self.faults.remove(armed)
 
-    def repository(self, name: str) -> Repository:
-        kind, _, rest = name.partition("/")
-        return Repository(self, kind, rest) if kind in ("datasets", "spaces") else Repository(self, "models", name)
-
-    def create(self, name: str, files: dict[str, bytes] | None = None, private: bool = False, gated: bool = False) -> str:
-        """Makes a repository; returns its head."""
-        self.repository(name).create("tost", private, gated)
-        return self.commit(name, files) if files else self.head(name)
-
-    def commit(self, name: str, files: dict[str, bytes | None], revision: str = "main") -> str:
-        """Commits files past all checks of paths and contents (None deletes one); returns the commit."""
-        repository = self.repository(name)
-        with repository.lock:
-            parent = repository.resolve(revision)
-            changed = {path: self.entry(path, data) for path, data in files.items() if data is not None}
-            tree = {path: entry for path, entry in repository.read(parent).tree.items() if path not in files} | changed
-            return repository.commit(f"refs/heads/{revision}", Commit(tree, parent, "direct", "", "tost", now()))
-
     def tamper(self, name: str, path: str, data: bytes) -> None:
         """From now on serves these bytes as the file (and every file of its content), though it is listed as before."""
         repository = self.repository(name)
         self.tampered[repository.read(repository.resolve("main")).tree[path].sha256] = data
-
-    def head(self, name: str, revision: str = "main") -> str:
-        return self.repository(name).resolve(revision)
-
-    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
-        """All files, but for the .gitattributes every repository begins with."""
-        repository = self.repository(name)
-        tree = repository.read(repository.resolve(revision)).tree
-        return {path: self.object(entry.sha256).read_bytes() for path, entry in tree.items() if path != ".gitattributes"}
-
-    def commits(self, name: str, revision: str = "main") -> list[str]:
-        """Ids, the newest first; the last is the server's initial one."""
-        return [commit_id for commit_id, _ in self.repository(name).history(revision)]
-
-    def refs(self, name: str) -> dict[str, str]:
-        return self.repository(name).state["refs"]
 
     def requested(self, method: str, path: str) -> list[LoggedRequest]:
         """The requests so far of a method to a path (regular expressions)."""
@@ -402,23 +153,6 @@ class Hub:
         while not all(request.ended for request in self.requests):
             assert time.monotonic() < deadline, "a request does not end"
             time.sleep(0.005)
-
-    def object(self, sha256: str) -> Path:
-        return self.root / "objects" / sha256
-
-    def store(self, data: bytes) -> str:
-        sha256 = hashlib.sha256(data).hexdigest()
-        write(self.object(sha256), data)
-        return sha256
-
-    def regular(self, data: bytes) -> Entry:
-        return Entry.of(self.store(data), data, len(data))
-
-    def is_lfs(self, path: str, size: int) -> bool:
-        return size > 0 and (path.endswith(LFS_SUFFIXES) or size > self.lfs_threshold)
-
-    def entry(self, path: str, data: bytes) -> Entry:
-        return Entry.of(self.store(data), None, len(data)) if self.is_lfs(path, len(data)) else self.regular(data)
 
     def signature(self, sha256: str) -> str:
         return hmac.new(self.secret, sha256.encode(), "sha256").hexdigest()
@@ -567,6 +301,11 @@ class Request(BaseHTTPRequestHandler):
             self.forbid()
         return repository
 
+    def page(self, repository: Repository) -> str:
+        """The address of a repository."""
+        kind = "" if repository.kind == "models" else f"{repository.kind}/"
+        return f"{self.hub.url}/{kind}{repository.name}"
+
     def forbid(self) -> None:
         if self.user:
             raise HubError(403, "You don't have the required permissions to perform this action")
@@ -595,10 +334,10 @@ class Request(BaseHTTPRequestHandler):
                 return self.reply({})
             if repository.exists:
                 taken = "You already created this repo"
-                raise HubError(409, taken, body={"error": taken, "url": repository.url})
+                raise HubError(409, taken, body={"error": taken, "url": self.page(repository)})
             private = self.json.get("visibility") == "private" or bool(self.json.get("private"))
             repository.create(self.user.name, private)
-        self.reply({"url": repository.url, "id": repository.name, "name": repository.name, "private": private})
+        self.reply({"url": self.page(repository), "id": repository.name, "name": repository.name, "private": private})
 
     @route("PUT", API + "/settings", needs="write")
     def settings(self, repository: Repository):
@@ -783,11 +522,11 @@ class Request(BaseHTTPRequestHandler):
             commit = parent
             if self.asks("create_pr"):
                 number = repository.open_pull_request(message["summary"], self.user.name)
-                ref, answer = f"refs/pr/{number}", {"pullRequestUrl": f"{repository.url}/discussions/{number}"}
+                ref, answer = f"refs/pr/{number}", {"pullRequestUrl": f"{self.page(repository)}/discussions/{number}"}
             if tree != old:
                 words = message["summary"], message.get("description", "")
                 commit = repository.commit(ref, Commit(tree, parent, *words, self.user.name, now()))
-        url = f"{repository.url}/commit/{commit}"
+        url = f"{self.page(repository)}/commit/{commit}"
         self.reply({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""} | answer)
 
     def changed(self, tree: dict[str, Entry], operations: list[dict]) -> dict[str, Entry]:

@@ -12,7 +12,9 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from hub_clients import contents, language_folder
+from transformers import AutoModelForCausalLM
 
 from tost_hf.hub.publishing import publish
 from tost_hf.hub.verification import verify
@@ -129,6 +131,11 @@ def is_sentence(text: str) -> bool:
     return len(first) > 15 and " " in first and "Traceback" not in text and not re.match(r"\w+(Error|Exception)\b", first)
 
 
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(torch.arange(1, 13)[None]).logits
+
+
 def refusal(call) -> Exception | None:
     """What a function raises, and it may raise nothing but these."""
     try:
@@ -157,4 +164,5 @@ def test_a_damaged_folder(sound, tmp_path, start):
         assert all(map(is_sentence, sentences)), (number, name, damaged[:200], sentences)
         assert bool(failed) == bool(error), (number, name, damaged[:200], failed, error)
         assert not list((tmp_path / "ran").iterdir())
+        assert error or torch.equal(logits(folder), logits(sound)), (number, name, damaged[:200])  # accepted, then harmless
         shutil.rmtree(folder)
