@@ -11,7 +11,6 @@ As on the real one, large or binary files go to a second origin (`hub.storage_ur
 keeps is in `hub_store`. Not here: Xet, multipart uploads, paging, and routes that no test reaches.
 """
 
-import base64
 import hashlib
 import hmac
 import json
@@ -27,8 +26,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-import yaml
-from hub_store import Commit, Entry, HubError, Repository, Store, card_data, card_errors, now
+from hub_store import Commit, HubError, Repository, Store, card_data, card_errors, now
 
 
 # The server as a test sees it ------------------------------------------------------------------------------------------------
@@ -313,25 +311,13 @@ class Request(BaseHTTPRequestHandler):
 
     # The account and the repositories
 
-    @route("GET", "/api/whoami-v2")
-    def whoami(self):
-        if not self.user:
-            raise HubError(401, "Invalid username or password.")
-        organizations = [{"type": "org", "name": name, "roleInOrg": self.user.role} for name in self.user.organizations]
-        access = {"type": "access_token", "accessToken": {"displayName": "test", "role": self.user.role}}
-        self.reply({"type": "user", "id": self.user.name, "name": self.user.name, "orgs": organizations, "auth": access})
-
-    @route("POST DELETE", "/api/repos/(?:create|delete)")
-    def create_or_delete(self):
+    @route("POST", "/api/repos/create")
+    def create_repository(self):
         namespace = self.json.get("organization") or (self.user.name if self.user else "")
         if not (self.user and self.user.belongs_to(namespace) and self.user.role == "write"):
             self.forbid()
         repository = Repository(self.hub, self.json.get("type", "model") + "s", f"{namespace}/{self.json['name']}")
         with repository.lock:
-            if self.command == "DELETE":
-                self.open(repository.kind, repository.name, "write")
-                (repository.folder / "state.json").unlink()
-                return self.reply({})
             if repository.exists:
                 taken = "You already created this repo"
                 raise HubError(409, taken, body={"error": taken, "url": self.page(repository)})
@@ -339,31 +325,14 @@ class Request(BaseHTTPRequestHandler):
             repository.create(self.user.name, private)
         self.reply({"url": self.page(repository), "id": repository.name, "name": repository.name, "private": private})
 
-    @route("PUT", API + "/settings", needs="write")
-    def settings(self, repository: Repository):
-        with repository.lock:
-            changes = {key: self.json[key] for key in ("private", "gated") if key in self.json}
-            if "visibility" in self.json:
-                changes["private"] = self.json["visibility"] == "private"
-            repository.set(**changes)
-        self.reply(changes)
-
-    @route("GET", API + "/auth-check", needs="read")
-    def may_read(self, repository: Repository):
-        self.reply({})
-
-    @route("GET", API + "/auth-check/write", needs="write")
-    def may_write(self, repository: Repository):
-        self.reply({})
-
     # What is there
 
     @route("GET", API + "(?:/revision/(?P<revision>[^/]+))?", needs="see")
     def info(self, repository: Repository, revision: str | None):
         head = repository.resolve(revision or "main")
         commit, state = repository.read(head), repository.state
-        card = self.parsed(commit, "README.md", card_data)
-        config = self.parsed(commit, "config.json", json.loads)
+        card = self.hub.parsed(commit, "README.md", card_data)
+        config = self.hub.parsed(commit, "config.json", json.loads)
         siblings = [{"rfilename": path} for path in commit.tree]
         if self.asks("blobs"):
             for sibling, entry in zip(siblings, commit.tree.values()):
@@ -388,12 +357,6 @@ class Request(BaseHTTPRequestHandler):
             }
         )
 
-    def parsed(self, commit: Commit, path: str, parse: Callable[[bytes], dict]) -> dict:
-        try:
-            return parse(self.hub.object(commit.tree[path].sha256).read_bytes())
-        except (KeyError, ValueError, yaml.YAMLError):  # not there, or not readable
-            return {}
-
     @route("GET", API + "/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", needs="see")
     def tree(self, repository: Repository, revision: str, folder: str | None):
         prefix = f"{folder}/" if folder else ""
@@ -410,33 +373,6 @@ class Request(BaseHTTPRequestHandler):
         if folder and not listing:
             raise HubError(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
         self.reply(listing)
-
-    @route("POST", API + "/paths-info/(?P<revision>[^/]+)", needs="see")
-    def paths_info(self, repository: Repository, revision: str):
-        tree = repository.read(repository.resolve(revision)).tree
-        asked = parse_qs(self.log.body.decode()).get("paths", [])
-        folders = [path for path in asked if any(name.startswith(path + "/") for name in tree)]
-        found = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders]
-        self.reply([tree[path].listed(path) for path in asked if path in tree] + found)
-
-    @route("GET", API + "/refs", needs="see")
-    def refs(self, repository: Repository):
-        def named(prefix: str) -> list[dict]:
-            refs = repository.state["refs"].items()
-            found = {ref.removeprefix(prefix): (ref, commit) for ref, commit in refs if ref.startswith(prefix)}
-            return [{"name": name, "ref": ref, "targetCommit": commit} for name, (ref, commit) in found.items()]
-
-        pull_requests = {"pullRequests": named("refs/pr/")} if self.asks("include_prs") else {}
-        self.reply({"branches": named("refs/heads/"), "tags": named("refs/tags/"), "converts": []} | pull_requests)
-
-    @route("GET", API + "/commits/(?P<revision>[^/]+)", needs="see")
-    def commits(self, repository: Repository, revision: str):
-        self.reply(
-            [
-                {"id": i, "title": c.title, "message": c.description, "date": c.date, "authors": [{"user": c.author}]}
-                for i, c in repository.history(revision)
-            ]
-        )
 
     @route("GET HEAD", PAGE + "/resolve/(?P<revision>[^/]+)/(?P<path>.+)", needs="read")
     def resolve(self, repository: Repository, revision: str, path: str):
@@ -518,7 +454,7 @@ class Request(BaseHTTPRequestHandler):
             if not parent.startswith(message.get("parentCommit") or ""):
                 raise HubError(412, "A commit has happened since. Please refresh and try again.")
             old = repository.read(parent).tree
-            tree = self.changed(old, operations)
+            tree = self.hub.changed(old, operations)
             commit = parent
             if self.asks("create_pr"):
                 number = repository.open_pull_request(message["summary"], self.user.name)
@@ -529,75 +465,16 @@ class Request(BaseHTTPRequestHandler):
         url = f"{self.page(repository)}/commit/{commit}"
         self.reply({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""} | answer)
 
-    def changed(self, tree: dict[str, Entry], operations: list[dict]) -> dict[str, Entry]:
-        """The tree of a commit, made of its parent's and of what the client sent."""
-        tree = dict(tree)
-        for operation in operations:
-            value, path = operation["value"], operation["value"]["path"]
-            if path.startswith("/") or {"..", ""} & set(path.rstrip("/").split("/")):
-                raise HubError(400, f"Invalid path: {path}")
-            match operation["key"]:
-                case "file":
-                    content = base64.b64decode(value["content"])
-                    if path == "README.md" and card_errors(content):
-                        raise HubError(400, "Invalid metadata in README.md: " + "; ".join(card_errors(content)))
-                    if self.hub.is_lfs(path, len(content)):
-                        raise HubError(400, f"{path} must be uploaded to LFS")
-                    tree[path] = self.hub.regular(content)
-                case "lfsFile":
-                    if not self.hub.object(value["oid"]).exists():
-                        raise HubError(400, f"LFS pointer pointed to a file that does not exist: {path}")
-                    tree[path] = Entry.of(value["oid"], None, self.hub.object(value["oid"]).stat().st_size)
-                case "deletedFile":
-                    if tree.pop(path, None) is None:
-                        raise HubError(404, "A file with this name doesn't exist", "EntryNotFound")
-                case "deletedFolder":
-                    tree = {name: entry for name, entry in tree.items() if not name.startswith(path.rstrip("/") + "/")}
-                case other:
-                    raise HubError(400, f"Unknown operation: {other}")
-        return tree
-
-    @route("POST DELETE", API + "/(?P<what>tag|branch)/(?P<revision>[^/]+)", needs="write")
+    @route("POST", API + "/(?P<what>tag|branch)/(?P<revision>[^/]+)", needs="write")
     def set_ref(self, repository: Repository, what: str, revision: str):
-        name = self.json["tag"] if what == "tag" and self.command == "POST" else revision
-        ref = f"refs/{'tags' if what == 'tag' else 'heads'}/{name}"
+        ref = f"refs/tags/{self.json['tag']}" if what == "tag" else f"refs/heads/{revision}"
         with repository.lock:
             refs = repository.state["refs"]
-            if self.command == "POST" and ref in refs:
+            if ref in refs:
                 raise HubError(409, "Reference already exists")
-            if self.command == "DELETE" and ref not in refs:
-                raise HubError(404, "No such reference", "RevisionNotFound")
-            if self.command == "POST":
-                refs[ref] = repository.resolve(revision if what == "tag" else self.json.get("startingPoint") or "main")
-            else:
-                del refs[ref]
+            refs[ref] = repository.resolve(revision if what == "tag" else self.json.get("startingPoint") or "main")
             repository.set(refs=refs)
         self.reply({})
-
-    @route("POST", API + "/discussions", needs="see")
-    def create_pull_request(self, repository: Repository):
-        if not self.user:
-            self.forbid()
-        with repository.lock:
-            self.reply({"num": repository.open_pull_request(self.json["title"], self.user.name), "pullRequest": True})
-
-    @route("GET", API + r"/discussions/(?P<number>\d+)", needs="see")
-    def pull_request(self, repository: Repository, number: str):
-        found = [request for request in repository.state["pull_requests"] if request["num"] == int(number)]
-        if not found:
-            raise HubError(404, "Discussion not found")
-        self.reply(
-            found[0]
-            | {
-                "author": {"name": found[0]["author"]},
-                "isPullRequest": True,
-                "repo": {"name": repository.name, "type": repository.kind[:-1]},
-                "changes": {"base": "refs/heads/main", "mergeCommitId": found[0].get("mergeCommitId")},
-                "events": [],
-                "filesWithConflicts": [],
-                "diff": "",
-            }
-        )
 
     @route("POST", API + r"/discussions/(?P<number>\d+)/merge", needs="write")
     def merge(self, repository: Repository, number: str):

@@ -4,13 +4,14 @@ Contents lie under their SHA-256 in `objects`, commits under their ids; what a r
 step under its lock, so that a commit is there entirely or not at all.
 """
 
+import base64
 import hashlib
 import json
 import re
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -198,26 +199,7 @@ def card_errors(readme: bytes) -> list[str]:
         errors.append(f'"pipeline_tag" must be one of the known ones, not "{data["pipeline_tag"]}"')
     if not isinstance(data.get("library_name", ""), str):
         errors.append('"library_name" must be a string')
-    return errors + model_index_errors(data.get("model-index", []))
-
-
-def model_index_errors(index) -> list[str]:
-    if not isinstance(index, list):
-        return ['"model-index" must be an array']
-    for i, model in enumerate(index):
-        if not (isinstance(model, dict) and isinstance(model.get("name"), str) and isinstance(model.get("results"), list)):
-            return [f'"model-index[{i}]" must have a name and results']
-        for j, result in enumerate(model["results"]):
-            try:
-                required = [result["task"]["type"], result["dataset"]["type"], result["dataset"]["name"]]
-                required += [metric["type"] for metric in result["metrics"]]
-                complete = all(isinstance(value, str) and value for value in required) and result["metrics"]
-                complete = complete and all(metric["value"] is not None for metric in result["metrics"])
-            except (KeyError, TypeError):
-                complete = False
-            if not complete:
-                return [f'"model-index[{i}].results[{j}]" needs task.type, dataset.type, dataset.name and metrics']
-    return []
+    return errors
 
 
 @dataclass(repr=False)
@@ -281,3 +263,35 @@ class Store:
 
     def entry(self, path: str, data: bytes) -> Entry:
         return Entry.of(self.store(data), None, len(data)) if self.is_lfs(path, len(data)) else self.regular(data)
+
+    def changed(self, tree: dict[str, Entry], operations: list[dict]) -> dict[str, Entry]:
+        """The tree of a commit, made of its parent's and of what the client sent."""
+        tree = dict(tree)
+        for operation in operations:
+            value, path = operation["value"], operation["value"]["path"]
+            if path.startswith("/") or {"..", ""} & set(path.rstrip("/").split("/")):
+                raise HubError(400, f"Invalid path: {path}")
+            match operation["key"]:
+                case "file":
+                    content = base64.b64decode(value["content"])
+                    if path == "README.md" and card_errors(content):
+                        raise HubError(400, "Invalid metadata in README.md: " + "; ".join(card_errors(content)))
+                    if self.is_lfs(path, len(content)):
+                        raise HubError(400, f"{path} must be uploaded to LFS")
+                    tree[path] = self.regular(content)
+                case "lfsFile":
+                    if not self.object(value["oid"]).exists():
+                        raise HubError(400, f"LFS pointer pointed to a file that does not exist: {path}")
+                    tree[path] = Entry.of(value["oid"], None, self.object(value["oid"]).stat().st_size)
+                case "deletedFile":
+                    if tree.pop(path, None) is None:
+                        raise HubError(404, "A file with this name doesn't exist", "EntryNotFound")
+                case other:
+                    raise HubError(400, f"Unknown operation: {other}")
+        return tree
+
+    def parsed(self, commit: Commit, path: str, parse: Callable[[bytes], dict]) -> dict:
+        try:
+            return parse(self.object(commit.tree[path].sha256).read_bytes())
+        except (KeyError, ValueError, yaml.YAMLError):  # not there, or not readable
+            return {}

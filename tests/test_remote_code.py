@@ -256,7 +256,8 @@ def test_code_runs_only_where_it_is_trusted(hub, clients, strangers, computed, t
         assert same(clients.load("tost/mark", **options), computed)
     own = "assert type(transformers.AutoModelForCausalLM.from_pretrained(argv[0])) is tost_hf.ToSTForCausalLM"
     clients.run(own, "tost/mark").check()
-    clients.command("verify", "tost/mark").check()
+    verified = clients.command("verify", "tost/mark")
+    assert verified.status == 1 and "1 of 7 checks failed" in verified.output and "Its code is not that of" in verified.output
     assert not mark.exists()
 
     assert same(strangers.load("tost/mark", **TRUST), computed)
