@@ -9,23 +9,32 @@ from conftest import randomize
 from test_compile import counting_backend
 from transformers import CompileConfig, DynamicCache, StaticCache
 
-from tost_hf import CausalStatisticsCache, ToSTConfig, ToSTForCausalLM, load_cache, save_cache
+from tost_hf import (
+    CausalStatisticsCache,
+    TokenStatisticsSelfAttention,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTTrainer,
+    ToSTTrainingArguments,
+    load_cache,
+    save_cache,
+)
 from tost_hf.model.configuration_tost import OFF
 from tost_hf.model.convolution_tost import ShortConvolution, find_taps
 
 
 F64 = {"rtol": 1e-9, "atol": 1e-9}
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "eos_token_id": None}
-OPTIONS = {"conv": {"conv_kernel": 4}}
-COMBINATIONS = [tuple(names) for count in range(len(OPTIONS) + 1) for names in itertools.combinations(OPTIONS, count)]
+OPTIONS = {"conv": {"conv_kernel": 4}, "head": {"forgetting": "head"}, "token": {"forgetting": "token"}}
+COMBINATIONS = list(itertools.product((None, "head", "token"), (None, "conv")))
 
 
 def build(names=(), dtype=torch.float64, **fields) -> ToSTForCausalLM:
-    options = {key: value for name in names for key, value in OPTIONS[name].items()}
+    options = {key: value for name in filter(None, names) for key, value in OPTIONS[name].items()}
     return randomize(ToSTForCausalLM(ToSTConfig(**(SIZES | {"pad_token_id": 0} | options | fields)))).eval().to(dtype)
 
 
-@pytest.fixture(params=COMBINATIONS, ids=lambda names: "+".join(names) or "none")
+@pytest.fixture(params=COMBINATIONS, ids=lambda names: "+".join(filter(None, names)) or "none")
 def model(request):
     return build(request.param)
 
@@ -200,6 +209,52 @@ def test_compiled_training_gives_the_same_gradients(model, tokens):
         forward(tokens, labels=tokens, use_cache=False).loss.backward()
         gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
     torch.testing.assert_close(*gradients, **F64)
+
+
+# Forgetting -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [1, 2, 12])
+@pytest.mark.parametrize("forgetting", ["head", "token"])
+def test_new_heads_remember_from_4_to_1024_tokens(heads, forgetting):
+    config = ToSTConfig(**SIZES | {"hidden_size": 48, "num_attention_heads": heads, "forgetting": forgetting})
+    tau = torch.logspace(torch.log10(torch.tensor(4.0)), torch.log10(torch.tensor(1024.0)), heads)
+    for layer in ToSTForCausalLM(config).model.layers:
+        gamma = layer.self_attn.log_decay(torch.randn(2, 3, 48)).exp()
+        torch.testing.assert_close(gamma, (1 - 1 / tau).expand(2, 3, -1))
+
+
+@pytest.mark.parametrize("forgetting", ["head", "token"])
+def test_missing_forgetting_gets_its_initial_values(forgetting, tokens, tmp_path):
+    build().float().save_pretrained(tmp_path)
+    model = ToSTForCausalLM.from_pretrained(tmp_path, forgetting=forgetting)
+    new = ToSTForCausalLM(model.config)
+    for loaded, fresh in zip(model.model.layers, new.model.layers):
+        x = torch.randn(1, 2, 32)
+        assert torch.equal(loaded.self_attn.log_decay(x), fresh.self_attn.log_decay(x))
+
+
+def test_forget_bias_stays_float32_and_is_not_decayed(tmp_path):
+    model = build(["token"], torch.float32)
+    model.save_pretrained(tmp_path)
+    for narrow in (
+        ToSTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
+        build(["token"], torch.bfloat16),
+        build(["token"], torch.float16),
+    ):
+        attention = narrow.model.layers[2].self_attn
+        assert attention.forget_bias.dtype == torch.float32 and attention.forget_proj.weight.dtype != torch.float32
+        assert torch.equal(attention.forget_bias, model.model.layers[2].self_attn.forget_bias)
+    decayed = ToSTTrainer(model, ToSTTrainingArguments(tmp_path / "run", use_cpu=True)).get_decay_parameter_names(model)
+    assert "model.layers.0.self_attn.forget_proj.weight" in decayed
+    assert not [name for name in decayed if name.endswith("forget_bias")]
+
+
+def test_forgetting_is_one_of_three():
+    with pytest.raises(ValueError, match="forgetting must be one of none, head, token, got 'always'"):
+        ToSTConfig(forgetting="always")
+    with pytest.raises(ValueError, match="causal form"):
+        TokenStatisticsSelfAttention(8, 2, causal=False, forgetting="head")
 
 
 # Convolution ------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class RecordedTokens(NamedTuple):
 
     w: torch.Tensor  # projected, (B, t, H, p)
     membership: torch.Tensor  # (B, t, H), 0 at padding
+    log_decay: torch.Tensor | None  # (B, t, H), where the layer forgets
     inputs: torch.Tensor | None  # of the layer, (B, t, D), where it has a convolution
 
 
@@ -136,6 +137,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
         state: TSSAState,
         w: torch.Tensor,
         membership: torch.Tensor,
+        *,
+        log_decay: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
         recent_inputs: torch.Tensor | None = None,
     ) -> None:
@@ -145,6 +148,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
             state: the sums after these tokens.
             w: the projected tokens, (B, T, H, p).
             membership: their membership, (B, H, T), 0 at padding.
+            log_decay: logarithm of their forget factors, (B, T, H), where the layer forgets.
             inputs: of the layer, (B, T, D), where it has a convolution.
             recent_inputs: the last of them, (B, conv_kernel - 1, D).
         """
@@ -157,7 +161,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
                 self.set_recent_inputs(torch.zeros_like(recent_inputs))
             if not self._recorded:
                 self._base = _map_tensors(torch.clone, LayerPast(self._stored_state(), self.recent_inputs))
-            self._recorded.append(RecordedTokens(w, membership.transpose(1, 2), inputs))
+            self._recorded.append(RecordedTokens(w, membership.transpose(1, 2), log_decay, inputs))
         self.set_state(state)
         self.set_recent_inputs(recent_inputs)
         if self.static:
@@ -282,12 +286,15 @@ def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
     # padding is recognised by its membership, which is 0 in every head, and only there
     real = membership.sum(-1) != 0
     x = tokens.w.to(state.sum_sq.dtype).masked_fill(~real[..., None, None], 0)
-    sq = x * x
-    sums = TSSAState(
-        state.sum_sq + sq.sum(1),
-        state.sum_weighted_sq + (sq * membership.unsqueeze(-1)).sum(1),
-        state.sum_membership + membership.sum(1),
-    )
+    terms = TSSAState(sq := x * x, sq * membership.unsqueeze(-1), membership)
+    if tokens.log_decay is not None:
+        log_decay = tokens.log_decay.masked_fill(~real.unsqueeze(-1), 0)
+        up_to = log_decay.flip(1).cumsum(1).flip(1)  # of each token and all later ones
+        later = (up_to - log_decay).exp()  # what later tokens leave of each one
+        terms = TSSAState(*(term * later.view(*later.shape, *[1] * (term.ndim - 3)) for term in terms))
+        total = up_to[:, :1].sum(1).exp()  # 1 where there are no tokens
+        state = TSSAState(*(old * total.view(*total.shape, *[1] * (old.ndim - 2)) for old in state))
+    sums = TSSAState(*(old + term.sum(1) for old, term in zip(state, terms)))
     if recent is not None:
         kernel = recent.shape[1] + 1
         recent = last_rows(join_rows(recent, tokens.inputs, kernel), find_taps(kernel, real, None), kernel)

@@ -17,7 +17,7 @@ PRESETS = {
 }
 
 
-OFF = {"conv_kernel": None}  # the options beyond the paper, at the values that make the paper's model
+OFF = {"forgetting": "none", "conv_kernel": None}  # the options beyond the paper, at the values that make the paper's model
 
 LARGEST = {  # far above any model; what asks for more is damaged or hostile, and must not be allocated
     "vocab_size": 2**31 - 1,
@@ -29,6 +29,7 @@ LARGEST = {  # far above any model; what asks for more is damaged or hostile, an
     "num_class_attention_layers": 1024,
     "num_channels": 1024,
 }
+FORGETTING = ("none", "head", "token")
 LARGEST_KERNEL = 64
 LARGEST_NUMBER = 2.0**127  # of a float32
 
@@ -92,6 +93,8 @@ class ToSTConfig(CodeCarryingConfig):
         embedding_dropout: dropout on the embedded tokens.
         initializer_range: standard deviation of initial weights; the two output projections of a block get it divided by
             sqrt(2 * `num_hidden_layers`).
+        forgetting: whether the statistics forget: "none", as published, "head" (a learned factor per head) or "token" (one
+            that each token decides, per head).
         conv_kernel: taps of the short causal convolution on each attention layer's normalised input; None for none, as
             published.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
@@ -133,6 +136,7 @@ class ToSTConfig(CodeCarryingConfig):
     attention_dropout: float | int = 0.0
     embedding_dropout: float | int = 0.0
     initializer_range: float | int = 0.02
+    forgetting: str = "none"
     conv_kernel: int | None = None
     tie_word_embeddings: bool = True
     use_cache: bool = True
@@ -160,6 +164,8 @@ class ToSTConfig(CodeCarryingConfig):
             counts=("vocab_size", "num_hidden_layers", "num_attention_heads"),
             probabilities=("hidden_dropout", "attention_dropout", "embedding_dropout"),
         )
+        if self.forgetting not in FORGETTING:
+            raise ValueError(f"forgetting must be one of {', '.join(FORGETTING)}, got {self.forgetting[:40]!r}.")
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= LARGEST_KERNEL:
             raise ValueError(f"conv_kernel must be from 2 to {LARGEST_KERNEL}, or None for none, got {self.conv_kernel}.")
         if self.max_position_embeddings is not None and self.max_position_embeddings < 1:

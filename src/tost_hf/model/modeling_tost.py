@@ -26,7 +26,7 @@ from .configuration_tost import ToSTConfig
 from .convolution_tost import ShortConvolution
 from .inputs_tost import resolve_inputs
 from .modeling_tost_base import ToSTBaseModel
-from .tssa import TokenStatisticsSelfAttention
+from .tssa import KEPT_IN_FLOAT32, TokenStatisticsSelfAttention, initial_forget_bias
 
 
 @dataclass
@@ -79,6 +79,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
             out_bias=bias,
             attention_dropout=config.attention_dropout,
             hidden_dropout=config.hidden_dropout,
+            forgetting=config.forgetting,
             conv_kernel=config.conv_kernel,
         )
         self.attention_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
@@ -117,7 +118,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["ToSTDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["temp", "denom_bias"]
+    _keep_in_fp32_modules_strict = list(KEPT_IN_FLOAT32)
     _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": ToSTDecoderLayer,
@@ -131,6 +132,10 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             init.ones_(module.temp)
             if module.denom_bias is not None:
                 init.zeros_(module.denom_bias)
+            if module.forget_bias is not None:
+                init.copy_(module.forget_bias, initial_forget_bias(module.num_heads))
+            if module.forget_proj is not None:
+                init.zeros_(module.forget_proj.weight)
         elif isinstance(module, ShortConvolution):
             init.zeros_(module.weight)
         elif isinstance(module, ToSTDecoderLayer):

@@ -12,6 +12,7 @@ under torch.export, and for other compilers, it is the formulas themselves, as t
 """
 
 import functools
+import math
 import os
 import warnings
 from typing import NamedTuple
@@ -255,6 +256,16 @@ def _decay_of_tokens(log_decay: torch.Tensor | None, mask: torch.Tensor | None, 
 # The layer ------------------------------------------------------------------------------------------------------------
 
 
+KEPT_IN_FLOAT32 = ("temp", "denom_bias", "forget_bias")
+SHORTEST_MEMORY, LONGEST_MEMORY = 4, 1024  # tokens
+
+
+def initial_forget_bias(num_heads: int) -> torch.Tensor:
+    """The logits (H,) of forget factors 1 - 1 / tau, tau from 4 to 1,024 tokens, evenly spaced in log over the heads."""
+    tau = torch.logspace(math.log2(SHORTEST_MEMORY), math.log2(LONGEST_MEMORY), num_heads, base=2)
+    return torch.log(tau - 1)
+
+
 class TokenStatisticsSelfAttention(nn.Module):
     """One TSSA layer with its two projections, for language (causal) and vision (bidirectional) alike.
 
@@ -267,10 +278,12 @@ class TokenStatisticsSelfAttention(nn.Module):
         in_bias, out_bias: whether the input and the output projection have a bias.
         attention_dropout: dropout on 1 / (1 + moment), as in the paper's code.
         hidden_dropout: dropout after the output projection.
+        forgetting: "none", "head" (a learned forget factor per head) or "token" (one per token and head); causal form only.
         conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         backend: as in `tssa`; may be set later as well.
 
-    `temp` (H, 1) and `denom_bias` (H, max_position_embeddings, 1) stay in float32 whatever dtype the module is moved to.
+    `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
+    module is moved to.
     """
 
     def __init__(
@@ -285,10 +298,13 @@ class TokenStatisticsSelfAttention(nn.Module):
         out_bias: bool = False,
         attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
+        forgetting: str = "none",
         conv_kernel: int | None = None,
         backend: str | None = None,
     ):
         super().__init__()
+        if not causal and (forgetting != "none" or conv_kernel is not None):
+            raise ValueError("forgetting and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
         self.backend = backend
         self.num_heads = num_attention_heads
         self.head_dim = hidden_size // num_attention_heads
@@ -304,10 +320,16 @@ class TokenStatisticsSelfAttention(nn.Module):
         self.denom_bias = None
         if max_position_embeddings is not None:
             self.denom_bias = nn.Parameter(torch.zeros(num_attention_heads, max_position_embeddings, 1, dtype=dtype))
+        self.forget_bias = self.forget_proj = None
+        if forgetting != "none":
+            self.forget_bias = nn.Parameter(initial_forget_bias(num_attention_heads).to(dtype))
+        if forgetting == "token":
+            self.forget_proj = nn.Linear(hidden_size, num_attention_heads, bias=False)
+            nn.init.zeros_(self.forget_proj.weight)
 
     def _apply(self, fn, recurse=True):
         # model.to(dtype) and model.half() come through here; the statistics' own parameters keep their float32 values
-        kept = {name: getattr(self, name) for name in ("temp", "denom_bias") if getattr(self, name) is not None}
+        kept = {name: getattr(self, name) for name in KEPT_IN_FLOAT32 if getattr(self, name) is not None}
         kept = {name: param.data for name, param in kept.items() if param.dtype in (torch.float32, torch.float64)}
         super()._apply(fn, recurse)
         for name, data in kept.items():
@@ -315,6 +337,16 @@ class TokenStatisticsSelfAttention(nn.Module):
             if param.dtype in (torch.float16, torch.bfloat16):
                 param.data = data.to(device=param.device)
         return self
+
+    def log_decay(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Logarithm of the forget factors (B, T, H) at convolved tokens (B, T, D); None where nothing is forgotten."""
+        if self.forget_bias is None:
+            return None
+        dtype = compute_dtype(hidden_states.dtype)
+        logit = self.forget_bias.to(dtype).expand(*hidden_states.shape[:2], -1)
+        if self.forget_proj is not None:
+            logit = logit + self.forget_proj(hidden_states)
+        return F.logsigmoid(logit)
 
     def forward(
         self,
@@ -348,12 +380,19 @@ class TokenStatisticsSelfAttention(nn.Module):
             past = None if layer is None else layer.recent_inputs
             hidden_states, recent = self.convolution(inputs, conv_taps, past)
         w = self.in_proj(hidden_states).view(B, T, self.num_heads, self.head_dim)
+        log_decay = self.log_decay(hidden_states)
         # a look-up, not an index: the gradient of an index adds up in whatever order threads come
         bias = None if self.denom_bias is None else F.embedding(position_ids, self.denom_bias[..., 0].t())
         if layer is not None and T == 1:
-            step_mask = None if attention_mask is None else attention_mask[:, 0]
-            step_bias = None if bias is None else bias[:, 0]
-            out, membership, state = tssa_step(w[:, 0], self.temp, step_bias, state, mask=step_mask, backend=self.backend)
+            out, membership, state = tssa_step(
+                w[:, 0],
+                self.temp,
+                None if bias is None else bias[:, 0],
+                state,
+                mask=None if attention_mask is None else attention_mask[:, 0],
+                log_decay=None if log_decay is None else log_decay[:, 0],
+                backend=self.backend,
+            )
             out, membership = out.unsqueeze(1), membership.unsqueeze(-1)
         else:
             out, membership, state = tssa(
@@ -364,10 +403,11 @@ class TokenStatisticsSelfAttention(nn.Module):
                 mask=attention_mask,
                 seq_idx=seq_idx,
                 initial_state=state,
+                log_decay=log_decay,
                 backend=self.backend,
             )
         if layer is not None:
-            layer.update_state(TSSAState(*state), w, membership, inputs, recent)
+            layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
         if self.training and self.attention_dropout > 0:
             keep = torch.ones_like(out) if self.causal else out.new_ones(B, 1, self.num_heads, self.head_dim)
             out = out * F.dropout(keep, self.attention_dropout)

@@ -12,6 +12,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.utils import is_torch_bf16_gpu_available
 
 from ..model.modeling_tost import ToSTForCausalLM
+from ..model.tssa import KEPT_IN_FLOAT32
 from .trainer_guard import GuardedTrainer
 from .trainer_hub import PublishingTrainer
 
@@ -21,7 +22,7 @@ RECIPE_WARMUP_STEPS = 2_000
 RECIPE_BATCH_SIZE = 60  # sequences of a micro-batch of tost-base
 RECIPE_ACCUMULATION = 8  # micro-batches of a step, over all processes: 480 sequences
 RECIPE_MIN_LR_RATE = 0.1
-NOT_DECAYED = ("temp", "denom_bias")
+NOT_DECAYED = KEPT_IN_FLOAT32
 
 
 @dataclass
