@@ -77,12 +77,12 @@ def match_labels(rows: Dataset, split: str, names: list[str], data_args: DataTra
     unnamed = all(name == f"LABEL_{number}" for number, name in enumerate(names))
     feature = rows.features["label"]
     if unnamed and isinstance(feature, ClassLabel) and not set(feature.names) <= set(names):
-        logger.warning("The model's classes have no names: the numbers of the data's labels are taken for the model's.")
+        logger.warning("The model's classes have no names: the data's label numbers are used as the model's class numbers.")
         rows = rows.cast_column("label", Value("int64"))
     try:
         return number_labels(split, rows, names, data_args)
     except ValueError as error:
-        raise ValueError(f"{error} A column of the model's class numbers may be given by --label_column_name.") from error
+        raise ValueError(f"{error} Give a column that holds the model's class numbers by --label_column_name.") from error
 
 
 def load_real_labels(file: str, rows: Dataset) -> list[list[int]]:
@@ -110,7 +110,7 @@ def load_real_labels(file: str, rows: Dataset) -> list[list[int]]:
             "cannot be matched."
         )
     if max(places) >= len(labels):
-        raise ValueError(f"{file} has labels of {len(labels)} images, and there is an image number {max(places) + 1}.")
+        raise ValueError(f"{file} has labels of {len(labels)} images, but the data has an image number {max(places) + 1}.")
     return [labels[place] for place in places]
 
 

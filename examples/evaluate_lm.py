@@ -113,7 +113,7 @@ class LMEvaluationArguments(EvaluationArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.num_words is not None and len(self.tasks) > 1:
-            raise ValueError("--num_words is the count of one text: evaluate that task alone.")
+            raise ValueError("--num_words counts the words of one text: name a single task with it.")
         for assignment in self.datasets:
             if assignment.partition("=")[0] not in self.tasks or not assignment.partition("=")[2]:
                 raise ValueError(f"--datasets takes TASK=SOURCE with a task of {', '.join(self.tasks)}, got {assignment!r}.")

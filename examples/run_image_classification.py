@@ -198,7 +198,7 @@ def label_names(rows: Dataset, data_args: DataTrainingArguments) -> list[str]:
     if data_args.class_names is not None:
         names = [name.strip() for name in data_args.class_names.split(",")]
         if len(set(names)) < len(names):
-            raise ValueError(f"--class_names {data_args.class_names!r} has a name twice.")
+            raise ValueError(f"--class_names {data_args.class_names!r} names a class twice.")
         return names
     if isinstance(feature, ClassLabel) and feature.names:
         return feature.names

@@ -99,7 +99,7 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
     Args:
         config: it stays as it is.
         assignments: key=value,key=value,...; None for no change.
-        defaults: changes that `assignments` come before.
+        defaults: changes that `assignments` override.
 
     Raises:
         ValueError: the configuration has no such key, or the value does not suit it.

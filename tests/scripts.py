@@ -31,7 +31,7 @@ def environment(tmp_path) -> dict[str, str]:
 
 
 def launch(script: Path, tmp_path, args: list[str], processes: int, fails: bool = False) -> str:
-    """Runs `accelerate launch` and returns what it printed; a run that `fails` has to, of itself and in time."""
+    """Runs `accelerate launch` and returns what it printed; a run that `fails` must end on its own and in time."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -91,7 +91,7 @@ def test_backends_that_cannot_run(fake_kernels, monkeypatch):
     with pytest.warns(UserWarning, match="Triton is not installed"):
         assert _choose_backend("auto", "cuda", torch.float32) == "reference"
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once a process
+        warnings.simplefilter("error")  # once per process
         assert _choose_backend("auto", "cuda", torch.float32) == "reference"
         _warn_of_fallback.cache_clear()
         assert _choose_backend("reference", "cuda", torch.float32) == "reference"

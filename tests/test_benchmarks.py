@@ -237,7 +237,7 @@ def test_decode(tmp_path, static):
     assert len(sizes) == 8
     for (name, batch, position), size in sizes.items():
         room = int(position) + (2 if static else 0)
-        # ToST: three sums, and what float32 leaves off of two of them
+        # ToST: three sums, two of them in float64
         expected = 4 * int(batch) * (3 * 768 + 2 * 12 if name == "ToST" else 2 * 768 * room)
         assert size == expected, (name, batch, position)
     assert {row["cache"] for row in rows} == {"static" if static else "dynamic"}

@@ -118,7 +118,7 @@ CARDS = {  # metadata, and what is said of it; None if it is right
     "a date": ("a: 2026-99-99", "cannot be read"),
     "no mapping": ("- a\n- b", "cannot be read"),
     "numbers as names": ("1: a", "cannot be read"),
-    "a method's name": ("to_dict: 5", "is no name for metadata"),
+    "a method's name": ("to_dict: 5", "is not a name that metadata can have"),
     "self": ("self: 5", "cannot be read"),
     "tags by name": ("tags: {a: b}", None),  # huggingface_hub takes the names
     "tags in tags": ("tags: [[a]]", "'tags'"),

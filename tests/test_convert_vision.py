@@ -342,7 +342,7 @@ def test_command(tmp_path, capsys):
     assert capsys.readouterr().out == f"Wrote {folder}\nWrote {back}\n"
     assert_same_bits(read_pth(back)["model"], read_pth(P8)["model_ema"])
     assert main(["convert", folder, str(tmp_path / "other.pth"), "--ema"]) == 1
-    assert "is a folder, to convert back" in capsys.readouterr().err and not (tmp_path / "other.pth").exists()
+    assert "is a folder, which is converted back" in capsys.readouterr().err and not (tmp_path / "other.pth").exists()
 
 
 def test_a_vision_model_replaces_a_language_model(tmp_path):

@@ -77,7 +77,7 @@ def test_column_of_text():
         ({"tasks": ["lambada"], "datasets": ["wikitext=x"]}, "with a task of lambada, got 'wikitext=x'"),
         ({"tasks": ["lambada"], "batch_size": 0}, "--batch_size must be at least 1, got 0"),
         ({"tasks": ["lambada"], "stride": 0}, "--stride must be at least 1, got 0"),
-        ({"tasks": ["lambada", "wikitext"], "num_words": 5}, "evaluate that task alone"),
+        ({"tasks": ["lambada", "wikitext"], "num_words": 5}, "name a single task with it"),
     ],
 )
 def test_arguments_that_make_no_sense(options, message):
@@ -167,7 +167,7 @@ def test_evaluate_lm(tmp_path, tokenizer, make, capsys):
     rows = ["no it was n't <unk> but N years ago"] * 3
     ids = tokenizer(EOS + "".join(row + EOS for row in rows))["input_ids"]
     nats, scored = scoring.sweep_loss(make(), ids, context=32, stride=16, batch_size=1)
-    if make is make_model:  # GPT-2's weights are random anew
+    if make is make_model:  # GPT-2's weights are random each time
         assert sweep["metric_value"] == pytest.approx(nats / scored, rel=1e-5)
     assert (sweep["num_examples"], sweep["seed"], sweep["dataset_type"]) == (3, 0, "lines.txt")
     assert sweep["command"].startswith("python examples/evaluate_lm.py --model ") and "float32" in sweep["protocol"]

@@ -107,7 +107,7 @@ def test_real_labels_go_by_imagenet_file_names(tmp_path):
     assert in_order == [[10], [], [12, 2], [13], [14]]
     with pytest.raises(ValueError, match="labels of 5 images, the data 2 rows"):
         evaluate_image_classification.load_real_labels(str(file), rows(["a.png", "b.png"]))
-    with pytest.raises(ValueError, match="there is an image number 6"):
+    with pytest.raises(ValueError, match="the data has an image number 6"):
         evaluate_image_classification.load_real_labels(str(file), rows(["ILSVRC2012_val_00000006.JPEG"]))
     file.write_text('{"1": [2]}')
     with pytest.raises(ValueError, match="must be a JSON list"):

@@ -1,4 +1,4 @@
-"""Folders that are written anew: what goes, what stays, and what is left when the writer is killed."""
+"""Folders that are written again: what goes, what stays, and what is left when the writer is killed."""
 
 import os
 import shutil

@@ -44,7 +44,7 @@ OF_BOTH = [
     ({"__class__": "os.system"}, "'__class__' is not a field"),
     ({"attn_implementation": "stranger/kernel"}, "attn_implementation is 'stranger/kernel', code on the Hub"),
     ({"attn_implementation": 5}, "attn_implementation must be a str, got 5"),
-    ({"text_config": {}}, "text_config belongs to models made of several"),
+    ({"text_config": {}}, "text_config belongs to models that are made of several"),
     ({"architectures": 5}, "architectures must be a list, got 5"),
     ({"architectures": [5]}, "architectures must be names of classes"),
     ({"dtype": "nn"}, "dtype must be one of floating-point numbers, such as 'float32', got 'nn'"),

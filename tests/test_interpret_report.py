@@ -243,7 +243,7 @@ def test_inputs_that_are_none(text_model, tokenizer, photo, tmp_path):
         interpret.inspect_model(text_model, ByT5Tokenizer(), "<extra_id_0><extra_id_99>", out)
     with pytest.raises(ValueError, match="image_size is for images"):
         interpret.inspect_model(text_model, tokenizer, "the heads", out, image_size=32)
-    with pytest.raises(ValueError, match="With image_size 100000 a side has 140,000 pixels; it may have 8,192"):
+    with pytest.raises(ValueError, match="With image_size 100000 a side has 140,000 pixels; the most is 8,192"):
         interpret.inspect_model(model, None, photo, out, image_size=100_000)
     huge = tost_hf.make_image_processor(10**6)
     with pytest.raises(ValueError, match=r"size of the image processor is .*; its sides may have up to 8,192 pixels"):

@@ -410,7 +410,7 @@ def test_models_refuse_another_models_config(model_class, config, message):
         (torch.zeros(2, 1, 32, 32), r"shape \(batch, 3, height, width\), got \(2, 1, 32, 32\)"),
         (torch.zeros(2, 4, 32, 32), r"got \(2, 4, 32, 32\)"),
         (torch.zeros(3, 32, 32), r"got \(3, 32, 32\)"),
-        (torch.zeros(2, 3, 4, 32), r"at least one patch \(8 pixels\) a side, got 2 of 4 x 32"),
+        (torch.zeros(2, 3, 4, 32), r"sides of at least one patch \(8 pixels\), got 2 of 4 x 32"),
         (torch.zeros(2, 3, 0, 0), "at least one patch .* got 2 of 0 x 0"),
         (torch.zeros(0, 3, 32, 32), "at least one image"),
         (torch.zeros(2, 3, 32, 36), r"multiples of the patch size \(8\), got 32 x 36; resize or crop"),

@@ -166,7 +166,7 @@ def test_a_commit_whose_answer_is_lost(hub, case):
 
 
 def test_overtaken_while_uploading(hub, case):
-    """Somebody else commits between the comparison and the commit: the comparison is made anew."""
+    """Somebody else commits between the comparison and the commit: the comparison is made again."""
 
     def overtake():
         hub.commit(case.repo_id, {"results.json": b"{}", "README.md": CARD.encode() + b"Changed meanwhile."})

@@ -185,7 +185,7 @@ IMAGES = [
     ({**FOLDERS, "train_file": "labels.parquet"}, "The labels are numbers without names"),
     ({**FOLDERS, "dataset_name": "no/such-images"}, "'no/such-images' cannot be read"),
     ({"class_names": "a,b"}, "none of the 2 classes a, b"),
-    ({"class_names": "a,a,b"}, "--class_names 'a,a,b' has a name twice"),
+    ({"class_names": "a,a,b"}, "--class_names 'a,a,b' names a class twice"),
     ({"image_column_name": "absent"}, "no column 'absent'; choose one of image, label"),
     ({"label_column_name": "image"}, "cannot be both the images and their labels"),
     ({"train_val_split": -1}, "at least 0 and below 1, got -1.0"),

@@ -27,7 +27,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 needs_triton = pytest.mark.skipif(not tssa_triton.is_available(), reason="Triton is not installed")
 
 if INTERPRETED and tssa_triton.is_available():
-    # Triton patches its language anew at each call of a device function, most of the interpreter's time: here, once.
+    # Triton patches its language again at each call of a device function, most of the interpreter's time: here, once.
     import triton.language as tl
     from triton.runtime import interpreter
 

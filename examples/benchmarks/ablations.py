@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(parser, arguments, __file__)
     for head_dim in (*args.head_dims, RAW_HEAD_DIM):
         if args.width % head_dim:
-            parser.error(f"a head of {head_dim} channels does not divide a width of {args.width}")
+            parser.error(f"a width of {args.width} cannot be split into heads of {head_dim} channels")
 
     def maker(head_dim):
         return lambda names, side: make_classifier(args, names, side, num_attention_heads=args.width // head_dim)

@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     batches = args.batch or ([1, 64, 1024] if on_gpu else [1])
     positions = args.positions or ([1024] if on_gpu else [10, 100, 1000])
     if args.compile and not args.static:
-        parser.error("--compile needs --static: a growing cache would compile every step anew")
+        parser.error("--compile needs --static: a growing cache would be compiled again at every step")
     dtype = choose_dtype(args)
     args.dtype = str(dtype).removeprefix("torch.")
 

@@ -243,7 +243,7 @@ def over_seeds(
 
     Args:
         run: takes a seed and a learning rate, builds a model, and returns what it trained and its metrics.
-        score: the metrics' quality; not a number counts as the worst.
+        score: the metrics' quality; NaN counts as the worst.
 
     Returns:
         What each seed's run returned, with "learning_rate" among the metrics.

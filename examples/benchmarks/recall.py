@@ -2,7 +2,7 @@
 """Multi-query associative recall (Zoology, arXiv 2312.04927): what a model can look up in its context, by number of pairs.
 
     python examples/benchmarks/recall.py                                             # 4 to 64 pairs: for a GPU
-    python examples/benchmarks/recall.py --pairs 4 8 --vocab_size 32 --steps 1200    # two minutes and more a run on a CPU core
+    python examples/benchmarks/recall.py --pairs 4 8 --vocab_size 32 --steps 1200    # two minutes or more per run on one core
 
 A sequence lists n pairs of a key and a value, then asks for every key once, in any order (Zoology's power_a = 1); between two
 questions stands a random token. The model is to name the value right after a key it has seen before. ToST, GPT-2 and Mamba-2

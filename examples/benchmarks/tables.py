@@ -35,7 +35,7 @@ PLOTS: dict[str, Callable[[Measured], list[Panel]]] = tables_ability.PLOTS | tab
 
 
 def fill(text: str, measured: Measured) -> str:
-    """The text with everything that is marked in it made anew.
+    """The text with everything that is marked in it written again.
 
     Raises:
         LookupError: there is no table or figure of a name, or rows of one are missing.

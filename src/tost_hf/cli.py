@@ -161,7 +161,7 @@ def _convert(args: argparse.Namespace) -> None:
     elif vision == {"ema": False, "num_attention_heads": None, "normalize_patch_tokens": None}:
         written = convert_to_original(args.source, args.output, overwrite=args.overwrite)
     else:
-        raise ValueError(f"{args.source} is a folder, to convert back; the options of vision checkpoints are not for it.")
+        raise ValueError(f"{args.source} is a folder, which is converted back to a file; the vision options do not apply.")
     print(f"Wrote {written}")
 
 

@@ -147,7 +147,7 @@ def convert_from_original(
         config = _vision_config(state, stated, num_attention_heads, normalize_patch_tokens, checkpoint)
     elif num_attention_heads is not None or normalize_patch_tokens is not None:
         raise ValueError(
-            f"{checkpoint} is not a vision checkpoint; only these take a number of heads and normalised patch tokens."
+            f"{checkpoint} is not a vision checkpoint; num_attention_heads and normalize_patch_tokens are for those alone."
         )
     else:
         config = _language_config(state, _stated_settings(contents, "model_args", checkpoint), checkpoint)

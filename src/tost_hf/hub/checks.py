@@ -53,7 +53,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
 
 
 def _wrong_safetensors(name: str, path: Path) -> str | None:
-    """What is wrong in a safetensors file but for its numbers: its kind, its metadata."""
+    """What is wrong in a safetensors file, its numbers aside: its kind, its metadata."""
     try:
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata() or {}
@@ -226,7 +226,7 @@ def _tensor_names(file: Path) -> list[str]:
 def _check_tensor(name: str, tensor: torch.Tensor, expected: dict[str, torch.Tensor]) -> None:
     """Refuses a tensor that does not belong to the model, or is not what the model needs there."""
     if name not in expected:
-        raise ValueError(f"The weights hold {name!r}, which is no tensor of the model that config.json describes.")
+        raise ValueError(f"The weights hold {name!r}, which is not a tensor of the model that config.json describes.")
     if tensor.shape != expected[name].shape:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} in the weights, {tuple(expected[name].shape)} by config.json."

@@ -26,7 +26,7 @@ def hub_calls() -> Iterator[None]:
         if isinstance(error, OSError) or not any(isinstance(e, HTTPError) for e in (error, error.__cause__)):
             raise
         reason = f"{type(error).__name__}: {error}"
-        raise OSError(f"The Hub could not be reached, stalled or broke off ({reason}); run it again.") from error
+        raise OSError(f"The Hub could not be reached, stalled or broke off ({reason}); run the command again.") from error
     finally:
         session.timeout = before
 

@@ -36,7 +36,7 @@ pyext = ["py"]
 
 
 def export_kernel(output_dir: str | os.PathLike, *, overwrite: bool = False) -> Path:
-    """Writes a kernel repository: the source (`build.toml`, `torch-ext/tssa`) and, nothing being compiled, its builds.
+    """Writes a kernel repository: the source (`build.toml`, `torch-ext/tssa`) and its builds, which are copies of it.
 
     Publish it with `hf upload OWNER/tssa OUT --repo-type kernel`; `kernels.get_kernel("OWNER/tssa", version=1)` loads it, and
     `kernels.get_local_kernel(OUT)` without publishing.

@@ -63,7 +63,7 @@ def publish(
 
     The folder is checked first and never changed. Then one commit brings all that differs from the repository; an interrupted
     or refused publication leaves the repository at its old commit, and running it again sends only what is not there yet. When
-    somebody else commits in the meantime, the comparison is made anew, so that the head is always one whole version.
+    somebody else commits in the meantime, the comparison is made again, so that the head is always one whole version.
 
     Training by-products (`training_args.bin`, `checkpoint-*`, `runs`, hidden folders) are left out. Files of the repository
     that this folder lacks stay, but for weights and ToST's own code of an earlier version.
@@ -123,7 +123,7 @@ def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dic
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """The files of a model folder, name -> path, without by-products of training and of tools, and links that lead out."""
+    """The files of a model folder, name -> path, without by-products of training and tools, and links that lead out."""
     return {name: path for name, path in _ours(folder).items() if path.is_file() and not leads_out(path, folder)}
 
 
@@ -180,7 +180,7 @@ def commit_files(
 ) -> Commit:
     """Brings files (name in the repository -> where they lie) to a repository, in one commit.
 
-    Only what differs is sent. When another commit comes in between, the comparison is made anew.
+    Only what differs is sent. When another commit comes in between, the comparison is made again.
     """
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)

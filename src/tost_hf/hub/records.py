@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict:
     if not path.is_file():
         return {}
     if path.stat().st_size > LARGEST_RECORD:
-        raise ValueError(f"{str(path)!r} is larger than {LARGEST_RECORD:,} bytes, which no record of a run is; delete it.")
+        raise ValueError(f"{str(path)!r} is larger than {LARGEST_RECORD:,} bytes, too large for a run's record; delete it.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(content, ensure_ascii=False).encode()  # fails for halves of characters, which no card can hold
@@ -229,7 +229,7 @@ def load_card(path: Path) -> ModelCard:
         ValueError: the metadata is no YAML, is huge, deep or endless, or holds values of a wrong kind.
     """
     if path.stat().st_size > LARGEST_CARD:
-        raise ValueError(f"{str(path)!r} is larger than {LARGEST_CARD:,} bytes, which no card is.")
+        raise ValueError(f"{str(path)!r} is larger than {LARGEST_CARD:,} bytes, too large for a card; shorten it.")
     try:
         metadata, text = _split_metadata(path.read_text(encoding="utf-8-sig"))
         _check_yaml(metadata)
@@ -292,7 +292,7 @@ def _check_metadata(data: ModelCardData) -> None:
     """Refuses values that would be taken for something else."""
     for key in vars(data):
         if hasattr(ModelCardData, key):
-            raise ValueError(f"{key!r} is no name for metadata")
+            raise ValueError(f"{key!r} is not a name that metadata can have")
     data.to_yaml()  # as it will be written
     for key in ("license_name", "license_link", "library_name", "pipeline_tag"):
         if not isinstance(data.get(key), str | None):

@@ -120,15 +120,15 @@ def _run(folder: Path, config: PreTrainedConfig) -> str:
 
 
 def _generate(model: PreTrainedModel, config: PreTrainedConfig) -> str:
-    """Greedy tokens from the cache, against those of the whole sequence computed anew."""
+    """Greedy tokens from the cache, against those of the whole sequence computed without one."""
     start = config.bos_token_id if config.bos_token_id is not None else 0
     prompt = torch.tensor([[min(start, config.vocab_size - 1)]])
     wanted = min(NUM_TOKENS, (config.max_position_embeddings or NUM_TOKENS + 1) - 1)
     options = {"max_new_tokens": wanted, "min_new_tokens": wanted, "do_sample": False, "pad_token_id": 0}
     cached = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=True, **options)
-    anew = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **options)
-    if not torch.equal(cached, anew):
-        raise ValueError(f"It generates {cached[0].tolist()} with its cache and {anew[0].tolist()} without.")
+    uncached = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **options)
+    if not torch.equal(cached, uncached):
+        raise ValueError(f"It generates {cached[0].tolist()} with its cache, but {uncached[0].tolist()} without it.")
     return f"generates {wanted} tokens, the same with and without its cache"
 
 

@@ -90,7 +90,7 @@ def _resize_whole(image: "Image.Image", image_size: int, patch_size: int) -> "Im
     scale = image_size / min(image.size)
     sides = [_nearest_multiple(side * scale, patch_size) for side in image.size]
     if max(sides) > LARGEST_SIDE:
-        raise ValueError(f"With image_size {image_size} a side has {max(sides):,} pixels; it may have {LARGEST_SIDE:,}.")
+        raise ValueError(f"With image_size {image_size} a side has {max(sides):,} pixels; the most is {LARGEST_SIDE:,}.")
     return image.resize(sides, Image.Resampling.BICUBIC)
 
 

@@ -386,7 +386,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     ) -> torch.Tensor | None:
         """The padding mask (B, T) of the tokens at hand.
 
-        `generate` calls this for compiled decoding, where a mask that grew with the text would compile every step anew.
+        `generate` calls this for compiled decoding, where a mask that grew with the text would have every step compiled again.
         """
         return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
 

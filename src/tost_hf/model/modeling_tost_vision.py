@@ -74,7 +74,7 @@ class ToSTVisionPatchEmbeddings(nn.Module):
         batch, _, height, width = pixel_values.shape
         if batch == 0 or height < self.patch_size or width < self.patch_size:
             raise ValueError(
-                f"pixel_values must hold at least one image, of at least one patch ({self.patch_size} pixels) a side, got "
+                f"pixel_values must hold at least one image, with sides of at least one patch ({self.patch_size} pixels), got "
                 f"{batch} of {height} x {width} pixels."
             )
         if height % self.patch_size or width % self.patch_size:

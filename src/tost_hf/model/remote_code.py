@@ -151,7 +151,7 @@ def _check_inherited_fields(config_class: type, fields: dict) -> None:
             raise ValueError(f"{name} must be a {INHERITED_FIELDS[name][0].__name__}, got {_shown(value)}.")
     parts = [name for name in ("decoder", "generator", "text_config", "text_encoder") if fields.get(name) is not None]
     if parts:
-        raise ValueError(f"{parts[0]} belongs to models made of several; a ToST model is one.")
+        raise ValueError(f"{parts[0]} belongs to models that are made of several models; a ToST model is not.")
     if not all(isinstance(name, str) for name in fields.get("architectures") or ()):
         raise ValueError(f"architectures must be names of classes, got {_shown(fields['architectures'])}.")
     if not all(str(key).isdecimal() for key in fields.get("id2label") or ()):
@@ -176,7 +176,7 @@ def carrying_code(config: CodeCarryingConfig, with_code: bool | None, folder: Pa
     """Within it, saving `config` takes the source files along (True), leaves them out (False), or as it was set (None).
 
     Args:
-        folder: where the code of the model lies that is saved.
+        folder: where the code of the saved model lies.
     """
     before = getattr(config, "auto_map", None)
     setattr(config, _MODEL_FOLDER, folder)

@@ -162,7 +162,7 @@ def tssa_step(
 def _warn_of_fallback(reason: str) -> None:
     warnings.warn(
         f"TSSA runs its reference implementation on the GPU, which is slow: {reason}. backend='reference' or "
-        "TOST_HF_BACKEND=reference asks for it without this warning.",
+        "TOST_HF_BACKEND=reference chooses it without this warning.",
         stacklevel=2,
     )
 

@@ -60,7 +60,7 @@ class BoundedGeneration(GenerateManager):
     def generate_streaming(self, model, processor, inputs, gen_config, **options):
         fit_to_model(model, inputs["input_ids"], gen_config)
         if (gen_config.num_beams or 1) > 1:
-            raise ValueError("What beams write (num_beams) is known at the end only and cannot be streamed.")
+            raise ValueError("Beams (num_beams) are chosen at the very end, so their answer cannot be streamed.")
         return super().generate_streaming(_GuardedModel(model), processor, inputs, gen_config, **options)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, **options):

@@ -134,7 +134,7 @@ def mix(
         labels: (B,), numbers of classes.
         num_labels: number of classes K.
         mixup, cutmix: alpha of the Beta distribution of each; 0 for none.
-        rng: what chance comes from.
+        rng: the source of random numbers.
 
     Returns:
         The images, and the shares (B, K) of the classes in each.

@@ -17,7 +17,7 @@ class TokenAccuracy(evaluate.Metric):
     Example:
 
     ```python
-    >>> from tost_hf.metrics import TokenAccuracy
+    >>> from tost_hf.training.metrics import TokenAccuracy
 
     >>> TokenAccuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
     {'accuracy': 0.6666666666666666}
@@ -52,7 +52,7 @@ class TopKAccuracy(evaluate.Metric):
     Example:
 
     ```python
-    >>> from tost_hf.metrics import TopKAccuracy
+    >>> from tost_hf.training.metrics import TopKAccuracy
 
     >>> TopKAccuracy().compute(predictions=[[5, 7, 9, 1, 2], [3, 1, 0, 2, 8]], references=[5, 0])
     {'accuracy': 0.5, 'top5_accuracy': 1.0}

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A Trainer that loses nothing: it resumes from complete checkpoints alone, and stops when the loss is no number any more."""
+"""A Trainer that loses nothing: it resumes from complete checkpoints alone, and stops at a loss that is NaN or infinite."""
 
 import math
 import re

@@ -197,7 +197,9 @@ class ToSTVisionTrainer(ToSTTrainer):
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
         args = ToSTVisionTrainingArguments() if args is None else args
         if not isinstance(args, ToSTVisionTrainingArguments):
-            raise TypeError(f"args must be ToSTVisionTrainingArguments, got {type(args).__name__}; ToSTTrainer takes others.")
+            raise TypeError(
+                f"args must be ToSTVisionTrainingArguments, not {type(args).__name__}; use ToSTTrainer for others."
+            )
         super().__init__(model, args, **kwargs)
         self.label_smoother = None  # compute_loss smooths, in training only
         self.model_accepts_loss_kwargs = False  # the loss is the mean of a micro-batch
