@@ -137,8 +137,8 @@ def test_verify_reads_foreign_code_and_does_not_run_it(tmp_path, capsys):
     folder = language_folder(tmp_path / "model", with_code=True)
     trap = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
     (folder / "modeling_tost.py").write_text(trap + (folder / "modeling_tost.py").read_text())
-    assert main(["verify", str(folder)]) == 0
-    assert "read modeling_tost.py before you set trust_remote_code" in capsys.readouterr().out
+    assert main(["verify", str(folder)]) == 1
+    assert "FAILED  code      Its code is not that of tost_hf" in capsys.readouterr().out
     assert not (tmp_path / "ran").exists()
 
 

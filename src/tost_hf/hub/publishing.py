@@ -169,6 +169,7 @@ class Commit(NamedTuple):
     deleted: tuple[str, ...]
 
 
+@hub_calls()
 def commit_files(
     api: HfApi,
     repo_id: str,

@@ -148,7 +148,7 @@ def _check_code(folder: Path, config: PreTrainedConfig) -> str:
     foreign = [name for name, path in there.items() if name not in ours or path.read_bytes() != ours[name].read_bytes()]
     if foreign:
         raise ValueError(
-            f"Its code is not that of tost_hf {__version__}: {', '.join(foreign)} differ. Another version wrote it, or it was "
+            f"Its code is not that of tost_hf {__version__} in {', '.join(foreign)}. Another version wrote it, or it was "
             "changed: read it before you set trust_remote_code, or publish the model again."
         )
     return f"loads with trust_remote_code=True; the code is that of tost_hf {__version__}"
