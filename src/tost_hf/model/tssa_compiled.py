@@ -10,6 +10,7 @@ its own (a *phase*), and only the sums before each group of them pass through me
 
 import functools
 import warnings
+from typing import NamedTuple
 
 import torch
 
@@ -52,52 +53,142 @@ def _join(phases: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(phases, 3).flatten(1, 3)
 
 
-def _exclusive_sum(x: torch.Tensor, dim: int, reverse: bool) -> torch.Tensor:
-    """Sums of what comes before (after, in reverse) along a short dimension; nothing of the rest goes in, not even NaN."""
-    place = torch.arange(x.shape[dim], device=x.device)
+def _earlier(count: int, reverse: bool, x: torch.Tensor, dims: int) -> torch.Tensor:
+    """Whether place j (dimension 1) comes before place i (dimension 0), with `dims` dimensions of size 1 behind."""
+    place = torch.arange(count, device=x.device)
     earlier = place > place[:, None] if reverse else place < place[:, None]
-    earlier = earlier.view(*earlier.shape, *[1] * (x.ndim - dim - 1))
-    return torch.where(earlier, x.unsqueeze(dim), 0).sum(dim + 1)
+    return earlier.view(count, count, *[1] * dims)
 
 
-def _sums_before(phases: list[torch.Tensor], carry: torch.Tensor, reverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums on from `carry` before each group (rows, blocks, groups, H, p), and after the chunk in the carry's dtype."""
+def _exclusive_sum(x: torch.Tensor, dim: int, reverse: bool, factor: torch.Tensor | None = None) -> torch.Tensor:
+    """Sums of what comes before (after, in reverse) along a short dimension; nothing of the rest goes in, not even NaN.
+
+    `factor` (..., n, n, ...) multiplies, for each place, what comes from another one.
+    """
+    earlier = _earlier(x.shape[dim], reverse, x, x.ndim - dim - 1)
+    terms = x.unsqueeze(dim) if factor is None else x.unsqueeze(dim) * factor
+    return torch.where(earlier, terms, 0).sum(dim + 1)
+
+
+class _Level(NamedTuple):
+    """Factors of decay over a short dimension of n places."""
+
+    between: torch.Tensor  # (..., n, n, H, 1), from after place j to before place i > j
+    before: torch.Tensor  # (..., n, H, 1), from the start to before each place
+    after: torch.Tensor  # (..., n, H, 1), from after each place to the end
+
+
+class _Decay(NamedTuple):
+    """Factors of decay in a chunk, each exp of a sum that is at most 0."""
+
+    tokens: list[torch.Tensor]  # of the phases, (rows, blocks, groups, H, 1)
+    groups: _Level  # (rows, blocks, ...)
+    blocks: _Level  # (rows, ...)
+    chunk: torch.Tensor  # (rows, H, 1)
+
+
+def _level(logs: torch.Tensor, dim: int) -> _Level:
+    earlier = _earlier(logs.shape[dim], False, logs, 2)
+    sums = torch.where(earlier, logs.unsqueeze(dim + 1), 0).cumsum(dim)  # [i, j] from after j to after i
+    between = torch.cat([torch.zeros_like(sums.narrow(dim, 0, 1)), sums.narrow(dim, 0, logs.shape[dim] - 1)], dim)
+    return _Level(between.exp(), _exclusive_sum(logs, dim, False).exp(), _exclusive_sum(logs, dim, True).exp())
+
+
+def _decay(log_decay: torch.Tensor | None) -> _Decay | None:
+    """Of a chunk's `log_decay` (rows, tokens, H)."""
+    if log_decay is None:
+        return None
+    phases = _column_phases(log_decay)
     groups = functools.reduce(torch.add, phases)
     blocks = groups.sum(2)
-    before = _exclusive_sum(blocks, 1, reverse) + carry.to(groups.dtype).unsqueeze(1)
-    return _exclusive_sum(groups, 2, reverse) + before.unsqueeze(2), carry + blocks.sum(1)
+    return _Decay([x.exp() for x in phases], _level(groups, 2), _level(blocks, 1), blocks.sum(1).exp())
 
 
-def _running_sums(before: torch.Tensor, phases: list[torch.Tensor], reverse: bool = False) -> list[torch.Tensor]:
+def _sums_before(
+    phases: list[torch.Tensor], carry: torch.Tensor, decay: _Decay | None = None, reverse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums on from `carry` before each group (rows, blocks, groups, H, p), and after the chunk in the carry's dtype.
+
+    In reverse, they go from gradients of running sums to those of their terms, and each has been multiplied by the factors
+    of the tokens behind it.
+    """
+    if decay is None:
+        groups = functools.reduce(torch.add, phases)
+        blocks = groups.sum(2)
+        before = _exclusive_sum(blocks, 1, reverse) + carry.to(groups.dtype).unsqueeze(1)
+        return _exclusive_sum(groups, 2, reverse) + before.unsqueeze(2), carry + blocks.sum(1)
+    groups = torch.zeros_like(phases[0])
+    for x, factor in list(zip(phases, decay.tokens))[:: -1 if reverse else 1]:
+        groups = (groups + x) * factor if reverse else groups * factor + x
+    (from_group, in_groups), (from_block, in_blocks) = (_ways(x, reverse) for x in (decay.groups, decay.blocks))
+    blocks = (groups * from_group).sum(2)
+    before = _exclusive_sum(blocks, 1, reverse, _between(decay.blocks, 1, reverse))
+    before = before + carry.to(groups.dtype).unsqueeze(1) * in_blocks
+    within = _exclusive_sum(groups, 2, reverse, _between(decay.groups, 2, reverse))
+    return within + before.unsqueeze(2) * in_groups, carry * decay.chunk + (blocks * from_block).sum(1)
+
+
+def _ways(level: _Level, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors from each place to where the sums go, and to each place from where they come."""
+    return (level.before, level.after) if reverse else (level.after, level.before)
+
+
+def _between(level: _Level, dim: int, reverse: bool) -> torch.Tensor:
+    return level.between.transpose(dim, dim + 1) if reverse else level.between
+
+
+def _running_sums(
+    before: torch.Tensor, phases: list[torch.Tensor], decay: _Decay | None = None, reverse: bool = False
+) -> list[torch.Tensor]:
     """The phases' inclusive running sums, on from those before each group."""
     sums = []
-    for x in reversed(phases) if reverse else phases:
-        before = before + x
+    for i in reversed(range(len(phases))) if reverse else range(len(phases)):
+        if decay is not None and not reverse:
+            before = before * decay.tokens[i]
+        elif decay is not None and sums:
+            before = before * decay.tokens[i + 1]
+        before = before + phases[i]
         sums.append(before)
     return sums[::-1] if reverse else sums
+
+
+def _running_count(
+    x: torch.Tensor, carry: torch.Tensor, decay: _Decay | None, reverse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Running sums of x (rows, tokens, H) on from `carry`, and the last in the carry's dtype."""
+    if decay is None:
+        sums = suffix_sum(x) if reverse else x.cumsum(1)
+        total = carry + sums[:, 0 if reverse else -1]
+        return sums + carry.to(x.dtype).unsqueeze(1), total
+    phases = _column_phases(x)
+    before, total = _sums_before(phases, carry.unsqueeze(-1), decay, reverse)
+    return _join(_running_sums(before, phases, decay, reverse)).squeeze(-1), total.squeeze(-1)
 
 
 # The formulas of a chunk ---------------------------------------------------------------------------------------------
 
 
 def _forward_formulas(
-    x: torch.Tensor, bias: torch.Tensor, padding: torch.Tensor | None, temp: torch.Tensor, sums: TSSAState
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    padding: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    temp: torch.Tensor,
+    sums: TSSAState,
 ) -> tuple[torch.Tensor, ForwardChunk]:
     """The output, of tokens in the compute dtype that are 0 at padding, and the rest."""
-    x = _phases(x)
+    x, decay = _phases(x), _decay(log_decay)
     sq = [a * a for a in x]
-    before, sum_sq = _sums_before(sq, sums.sum_sq)
-    denominators = [s.clamp_min(EPS_SUM_SQ) for s in _running_sums(before, sq)]
+    before, sum_sq = _sums_before(sq, sums.sum_sq, decay)
+    denominators = [s.clamp_min(EPS_SUM_SQ) for s in _running_sums(before, sq, decay)]
     score = _join([(a / s).sum(-1) for a, s in zip(sq, denominators)]) + x[0].shape[-1] * bias
     membership = membership_of(score, temp, padding)
 
-    count = membership.cumsum(1)
-    sum_membership = sums.sum_membership + count[:, -1]
-    count = count + sums.sum_membership.to(temp.dtype).unsqueeze(1)
+    count, sum_membership = _running_count(membership, sums.sum_membership, decay)
     Pi, D = _column_phases(membership), _column_phases(count + EPS_MEMBERSHIP)
     weighted = [a * b for a, b in zip(sq, Pi)]
-    before, sum_weighted_sq = _sums_before(weighted, sums.sum_weighted_sq)
-    N = _running_sums(before, weighted)
+    before, sum_weighted_sq = _sums_before(weighted, sums.sum_weighted_sq, decay)
+    N = _running_sums(before, weighted, decay)
     output = _join([-(a * pi * d) / (n + d) for a, pi, n, d in zip(x, Pi, N, D)])
     return output, ForwardChunk(membership, score, TSSAState(sum_sq, sum_weighted_sq, sum_membership))
 
@@ -108,30 +199,31 @@ def _backward_formulas(
     grad_membership: torch.Tensor | None,
     membership: torch.Tensor,
     score: torch.Tensor,
+    log_decay: torch.Tensor | None,
     temp: torch.Tensor,
     sums: TSSAState,
     grad_sums: TSSAState,
-) -> tuple[torch.Tensor, BackwardChunk]:
-    """The gradient of such tokens, and the rest."""
-    x, grad = _phases(x), _phases(grad)
-    count = membership.cumsum(1) + (sums.sum_membership.to(temp.dtype) + EPS_MEMBERSHIP).unsqueeze(1)
+) -> tuple[torch.Tensor, torch.Tensor | None, BackwardChunk]:
+    """The gradients of such tokens and of `log_decay`, and the rest."""
+    x, grad, decay = _phases(x), _phases(grad), _decay(log_decay)
+    counted, _ = _running_count(membership, sums.sum_membership, decay)
+    count = counted + EPS_MEMBERSHIP
     Pi, D = _column_phases(membership), _column_phases(count)
     sq = [a * a for a in x]
     weighted = [a * pi for a, pi in zip(sq, Pi)]
-    N = _running_sums(_sums_before(weighted, sums.sum_weighted_sq)[0], weighted)
+    before_N, _ = _sums_before(weighted, sums.sum_weighted_sq, decay)
+    N = _running_sums(before_N, weighted, decay)
 
     # output -> N, D, membership
     scaled = [g / (n + d) for g, n, d in zip(grad, N, D)]  # g / (N + D)
     grad_quotient = [a * b / (n + d) for a, b, n, d in zip(scaled, x, N, D)]  # g x / (N + D)^2
-    by_output = -count * _join([(a * b).sum(-1) for a, b in zip(scaled, x)])
-    grad_count = -membership * _join([(a * n).sum(-1) for a, n in zip(grad_quotient, N)])
+    by_output = -count * _dot(scaled, x)
+    grad_count = -membership * _dot(grad_quotient, N)
     grad_N = [a * pi * d for a, pi, d in zip(grad_quotient, Pi, D)]
-    after, grad_weighted_sq = _sums_before(grad_N, grad_sums.sum_weighted_sq, reverse=True)
-    grad_weighted = _running_sums(after, grad_N, reverse=True)
-    grad_counts = suffix_sum(grad_count)
-    grad_sum_membership = grad_sums.sum_membership + grad_counts[:, 0]
-    grad_counts = grad_counts + grad_sums.sum_membership.to(temp.dtype).unsqueeze(1)
-    grad_pi = by_output + grad_counts + _join([(a * u).sum(-1) for a, u in zip(sq, grad_weighted)])
+    after, grad_weighted_sq = _sums_before(grad_N, grad_sums.sum_weighted_sq, decay, reverse=True)
+    grad_weighted = _running_sums(after, grad_N, decay, reverse=True)
+    grad_counts, grad_sum_membership = _running_count(grad_count, grad_sums.sum_membership, decay, reverse=True)
+    grad_pi = by_output + grad_counts + _dot(sq, grad_weighted)
     if grad_membership is not None:
         grad_pi = grad_pi + grad_membership
 
@@ -140,23 +232,40 @@ def _backward_formulas(
     grad_temp = (grad_logit * score).sum(1).sum(0)
     grad_score = grad_logit * temp
 
-    grad_sq, grad_sum_sq = _score_to_squares(sq, grad_score, sums, grad_sums)
+    grad_sq, by_factor, grad_sum_sq = _score_to_squares(sq, grad_score, sums, grad_sums, decay)
+    grad_log_decay = None
+    if decay is not None:
+        by_factor = by_factor + _dot(grad_weighted, [before_N, *N[:-1]])
+        before = torch.cat([sums.sum_membership.to(temp.dtype).unsqueeze(1), counted[:, :-1]], 1)
+        grad_log_decay = log_decay.exp() * (by_factor + grad_counts * before)
     grad_sq = [a + u * pi for a, u, pi in zip(grad_sq, grad_weighted, Pi)]
     grad_x = _join([2 * a * b - g * pi * d for a, b, g, pi, d in zip(x, grad_sq, scaled, Pi, D)])
     grads = TSSAState(grad_sum_sq, grad_weighted_sq, grad_sum_membership)
-    return grad_x, BackwardChunk(grad_score, grad_temp, grads)
+    return grad_x, grad_log_decay, BackwardChunk(grad_score, grad_temp, grads)
 
 
 def _score_to_squares(
-    sq: list[torch.Tensor], grad_score: torch.Tensor, sums: TSSAState, grad_sums: TSSAState
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """From the score to the squares, by way of their running sums: their gradient, and that of the sum before the chunk."""
-    S = _running_sums(_sums_before(sq, sums.sum_sq)[0], sq)
+    sq: list[torch.Tensor], grad_score: torch.Tensor, sums: TSSAState, grad_sums: TSSAState, decay: _Decay | None
+) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor]:
+    """From the score to the squares, by way of their running sums.
+
+    Returns:
+        The gradients of the squares, of the factors of decay (rows, tokens, H) and of the sum before the chunk.
+    """
+    before, _ = _sums_before(sq, sums.sum_sq, decay)
+    S = _running_sums(before, sq, decay)
     denominators = [s.clamp_min(EPS_SUM_SQ) for s in S]
     grad_ratio = [a / s for a, s in zip(_column_phases(grad_score), denominators)]
     grad_S = [torch.where(s < EPS_SUM_SQ, 0, -a * b / d) for a, b, s, d in zip(grad_ratio, sq, S, denominators)]
-    after, grad_sum_sq = _sums_before(grad_S, grad_sums.sum_sq, reverse=True)
-    return [a + b for a, b in zip(grad_ratio, _running_sums(after, grad_S, reverse=True))], grad_sum_sq
+    after, grad_sum_sq = _sums_before(grad_S, grad_sums.sum_sq, decay, reverse=True)
+    by_sum = _running_sums(after, grad_S, decay, reverse=True)
+    by_factor = None if decay is None else _dot(by_sum, [before, *S[:-1]])
+    return [a + b for a, b in zip(grad_ratio, by_sum)], by_factor, grad_sum_sq
+
+
+def _dot(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
+    """Of two lists of phases, for each token and head (rows, tokens, H)."""
+    return _join([(x * y).sum(-1) for x, y in zip(a, b)])
 
 
 # What runs them ------------------------------------------------------------------------------------------------------
@@ -173,22 +282,30 @@ def _dense(x: torch.Tensor | None, padding: torch.Tensor | None = None, dtype: t
     return copy if padding is None else copy.masked_fill_(padding[..., None, None], 0)
 
 
+def _of_heads(log_decay: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    return None if log_decay is None else log_decay.expand_as(like)
+
+
 def _dense_state(state: TSSAState) -> TSSAState:
     return TSSAState(*map(_dense, state))
 
 
 def _forward_chunk(tokens: ForwardTokens, temp: torch.Tensor, sums: TSSAState) -> ForwardChunk:
     x = _dense(tokens.w, tokens.padding, temp.dtype)
-    output, rest = _compiled_forward(x, _dense(tokens.bias), _dense(tokens.padding), temp, _dense_state(sums))
+    decay = _dense(_of_heads(tokens.log_decay, tokens.bias))
+    output, rest = _compiled_forward(x, _dense(tokens.bias), _dense(tokens.padding), decay, temp, _dense_state(sums))
     tokens.output.copy_(output)
     return rest
 
 
 def _backward_chunk(tokens: BackwardTokens, temp: torch.Tensor, sums: TSSAState, grad_sums: TSSAState) -> BackwardChunk:
     x, grad = (_dense(x, tokens.padding, temp.dtype) for x in (tokens.w, tokens.grad_output))
-    per_head = map(_dense, (tokens.grad_membership, tokens.membership, tokens.score))
-    grad_x, rest = _compiled_backward(x, grad, *per_head, temp, _dense_state(sums), _dense_state(grad_sums))
+    decay = _of_heads(tokens.log_decay, tokens.score)
+    per_head = map(_dense, (tokens.grad_membership, tokens.membership, tokens.score, decay))
+    grad_x, grad_log_decay, rest = _compiled_backward(x, grad, *per_head, temp, _dense_state(sums), _dense_state(grad_sums))
     tokens.grad_w.copy_(grad_x)  # 0 at padding, where x and grad are
+    if tokens.grad_log_decay is not None:
+        tokens.grad_log_decay.copy_(grad_log_decay)
     return rest
 
 
@@ -196,14 +313,14 @@ def _backward_chunk(tokens: BackwardTokens, temp: torch.Tensor, sums: TSSAState,
 _CODE = [(_forward_chunk, _backward_chunk), (None, None)]
 
 
-def _chunks_for(w: torch.Tensor, log_decay: torch.Tensor | None) -> CompiledChunks:
+def _chunks_for(w: torch.Tensor) -> CompiledChunks:
     """Chunks as long as the cache allows."""
     B, T, H, p = w.shape
     tokens = SHORTEST_CHUNK
     while 2 * tokens <= T and B * 2 * tokens * H * p <= COMPILED_CHUNK_NUMBERS:
         tokens *= 2
     rows = max(1, COMPILED_CHUNK_NUMBERS // (tokens * H * p))
-    forward, backward = _CODE[0] if log_decay is None else (None, None)
+    forward, backward = _CODE[0]
     return CompiledChunks(tokens=tokens, rows=rows, borders=_border_count(B, T), forward=forward, backward=backward)
 
 
@@ -270,8 +387,7 @@ def _forward_operator(
 ]:
     """The fields of `CausalResult`, one after the other."""
     state = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
-    chunks = functools.partial(_chunks_for, w, log_decay)
-    result = _run(lambda: causal_forward(w, temp, bias, padding, log_decay, state, keep, chunks()))
+    result = _run(lambda: causal_forward(w, temp, bias, padding, log_decay, state, keep, _chunks_for(w)))
     return result.output, result.membership, *result.state, result.kept.score, *result.kept.sums
 
 
@@ -310,7 +426,7 @@ def _backward_operator(
     grads = OutputGrads(grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership)
     score, *sums = kept
     arguments = (grads, w, temp, padding, log_decay, decay_is_learned, membership, Kept(score, TSSAState(*sums)))
-    grad = _run(lambda: causal_backward(*arguments, _chunks_for(w, log_decay)))
+    grad = _run(lambda: causal_backward(*arguments, _chunks_for(w)))
     return tuple(grad if decay_is_learned else grad._replace(log_decay=temp.new_empty(0)))
 
 
