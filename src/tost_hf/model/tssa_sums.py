@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Running sums over a chunk, plain or decayed, and the gradient of what decays them, for the engine of tssa_chunks.py."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -74,9 +75,13 @@ class RunningSum:
         self.first = None if source is None else (tokens[0], terms[0])
         self.inside = list(zip(tokens, terms[1:], tokens[1:]))
         before = self.groups.new_zeros(self.groups[:, :1, 0].shape).repeat(1, self.groups.shape[1] + 1, 1, 1)
-        self.order, self.ends, self.chain = order, tokens[-1], before.unbind(1)[::order]
+        self.order, self.ends, chain = order, tokens[-1], before.unbind(1)[::order]
+        self.over = list(zip(chain, self.ends.unbind(1)[::order], chain[1:]))
+        if reverse:  # where the ends go that factors have multiplied
+            self.scaled_ends = torch.empty_like(self.ends)
+            self.over_scaled = list(zip(chain, self.scaled_ends.unbind(1)[::order], chain[1:]))
         self.before = before[:, 1:] if reverse else before[:, :-1]
-        self.total = self.chain[-1]
+        self.total = chain[-1]
 
     def __call__(self, carry: torch.Tensor, factors: Factors | None = None) -> torch.Tensor:
         """Sums on from `carry` (rows, H, p); returns the sum over all tokens, in the carry's dtype.
@@ -85,18 +90,18 @@ class RunningSum:
         """
         if self.first is not None:
             self.first[0].copy_(self.first[1])
-        steps = zip(self.chain, self.ends.unbind(1)[:: self.order], self.chain[1:])
         if factors is None:
-            for total, term, result in (*self.inside, *steps):
+            for total, term, result in itertools.chain(self.inside, self.over):
                 torch.add(total, term, out=result)
             self.before_groups = self.before + carry.to(self.total.dtype).unsqueeze(1)
             self.groups.add_(self.before_groups.unsqueeze(2))
             return carry + self.total
         for (total, term, result), factor in zip(self.inside, factors.tokens):
             torch.addcmul(term, total, factor, out=result)
-        ends = self.ends if factors.ends is None else self.ends * factors.ends
-        steps = zip(self.chain, ends.unbind(1)[:: self.order], self.chain[1:], factors.groups)
-        for total, term, result, factor in steps:
+        if factors.ends is not None:
+            torch.mul(self.ends, factors.ends, out=self.scaled_ends)
+        over = self.over if factors.ends is None else self.over_scaled
+        for (total, term, result), factor in zip(over, factors.groups):
             torch.addcmul(term, total, factor, out=result)
         self.before_groups = torch.addcmul(self.before, carry.to(self.total.dtype).unsqueeze(1), factors.before_groups)
         self.groups.addcmul_(self.before_groups.unsqueeze(2), factors.inside)
