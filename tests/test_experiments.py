@@ -17,6 +17,7 @@ import ablations
 import compare_lm
 import compare_vision
 import experiments
+import language_models
 import locality
 import long_context
 import observations
@@ -45,6 +46,13 @@ def rows_of(file: Path) -> list[dict[str, str]]:
     assert tuple(rows[0]) == COLUMNS
     assert all(math.isfinite(float(row["value"])) for row in rows)
     return rows
+
+
+def by_seed(rows: list[dict[str, str]], model: str, seed: str) -> list[dict[str, float]]:
+    """The metrics of a run, one dictionary if there is one run."""
+    metrics = [(row["metric"], float(row["value"])) for row in rows if (row["model"], row["seed"]) == (model, seed)]
+    assert len(dict(metrics)) == len(metrics)
+    return [dict(metrics)]
 
 
 # Synthetic tasks ------------------------------------------------------------------------------------------------------
@@ -151,7 +159,7 @@ def test_rows_are_added_and_tables_show_mean_and_deviation(tmp_path):
         parser, ["--text", "/secret/place", "--name", "a b", "--steps", "7", "--results", str(file.parent)], recall.__file__
     )
     results = experiments.Results(args)
-    model = experiments.make_language_model("ToST", vocab_size=10, width=16, layers=1, head_dim=8, context=4)
+    model = language_models.make_language_model("ToST", vocab_size=10, width=16, layers=1, head_dim=8, context=4)
     for seed, value in enumerate((0.1, 0.2, 0.6)):
         results.add({"accuracy": value}, task="t", model="ToST", network=model, steps=7, batch=2, context=4, seed=seed)
         assert len(rows_of(file)) == seed + 1
@@ -162,37 +170,6 @@ def test_rows_are_added_and_tables_show_mean_and_deviation(tmp_path):
     table = results.table("accuracy", ["t"], scale=100)
     assert f"30.0 ± {statistics.stdev([10, 20, 60]):.1f}" in table
     assert list(file.parent.iterdir()) == [file]
-
-
-@pytest.mark.parametrize("name", ["ToST", "GPT-2", "Mamba-2"])
-def test_models_have_the_asked_size_and_learn(name):
-    torch.manual_seed(0)
-    model = experiments.make_language_model(name, vocab_size=16, width=32, layers=2, head_dim=16, context=16)
-    assert (model.config.hidden_size, model.config.num_hidden_layers) == (32, 2)
-
-    def make(rng):
-        return locality.make_locality_batch(rng, "copy 0", 8, 16)
-
-    held_out = list(experiments.Batches(make, 2, 99))
-    trainer = experiments.train(
-        model, experiments.Batches(make, 60, 0), steps=60, learning_rate=1e-2, seed=0, data_collator=experiments.first
-    )
-    assert trainer.state.global_step == 60
-    assert experiments.label_accuracy(model, held_out) > 0.9
-
-
-def test_deeper_tost_has_gpt2s_parameters():
-    for size in compare_lm.SIZES.values():
-        assert size.layers % 5 == 0
-
-        def count(name, layers, size=size):
-            options = {"width": size.width, "head_dim": size.head_dim, "context": size.context}
-            with torch.device("meta"):
-                model = experiments.make_language_model(name, vocab_size=size.vocab_size, layers=layers, **options)
-            return model.num_parameters()
-
-        gpt2, deeper = count("GPT-2", size.layers), count("ToST", size.layers * 6 // 5)
-        assert deeper == pytest.approx(gpt2, rel=0.02)
 
 
 # Language -------------------------------------------------------------------------------------------------------------
@@ -249,7 +226,7 @@ def test_reading_in_pieces_is_one_pass(monkeypatch):
     monkeypatch.setattr(long_context, "PIECE", 8)
     monkeypatch.setattr(long_context, "position_ranges", lambda length, first: [(0, 16), (16, 40)])
     torch.manual_seed(0)
-    model = experiments.make_language_model("ToST", vocab_size=20, width=32, layers=2, head_dim=8, context=None).eval()
+    model = language_models.make_language_model("ToST", vocab_size=20, width=32, layers=2, head_dim=8, context=None).eval()
     tokens = torch.randint(20, (41,))
     with torch.no_grad():
         outputs = model(tokens[None, :-1], output_memberships=True)
@@ -353,7 +330,11 @@ def test_recall_runs(tmp_path, monkeypatch):
     recall.main([*TOY, "--pairs", "2", "4", "--test_batches", "1", "--width", "32", "--results", str(file.parent)])
     rows = rows_of(file)
     assert len(rows) == 3 * 2 * 2 * 2  # models, seeds, numbers of pairs, metrics
-    assert {row["task"] for row in rows} == {"2 pairs", "4 pairs"} and {row["model"] for row in rows} == set(recall.MODELS)
+    assert {row["task"] for row in rows} == {"2 pairs", "4 pairs"} and {row["model"] for row in rows} == {
+        "ToST",
+        "GPT-2",
+        "Mamba-2",
+    }
     assert {row["width"] for row in rows} == {"32"} and {row["seed"] for row in rows} == {"0", "1"}
     assert (tmp_path / "recall.png").stat().st_size > 0
 
@@ -367,17 +348,34 @@ def test_locality_runs(tmp_path):
     assert [row["task"] for row in rows if row["model"] == "GPT-2" and row["seed"] == "0"] == 2 * [tasks[0]] + 2 * [tasks[1]]
 
 
-def test_compare_lm_runs(tmp_path, monkeypatch):
-    file = tmp_path / "results.csv"
-    monkeypatch.setitem(compare_lm.SIZES, "small", compare_lm.Size(32, 5, 16, 300, 16, 2, 2, 20_000, 64))
-    text = str(write_text(tmp_path / "text"))
-    compare_lm.main([*TOY, "--text", text, "--name", "tiny text", "--results", str(file.parent)])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_compare_lm_runs_and_goes_on(tmp_path, monkeypatch, capsys, jobs):
+    file, models = tmp_path / "results.csv", ["GPT-2", "ToST conv"]
+    text = write_text(tmp_path / "text")
+    if jobs == "1":
+        monkeypatch.setitem(compare_lm.SIZES, "small", compare_lm.Size(32, 5, 16, 300, 16, 2, 2, 20_000, 64))
+    arguments = ["--steps", "2", "--learning_rates", "1e-3", "1e-2", "--text", str(text), "--name", "tiny text"]
+    arguments += ["--results", str(file.parent), "--jobs", jobs]
+    compare_lm.main([*arguments, "--seeds", "0", "--models", models[0]])
+    before = file.read_text()
+    compare_lm.main([*arguments, "--seeds", "0", "1", "--models", *models])
+    assert file.read_text().startswith(before)
     rows = rows_of(file)
-    losses = [row for row in rows if row["metric"] == "loss"]
-    assert [(row["model"], row["layers"]) for row in losses[::2]] == [("GPT-2", "5"), ("ToST", "5"), ("ToST, deeper", "6")]
-    assert {row["metric"] for row in rows} == {"loss", "bigram_loss", "learning_rate"}
+    losses = sorted((row["model"], row["layers"], row["seed"]) for row in rows if row["metric"] == "loss")
+    assert losses == [(name, layers, seed) for name, layers in zip(models, "56") for seed in "01"]
+    rates = [f"loss with learning rate {rate}" for rate in ("0.001", "0.01")]
+    metrics = {"loss", "loss at step 1", "loss at step 2", "bigram_loss", "learning_rate", "tokens/s", *rates}
+    assert {row["metric"] for row in rows if row["seed"] == "0"} == metrics
+    for name in models:
+        chosen, other = ({row["learning_rate"] for row in by_seed(rows, name, seed)} for seed in "01")
+        (first,) = by_seed(rows, name, "0")
+        assert chosen == other and first["loss"] == min(first[rate] for rate in rates) == first["loss at step 2"]
     assert all("TEXT_FOLDER" in row["command"] and str(tmp_path) not in row["command"] for row in rows)
     assert (tmp_path / "compare_lm_tiny_text_small.png").stat().st_size > 0
+    printed, measured_before = capsys.readouterr().out, file.read_text()
+    compare_lm.main([*arguments, "--seeds", "0", "1", "--models", *models])
+    assert file.read_text() == measured_before
+    assert all(name in printed for name in models) and "seed" not in capsys.readouterr().out
 
 
 def test_long_context_runs(tmp_path, monkeypatch):
@@ -401,7 +399,7 @@ def test_long_context_reads_with_a_model_of_ones_own(tmp_path, monkeypatch, caps
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=compare_lm.END_OF_TEXT).save_pretrained(folder)
 
     def save(context):
-        model = experiments.make_language_model("ToST", vocab_size=300, width=32, layers=1, head_dim=8, context=context)
+        model = language_models.make_language_model("ToST", vocab_size=300, width=32, layers=1, head_dim=8, context=context)
         model.save_pretrained(folder)
 
     arguments = ["--text", str(text), "--model", str(folder), "--length", "64", "--results", str(file.parent)]

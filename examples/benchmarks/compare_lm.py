@@ -1,29 +1,41 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ToST and transformers' GPT-2 trained alike on a folder of text: at equal width and depth, and with equal parameters.
+"""ToST, its options beyond the paper, GPT-2 and Mamba-2 trained alike on a folder of text, with equal parameters.
 
     python examples/benchmarks/compare_lm.py --text TEXT_FOLDER
+    python examples/benchmarks/compare_lm.py --text TEXT_FOLDER --models "ToST conv token" GPT-2 --jobs 2
     python examples/benchmarks/compare_lm.py --text TEXT_FOLDER --size large  # about 25 M parameters: for a GPU
 
 A folder of .txt files, or of parquet or JSON files with a column "text" (one document per row), or a dataset's Hub id. Where
 there is no validation split, the last tenth of the characters is held out. A byte-level BPE tokenizer is trained on the
-training text; that of the small size has no merges, so that each token is one byte. A block of ToST has five sixths of the
-parameters of one of GPT-2, so that six blocks stand beside five: "ToST" has GPT-2's width and depth, "ToST, deeper" its
-parameters. `bigram` counts which token follows which in the training text and looks at nothing but the current token: a model
-that does not beat it makes no use of its context.
+training text; that of the small size has no merges, so that each token is one byte. Every model has the parameters of a GPT-2
+of so many layers within 1 %, by its number of layers and the width of its MLP (`equal_size`). `bigram` counts which token
+follows which in the training text and looks at nothing but the current token: a model that does not beat it makes no use of
+its context.
+
+The rows hold the loss at ten steps of a run, all of one learning-rate schedule: "loss at step 400" is that of a run of 2,000
+steps under way. Rows that are there are not measured again, so that a run that was stopped goes on when started anew.
 """
 
+import functools
 import math
+import multiprocessing
+import statistics
+from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from datasets import DatasetDict, load_dataset
-from experiments import Results, make_language_model, make_parser, over_seeds, train
-from rows import Panel, Spread, around_mean, parse_arguments, plot
+from experiments import Clock, Results, make_parser, train
+from language_models import MODELS, equal_size, make_language_model
+from rows import Panel, Spread, around_mean, parse_arguments, plot, read_rows, select
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
 END_OF_TEXT = "<|endoftext|>"
+EVALUATIONS = 10  # of a run
+AT_STEP = "loss at step "
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ class Size:
 
 
 SIZES = {
-    "small": Size(64, 5, 16, 257, 128, 8, 400, 4_000_000, 16_384),  # 257: bytes and the end of the text
+    "small": Size(64, 5, 16, 257, 128, 8, 2000, 4_000_000, 16_384),  # 257: bytes and the end of the text
     "large": Size(448, 10, 64, 4096, 1024, 32, 4000, None, 2_000_000),
 }
 
@@ -123,6 +135,7 @@ class Data:
     bigram_loss: float
 
 
+@functools.cache
 def prepare(text: str, size: Size) -> Data:
     """Loads a text, trains its tokenizer, cuts it into examples."""
     training, validation = load_texts(text)
@@ -136,11 +149,11 @@ def prepare(text: str, size: Size) -> Data:
     return Data(cut(tokens, size.context), held_out, vocab_size, baseline)
 
 
-def train_language_model(name: str, layers: int, data: Data, size: Size, *, steps: int, learning_rate: float, seed: int):
-    """The trainer, with eight evaluations in its history, and the loss at the end."""
-    model = make_language_model(
-        name, vocab_size=data.vocab_size, width=size.width, layers=layers, head_dim=size.head_dim, context=size.context
-    )
+def train_language_model(name: str, data: Data, size: Size, *, steps: int, learning_rate: float, seed: int) -> tuple:
+    """The trained model and its metrics."""
+    sizes = {"vocab_size": data.vocab_size, "head_dim": size.head_dim, "context": size.context}
+    model = make_language_model(name, **equal_size(name, width=size.width, layers=size.layers, **sizes))
+    clock = Clock()
     trainer = train(
         model,
         data.examples,
@@ -150,53 +163,72 @@ def train_language_model(name: str, layers: int, data: Data, size: Size, *, step
         batch_size=size.batch,
         eval_dataset=data.held_out,
         eval_strategy="steps",
-        eval_steps=max(1, steps // 8),
+        eval_steps=max(1, steps // EVALUATIONS),
         per_device_eval_batch_size=size.batch,
         prediction_loss_only=True,
+        callbacks=[clock],
     )
-    return trainer, {"loss": trainer.evaluate()["eval_loss"]}
+    losses = {f"{AT_STEP}{log['step']}": log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
+    speed = size.batch * size.context / statistics.median(clock.seconds)
+    end = {"loss": trainer.evaluate()["eval_loss"], "bigram_loss": data.bigram_loss, "tokens/s": speed}
+    return trainer.model, losses | end
+
+
+def measure(name: str, args: Namespace) -> None:
+    """Adds the rows of one model: those of all its seeds that are not there yet."""
+    size = SIZES[args.size]
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    data = prepare(args.text, size)
+    tried = {}
+
+    def run(seed, learning_rate):
+        model, metrics = train_language_model(name, data, size, steps=args.steps, learning_rate=learning_rate, seed=seed)
+        tried[learning_rate] = metrics["loss"]
+        print(f"{name}, seed {seed}, learning rate {learning_rate}: {metrics['loss']:.3f}", flush=True)
+        return model, metrics | {f"loss with learning rate {rate:g}": loss for rate, loss in tried.items()}
+
+    case = {"task": args.name, "model": name, "steps": args.steps, "batch": size.batch, "context": size.context}
+    Results(args).add_missing(run, args, lambda metrics: -metrics["loss"], width=size.width, **case)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, steps=None, learning_rates=(3e-3, 1e-2))
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
     parser.add_argument("--name", default="text", help="what the text is called in the table and the plot")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="in this order")
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--jobs", type=int, default=1, help="models trained at the same time, on the CPU each by one thread")
     args = parse_arguments(parser, arguments, __file__)
-    size = SIZES[args.size]
-    steps = size.steps if args.steps is None else args.steps
-    data, results, curves = prepare(args.text, size), Results(args), {}
-    deeper = size.layers * 6 // 5
-    for label, name, layers in (
-        ("GPT-2", "GPT-2", size.layers),
-        ("ToST", "ToST", size.layers),
-        ("ToST, deeper", "ToST", deeper),
-    ):
+    if args.steps is None:
+        args.steps = SIZES[args.size].steps
+    if args.jobs == 1:
+        for name in args.models:
+            measure(name, args)
+    else:
+        with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as processes:
+            for job in [processes.submit(measure, name, args) for name in args.models]:
+                job.result()
+    report(args)
 
-        def run(seed, learning_rate, label=label, name=name, layers=layers):
-            trainer, metrics = train_language_model(
-                name, layers, data, size, steps=steps, learning_rate=learning_rate, seed=seed
-            )
-            print(f"{label}, seed {seed}, learning rate {learning_rate}: {metrics['loss']:.3f}", flush=True)
-            return trainer, metrics
 
-        found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"])
-        baseline = {"bigram_loss": data.bigram_loss}
-        models = {seed: (trainer.model, metrics | baseline) for seed, (trainer, metrics) in found.items()}
-        results.add_seeds(models, task=args.name, model=label, steps=steps, batch=size.batch, context=size.context)
-        curves[label] = curve([trainer for trainer, _ in found.values()])
+def report(args: Namespace) -> None:
+    """Prints the table and draws the curves of these models, measured now or before."""
+    size, results = SIZES[args.size], Results(args)
+    case = {"script": args.script, "task": args.name, "steps": args.steps, "width": size.width, "context": size.context}
+    rows = select(read_rows(results.file), **case)
+    results.rows = [row for name in args.models for row in select(rows, model=name)]
     print(results.table("loss", [args.name], form=".3f"))
-    print(f"bigram: {data.bigram_loss:.3f} nats per token, perplexity {math.exp(data.bigram_loss):.1f}")
-    curves["bigram"] = dict.fromkeys(next(iter(curves.values())), Spread(*[data.bigram_loss] * 3))
+    (baseline,) = {float(x) for x in results.values(metric="bigram_loss")}
+    print(f"bigram: {baseline:.3f} nats per token, perplexity {math.exp(baseline):.1f}")
+    at = [metric for metric in results.unique("metric") if metric.startswith(AT_STEP)]
+    curves = {
+        name: {int(x.removeprefix(AT_STEP)): around_mean(results.values(model=name, metric=x)) for x in at}
+        for name in args.models
+    }
+    curves["bigram"] = {int(x.removeprefix(AT_STEP)): Spread(*[baseline] * 3) for x in at}
     file = args.results / f"compare_lm_{args.name.replace(' ', '_')}_{args.size}.png"
     plot(file, Panel(curves, "step", f"validation loss on {args.name} (nats per token)", "linear", "linear"))
-
-
-def curve(runs: list) -> dict[int, Spread]:
-    """Validation loss at each step that all runs have, around its mean over the runs."""
-    histories = [{log["step"]: log["eval_loss"] for log in run.state.log_history if "eval_loss" in log} for run in runs]
-    steps = [step for step in histories[0] if all(step in history for history in histories)]
-    return {step: around_mean([history[step] for history in histories]) for step in steps}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ observations.py. Every model of an experiment gets the same steps, batches, opti
 import argparse
 import math
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -15,19 +16,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 import transformers
-from rows import RESULTS, append_rows, markdown, origin, plus_minus, select
+from rows import RESULTS, append_rows, markdown, origin, plus_minus, read_rows, select
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    PreTrainedModel,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import PreTrainedModel, TrainerCallback, set_seed
 
-from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
+from tost_hf import ToSTTrainer, ToSTTrainingArguments
 
 
 Trained = TypeVar("Trained")  # a model or its trainer
@@ -83,6 +76,23 @@ class Results:
         for seed, (network, metrics) in found.items():
             self.add(metrics, network=network, seed=seed, **case)
 
+    def add_missing(self, run, args: argparse.Namespace, score, *, width: int, **case) -> None:
+        """Runs the seeds that have no rows of this case yet, as `over_seeds` does, and adds the rows of each as it ends.
+
+        Args:
+            run, score: as in `over_seeds`; what `run` trained is the network.
+            args: with `seeds` and `learning_rates`.
+            width, case: what tells the rows of the case; `case` is `add`'s other arguments.
+        """
+        wanted = {"script": args.script, "width": width, **case}
+        there = select(read_rows(self.file), **wanted) if self.file.exists() else []
+        self.rows += there
+        for seed in args.seeds:
+            if any(row["seed"] == str(seed) for row in there):
+                continue
+            chosen = self.values(**wanted, seed=args.seeds[0], metric="learning_rate")
+            self.add_seeds(over_seeds(run, [seed], chosen or args.learning_rates, score), **case)
+
     def values(self, **wanted) -> list[float]:
         """The values of the rows that have the wanted entries."""
         return [float(row["value"]) for row in select(self.rows, **wanted)]
@@ -96,64 +106,8 @@ class Results:
         for model in self.unique("model"):
             parameters = select(self.rows, model=model)[0]["parameters"]
             values = ([scale * x for x in self.values(model=model, task=task, metric=metric)] for task in tasks)
-            lines.append([model, f"{parameters:,}", *(plus_minus(x, form) for x in values)])
+            lines.append([model, f"{int(parameters):,}", *(plus_minus(x, form) for x in values)])
         return markdown(["model", "parameters", *tasks], lines)
-
-
-# Models --------------------------------------------------------------------------------------------------------------
-
-
-def make_language_model(
-    name: str, *, vocab_size: int, width: int, layers: int, head_dim: int, context: int | None
-) -> PreTrainedModel:
-    """A small causal language model to be trained from scratch.
-
-    Args:
-        name: "ToST", "GPT-2" or "Mamba-2".
-        context: rows of the learned position tables (Mamba-2 has none); None is the position-free ToST.
-    """
-    no_ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    if name == "ToST":
-        return ToSTForCausalLM(
-            ToSTConfig(
-                vocab_size=vocab_size,
-                hidden_size=width,
-                num_hidden_layers=layers,
-                num_attention_heads=width // head_dim,
-                max_position_embeddings=context,
-                layer_scale_init_value=1.0,  # the published 1e-5 takes longer to grow than these runs last
-                **no_ids,
-            )
-        )
-    if name == "GPT-2":
-        config = GPT2Config(
-            vocab_size=vocab_size,
-            n_embd=width,
-            n_layer=layers,
-            n_head=width // head_dim,
-            n_positions=context,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            **no_ids,
-        )
-        return GPT2LMHeadModel(config)
-    if name == "Mamba-2":
-        config = Mamba2Config(
-            vocab_size=vocab_size,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_heads=2 * width // head_dim,
-            head_dim=head_dim,
-            state_size=32,
-            n_groups=1,
-            chunk_size=32,  # the fallback without kernels is quadratic within a chunk
-            initializer_range=0.02,
-            tie_word_embeddings=True,
-            **no_ids,
-        )
-        return Mamba2ForCausalLM(config)
-    raise ValueError(f"There is no model {name!r} here; choose one of ToST, GPT-2, Mamba-2.")
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -187,18 +141,32 @@ class _Stop(TrainerCallback):
             control.should_training_stop = True
 
 
+class Clock(TrainerCallback):
+    """The seconds of each step: forward, backward, the optimizer; no evaluation, no loading."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(time.perf_counter() - self.began)
+
+
 def train(model: PreTrainedModel, data, *, steps: int, learning_rate: float, seed: int, batch_size: int = 1, **options):
     """Trains with `ToSTTrainer` (AdamW, a tenth of warm-up, cosine to a tenth, clipping at 1), whatever the model.
 
     Args:
         data: a dataset for the trainer; `Batches` go with `batch_size` 1.
-        options: `eval_dataset`, `data_collator` and the like for the trainer; any other is one of its arguments.
+        options: `eval_dataset`, `callbacks` and the like for the trainer; any other is one of its arguments.
 
     Returns:
         The trainer, for its `evaluate()` and the history of its losses.
     """
     for_trainer = ("eval_dataset", "data_collator", "compute_metrics", "preprocess_logits_for_metrics", "processing_class")
     for_trainer = {name: options.pop(name) for name in for_trainer if name in options}
+    callbacks = [_Stop(), *options.pop("callbacks", [])]
     with tempfile.TemporaryDirectory() as folder:
         arguments = ToSTTrainingArguments(
             output_dir=folder,
@@ -213,7 +181,7 @@ def train(model: PreTrainedModel, data, *, steps: int, learning_rate: float, see
             **({"logging_steps": max(1, steps // 50)} | options),
         )
         transformers.utils.logging.set_verbosity_error()
-        trainer = ToSTTrainer(model, arguments, train_dataset=data, callbacks=[_Stop()], **for_trainer)
+        trainer = ToSTTrainer(model, arguments, train_dataset=data, callbacks=callbacks, **for_trainer)
         trainer.pop_callback(transformers.PrinterCallback)
         trainer.train()
     return trainer

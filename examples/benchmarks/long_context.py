@@ -3,6 +3,7 @@
 
     python examples/benchmarks/long_context.py --text TEXT_FOLDER
     python examples/benchmarks/long_context.py --text TEXT_FOLDER --model my-position-free-tost
+    python examples/benchmarks/long_context.py --text TEXT_FOLDER --variant "ToST conv token" --length 16384
 
 Trains a small model with max_position_embeddings=None on blocks of 1,024 tokens (or loads one with its tokenizer), then reads
 the validation text as one sequence of up to 262,144 tokens, in pieces, with the cache carrying the state. For each range of
@@ -18,7 +19,8 @@ import time
 
 import torch
 from compare_lm import cut, encode, load_texts, shorten, train_tokenizer
-from experiments import Results, make_language_model, make_parser, over_seeds, train
+from experiments import Results, make_parser, over_seeds, train
+from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
 from rows import markdown, parse_arguments, plus_minus
 from timing import peak_bytes
 from torch.nn import functional as F
@@ -31,6 +33,7 @@ TRAINED_AT = 1024  # tokens
 PIECE = 1024  # tokens of one forward pass; the first ranges of positions are shorter
 FIRST_RANGE = 64
 VOCAB_SIZE = 1024
+PURE = tuple(name for name in OPTIONS if name not in (HYBRID, NO_STATISTICS))  # those with statistics in every layer
 
 
 def position_ranges(length: int, first: int) -> list[tuple[int, int]]:
@@ -122,7 +125,7 @@ def train_models(training: list[str], validation: list[str], args) -> tuple[dict
     def run(seed, learning_rate):
         vocab_size = tokenizer.get_vocab_size()
         model = make_language_model(
-            "ToST", vocab_size=vocab_size, width=args.width, layers=args.layers, head_dim=16, context=None
+            args.variant, vocab_size=vocab_size, width=args.width, layers=args.layers, head_dim=16, context=None
         )
         trainer = train(
             model,
@@ -144,6 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, steps=400, learning_rates=(3e-3,))
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
     parser.add_argument("--model", metavar="MODEL_FOLDER", help="a position-free ToST with its tokenizer, not to train one")
+    parser.add_argument("--variant", choices=PURE, default="ToST", help="which ToST to train")
     parser.add_argument("--length", type=int, default=262_144, help="tokens to read")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=5)
@@ -169,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
             results.add(
                 row,
                 task=task,
-                model="ToST, no positions",
+                model=f"{args.variant}, no positions",
                 network=model,
                 steps=steps,
                 batch=args.batch,

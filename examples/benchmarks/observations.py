@@ -18,7 +18,8 @@ import math
 import compare_lm
 import torch
 from compare_vision import load_images, make_classifier, make_parser_of_images, normalize, train_classifier
-from experiments import Results, make_language_model, train
+from experiments import Results, train
+from language_models import make_language_model
 from rows import markdown, parse_arguments, plus_minus, select
 from transformers import PreTrainedModel, set_seed
 

@@ -5,9 +5,9 @@
     python examples/benchmarks/recall.py --pairs 4 8 --vocab_size 32 --steps 1200    # two minutes or more per run on one core
 
 A sequence lists n pairs of a key and a value, then asks for every key once, in any order (Zoology's power_a = 1); between two
-questions stands a random token. The model is to name the value right after a key it has seen before. ToST, GPT-2 and Mamba-2
-of equal width, depth and steps are trained on fresh sequences of all numbers of pairs mixed, and tested on held-out ones of
-each number. Whoever knows which values occurred, but not with which key, is right in 1 of n cases. Models that learn the task
+questions stands a random token. The model is to name the value right after a key it has seen before. The models, of
+equal width, depth and steps, are trained on fresh sequences of all numbers of pairs mixed, and tested on held-out ones of each
+number. Whoever knows which values occurred, but not with which key, is right in 1 of n cases. Models that learn the task
 stay at that for long before they do: a run that ends there may have been too short.
 """
 
@@ -20,15 +20,14 @@ from experiments import (
     Results,
     first,
     label_accuracy,
-    make_language_model,
     make_parser,
     over_seeds,
     train,
 )
+from language_models import MODELS, make_language_model
 from rows import Panel, Spread, around_mean, parse_arguments, plot
 
 
-MODELS = ("ToST", "GPT-2", "Mamba-2")
 PAIRS = (4, 8, 16, 32, 64)
 TOKENS = 4096  # of a batch
 TEST_SEED = 1_000_000
@@ -61,7 +60,7 @@ def make_recall_batch(rng: np.random.Generator, pairs: int, batch: int, vocab_si
 
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, steps=20_000, learning_rates=(1e-3,))
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["ToST", "GPT-2", "Mamba-2"])
     parser.add_argument("--pairs", type=int, nargs="+", default=list(PAIRS))
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)

@@ -8,6 +8,7 @@ value. Speed rows also have the smallest and the largest of the rounds of which 
 import argparse
 import csv
 import datetime
+import fcntl
 import io
 import os
 import platform
@@ -109,11 +110,21 @@ def origin(args: argparse.Namespace, device: torch.device | str = "cpu") -> dict
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Appends rows of equal columns; the file is written under a temporary name and moved.
+    """Appends rows of equal columns; the file is written under a temporary name and moved. Processes take turns.
 
     Raises:
         ValueError: the file has other columns.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
+        _append_rows(path, rows)
+    finally:
+        os.close(folder)
+
+
+def _append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     columns = list(rows[0])
     text = path.read_text() if path.exists() else ""
     if text and text.splitlines()[0] != ",".join(columns):
@@ -123,7 +134,6 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     if not text:
         writer.writeheader()
     writer.writerows(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     with os.fdopen(handle, "w") as file:
         file.write(text + buffer.getvalue())

@@ -1,0 +1,94 @@
+"""The experiments' language models: equal parameters, the ablation without statistics, the rival with the convolution."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+
+import compare_lm
+import experiments
+import language_models
+import locality
+
+
+@pytest.mark.parametrize("name", language_models.MODELS)
+def test_models_have_the_asked_size_and_learn(name):
+    torch.manual_seed(0)
+    model = language_models.make_language_model(name, vocab_size=16, width=32, layers=2, head_dim=16, context=16)
+    assert (model.config.hidden_size, model.config.num_hidden_layers) == (32, 2)
+
+    def make(rng):
+        return locality.make_locality_batch(rng, "copy 0", 8, 16)
+
+    held_out = list(experiments.Batches(make, 2, 99))
+    trainer = experiments.train(
+        model, experiments.Batches(make, 60, 0), steps=60, learning_rate=1e-2, seed=0, data_collator=experiments.first
+    )
+    assert trainer.state.global_step == 60
+    assert experiments.label_accuracy(model, held_out) > 0.9
+
+
+@pytest.mark.parametrize("size", compare_lm.SIZES.values(), ids=compare_lm.SIZES)
+@pytest.mark.parametrize("name", language_models.MODELS)
+def test_compared_models_have_gpt2s_parameters(name, size):
+    sizes = {"width": size.width, "head_dim": size.head_dim, "context": size.context, "vocab_size": size.vocab_size}
+    gpt2 = language_models.count_parameters("GPT-2", layers=size.layers, **sizes)
+    found = language_models.equal_size(name, layers=size.layers, **sizes)
+    assert language_models.count_parameters(name, **found) == pytest.approx(gpt2, rel=0.01)
+
+
+@pytest.mark.parametrize(("layers", "attention"), [(1, [0]), (2, [1]), (6, [2, 5]), (12, [3, 7, 11])])
+def test_layers_of_the_hybrid(layers, attention):
+    kinds = language_models.hybrid_layers(layers)
+    assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == attention and len(kinds) == layers
+
+
+def test_without_statistics_only_convolution_and_projections_are_left():
+    size = {"vocab_size": 16, "width": 32, "layers": 1, "head_dim": 16, "context": 16}
+    torch.manual_seed(0)
+    model = language_models.make_language_model("ToST conv, no statistics", **size)
+    assert not any("temp" in name or "denom_bias" in name for name, _ in model.named_parameters())
+    layer = model.model.layers[0].self_attn
+    torch.nn.init.normal_(layer.convolution.weight)
+    x = torch.randn(1, 9, 32)
+    convolved = x + sum(layer.convolution.weight[:, j] * torch.nn.functional.pad(x, (0, 0, j, 0))[:, :9] for j in range(4))
+    torch.testing.assert_close(layer(x)[0], layer.out_proj(-layer.in_proj(convolved)))
+    tokens = torch.randint(16, (1, 9))
+    changed = tokens.clone()
+    changed[0, 0] = (tokens[0, 0] + 1) % 16
+    with torch.no_grad():
+        here, there = (model.eval()(ids).logits[0] for ids in (tokens, changed))
+    assert torch.equal(here[4:], there[4:]) and not torch.allclose(here[3], there[3])  # four tokens are seen, and no more
+
+
+def test_gpt2_with_the_convolution_starts_as_gpt2_and_is_causal():
+    size = {"vocab_size": 16, "width": 32, "layers": 2, "head_dim": 16, "context": 16}
+    models = []
+    for name in ("GPT-2", "GPT-2 conv"):
+        torch.manual_seed(0)
+        models.append(language_models.make_language_model(name, **size).eval())
+    plain, convolved = models
+    tokens = torch.randint(16, (1, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(plain(tokens).logits, convolved(tokens).logits)
+        for block in convolved.transformer.h:
+            torch.nn.init.normal_(block.attn.c_attn.convolution.weight)
+        whole = convolved(tokens).logits
+        torch.testing.assert_close(convolved(tokens[:, :5]).logits, whole[:, :5])
+    assert not torch.allclose(plain(tokens).logits, whole)
+
+
+@pytest.mark.parametrize("name", language_models.OPTIONS)
+def test_each_option_is_built(name):
+    model = language_models.make_language_model(name, vocab_size=16, width=32, layers=3, head_dim=16, context=16)
+    layers = [dict(layer.self_attn.named_parameters()) for layer in model.model.layers]
+    statistics = layers[:2] if name == "ToST hybrid" else layers
+    for parts in statistics:
+        assert ("convolution.weight" in parts) == ("conv" in name or "hybrid" in name)
+        assert ("forget_bias" in parts) == any(x in name for x in ("head", "token", "hybrid"))
+        assert ("forget_proj.weight" in parts) == any(x in name for x in ("token", "hybrid"))
+    assert ("temp" in layers[2]) == (name not in ("ToST hybrid", "ToST conv, no statistics"))
