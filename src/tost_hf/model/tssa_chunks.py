@@ -460,7 +460,7 @@ def _score_to_squares(
     grad_sum_sq = space.add_up_grad_sq(grad_sums.sum_sq.neg(), factors.backward).neg()
     grad_sq = grad_ratio.sub_(loss)
     if decay is not None:
-        decay.terms -= torch.mul(sq, grad_sq, out=space.sum_weighted_sq).sum(-1)
+        decay.terms -= torch.mul(sq, grad_sq, out=loss).sum(-1)
         decay.after_groups -= (ends * space.add_up_grad_sq.before_groups).sum(-1)
     return grad_sq, grad_sum_sq
 
