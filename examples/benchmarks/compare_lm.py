@@ -13,7 +13,7 @@ follows which in the training text and looks at nothing but the current token: a
 its context.
 
 The rows hold the loss at ten steps of a run, all of one learning-rate schedule: "loss at step 400" is that of a run of 2,000
-steps under way. Rows that are there are not measured again, so that a run that was stopped goes on when started anew.
+steps under way. Rows that are there are not measured again, so that a run that was stopped goes on when started again.
 """
 
 import functools
