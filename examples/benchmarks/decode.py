@@ -2,9 +2,10 @@
 """What a new token costs: a ToST-base-sized model beside transformers' GPT-2 of equal width.
 
     python examples/benchmarks/decode.py                                        # CPU: positions 10, 100 and 1,000
+    python examples/benchmarks/decode.py --models ToST "ToST conv token" --positions 10 10000  # options beyond the paper
     python examples/benchmarks/decode.py --static --compile --batch 1 64 1024   # as fast as both go (the default on a GPU)
 
-Random weights (they do not change the cost). Single-token steps from a cache that holds the text up to the position; the two
+Random weights (they do not change the cost). Single-token steps from a cache that holds the text up to the position; the
 models take turns. `--static` gives both their static cache, of which GPT-2's is as long as this position needs; `--compile`
 compiles the step (CUDA graphs on a GPU; a model for which they are skipped is not timed). Over a static cache GPT-2's
 attention always gets an explicit mask, so never PyTorch's flash kernel: that is what transformers itself does. Prints the time
@@ -16,6 +17,7 @@ import argparse
 import copy
 
 import torch
+from language_models import NO_STATISTICS, OPTIONS, tost_options
 from rows import Panel, Spread, parse_arguments, plot
 from timing import (
     Report,
@@ -37,13 +39,14 @@ from tost_hf import ToSTConfig, ToSTForCausalLM
 
 
 VOCABULARY = 50304
-MODELS = ("ToST", "GPT-2")
+MODELS = (*(name for name in OPTIONS if name != NO_STATISTICS), "GPT-2")
 
 
 def build(name: str, layers: int, positions: int):
     """Models of width 768 with 12 heads."""
-    if name == "ToST":
+    if name in OPTIONS:
         overrides = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "max_position_embeddings": positions}
+        overrides |= tost_options(name, layers)
         return ToSTForCausalLM(ToSTConfig.from_preset("tost-base", **overrides)).eval()
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_layer=layers, n_positions=positions)).eval()
 
@@ -159,6 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     dtype_argument(parser)
     gpu_default = "default: on a GPU"
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["ToST", "GPT-2"])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--positions", type=int, nargs="+", help="default: 10 100 1000; 1024 on a GPU")
     parser.add_argument("--batch", type=int, nargs="+", help="default: 1; 1 64 1024 on a GPU")
@@ -181,11 +185,11 @@ def main(argv: list[str] | None = None) -> None:
     report = Report(args, labels=2)
     torch.manual_seed(0)
     longest = max(1024, max(positions) + args.steps)
-    models = {name: build(name, args.layers, longest).to(args.device, dtype) for name in MODELS}
+    models = {name: build(name, args.layers, longest).to(args.device, dtype) for name in args.models}
     series = {}
     for batch in batches:
         seconds = benchmark(models, batch, positions, args, report)
-        for name in MODELS:
+        for name in args.models:
             times = {position: times for (model, position), times in seconds.items() if model == name}
             series[f"{name}, batch {batch}"] = {x: spread(t) * (1e3 / args.steps) for x, t in times.items()}
             if len(times) > 1:

@@ -44,7 +44,6 @@ def make_language_model(
         ValueError: there is no such model.
     """
     if name in OPTIONS:
-        options = OPTIONS[name] | ({"layer_types": hybrid_layers(layers)} if name == HYBRID else {})
         config = ToSTConfig(
             vocab_size=vocab_size,
             hidden_size=width,
@@ -53,7 +52,7 @@ def make_language_model(
             intermediate_size=inner,
             max_position_embeddings=context,
             layer_scale_init_value=1.0,  # the published 1e-5 takes longer to grow than these runs last
-            **options,
+            **tost_options(name, layers),
             **NO_IDS,
         )
         model = ToSTForCausalLM(config)
@@ -89,6 +88,11 @@ def make_language_model(
         )
         return Mamba2ForCausalLM(config)
     raise ValueError(f"There is no model {name!r} here; choose one of {', '.join(MODELS)}.")
+
+
+def tost_options(name: str, layers: int) -> dict:
+    """The options of one of `OPTIONS` with so many layers."""
+    return OPTIONS[name] | ({"layer_types": hybrid_layers(layers)} if name == HYBRID else {})
 
 
 def hybrid_layers(layers: int) -> list[str]:

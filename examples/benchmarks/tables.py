@@ -6,7 +6,7 @@
 Fills what stands between `<!-- results: NAME -->` (a table) or `<!-- figure: NAME -->` (a number) and `<!-- end -->` in
 README.md and in the README beside this file, and between the same marks as Jinja comments (`{# figure: NAME #}`, `{# end #}`)
 in the template of model cards; writes the speed tables of the cards (hub/figures.json); draws the plots beside the rows.
-What the rows do not hold cannot be cited: a name without its rows is an error.
+What the rows do not hold cannot be cited: a name without its rows is an error, but for the tables of options, which say so.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tables_ability
+import tables_options
 import tables_speed
 from rows import RESULTS, ROOT, Measured, Panel, plot
 
@@ -28,7 +29,7 @@ MARKED = re.compile(
     r"(?P<open><!--|\{#) (?P<kind>results|figure): (?P<name>[^>#]+?) (?P<close>-->|#\}).*?(?P=open) end (?P=close)", re.DOTALL
 )
 KINDS = {
-    "results": tables_ability.TABLES | tables_speed.TABLES,
+    "results": tables_ability.TABLES | tables_speed.TABLES | tables_options.TABLES,
     "figure": tables_ability.FIGURES | tables_speed.FIGURES,
 }
 PLOTS: dict[str, Callable[[Measured], list[Panel]]] = tables_ability.PLOTS | tables_speed.PLOTS

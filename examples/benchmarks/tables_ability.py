@@ -14,6 +14,8 @@ RECALL = {  # steps to what is said of them
     "600": ("4 to 64 pairs, 600 steps", (4, 8, 16, 32, 64)),
 }
 PAIRS = (4, 8, 16, 32, 64)
+LANGUAGE_STEPS = 400
+PUBLISHED_FREE = "ToST, no positions"  # as published, but for the positions
 LANGUAGE = ("tiny Shakespeare", "books")
 LAYERS = (1, 2, 3, 4)
 POSITIONS = (1, 8, 32, 128)
@@ -49,9 +51,9 @@ def settings(rows: list[dict[str, str]]) -> str:
     return f"Width {values('width')}, {values('layers')} layers, {values('steps')} steps, {seeds} seeds."
 
 
-def with_source(measured: Measured, table: str, **wanted) -> str:
-    """A table between its settings and its commands."""
-    rows = measured.find("results", **wanted)
+def with_source(measured: Measured, table: str, models: tuple[str, ...] = (), **wanted) -> str:
+    """A table between its settings and its commands, of all models or of some."""
+    rows = [row for row in measured.find("results", **wanted) if not models or row["model"] in models]
     return f"{settings(rows)}\n\n{table}\n\n{commands(rows)}"
 
 
@@ -65,7 +67,7 @@ def copying(measured: Measured) -> str:
         cells = [accuracy(measured, task=task, **case) for task in COPY_TASKS]
         lines.append([model, parameters(measured, **case), *cells])
     table = markdown(["accuracy, %", "parameters", *COPY_TASKS], lines)
-    return with_source(measured, table, script="locality.py", context=96)
+    return with_source(measured, table, MODELS, script="locality.py", context=96)
 
 
 def short_copying(measured: Measured) -> str:
@@ -85,7 +87,7 @@ def recall(measured: Measured) -> str:
                 cells = [accuracy(measured, task=f"{n} pairs", **case) for n in pairs]
                 lines.append([model, *cells, *[""] * (len(PAIRS) - len(pairs))])
     table = markdown(["accuracy, %", *(f"{n} pairs" for n in PAIRS)], lines)
-    return with_source(measured, table, script="recall.py")
+    return with_source(measured, table, MODELS, script="recall.py")
 
 
 # Language -------------------------------------------------------------------------------------------------------------
@@ -94,29 +96,32 @@ def recall(measured: Measured) -> str:
 def language(measured: Measured) -> str:
     def losses(model, metric="loss"):
         return [
-            plus_minus(measured.seeds(script="compare_lm.py", task=task, model=model, metric=metric), ".3f")
+            plus_minus(
+                measured.seeds(script="compare_lm.py", steps=LANGUAGE_STEPS, task=task, model=model, metric=metric), ".3f"
+            )
             for task in LANGUAGE
         ]
 
     counted = [cell.partition(" ")[0] for cell in losses("GPT-2", "bigram_loss")]  # the same at every seed
     lines = [["counts of byte pairs", "", *counted]]
     for model in ("GPT-2", "ToST", "ToST, deeper"):
-        case = {"script": "compare_lm.py", "model": model}
+        case = {"script": "compare_lm.py", "steps": LANGUAGE_STEPS, "model": model}
         name = f"{model.partition(',')[0]}, {only(measured, 'layers', **case)} layers"
         lines.append([name, parameters(measured, **case), *losses(model)])
     table = markdown(["nats per byte", "parameters", *LANGUAGE], lines)
-    return with_source(measured, table, script="compare_lm.py")
+    return with_source(measured, table, script="compare_lm.py", steps=LANGUAGE_STEPS)
 
 
 # Long texts -----------------------------------------------------------------------------------------------------------
 
 
 def position_ranges(measured: Measured) -> list[str]:
-    return list(dict.fromkeys(row["task"] for row in measured.find("results", script="long_context.py", metric="loss")))
+    rows = measured.find("results", script="long_context.py", model=PUBLISHED_FREE, metric="loss")
+    return list(dict.fromkeys(row["task"] for row in rows))
 
 
 def at_positions(measured: Measured, task: str, metric: str) -> list[float]:
-    return measured.seeds(script="long_context.py", task=task, metric=metric)
+    return measured.seeds(script="long_context.py", model=PUBLISHED_FREE, task=task, metric=metric)
 
 
 def older_past(measured: Measured, task: str) -> list[float]:
@@ -144,7 +149,7 @@ def long_texts(measured: Measured) -> str:
         "more without the older past, 0.0001 nats",
         "distance of Pi from uniform",
     ]
-    return with_source(measured, markdown(head, lines), script="long_context.py")
+    return with_source(measured, markdown(head, lines), (PUBLISHED_FREE,), script="long_context.py")
 
 
 def most_of_the_older_past(measured: Measured) -> str:
@@ -238,7 +243,8 @@ def worse(measured: Measured) -> str:
     ):
         lines.append([f"{title}, accuracy", *(f"{accuracy(measured, model=name, **case)} %" for name in ("ToST", "GPT-2"))])
     for task in LANGUAGE:
-        losses = (measured.seeds(script="compare_lm.py", metric="loss", task=task, model=name) for name in ("ToST", "GPT-2"))
+        case = {"script": "compare_lm.py", "steps": LANGUAGE_STEPS, "metric": "loss", "task": task}
+        losses = (measured.seeds(model=name, **case) for name in ("ToST", "GPT-2"))
         lines.append([f"{task}, nats per byte (less is better)", *(plus_minus(x, ".3f") for x in losses)])
     return markdown(["small models of equal width", "ToST", "GPT-2"], lines)
 
@@ -269,7 +275,9 @@ FIGURES = {
     **{f"copy 1, {name}": figure(script="locality.py", context=96, task="copy 1", model=name) for name in ("ToST", "GPT-2")},
     **{f"16 pairs, {name}": figure(script="recall.py", steps=6000, task="16 pairs", model=name) for name in ("ToST", "GPT-2")},
     **{
-        f"tiny Shakespeare, {name}": figure("loss", script="compare_lm.py", task="tiny Shakespeare", model=name)
+        f"tiny Shakespeare, {name}": figure(
+            "loss", script="compare_lm.py", steps=LANGUAGE_STEPS, task="tiny Shakespeare", model=name
+        )
         for name in ("ToST", "GPT-2")
     },
     "older past": most_of_the_older_past,

@@ -11,7 +11,9 @@ LONG_SHAPE = {"B": 1, "T": 131072}
 SHORT_LENGTHS = (16, 32, 64, 128, 256)
 OP_PASSES = ("forward", "forward + backward")
 TRAINING_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
+DECODE = {"command": "python examples/benchmarks/decode.py"}  # not that of options
 DECODE_POSITIONS = (10, 100, 1000)
+OPTION_POSITIONS = (10, 10_000)
 SIDES = (224, 448, 512, 896, 1024, 2048)
 CARD_SIDES = tuple(side for side in SIDES if side != 512)
 SCALING_LENGTHS = (100, 1024, 4096, 8192, 131072)
@@ -38,6 +40,11 @@ def with_source(measured: Measured, table: str, name: str, **wanted) -> str:
 # A new token ----------------------------------------------------------------------------------------------------------
 
 
+def with_options(measured: Measured) -> list[dict[str, str]]:
+    """The rows of decode.py of models with options."""
+    return [row for row in measured.rows["decode"] if "--models" in row["command"]]
+
+
 def decode_lines(measured: Measured) -> tuple[list[str], list[list[str]]]:
     """Head and rows: the time of a step at each position, and the memory at the last."""
     last = DECODE_POSITIONS[-1]
@@ -45,18 +52,18 @@ def decode_lines(measured: Measured) -> tuple[list[str], list[list[str]]]:
     head.append(f"forward over {last:,} tokens, memory beyond the model")
     lines = []
     for model in ("ToST", "GPT-2"):
-        steps = [measured.spread("decode", model=model, position=x, metric="ms a step") for x in DECODE_POSITIONS]
-        cache = measured.spread("decode", model=model, position=last, metric="cache bytes").value
-        peak = measured.spread("decode", model=model, position=last, metric="forward peak MiB").value
+        steps = [measured.spread("decode", **DECODE, model=model, position=x, metric="ms a step") for x in DECODE_POSITIONS]
+        cache = measured.spread("decode", **DECODE, model=model, position=last, metric="cache bytes").value
+        peak = measured.spread("decode", **DECODE, model=model, position=last, metric="forward peak MiB").value
         lines.append([model, *map(ms, steps), f"{cache:,.0f} bytes", f"{peak:.0f} MiB"])
     return head, lines
 
 
 def decode(measured: Measured) -> str:
     head, lines = decode_lines(measured)
-    gains = [measured.spread("decode", model="ToST", position=x, metric="GPT-2 / this") for x in DECODE_POSITIONS]
+    gains = [measured.spread("decode", **DECODE, model="ToST", position=x, metric="GPT-2 / this") for x in DECODE_POSITIONS]
     lines.append(["GPT-2 / ToST", *map(with_range, gains), "", ""])
-    return with_source(measured, markdown(head, lines), "decode")
+    return with_source(measured, markdown(head, lines), "decode", **DECODE)
 
 
 # The operator ---------------------------------------------------------------------------------------------------------
@@ -199,7 +206,7 @@ def short_inputs(measured: Measured) -> str:
     """Where ToST is not faster, or hardly, for the top README."""
 
     def step(model):
-        return ms(measured.spread("decode", model=model, position=10, metric="ms a step"))
+        return ms(measured.spread("decode", **DECODE, model=model, position=10, metric="ms a step"))
 
     def op(variant):
         case = {"B": 4, "T": 16, "form": "causal", "pass": "forward", "metric": "ms"}
@@ -223,7 +230,7 @@ def short_inputs(measured: Measured) -> str:
 def long_inputs(measured: Measured) -> str:
     """What ToST gains, for the top README."""
     case = OP_SHAPE | {"variant": "eager", "form": "causal", "pass": "forward + backward", "metric": "literal / this"}
-    token = measured.spread("decode", model="ToST", position=1000, metric="GPT-2 / this")
+    token = measured.spread("decode", **DECODE, model="ToST", position=1000, metric="GPT-2 / this")
     width, parameters = (training_spread(measured, "ToST", 2048, x, "GPT-2 / this") for x in ("width", "parameters"))
     image = measured.spread("resolution", model="ToST", pixels=1024, metric="ViT / this")
     lines = [
@@ -242,8 +249,8 @@ def long_inputs(measured: Measured) -> str:
 def for_cards(measured: Measured) -> dict[str, dict[str, str]]:
     """Name of a size to text, table and command of its card's section on cost."""
 
-    def entry(what: str, table: str, name: str):
-        rows = measured.find(name)
+    def entry(what: str, table: str, name: str, **wanted):
+        rows = measured.find(name, **wanted)
         (command,) = {row["command"] for row in rows}
         (dtype,) = {row["dtype"] for row in rows}
         processor, _, software = where(rows).partition(", ")
@@ -256,7 +263,7 @@ def for_cards(measured: Measured) -> dict[str, dict[str, str]]:
     beside_gpt2 = "A new token, beside transformers' GPT-2 of equal width"
     beside_vit = "An image, beside ViT-small with PyTorch's scaled dot product attention"
     return {
-        "tost-base": entry(beside_gpt2, markdown(*decode_lines(measured)), "decode"),
+        "tost-base": entry(beside_gpt2, markdown(*decode_lines(measured)), "decode", **DECODE),
         "tost-vision-small-patch16": entry(beside_vit, resolution_table(measured, CARD_SIDES), "resolution"),
     }
 
