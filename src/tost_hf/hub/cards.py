@@ -122,9 +122,9 @@ def build_card(
     if license is not None and not _LICENCE.fullmatch(license):
         raise ValueError(f"{license!r} is no licence's identifier; give one of the Hub's, such as apache-2.0, mit or other.")
     full_name = repo_id or _printable(folder.resolve().name)
-    name = full_name.rpartition("/")[2]
     old = load_card(folder / CARD) if (folder / CARD).is_file() else ModelCard("---\n{}\n---\n")
     records = read_records(folder)
+    name = full_name.rpartition("/")[2]
     card = _fill(
         card_metadata(config, old, name, license, records),
         config,
