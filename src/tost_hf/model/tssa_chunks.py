@@ -6,7 +6,8 @@ memberships and the sums before each chunk are kept. The loops over rows and chu
 brings its own code for a chunk (`CompiledChunks`).
 
 Sums that forget are multiplied by a token's factor before it is added, as the tokens go by. The border between two packed
-sequences is a factor 0, so that packing costs the same wherever sequences end.
+sequences is a factor 0, so that packing costs the same wherever sequences end. (0 times NaN is NaN: tokens that are not
+finite spoil the sequences packed behind them, too.)
 
 In the backward, `grad_x` is the gradient with respect to x. The output is -x Pi D / (N + D), with N and D the running sums of
 weighted squares and of memberships.

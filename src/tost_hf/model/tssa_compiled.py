@@ -2,7 +2,7 @@
 """Causal TSSA under torch.compile on a CPU: one opaque operator, whose chunks run code that Inductor made once for all layers.
 
 The caller's graph sees an operator with a closed-form backward, so it does not grow with the formulas. Inside, chunks of
-many tokens run compiled formulas; what is shorter (ends, packed sequences) runs the eager ones of tssa_chunks.py.
+many tokens run compiled formulas; what is shorter, at the end of a row, runs the eager ones of tssa_chunks.py.
 
 Inductor has no fused running sum on CPUs: here one is unrolled over UNROLLED_TOKENS consecutive tokens, each in a tensor of
 its own (a *phase*), and only the sums before each group of them pass through memory.
