@@ -59,7 +59,7 @@ OF_ONE = [
     ("tost", {"max_position_embeddings": 10**15}, "max_position_embeddings must be at most 2,147,483,647"),
     ("tost", {"n_layer": "2"}, "'num_hidden_layers' expected int, got str"),
     ("tost", {"n_layer": 10**12}, "num_hidden_layers must be at most 1,024"),
-    ("tost", {"layer_types": ["linear_attention"]}, "layer_types follows from other fields"),
+    ("tost", {"layer_types": ["linear_attention"]}, "layer_types must hold tost_causal_statistics"),
     ("tost_vision", {"image_size": 0}, "image_size must be one side, or height and width, from 1 to 65,536"),
     ("tost_vision", {"image_size": 10**9}, "image_size must be one side"),
     ("tost_vision", {"image_size": []}, "image_size must be one side"),

@@ -26,7 +26,12 @@ from tost_hf.model.convolution_tost import ShortConvolution, find_taps
 F64 = {"rtol": 1e-9, "atol": 1e-9}
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "eos_token_id": None}
 OPTIONS = {"conv": {"conv_kernel": 4}, "head": {"forgetting": "head"}, "token": {"forgetting": "token"}}
-COMBINATIONS = list(itertools.product((None, "head", "token"), (None, "conv")))
+OPTIONS["hybrid"] = {
+    "layer_types": ["tost_causal_statistics", "full_attention"] * 2,
+    "max_position_embeddings": None,
+    "num_key_value_heads": 2,
+}
+COMBINATIONS = list(itertools.product((None, "head", "token"), (None, "conv"), (None, "hybrid")))
 
 
 def build(names=(), dtype=torch.float64, **fields) -> ToSTForCausalLM:
@@ -190,9 +195,9 @@ def test_generate_compiles_decoding_once(model, tokens, padded):
     counter = counting_backend("eager")
     config = CompileConfig(fullgraph=True, backend=counter, mode=None)
     config._compile_all_devices = True  # else transformers compiles on accelerators only
-    kwargs = {"max_new_tokens": 20, "do_sample": False}
     for length in (9, 23):
         prompt = tokens[:, :length]
+        kwargs = {"max_new_tokens": 43 - length, "do_sample": False}  # keys and values of one size
         mask = torch.ones_like(prompt)
         mask[1, :3] = 0 if padded else 1
         expected = model.generate(prompt, attention_mask=mask, **kwargs)

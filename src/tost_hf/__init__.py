@@ -16,7 +16,8 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer, load_cache, save_cache
+from .model.cache_layer_tost import CausalStatisticsLayer
+from .model.cache_tost import CausalStatisticsCache, load_cache, save_cache
 from .model.configuration_tost import PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel, ToSTPreTrainedModel

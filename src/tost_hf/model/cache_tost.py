@@ -1,8 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The cache of a causal TSSA model: three running sums per layer, of constant size, inside transformers' Cache framework.
-
-`generate()` builds these layers by itself, from `config.layer_types`.
-"""
+"""The cache of a ToST language model: its layers, its checks, its files."""
 
 import os
 import tempfile
@@ -12,322 +9,134 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
-from .configuration_tost import CAUSAL_STATISTICS
-from .convolution_tost import find_taps, join_rows, last_rows
-from .tssa_state import TSSAState, as_state
+from .cache_layer_tost import STATE_NAMES, CausalStatisticsLayer
+from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
+from .tssa_state import TSSAState
 
 
-RECORDED_TAIL = 64  # tokens that stay removable after a crop
-STATE_NAMES = TSSAState._fields
-SAVED_NAMES = (*STATE_NAMES, "recent_inputs")  # of a layer, in memory and in files; the last only with a convolution
 FILE_FORMAT = "tost_causal_statistics/1"
 
 
-class RecordedTokens(NamedTuple):
-    """What a layer keeps of tokens that may be taken back."""
-
-    w: torch.Tensor  # projected, (B, t, H, p)
-    membership: torch.Tensor  # (B, t, H), 0 at padding
-    log_decay: torch.Tensor | None  # (B, t, H), where the layer forgets
-    inputs: torch.Tensor | None  # of the layer, (B, t, D), where it has a convolution
-
-
-class LayerPast(NamedTuple):
-    """What a layer knows of the tokens up to one of them."""
-
-    state: TSSAState
-    recent_inputs: torch.Tensor | None
-
-
-class CausalStatisticsLayer(CacheLayerMixin):
-    """Running statistics of one causal TSSA layer.
-
-    `sum_sq` and `sum_weighted_sq` are (B, H, p), `sum_membership` is (B, H); None until the first update. They have the dtypes
-    of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost. In a layer with
-    a convolution `recent_inputs` (B, conv_kernel - 1, D) holds the layer's last inputs, oldest first; else it is None.
-
-    With `max_cache_len` (as `StaticCache` passes it) or `static=True` the tensors keep their addresses and the number
-    of tokens seen is a tensor, so that a compiled decode step is neither recompiled nor skipped by CUDA graphs; the
-    cached sums then carry no gradient. The number itself limits nothing: the state is of one size at any length.
-
-    While recording is on (`activate_past_recording`), the tokens since the last `crop`, and up to 64 before it, can be
-    taken back exactly: the sums are put together again from those before the recorded tokens, nothing is subtracted.
-    """
-
-    _layer_type = CAUSAL_STATISTICS
-    is_croppable = True
-    supports_early_init = False  # the key/value shapes of that path mean nothing here
-
-    def __init__(self, max_cache_len: int | None = None, static: bool = False, **kwargs):
-        super().__init__()
-        self.static = static or max_cache_len is not None
-        self.max_cache_len = max_cache_len
-        self.sum_sq = self.sum_weighted_sq = self.sum_membership = self.recent_inputs = None
-        self.cumulative_length = torch.tensor(0, dtype=torch.long) if self.static else 0
-        self.device = None
-        self.record_past = False
-        self._base: LayerPast | None = None  # before the first recorded token
-        self._recorded: list[RecordedTokens] = []
-
-    @property
-    def is_compileable(self) -> bool:
-        return self.static
-
-    @property
-    def state(self) -> TSSAState | None:
-        """The three running sums, or None before the first token."""
-        if not self.is_initialized:
-            return None
-        self.prefetch()
-        state = self._stored_state()
-        if self.static and torch.is_grad_enabled():  # a backward pass must not find it overwritten
-            state = TSSAState(*(x.clone() for x in state))
-        return state
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the layer's sums and recent inputs take in memory; those of recorded tokens come on top."""
-        return sum(x.nbytes for x in self.tensors().values())
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that the layer holds, by name; none before the first token."""
-        held = {name: getattr(self, name) for name in SAVED_NAMES}
-        return {name: x for name, x in held.items() if x is not None}
-
-    # float64 sums take the bytes of float32 sums with float32 remainders, and need no adding and splitting at every step
-    def _stored_state(self) -> TSSAState:
-        return TSSAState(self.sum_sq, self.sum_weighted_sq, self.sum_membership)
-
-    def set_state(self, state: TSSAState) -> None:
-        """Takes over new sums: in place where addresses are static, and for the same batch size."""
-        for name, new in zip(STATE_NAMES, as_state(state, state.sum_sq)):
-            self._store(name, new)
-        self.batch_size = state.sum_sq.shape[0]
-
-    def set_recent_inputs(self, recent_inputs: torch.Tensor | None) -> None:
-        """Takes over new last inputs, as `set_state` does with sums."""
-        if recent_inputs is not None:
-            self._store("recent_inputs", recent_inputs)
-
-    def _store(self, name: str, new: torch.Tensor) -> None:
-        old = getattr(self, name)
-        if self.static and old is not None and old.shape == new.shape:
-            old.copy_(new.detach())
-        else:
-            setattr(self, name, new.detach().clone() if self.static else new)
-            self._mark_static(getattr(self, name))
-
-    def _mark_static(self, tensor: torch.Tensor) -> None:
-        if self.static and not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(tensor)
-
-    def lazy_initialization(self, state: TSSAState) -> None:
-        """Makes room for sums of the given state's shapes, dtype and device."""
-        self.device = state.sum_sq.device
-        if self.static:
-            self.cumulative_length = self.cumulative_length.to(self.device)
-            self._mark_static(self.cumulative_length)
-        self.set_state(TSSAState(*(torch.zeros_like(x) for x in state)))
-        self.is_initialized = True
-
-    def update_state(
-        self,
-        state: TSSAState,
-        w: torch.Tensor,
-        membership: torch.Tensor,
-        *,
-        log_decay: torch.Tensor | None = None,
-        inputs: torch.Tensor | None = None,
-        recent_inputs: torch.Tensor | None = None,
-    ) -> None:
-        """Stores what is known after new tokens.
-
-        Args:
-            state: the sums after these tokens.
-            w: the projected tokens, (B, T, H, p).
-            membership: their membership, (B, H, T), 0 at padding.
-            log_decay: logarithm of their forget factors, (B, T, H), where the layer forgets.
-            inputs: of the layer, (B, T, D), where it has a convolution.
-            recent_inputs: the last of them, (B, conv_kernel - 1, D).
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(state)
-        if self.record_past:
-            if recent_inputs is None:
-                inputs = None
-            elif self.recent_inputs is None:
-                self.set_recent_inputs(torch.zeros_like(recent_inputs))
-            if not self._recorded:
-                self._base = _map_tensors(torch.clone, LayerPast(self._stored_state(), self.recent_inputs))
-            self._recorded.append(RecordedTokens(w, membership.transpose(1, 2), log_decay, inputs))
-        self.set_state(state)
-        self.set_recent_inputs(recent_inputs)
-        if self.static:
-            self.cumulative_length.add_(w.shape[1])
-        else:
-            self.cumulative_length += w.shape[1]
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        raise NotImplementedError(
-            f"{type(self).__name__} keeps statistics, not keys and values: use it with a ToST model, which calls update_state."
-        )
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, padding included (a 0-dimensional tensor where static)."""
-        return self.cumulative_length if self.is_initialized else 0
-
-    def get_max_length(self) -> int:
-        return -1 if self.max_cache_len is None else self.max_cache_len
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    # Rollback ---------------------------------------------------------------------------------------------------------
-
-    def activate_past_recording(self) -> None:
-        """From here on keeps what `crop` needs. Memory grows with the tokens between two calls of `crop`."""
-        if not self.record_past:
-            self._forget()
-        self.record_past = True
-
-    def _forget(self) -> None:
-        self._base, self._recorded = None, []
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last `-tokens_to_remove` tokens, padding counted (0 removes none, and frees old records).
-
-        Raises:
-            ValueError: the number is positive, or more tokens than were recorded.
-            RuntimeError: recording is not on.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}.")
-        if not self.record_past:
-            raise RuntimeError("Call activate_past_recording() on the cache before the tokens that crop is to take back.")
-        recorded = sum(tokens.w.shape[1] for tokens in self._recorded)
-        keep = recorded + tokens_to_remove
-        if keep < 0:
-            raise ValueError(f"Cannot take back {-tokens_to_remove} tokens: only the last {recorded} are recorded.")
-        if not recorded:
-            return
-        tokens = RecordedTokens(*(None if x[0] is None else torch.cat(x, 1) for x in zip(*self._recorded)))
-        forgotten = max(keep - RECORDED_TAIL, 0)
-        self._base = _add_tokens(self._base, _map_tensors(lambda x: x[:, :forgotten], tokens))
-        tokens = _map_tensors(lambda x: x[:, forgotten:keep], tokens)
-        self._recorded = [tokens] if keep else []
-        if tokens_to_remove:
-            past = _add_tokens(self._base, tokens)
-            self.set_state(past.state)
-            self.set_recent_inputs(past.recent_inputs)
-            self.cumulative_length += tokens_to_remove
-
-    # Batch ------------------------------------------------------------------------------------------------------------
-
-    def _map_batch(self, fn) -> None:
-        """Applies `fn` to every tensor with a batch dimension."""
-        if not self.is_initialized:
-            return
-        past = _map_tensors(fn, LayerPast(self._stored_state(), self.recent_inputs))
-        self.set_state(past.state)
-        self.set_recent_inputs(past.recent_inputs)
-        if self._base is not None:
-            self._base = _map_tensors(fn, self._base)
-        self._recorded = [_map_tensors(fn, tokens) for tokens in self._recorded]
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_batch(lambda x: x.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map_batch(lambda x: x[indices.to(x.device)])
-
-    def reset(self) -> None:
-        """Back to the start of a sequence; tensors stay where they are."""
-        for x in self.tensors().values():
-            x.detach().zero_()
-        self._forget()
-        if self.static:
-            self.cumulative_length.zero_()
-        else:
-            self.cumulative_length = 0
-
-    # Devices ----------------------------------------------------------------------------------------------------------
-
-    def _move(self, device: torch.device) -> None:
-        if self.is_initialized and self.sum_sq.device != device:
-            for name, x in self.tensors().items():
-                setattr(self, name, x.to(device, non_blocking=True))
-
-    def offload(self) -> None:
-        """Moves the sums to the CPU; the next use brings them back."""
-        self._move(torch.device("cpu"))
-
-    def prefetch(self) -> None:
-        """Moves the sums back to the device they were computed on."""
-        self._move(self.device)
-
-
-# CacheLayerMixin enters subclasses in the dynamic table only
-STATIC_LAYER_TYPE_MAPPING[CAUSAL_STATISTICS] = CausalStatisticsLayer
-
-
-def _map_tensors(fn, values: tuple) -> tuple:
-    """A NamedTuple of tensors, None and more such tuples, with `fn` applied to every tensor."""
-    return type(values)(*(x if x is None else _map_tensors(fn, x) if isinstance(x, tuple) else fn(x) for x in values))
-
-
-def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
-    """What is known after more tokens."""
-    state, membership, recent = past.state, tokens.membership, past.recent_inputs
-    # padding is recognised by its membership, which is 0 in every head, and only there
-    real = membership.sum(-1) != 0
-    x = tokens.w.to(state.sum_sq.dtype).masked_fill(~real[..., None, None], 0)
-    terms = TSSAState(sq := x * x, sq * membership.unsqueeze(-1), membership)
-    if tokens.log_decay is not None:
-        log_decay = tokens.log_decay.masked_fill(~real.unsqueeze(-1), 0)
-        up_to = log_decay.flip(1).cumsum(1).flip(1)  # of each token and all later ones
-        later = (up_to - log_decay).exp()  # what later tokens leave of each one
-        terms = TSSAState(*(term * later.view(*later.shape, *[1] * (term.ndim - 3)) for term in terms))
-        total = up_to[:, :1].sum(1).exp()  # 1 where there are no tokens
-        state = TSSAState(*(old * total.view(*total.shape, *[1] * (old.ndim - 2)) for old in state))
-    sums = TSSAState(*(old + term.sum(1) for old, term in zip(state, terms)))
-    if recent is not None:
-        kernel = recent.shape[1] + 1
-        recent = last_rows(join_rows(recent, tokens.inputs, kernel), find_taps(kernel, real, None), kernel)
-    return LayerPast(sums, recent)
-
-
 class StateBytes(NamedTuple):
-    """Size of what a sequence is remembered by, at every length: the running sums, and the recent inputs of convolutions."""
+    """Size of what a sequence is remembered by: running sums, recent inputs of convolutions, keys and values of attention."""
 
-    saved: int  # as `save_cache` writes them, in float32
-    in_memory: int  # where two of the three are float64
+    saved: int  # at every length, as `save_cache` writes it, in float32; with sliding windows once they are full
+    in_memory: int  # the same where two of the three sums are float64
+    per_token: int = 0  # what each token adds, in layers of full attention
 
 
 def state_bytes(config: PreTrainedConfig) -> StateBytes:
     """Bytes of the state of one sequence, for a float32 model of this configuration."""
-    layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
+    width, heads = config.hidden_size, config.num_attention_heads
+    layers = config.layer_types.count(CAUSAL_STATISTICS)
     recent = width * ((config.conv_kernel or 1) - 1)
-    return StateBytes(saved=4 * layers * (2 * width + heads + recent), in_memory=4 * layers * (3 * width + 2 * heads + recent))
+    key_value = 4 * 2 * (config.num_key_value_heads or heads) * config.head_dim  # of a token in a layer
+    windows = config.layer_types.count(SLIDING_ATTENTION) * ((config.sliding_window or 1) - 1) * key_value
+    return StateBytes(
+        saved=4 * layers * (2 * width + heads + recent) + windows,
+        in_memory=4 * layers * (3 * width + 2 * heads + recent) + windows,
+        per_token=config.layer_types.count(FULL_ATTENTION) * key_value,
+    )
 
 
 class CausalStatisticsCache(Cache):
-    """The running statistics of all layers of a ToST language model.
+    """The running statistics of all layers of a ToST language model; keys and values where a layer has attention.
 
     Args:
         config: the model's configuration.
-        static: keep the tensors' addresses, for `torch.compile` and CUDA graphs.
+        static: keep the tensors' addresses, for `torch.compile` and CUDA graphs; not for hybrid models (see `StaticCache`).
 
     Size: num_hidden_layers * (2 * hidden_size + num_attention_heads) numbers per sequence, whatever its length: for tost-base
     74,304 bytes as `save_cache` writes them, in float32, and 111,744 in memory, where two of the three sums are float64.
     """
 
     def __init__(self, config: PreTrainedConfig, static: bool = False):
-        super().__init__(layers=[CausalStatisticsLayer(static=static) for _ in range(config.num_hidden_layers)])
+        layers = DynamicCache(config=config).layers
+        if static and any(layer_type_of(layer) != CAUSAL_STATISTICS for layer in layers):
+            raise ValueError(
+                "Keys and values need a length to be static: use StaticCache(config=model.config, max_cache_len=...)."
+            )
+        own = [layer_type_of(layer) == CAUSAL_STATISTICS for layer in layers]
+        super().__init__([CausalStatisticsLayer(static=static) if is_own else x for x, is_own in zip(layers, own)])
+
+
+def layer_type_of(layer: CacheLayerMixin) -> str | None:
+    """Which of a configuration's `layer_types` a cache layer serves; None for any other."""
+    if getattr(layer, "_layer_type", None) == CAUSAL_STATISTICS:
+        return CAUSAL_STATISTICS
+    if isinstance(layer, DynamicLayer | StaticLayer):
+        return SLIDING_ATTENTION if layer.is_sliding else FULL_ATTENTION
+    return None
+
+
+def cached_length(cache: Cache) -> int | torch.Tensor:
+    """Tokens seen by a cache of a ToST model, padding included (a 0-dimensional tensor where static)."""
+    return _statistics_layer(cache).get_seq_length()
+
+
+def _statistics_layer(cache: Cache) -> CausalStatisticsLayer:
+    return next(layer for layer in cache.layers if layer_type_of(layer) == CAUSAL_STATISTICS)
+
+
+def check_cache_kind(cache: Cache) -> None:
+    """Refuses a cache that is not a ToST model's.
+
+    Layers are told by their type's name: code loaded from the Hub has a class of its own.
+    """
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"past_key_values must be a transformers Cache such as CausalStatisticsCache, got {type(cache).__name__}."
+        )
+    kinds = {layer_type_of(layer): type(layer).__name__ for layer in cache.layers}
+    for kind, name in kinds.items():
+        if kind is None or CAUSAL_STATISTICS not in kinds:
+            raise ValueError(
+                f"past_key_values holds {name}s of another kind of model; a ToST model needs "
+                "CausalStatisticsCache(config) or DynamicCache(config=model.config)."
+            )
+
+
+def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None:
+    """Refuses a cache that a model of this configuration cannot go on from with this batch; fills an empty `DynamicCache()`.
+
+    Raises:
+        TypeError: it is no transformers Cache.
+        ValueError: it is another model's, or holds another number of sequences.
+    """
+    if isinstance(cache, Cache) and cache.layer_class_to_replicate is not None and not cache.layers:
+        # DynamicCache() without a config, still empty: give it the right layers
+        cache.layers = CausalStatisticsCache(config).layers
+        cache.layer_class_to_replicate = None
+    check_cache_kind(cache)
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"The cache is another model's: it has {len(cache.layers)} layers, this model {config.num_hidden_layers}."
+        )
+    kinds = [layer_type_of(layer) for layer in cache.layers]
+    if kinds != config.layer_types:
+        raise ValueError(
+            f"The cache is another model's: its layers are {', '.join(kinds)}, this model's {', '.join(config.layer_types)}."
+        )
+    layer = _statistics_layer(cache)
+    if not layer.is_initialized:
+        return
+    batch, *heads = layer.sum_sq.shape
+    expected = [config.num_attention_heads, config.head_dim]
+    if heads != expected:
+        raise ValueError(f"The cache is another model's: its heads have shape {heads}, this model's {expected}.")
+    recent = 0 if layer.recent_inputs is None else layer.recent_inputs.shape[1]
+    if recent != (config.conv_kernel or 1) - 1:
+        raise ValueError(
+            f"The cache is another model's: it holds {recent} inputs of a convolution per layer, this model's has "
+            f"conv_kernel={config.conv_kernel}."
+        )
+    if batch != batch_size:
+        raise ValueError(f"The cache holds {batch} sequences, the batch {batch_size}; they must be the same.")
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
 
 
 def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
@@ -342,13 +151,13 @@ def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
     check_cache_kind(cache)
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
         raise ValueError("The cache is empty: run the model on the text that is to be cached first.")
+    length = int(cached_length(cache))
     tensors = {
-        # the sums in the narrower one of their dtypes, inputs as they are
-        f"layers.{i}.{name}": x.detach().to("cpu", layer.sum_sq.dtype if name in STATE_NAMES else x.dtype).contiguous()
+        f"layers.{i}.{name}": x.detach().cpu().contiguous()
         for i, layer in enumerate(cache.layers)
-        for name, x in layer.tensors().items()
+        for name, x in _tensors_of(layer, length).items()
     }
-    metadata = {"format": FILE_FORMAT, "seq_length": str(int(cache.get_seq_length()))}
+    metadata = {"format": FILE_FORMAT, "seq_length": str(length)}
     folder = os.path.dirname(os.path.abspath(filename))
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
     os.close(handle)
@@ -387,74 +196,52 @@ def load_cache(
     length = metadata.get("seq_length", "")
     if not length.isascii() or not length.isdecimal():
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {length!r} as the number of cached tokens.")
-    H, p = config.num_attention_heads, config.head_dim
-    shapes = dict(zip(STATE_NAMES, ((H, p), (H, p), (H,))))
-    if config.conv_kernel is not None:
-        shapes["recent_inputs"] = (config.conv_kernel - 1, config.hidden_size)
-    expected = {f"layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in shapes.items()}
-    found = {key: tuple(x.shape[1:]) for key, x in tensors.items()}
-    if found != expected:
+    length = int(length)
+    layers = [_shapes_of(config, kind, length) for kind in config.layer_types]
+    expected = {f"layers.{i}.{name}": shape for i, shapes in enumerate(layers) for name, shape in shapes.items()}
+    if {key: tuple(x.shape[1:]) for key, x in tensors.items()} != expected:
         raise ValueError(
-            f"{os.fspath(filename)!r} belongs to another model: this one has {config.num_hidden_layers} layers of {H} heads "
-            f"with {p} channels."
+            f"{os.fspath(filename)!r} belongs to another model: this one has {config.num_hidden_layers} layers of "
+            f"{config.num_attention_heads} heads with {config.head_dim} channels."
         )
     if len({len(x) for x in tensors.values()}) > 1 or not all(x.is_floating_point() for x in tensors.values()):
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its sums are not of one batch, or no floating-point numbers.")
     cache = CausalStatisticsCache(config, static=static)
     for i, layer in enumerate(cache.layers):
-        state = TSSAState(*(tensors[f"layers.{i}.{name}"] for name in STATE_NAMES))
-        layer.lazy_initialization(state)
-        layer.set_state(state)
-        layer.set_recent_inputs(tensors.get(f"layers.{i}.recent_inputs"))
-        layer.cumulative_length += int(length)
+        _fill(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
     return cache
 
 
-def check_cache_kind(cache: Cache) -> None:
-    """Refuses a cache that is not a ToST model's.
-
-    Layers are told by their type's name: code loaded from the Hub has a class of its own.
-    """
-    if not isinstance(cache, Cache):
-        raise TypeError(
-            f"past_key_values must be a transformers Cache such as CausalStatisticsCache, got {type(cache).__name__}."
-        )
-    for layer in cache.layers:
-        if getattr(layer, "_layer_type", None) != CAUSAL_STATISTICS:
-            raise ValueError(
-                f"past_key_values holds {type(layer).__name__}s of another kind of model; a ToST model needs "
-                "CausalStatisticsCache(config) or DynamicCache(config=model.config)."
-            )
+def _tensors_of(layer: CacheLayerMixin, length: int) -> dict[str, torch.Tensor]:
+    """What is written of a layer that has seen `length` tokens."""
+    kind = layer_type_of(layer)
+    if kind == CAUSAL_STATISTICS:
+        # the sums in the narrower one of their dtypes, inputs as they are
+        return {name: x.to(layer.sum_sq.dtype) if name in STATE_NAMES else x for name, x in layer.tensors().items()}
+    first = 0
+    if kind == SLIDING_ATTENTION:  # a static one keeps one token more
+        window = getattr(layer, "sliding_window", None) or layer.max_cache_len
+        first, length = max(min(length, layer.keys.shape[2]) - window + 1, 0), min(length, layer.keys.shape[2])
+    return {"keys": layer.keys[:, :, first:length], "values": layer.values[:, :, first:length]}
 
 
-def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None:
-    """Refuses a cache that a model of this configuration cannot go on from with this batch; fills an empty `DynamicCache()`.
+def _shapes_of(config: PreTrainedConfig, kind: str, length: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, without the batch, of what a layer holds after `length` tokens."""
+    heads, width = config.num_attention_heads, config.head_dim
+    if kind == CAUSAL_STATISTICS:
+        recent = {} if config.conv_kernel is None else {"recent_inputs": (config.conv_kernel - 1, config.hidden_size)}
+        return dict(zip(STATE_NAMES, ((heads, width), (heads, width), (heads,)))) | recent
+    kept = min(length, config.sliding_window - 1) if kind == SLIDING_ATTENTION else length
+    return dict.fromkeys(("keys", "values"), (config.num_key_value_heads or heads, kept, width))
 
-    Raises:
-        TypeError: it is no transformers Cache.
-        ValueError: it is another model's, or holds another number of sequences.
-    """
-    if isinstance(cache, Cache) and cache.layer_class_to_replicate is not None and not cache.layers:
-        # DynamicCache() without a config, still empty: give it the right layers
-        cache.layers = CausalStatisticsCache(config).layers
-        cache.layer_class_to_replicate = None
-    check_cache_kind(cache)
-    if len(cache.layers) != config.num_hidden_layers:
-        raise ValueError(
-            f"The cache is another model's: it has {len(cache.layers)} layers, this model {config.num_hidden_layers}."
-        )
-    layer = cache.layers[0]
-    if not layer.is_initialized:
-        return
-    batch, *heads = layer.sum_sq.shape
-    expected = [config.num_attention_heads, config.head_dim]
-    if heads != expected:
-        raise ValueError(f"The cache is another model's: its heads have shape {heads}, this model's {expected}.")
-    recent = 0 if layer.recent_inputs is None else layer.recent_inputs.shape[1]
-    if recent != (config.conv_kernel or 1) - 1:
-        raise ValueError(
-            f"The cache is another model's: it holds {recent} inputs of a convolution per layer, this model's has "
-            f"conv_kernel={config.conv_kernel}."
-        )
-    if batch != batch_size:
-        raise ValueError(f"The cache holds {batch} sequences, the batch {batch_size}; they must be the same.")
+
+def _fill(layer: CacheLayerMixin, tensors: dict[str, torch.Tensor], length: int) -> None:
+    if layer_type_of(layer) == CAUSAL_STATISTICS:
+        state = TSSAState(*(tensors[name] for name in STATE_NAMES))
+        layer.lazy_initialization(state)
+        layer.set_state(state)
+        layer.set_recent_inputs(tensors.get("recent_inputs"))
+    else:
+        layer.update(tensors["keys"], tensors["values"])
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length += length - int(layer.cumulative_length)

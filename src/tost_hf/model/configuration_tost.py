@@ -9,6 +9,7 @@ from .remote_code import CodeCarryingConfig
 
 
 CAUSAL_STATISTICS = "tost_causal_statistics"  # the cache layer type of a causal TSSA layer
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # transformers' names
 
 PRESETS = {
     "tost-base": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768},
@@ -17,7 +18,8 @@ PRESETS = {
 }
 
 
-OFF = {"forgetting": "none", "conv_kernel": None}  # the options beyond the paper, at the values that make the paper's model
+OFF = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
+OFF["forgetting"] = "none"  # the options beyond the paper, at the values that make the paper's model
 
 LARGEST = {  # far above any model; what asks for more is damaged or hostile, and must not be allocated
     "vocab_size": 2**31 - 1,
@@ -97,6 +99,12 @@ class ToSTConfig(CodeCarryingConfig):
             that each token decides, per head).
         conv_kernel: taps of the short causal convolution on each attention layer's normalised input; None for none, as
             published.
+        layer_types: of each layer "tost_causal_statistics", "full_attention" or "sliding_attention"; None for the first
+            throughout, as published. At least one layer must be of the first type.
+        sliding_window: tokens that a "sliding_attention" layer sees, its own included.
+        num_key_value_heads: heads of the attention layers' keys and values; must divide `num_attention_heads`, its default.
+        rope_parameters: of the rotary positions that attention layers have in a position-free model: "rope_theta" and
+            "rope_type", "default" or "linear" (with "factor").
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
         use_cache: whether forward returns the running statistics.
         bos_token_id, eos_token_id, pad_token_id: special token ids; 50256 is GPT-2's end-of-text.
@@ -138,6 +146,10 @@ class ToSTConfig(CodeCarryingConfig):
     initializer_range: float | int = 0.02
     forgetting: str = "none"
     conv_kernel: int | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    num_key_value_heads: int | None = None
+    rope_parameters: dict | None = None
     tie_word_embeddings: bool = True
     use_cache: bool = True
     bos_token_id: int | None = 50256
@@ -168,6 +180,7 @@ class ToSTConfig(CodeCarryingConfig):
             raise ValueError(f"forgetting must be one of {', '.join(FORGETTING)}, got {self.forgetting[:40]!r}.")
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= LARGEST_KERNEL:
             raise ValueError(f"conv_kernel must be from 2 to {LARGEST_KERNEL}, or None for none, got {self.conv_kernel}.")
+        self._check_attention_layers()
         if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
             raise ValueError(
                 f"max_position_embeddings must be at least 1, or None for no limit, got {self.max_position_embeddings}."
@@ -175,21 +188,75 @@ class ToSTConfig(CodeCarryingConfig):
 
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without the options that are off: a published model's file stays as it was."""
-        return {key: value for key, value in super().to_dict().items() if key not in OFF or value != OFF[key]}
+        fields = super().to_dict()
+        given = fields.pop("_layer_types", None)
+        if given is not None:
+            fields["layer_types"] = list(given)
+        return {key: value for key, value in fields.items() if key not in OFF or value != OFF[key]}
+
+    def convert_rope_params_to_dict(self, **kwargs):
+        """transformers completes `rope_parameters` here; without rotary positions they stay None."""
+        return super().convert_rope_params_to_dict(**kwargs) if self.rotates else kwargs
 
     def validate_layer_type(self):
-        """`layer_types` is derived, so there is nothing to check (the base class knows only its own names)."""
+        """See `validate_architecture` (the base class knows only its own names)."""
+
+    def _check_attention_layers(self):
+        kinds = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
+        if unknown := [kind for kind in self.layer_types if kind not in kinds]:
+            raise ValueError(f"layer_types must hold {', '.join(kinds)} and nothing else, got {unknown[0][:40]!r}.")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types must name every layer: it names {len(self.layer_types)} of {self.num_hidden_layers}."
+            )
+        if CAUSAL_STATISTICS not in self.layer_types:
+            raise ValueError(f"layer_types must hold {CAUSAL_STATISTICS} at least once.")
+        if SLIDING_ATTENTION in self.layer_types and (self.sliding_window is None or self.sliding_window < 2):
+            raise ValueError(
+                f"sliding_attention layers need a sliding_window of at least 2 tokens, got {self.sliding_window}."
+            )
+        groups = self.num_key_value_heads
+        if groups is not None and (groups < 1 or self.num_attention_heads % groups):
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {groups}."
+            )
+        if self.rope_parameters is not None and not self.rotates:
+            raise ValueError(
+                "rope_parameters are for attention layers of position-free models (max_position_embeddings=None)."
+            )
+        if self.rotates and self.rope_parameters.get("rope_type") not in ("default", "linear"):
+            raise ValueError(
+                "rope_parameters must have rope_type 'default' or 'linear', for all layers alike: other types stretch from "
+                "a limit that a position-free model does not have."
+            )
+        if self.rotates and self.head_dim % 2:
+            raise ValueError(f"Rotary positions need an even width of heads, got {self.head_dim}.")
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the model has attention layers with rotary positions."""
+        return self.max_position_embeddings is None and set(self.layer_types) != {CAUSAL_STATISTICS}
 
     @property
     def head_dim(self) -> int:
         """Width p of one head."""
         return self.hidden_size // self.num_attention_heads
 
-    @property
-    def layer_types(self) -> list[str]:
-        """Tells transformers' caches which layer class to build."""
-        check_largest(self)  # transformers asks for this list before the other checks
-        return [CAUSAL_STATISTICS] * self.num_hidden_layers
+
+def _get_layer_types(config: ToSTConfig) -> list[str]:
+    check_largest(config)  # transformers asks for this list before the other checks
+    given = config.__dict__.get("_layer_types")
+    return [CAUSAL_STATISTICS] * config.num_hidden_layers if given is None else given
+
+
+def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
+    published = layer_types is not None and set(layer_types) == {CAUSAL_STATISTICS}
+    config.__dict__["_layer_types"] = None if published and len(layer_types) == config.num_hidden_layers else layer_types
+
+
+# A property over the field, so that a model as published has as many layers as `num_hidden_layers` says at any time. It tells
+# transformers' caches which layer class to build.
+ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)
 
 
 __all__ = ["CAUSAL_STATISTICS", "PRESETS", "ToSTConfig"]

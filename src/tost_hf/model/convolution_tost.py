@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .tssa_state import sequence_starts
+
 
 class ShortConvolution(nn.Module):
     """The convolution of one layer. `weight` (D, kernel) starts at 0, where the output is the input."""
@@ -86,6 +88,7 @@ def find_taps(kernel: int, mask: torch.Tensor | None, seq_idx: torch.Tensor | No
     found = torch.stack(taps, -1)
     if seq_idx is None:
         return found
+    seq_idx = sequence_starts(seq_idx).cumsum(1)  # one number per sequence, were the given ones used again
     # a row of the past belongs to no sequence; the first one is 0 and stands for all that is absent
     tokens = (found - (kernel - 1)).clamp_min(0)
     theirs = seq_idx.gather(1, tokens.flatten(1)).view_as(tokens)

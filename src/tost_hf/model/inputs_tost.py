@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .cache_tost import CausalStatisticsCache, check_cache
-from .configuration_tost import ToSTConfig
+from .attention_tost import build_attention_masks
+from .cache_tost import CausalStatisticsCache, cached_length, check_cache
+from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
 from .convolution_tost import find_taps
 from .tssa_state import sequence_starts
 
@@ -24,15 +25,15 @@ class ToSTInputs(NamedTuple):
     position_ids: torch.Tensor  # (B, T)
     seq_idx: torch.Tensor | None  # (B, T), sequence numbers where rows are packed
     past_key_values: Cache | None
-    conv_taps: torch.Tensor | None = None  # see `find_taps`
+    conv_taps: torch.Tensor | None  # see `find_taps`
+    attention_masks: dict  # see `build_attention_masks`
 
 
 def resolve_inputs(
     config: ToSTConfig,
-    shape: tuple[int, int],
-    device: torch.device,
+    inputs_embeds: torch.Tensor,
     *,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | dict | None,
     position_ids: torch.Tensor | None,
     past_key_values: Cache | None,
     seq_idx: torch.Tensor | None,
@@ -42,8 +43,8 @@ def resolve_inputs(
     """Checks the arguments of `ToSTModel.forward` against each other, and fills in what was left out.
 
     Args:
-        shape: (B, T), of the new tokens.
-        device: theirs.
+        inputs_embeds: the new tokens, (B, T, D).
+        attention_mask: or what `ToSTForCausalLM.create_masks_for_generate` prepared.
 
     All else is as in `ToSTModel.forward`.
 
@@ -51,14 +52,17 @@ def resolve_inputs(
         ValueError: they disagree in shape or meaning; the sentence says which.
         IndexError: a position is past the learned tables.
     """
-    B, T = shape
+    B, T, _ = inputs_embeds.shape
+    device, prepared = inputs_embeds.device, None
     if B == 0 or T == 0:
         raise ValueError(f"The batch is empty: its shape is ({B}, {T}); a forward pass needs at least one token.")
     if past_key_values is not None:
         check_cache(past_key_values, config, B)
-    past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+    past_length = 0 if past_key_values is None else cached_length(past_key_values)
     if not torch.compiler.is_compiling():
         past_length = int(past_length)  # a static cache counts in a tensor
+    if isinstance(attention_mask, dict):
+        attention_mask, prepared = attention_mask[CAUSAL_STATISTICS], attention_mask
     full_mask = _check_mask(attention_mask, B, T, past_length)
     mask = None if full_mask is None else full_mask[:, -T:]
     stated_idx = _stated_sequences(seq_idx, cu_seq_lens_q, B, T, device)
@@ -74,7 +78,8 @@ def resolve_inputs(
     if use_cache and past_key_values is None and unpacked:
         past_key_values = CausalStatisticsCache(config)
     taps = None if config.conv_kernel is None else find_taps(config.conv_kernel, mask, seq_idx)
-    return ToSTInputs(mask, position_ids, seq_idx, past_key_values, taps)
+    masks = prepared or build_attention_masks(config, inputs_embeds, full_mask, seq_idx, past_key_values, past_length)
+    return ToSTInputs(mask, position_ids, seq_idx, past_key_values, taps, masks)
 
 
 def _can_look(x: torch.Tensor) -> bool:

@@ -22,7 +22,9 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .configuration_tost import ToSTConfig
+from .attention_tost import ToSTAttention, ToSTRotaryEmbedding, build_attention_masks
+from .cache_tost import cached_length
+from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
 from .convolution_tost import ShortConvolution
 from .inputs_tost import resolve_inputs
 from .modeling_tost_base import ToSTBaseModel
@@ -62,26 +64,34 @@ class ToSTMLP(nn.Module):
         return self.dropout(self.down_proj(self.act_fn(self.up_proj(hidden_states))))
 
 
+def _statistics_layer(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttention:
+    return TokenStatisticsSelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        causal=True,
+        layer_idx=layer_idx,
+        max_position_embeddings=config.max_position_embeddings,
+        in_bias=config.use_bias,
+        out_bias=config.use_bias,
+        attention_dropout=config.attention_dropout,
+        hidden_dropout=config.hidden_dropout,
+        forgetting=config.forgetting,
+        conv_kernel=config.conv_kernel,
+    )
+
+
 class ToSTDecoderLayer(GradientCheckpointingLayer):
-    """x + scale * TSSA(norm(x)), then x + scale * MLP(norm(x)); both scales are vectors (LayerScale)."""
+    """x + scale * TSSA(norm(x)), then x + scale * MLP(norm(x)); both scales are vectors (LayerScale).
+
+    In hybrid models some layers have softmax attention in TSSA's place.
+    """
 
     def __init__(self, config: ToSTConfig, layer_idx: int):
         super().__init__()
         width, bias = config.hidden_size, config.use_bias
         self.input_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
-        self.self_attn = TokenStatisticsSelfAttention(
-            width,
-            config.num_attention_heads,
-            causal=True,
-            layer_idx=layer_idx,
-            max_position_embeddings=config.max_position_embeddings,
-            in_bias=bias,
-            out_bias=bias,
-            attention_dropout=config.attention_dropout,
-            hidden_dropout=config.hidden_dropout,
-            forgetting=config.forgetting,
-            conv_kernel=config.conv_kernel,
-        )
+        self.attends = config.layer_types[layer_idx] != CAUSAL_STATISTICS
+        self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _statistics_layer(config, layer_idx)
         self.attention_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
         self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
         self.mlp = ToSTMLP(config)
@@ -97,14 +107,19 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         conv_taps: torch.Tensor | None = None,
+        attention_masks: dict | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        if self.attends:
+            own = {"attention_masks": attention_masks, "position_embeddings": position_embeddings}
+        else:
+            own = {"seq_idx": seq_idx, "conv_taps": conv_taps}
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            seq_idx=seq_idx,
             past_key_values=past_key_values,
-            conv_taps=conv_taps,
+            **own,
         )
         hidden_states = hidden_states + self.attention_layer_scale * attended
         return hidden_states + self.mlp_layer_scale * self.mlp(self.post_attention_layernorm(hidden_states))
@@ -120,6 +135,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = list(KEPT_IN_FLOAT32)
     _can_compile_fullgraph = True
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _can_record_outputs = {
         "hidden_states": ToSTDecoderLayer,
         "memberships": OutputRecorder(TokenStatisticsSelfAttention, index=1),
@@ -167,6 +183,8 @@ class ToSTPreTrainedModel(ToSTBaseModel):
         table.weight = _resize_rows(table.weight, 0, new_num_position_embeddings)
         table.num_embeddings = new_num_position_embeddings
         for layer in self.base_model.layers:
+            if layer.attends:
+                continue
             layer.self_attn.denom_bias = _resize_rows(layer.self_attn.denom_bias, 1, new_num_position_embeddings)
         self.config.max_position_embeddings = self.base_model.config.max_position_embeddings = new_num_position_embeddings
 
@@ -193,6 +211,7 @@ class ToSTModel(ToSTPreTrainedModel):
         self.embed_positions = None
         if config.max_position_embeddings is not None:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.rotary_emb = ToSTRotaryEmbedding(config) if config.rotates else None
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
@@ -230,16 +249,16 @@ class ToSTModel(ToSTPreTrainedModel):
             ValueError: inputs that disagree in shape or meaning; the sentence says which.
             IndexError: a token id outside the vocabulary (checked on the CPU), or a position past the learned tables.
         """
-        given = self._check_tokens(input_ids, inputs_embeds)
+        self._check_tokens(input_ids, inputs_embeds)
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "A cache and gradient checkpointing cannot be used together: transformers would leave the cache out. Call "
                 "gradient_checkpointing_disable(), or train without past_key_values."
             )
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         inputs = resolve_inputs(
             self.config,
-            given.shape[:2],
-            given.device,
+            hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -247,26 +266,26 @@ class ToSTModel(ToSTPreTrainedModel):
             cu_seq_lens_q=cu_seq_lens_q,
             use_cache=use_cache,
         )
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
+        rotations = None if self.rotary_emb is None else self.rotary_emb(hidden_states, inputs.position_ids)
         hidden_states = self.embedding_dropout(hidden_states)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, **inputs._asdict())
+            hidden_states = layer(hidden_states, position_embeddings=rotations, **inputs._asdict())
         return ToSTModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
             past_key_values=inputs.past_key_values if use_cache else None,
         )
 
-    def _check_tokens(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-        """The one of the two that was given, (B, T) or (B, T, D)."""
+    def _check_tokens(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
+        """Refuses tokens of a wrong shape, dtype or value."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is not None:
             if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
                 wanted, got = f"(batch, tokens, {self.config.hidden_size})", tuple(inputs_embeds.shape)
                 raise ValueError(f"inputs_embeds must have shape {wanted}, got {got}.")
-            return inputs_embeds
+            return
         if input_ids.ndim != 2 or input_ids.is_floating_point():
             raise ValueError(
                 f"input_ids must be integers of shape (batch, tokens), got {input_ids.dtype} {tuple(input_ids.shape)}."
@@ -276,7 +295,6 @@ class ToSTModel(ToSTPreTrainedModel):
             low, high, size = int(input_ids.min()), int(input_ids.max()), self.config.vocab_size
             if low < 0 or high >= size:
                 raise IndexError(f"input_ids must lie between 0 and {size - 1}, got values from {low} to {high}.")
-        return input_ids
 
 
 class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
@@ -382,13 +400,23 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        config: ToSTConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
-    ) -> torch.Tensor | None:
-        """The padding mask (B, T) of the tokens at hand.
+        config: ToSTConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs,
+    ) -> torch.Tensor | dict | None:
+        """The padding mask (B, T) of the tokens at hand; for hybrid models the masks of all layer types.
 
         `generate` calls this for compiled decoding, where a mask that grew with the text would have every step compiled again.
         """
-        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        own = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        if set(config.layer_types) == {CAUSAL_STATISTICS}:
+            return own
+        past_length = 0 if past_key_values is None else int(cached_length(past_key_values))
+        mask = None if attention_mask is None else attention_mask.bool()
+        masks = build_attention_masks(config, inputs_embeds, mask, None, past_key_values, past_length)
+        return {CAUSAL_STATISTICS: own, **masks}
 
 
 class ToSTForSequenceClassification(ToSTPreTrainedModel):

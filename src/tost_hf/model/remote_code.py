@@ -29,7 +29,14 @@ KERNEL_FILES = (
 )
 _SHARED_FILES = ("remote_code.py", "configuration_tost.py", *KERNEL_FILES, "modeling_tost_base.py")
 CODE_FILES = {  # by model type; siblings of this file, here and in every published folder
-    "tost": (*_SHARED_FILES, "cache_tost.py", "inputs_tost.py", "modeling_tost.py"),
+    "tost": (
+        *_SHARED_FILES,
+        "cache_layer_tost.py",
+        "cache_tost.py",
+        "attention_tost.py",
+        "inputs_tost.py",
+        "modeling_tost.py",
+    ),
     "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
 }
 AUTO_MAPS = {

@@ -372,43 +372,41 @@ class TokenStatisticsSelfAttention(nn.Module):
         """
         B, T, _ = hidden_states.shape
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        state = None if layer is None else layer.state
         inputs, recent = hidden_states, None
         if self.convolution is not None:
             if conv_taps is None:
                 conv_taps = find_taps(self.convolution.kernel, attention_mask, seq_idx)
-            past = None if layer is None else layer.recent_inputs
+            past = None if layer is None else layer.past_inputs
             hidden_states, recent = self.convolution(inputs, conv_taps, past)
         w = self.in_proj(hidden_states).view(B, T, self.num_heads, self.head_dim)
         log_decay = self.log_decay(hidden_states)
         # a look-up, not an index: the gradient of an index adds up in whatever order threads come
         bias = None if self.denom_bias is None else F.embedding(position_ids, self.denom_bias[..., 0].t())
-        if layer is not None and T == 1:
-            out, membership, state = tssa_step(
-                w[:, 0],
-                self.temp,
-                None if bias is None else bias[:, 0],
-                state,
-                mask=None if attention_mask is None else attention_mask[:, 0],
-                log_decay=None if log_decay is None else log_decay[:, 0],
-                backend=self.backend,
-            )
-            out, membership = out.unsqueeze(1), membership.unsqueeze(-1)
-        else:
-            out, membership, state = tssa(
-                w,
-                self.temp,
-                bias,
-                causal=self.causal,
-                mask=attention_mask,
-                seq_idx=seq_idx,
-                initial_state=state,
-                log_decay=log_decay,
-                backend=self.backend,
-            )
+        out, membership, state = self._statistics(w, bias, log_decay, attention_mask, seq_idx, layer)
         if layer is not None:
             layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
         if self.training and self.attention_dropout > 0:
             keep = torch.ones_like(out) if self.causal else out.new_ones(B, 1, self.num_heads, self.head_dim)
             out = out * F.dropout(keep, self.attention_dropout)
         return self.out_dropout(self.out_proj(out.reshape(B, T, -1))), membership
+
+    def _statistics(self, w, bias, log_decay, mask, seq_idx, layer) -> TSSAOutput:
+        """The operator, or its step where a cache layer goes on by one token."""
+        state = None if layer is None else layer.state
+        if layer is None or w.shape[1] > 1:
+            return tssa(
+                w,
+                self.temp,
+                bias,
+                causal=self.causal,
+                mask=mask,
+                seq_idx=seq_idx,
+                initial_state=state,
+                log_decay=log_decay,
+                backend=self.backend,
+            )
+        bias, log_decay, mask = (None if x is None else x[:, 0] for x in (bias, log_decay, mask))
+        out, membership, state = tssa_step(
+            w[:, 0], self.temp, bias, state, mask=mask, log_decay=log_decay, backend=self.backend
+        )
+        return TSSAOutput(out.unsqueeze(1), membership.unsqueeze(-1), state)

@@ -1,0 +1,196 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Softmax attention for hybrid models, on transformers' own attention functions, masks and rotary positions."""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    packed_sequence_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION
+from .tssa_state import sequence_starts
+
+
+class ToSTRotaryEmbedding(LlamaRotaryEmbedding):
+    """Cosines and sines of positions, each (B, T, head_dim); the frequencies stay float32 whatever the model is moved to."""
+
+    def _apply(self, fn, recurse=True):
+        kept = self.inv_freq
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != kept.dtype:
+            self.inv_freq = kept.to(self.inv_freq.device)
+        return self
+
+
+class ToSTAttention(nn.Module):
+    """Causal softmax attention of one layer, with grouped keys and values.
+
+    Args:
+        config: a `ToSTConfig` whose `layer_types` has an attention layer at `layer_idx`.
+        layer_idx: the layer's place in the model and in a cache.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.layer_type = config.layer_types[layer_idx]
+        self.head_dim = config.head_dim
+        groups = config.num_key_value_heads or config.num_attention_heads
+        self.num_key_value_groups = config.num_attention_heads // groups
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.sliding_window = config.sliding_window if self.layer_type == SLIDING_ATTENTION else None
+        width, bias = config.hidden_size, config.use_bias
+        self.q_proj = nn.Linear(width, width, bias=bias)
+        self.k_proj = nn.Linear(width, groups * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, groups * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(width, width, bias=bias)
+        self.out_dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attention_masks: dict,
+        position_ids: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends.
+
+        Args:
+            hidden_states: (B, T, D).
+            attention_mask: (B, T), true at real tokens; these tokens only, not those in the cache.
+            attention_masks: what `build_attention_masks` gives.
+            position_ids: (B, T).
+            position_embeddings: from `ToSTRotaryEmbedding`; None where the tokens carry their positions.
+            past_key_values: a cache with an attention layer at `layer_idx`; updated.
+
+        Returns:
+            The attended tokens (B, T, D), and the attention weights where the attention function gives them.
+        """
+        B, T, _ = hidden_states.shape
+        if attention_mask is not None:  # not left to the mask of scores: 0 times what padding may hold can be NaN
+            hidden_states = hidden_states.masked_fill(~attention_mask.bool().unsqueeze(-1), 0)
+        query, key, value = (
+            projection(hidden_states).view(B, T, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if position_embeddings is not None:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attended, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_masks[self.layer_type],
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            position_ids=position_ids,
+        )
+        return self.out_dropout(self.out_proj(attended.reshape(B, T, -1))), weights
+
+
+def build_attention_masks(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    past_key_values: Cache | None,
+    past_length,
+) -> dict:
+    """The masks of scores that the chosen attention function takes, by layer type; empty without attention layers.
+
+    Args:
+        inputs_embeds: (B, T, D).
+        mask: (B, cached + T), true at real tokens.
+        seq_idx: (B, T), sequence numbers of packed rows, without a cache.
+        past_length: number of cached tokens.
+
+    Raises:
+        ValueError: the mask leaves the cached tokens open, or a sliding window cannot be told from it.
+    """
+    kinds = [kind for kind in dict.fromkeys(config.layer_types) if kind != CAUSAL_STATISTICS]
+    if not kinds:
+        return {}
+    starts = isinstance(past_length, int) and past_length == 0
+    if mask is not None and not starts and mask.shape[1] == inputs_embeds.shape[1]:
+        raise ValueError(
+            "With a cache, attention layers need an attention_mask that covers the cached tokens as well as the new ones."
+        )
+    packed = None
+    if seq_idx is not None:
+        if "flash" in config._attn_implementation and (mask is not None or len(seq_idx) > 1):
+            raise ValueError("Flash attention takes packed rows only one at a time and without padding; use 'sdpa'.")
+        packed = packed_sequence_mask_function(sequence_starts(seq_idx).cumsum(1))
+    masks = {}
+    for kind in kinds:
+        create, conditions = create_causal_mask, [packed]
+        if kind == SLIDING_ATTENTION:
+            if mask is not None and starts:
+                conditions.append(_window_of_real_tokens(mask, config.sliding_window))
+            else:
+                create = create_sliding_window_causal_mask
+                _check_gaps(mask)
+        conditions = [condition for condition in conditions if condition is not None]
+        masks[kind] = create(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=mask,
+            past_key_values=past_key_values,
+            and_mask_function=_all_of(conditions) if conditions else None,
+            layer_idx=config.layer_types.index(kind),
+        )
+    return masks
+
+
+def _all_of(conditions: list):
+    def condition(batch, head, query, key):
+        result = conditions[0](batch, head, query, key)
+        for further in conditions[1:]:
+            result = result & further(batch, head, query, key)
+        return result
+
+    return condition
+
+
+def _window_of_real_tokens(mask: torch.Tensor, window: int):
+    """A sliding window that counts real tokens only, whatever padding stands between them."""
+    # a static cache asks for keys up to its size, which the causal mask shuts out
+    rank = nn.functional.pad(mask.long().cumsum(1), (0, window))
+
+    def condition(batch, head, query, key):
+        return rank[batch, query] - rank[batch, key] < window
+
+    return condition
+
+
+def _check_gaps(mask: torch.Tensor | None) -> None:
+    """Refuses padding between real tokens where the window's cache would count it; looks only where that costs nothing."""
+    if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    later = mask.flip(1).cummax(1).values.flip(1)
+    if (~mask & mask.cummax(1).values & later).any():
+        raise ValueError(
+            "With a cache, sliding_attention layers cannot leave out padding between real tokens: pad on the left, or run the "
+            "whole text without past_key_values."
+        )
+
+
+__all__ = ["ToSTAttention", "ToSTRotaryEmbedding", "build_attention_masks"]

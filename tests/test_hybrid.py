@@ -1,0 +1,173 @@
+"""Hybrid models: attention layers among those of statistics, with caches, masks and positions of their own."""
+
+import pytest
+import torch
+from test_options import F64, SIZES, build
+from transformers import DynamicCache, StaticCache
+
+from tost_hf import CausalStatisticsCache, ToSTConfig, ToSTForCausalLM, load_cache, save_cache
+from tost_hf.model.cache_tost import state_bytes
+
+
+TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
+LAYERS = {
+    "sliding": {"layer_types": [SLIDING, TSSA, TSSA, SLIDING], "sliding_window": 5},
+    "mixed": {"layer_types": [FULL, TSSA, SLIDING, TSSA], "sliding_window": 3, "forgetting": "token", "conv_kernel": 3},
+    "rope": {"layer_types": [TSSA, SLIDING, FULL, FULL], "sliding_window": 8, "max_position_embeddings": None},
+}
+
+
+@pytest.fixture(params=LAYERS)
+def model(request):
+    return build(**LAYERS[request.param])
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(2, 97, (2, 23))
+
+
+@torch.no_grad()
+def test_padding_and_packing_leave_no_trace(model, tokens):
+    """A window counts real tokens."""
+    alone = torch.cat([model(piece).logits for piece in tokens[:1].split([9, 14], 1)], 1)
+    seq_idx = torch.cat([torch.full((1, 9), 7), torch.full((1, 14), 3)], 1)
+    torch.testing.assert_close(model(tokens[:1], seq_idx=seq_idx).logits, alone, **F64)
+    for places in ([0, 1, 2], [23, 24, 25], [0, 5, 6, 7, 13, 25]):
+        mask = torch.ones(1, 23 + len(places), dtype=torch.long)
+        mask[0, places] = 0
+        spread = (mask.cumsum(1) - 1).clamp_min(0)
+        padded = {"attention_mask": mask}
+        logits = model(tokens[:1].gather(1, spread), **padded).logits[mask == 1]
+        torch.testing.assert_close(logits, model(tokens[:1]).logits[0], **F64)
+        torch.testing.assert_close(logits, model(tokens[:1].gather(1, spread), use_cache=False, **padded).logits[mask == 1])
+        packed = model(tokens[:1].gather(1, spread), seq_idx=seq_idx.gather(1, spread), **padded).logits
+        torch.testing.assert_close(packed[mask == 1], alone[0], **F64)
+
+
+@torch.no_grad()
+def test_sequence_numbers_may_return():
+    model = build(["conv", "hybrid", "token"])
+    tokens, seq_idx = torch.randint(2, 97, (1, 6)), torch.tensor([[0, 0, 1, 1, 0, 0]])
+    alone = torch.cat([model(piece).logits for piece in tokens.split(2, 1)], 1)
+    torch.testing.assert_close(model(tokens, seq_idx=seq_idx).logits, alone, **F64)
+
+
+@pytest.mark.parametrize("make", ["dynamic", "static", "saved"])
+@pytest.mark.parametrize("sizes", [[1] * 23, [3, 1, 1, 6, 12], [20, 1, 1, 1]], ids=str)
+@torch.no_grad()
+def test_pieces_through_a_cache_are_the_whole(model, tokens, sizes, make, tmp_path):
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = 0
+    cache = StaticCache(model.config, max_cache_len=30) if make == "static" else DynamicCache(config=model.config)
+    whole, at, pieces = model(tokens, attention_mask=mask, use_cache=False).logits, 0, []
+    for size in sizes:
+        at += size
+        pieces.append(model(tokens[:, at - size : at], attention_mask=mask[:, :at], past_key_values=cache).logits)
+        if make == "saved":
+            save_cache(cache, tmp_path / "cache.safetensors")
+            cache = load_cache(tmp_path / "cache.safetensors", model.config)
+    torch.testing.assert_close(torch.cat(pieces, 1)[mask == 1], whole[mask == 1], **F64)
+    save_cache(cache, tmp_path / "cache.safetensors")
+    loaded, more = load_cache(tmp_path / "cache.safetensors", model.config), torch.randint(2, 97, (2, 3))
+    mask = torch.cat([mask, torch.ones_like(more)], 1)
+    whole = model(torch.cat([tokens, more], 1), attention_mask=mask).logits[:, 23:]
+    torch.testing.assert_close(model(more, attention_mask=mask, past_key_values=loaded).logits, whole, **F64)
+
+
+@pytest.mark.parametrize("removed", [0, 1, 4, 9])
+@torch.no_grad()
+def test_crop_is_never_having_seen(model, tokens, removed):
+    cache, more = CausalStatisticsCache(model.config), torch.randint(2, 97, (2, 6))
+    cache.activate_past_recording()
+    model(tokens, past_key_values=cache)
+    cache.crop(0)
+    if removed:
+        model(torch.randint(2, 97, (2, removed)), past_key_values=cache)
+        cache.crop(-removed)
+    whole = model(torch.cat([tokens, more], 1)).logits[:, 23:]
+    torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, **F64)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_attention_implementations_agree(model, tokens, implementation):
+    model = model.float()
+    mask = torch.ones_like(tokens)
+    mask[1, [0, 1, 2, 9]] = 0
+    expected = [model(tokens, attention_mask=mask).logits, model(tokens, seq_idx=tokens.gt(40).long()).logits]
+    model.set_attn_implementation(implementation)
+    assert all(layer.self_attn.config._attn_implementation == implementation for layer in model.model.layers if layer.attends)
+    got = [model(tokens, attention_mask=mask).logits, model(tokens, seq_idx=tokens.gt(40).long()).logits]
+    torch.testing.assert_close(got[0][mask == 1], expected[0][mask == 1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_generate_with_the_cache_is_generate_without(model, tokens, kwargs):
+    settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": kwargs.get("num_beams", 1)}
+    expected = model.generate(tokens[:1], use_cache=False, **settings)
+    assert torch.equal(model.generate(tokens[:1], **settings | kwargs), expected)
+
+
+def test_what_a_window_cannot_tell_is_refused(tokens):
+    model = build(**LAYERS["sliding"])
+    cache = model(tokens).past_key_values
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[0, 20] = 0
+    with pytest.raises(ValueError, match="padding between real tokens"):
+        model(tokens[:, :1], attention_mask=mask, past_key_values=cache)
+    positions = torch.full((2, 1), 23)
+    with pytest.raises(ValueError, match="covers the cached tokens"):
+        model(tokens[:, :1], attention_mask=torch.tensor([[1], [0]]), position_ids=positions, past_key_values=cache)
+    with pytest.raises(ValueError, match="StaticCache"):
+        CausalStatisticsCache(model.config, static=True)
+    with pytest.raises(ValueError, match="its layers are"):
+        build(**LAYERS["mixed"])(tokens, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types must hold .* nothing else, got 'linear_attention'"),
+        ({"layer_types": [TSSA, FULL]}, "layer_types must name every layer: it names 2 of 4"),
+        ({"layer_types": [FULL] * 4}, "at least once"),
+        ({"layer_types": [SLIDING, TSSA] * 2}, "sliding_window of at least 2 tokens"),
+        ({"layer_types": [SLIDING, TSSA] * 2, "sliding_window": 1}, "sliding_window of at least 2 tokens"),
+        ({"layer_types": [FULL, TSSA] * 2, "num_key_value_heads": 3}, "divide num_attention_heads"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "for attention layers of position-free models"),
+        (
+            {"layer_types": [FULL, TSSA] * 2, "max_position_embeddings": None, "rope_parameters": {"rope_type": "yarn"}},
+            "rope_type 'default' or 'linear'",
+        ),
+    ],
+)
+def test_impossible_layers_are_refused(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ToSTConfig(**SIZES | fields)
+
+
+def test_layers_as_published_follow_their_number():
+    config = ToSTConfig(layer_types=[TSSA] * 12)
+    config.num_hidden_layers = 3
+    assert config.layer_types == [TSSA] * 3 and "layer_types" not in config.to_dict()
+
+
+def test_rotary_positions_keep_their_precision(tmp_path):
+    model = ToSTForCausalLM(ToSTConfig(**SIZES | LAYERS["rope"]))
+    model.save_pretrained(tmp_path)
+    assert model.config.rope_parameters == {"rope_theta": 10_000.0, "rope_type": "default"}
+    for narrow in (ToSTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model.to(torch.bfloat16)):
+        assert narrow.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_state_bytes_count_keys_and_values(tokens, tmp_path):
+    model = build(dtype=torch.float32, **LAYERS["mixed"])
+    sizes = []
+    for length in (10, 15):
+        cache = model(tokens[:1, :length]).past_key_values
+        save_cache(cache, tmp_path / "cache.safetensors")
+        with open(tmp_path / "cache.safetensors", "rb") as file:
+            sizes.append((tmp_path / "cache.safetensors").stat().st_size - 8 - int.from_bytes(file.read(8), "little"))
+    state = state_bytes(model.config)
+    assert sizes == [state.saved + length * state.per_token for length in (10, 15)] and state.per_token == 2 * 32 * 4
