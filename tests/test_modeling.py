@@ -26,7 +26,10 @@ def ids(*shape):
     return torch.randint(2, 97, shape)
 
 
-@pytest.mark.parametrize("name, count", list(zip(PRESETS, (110_384_016, 304_711_040, 656_447_440))))
+@pytest.mark.parametrize(
+    "name, count",
+    list(zip(PRESETS, (110_384_016, 304_711_040, 656_447_440, 109_597_728, 303_761_152, 113_099_736), strict=True)),
+)
 def test_preset_parameter_counts(name, count):
     with torch.device("meta"):
         model = ToSTForCausalLM(ToSTConfig.from_preset(name))

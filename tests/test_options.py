@@ -19,7 +19,12 @@ from tost_hf import (
     load_cache,
     save_cache,
 )
-from tost_hf.model.configuration_tost import OFF
+from tost_hf.convert import convert_to_original
+from tost_hf.hub.cards import build_card
+from tost_hf.hub.verification import info
+from tost_hf.interpret import trace_model
+from tost_hf.model.cache_tost import state_bytes
+from tost_hf.model.configuration_tost import OFF, PAPER_PRESETS
 from tost_hf.model.convolution_tost import ShortConvolution, find_taps
 
 
@@ -214,6 +219,38 @@ def test_compiled_training_gives_the_same_gradients(model, tokens):
         forward(tokens, labels=tokens, use_cache=False).loss.backward()
         gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
     torch.testing.assert_close(*gradients, **F64)
+
+
+def test_presets_beyond_the_paper():
+    for name in PAPER_PRESETS:
+        assert ToSTConfig.from_preset(name).options() == {}
+    plus = ToSTConfig.from_preset("tost-plus-base")
+    assert plus.options() == {"forgetting": "token", "conv_kernel": 4} and plus.max_position_embeddings is None
+    hybrid = ToSTConfig.from_preset("tost-hybrid-base", num_hidden_layers=6)
+    assert [kind == "full_attention" for kind in hybrid.layer_types] == [False, False, False, True, False, False]
+    # 9 layers of sums and 3 recent inputs; 3 layers of keys and values
+    state = state_bytes(ToSTConfig.from_preset("tost-hybrid-base"))
+    assert state.saved == 9 * 4 * (2 * 768 + 12 + 3 * 768) and state.per_token == 3 * 4 * 2 * 768
+
+
+def test_the_authors_format_has_no_place_for_options(tmp_path):
+    for names in (["conv"], ["head"]):
+        build(names, torch.float32).save_pretrained(tmp_path / names[0])
+        with pytest.raises(ValueError, match="the authors' format has no place for these options"):
+            convert_to_original(tmp_path / names[0], tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize("names", [("token", "conv"), ("token", "conv", "hybrid")], ids=str)
+def test_inspect_card_and_trace_know_the_options(names, tmp_path):
+    model = build(names, torch.float32)
+    model.save_pretrained(tmp_path)
+    rows = info(tmp_path)
+    assert rows["options"].startswith("forgetting token, conv_kernel 4")
+    card = str(build_card(tmp_path, license="mit"))
+    assert "one factor per token and head" in card and "goes beyond the paper" in card
+    assert ("add 256 bytes with every token" in card) == ("hybrid" in names) == ("256 with every token" in rows["state"])
+    trace = trace_model(model, input_ids=torch.randint(2, 97, (2, 9)))
+    assert trace.memberships.shape == (2, 2 if "hybrid" in names else 4, 4, 9)
 
 
 # Forgetting -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from huggingface_hub.utils import is_jinja_available, validate_repo_id
 from transformers import PreTrainedConfig
 
 from ..model.cache_tost import state_bytes
-from ..model.configuration_tost import PRESETS, ToSTConfig
+from ..model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, OFF, PAPER_PRESETS, PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .card_metadata import card_metadata, listed, tags, task
 from .card_sections import hyperparameters, mark_sections, merge
@@ -66,7 +66,7 @@ VISION_NOTE = (
     "M are the tiny, small and medium sizes of 12, 12 and 24 layers, with patches of 16 pixels."
 )
 PUBLISHED = {
-    **dict.fromkeys(PRESETS, (LANGUAGE_TABLE, LANGUAGE_NOTE)),
+    **dict.fromkeys(PAPER_PRESETS, (LANGUAGE_TABLE, LANGUAGE_NOTE)),
     **{name: (VISION_TABLE, VISION_NOTE) for name in PRESET_CARDS if name in VISION_PRESETS},
 }
 
@@ -74,7 +74,7 @@ PUBLISHED = {
 FIGURES = Path(__file__).with_name("figures.json")
 
 # The recipes' commands; sequences of a micro-batch x micro-batches where they differ from tost-base's 60 x 8
-_BATCHES = {"tost-medium": (30, 16), "tost-large": (20, 24)}
+_BATCHES = {"tost-medium": (30, 16), "tost-plus-medium": (30, 16), "tost-large": (20, 24)}
 
 
 # The public functions -------------------------------------------------------------------------------------------------
@@ -275,7 +275,14 @@ def _about_model(config: PreTrainedConfig) -> dict[str, object]:
         return known | {"kind": "vision", "attention_type": config.attention_type, "image_size": _sides(config)}
     state = state_bytes(config)
     key_value_size = 2 * config.num_hidden_layers * config.hidden_size * 4  # keys and values in float32
-    return known | {"state_size": state.saved, "state_in_memory": state.in_memory, "key_value_size": key_value_size}
+    return known | {
+        "options": config.options(),
+        "state_size": state.saved,
+        "state_in_memory": state.in_memory,
+        "state_per_token": state.per_token,
+        "attention_layers": config.num_hidden_layers - config.layer_types.count(CAUSAL_STATISTICS),
+        "key_value_size": key_value_size,
+    }
 
 
 def _figures(config: PreTrainedConfig) -> dict[str, str | None]:
@@ -299,7 +306,7 @@ def _find_preset(config: PreTrainedConfig) -> str | None:
         size += "num_class_attention_layers patch_size num_channels attention_type normalize_patch_tokens qkv_bias"
         presets, config_class = VISION_PRESETS, ToSTVisionConfig
     else:
-        size += "vocab_size max_position_embeddings use_bias tie_word_embeddings"
+        size += "vocab_size max_position_embeddings use_bias tie_word_embeddings " + " ".join(OFF)
         presets, config_class = PRESETS, ToSTConfig
     for name in presets:
         preset = config_class.from_preset(name)
@@ -334,6 +341,7 @@ def _architecture_table(config: PreTrainedConfig, dtypes: Sequence[str]) -> str:
             ("width of the MLP", number(config.intermediate_size)),
             ("vocabulary", number(config.vocab_size)),
             ("positions", "no limit" if positions is None else number(positions)),
+            *_option_rows(config),
         ]
     if task(config)[1].endswith("classification"):
         names = [config.id2label[i] for i in sorted(config.id2label)]
@@ -342,6 +350,27 @@ def _architecture_table(config: PreTrainedConfig, dtypes: Sequence[str]) -> str:
         words = f": {without_secrets(', '.join(texts))}" if shown else ""
         rows.append(("classes", f"{number(len(names))}{words}"))
     return table(("", ""), rows)
+
+
+def _option_rows(config: ToSTConfig) -> list[tuple[str, str]]:
+    """Rows on the options beyond the paper that are on."""
+    rows = []
+    if config.forgetting != "none":
+        rows.append(
+            ("forgetting", {"head": "one factor per head", "token": "one factor per token and head"}[config.forgetting])
+        )
+    if config.conv_kernel is not None:
+        rows.append(("convolution", f"{config.conv_kernel} tokens, in layers of statistics"))
+    attention = [(i, kind) for i, kind in enumerate(config.layer_types, start=1) if kind != CAUSAL_STATISTICS]
+    if attention:
+        full = ", ".join(str(i) for i, kind in attention if kind == FULL_ATTENTION)
+        sliding = ", ".join(str(i) for i, kind in attention if kind != FULL_ATTENTION)
+        rows += [("layers with attention to all tokens", full)] if full else []
+        rows += [(f"layers with attention to {config.sliding_window:,} tokens", sliding)] if sliding else []
+        rows.append(("heads of keys and values", number(config.num_key_value_heads or config.num_attention_heads)))
+        if config.rope_parameters:
+            rows.append(("rotary positions", f"theta {number(config.rope_parameters['rope_theta'])}"))
+    return rows
 
 
 def _sides(config: ToSTVisionConfig) -> Sequence[int]:

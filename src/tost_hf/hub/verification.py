@@ -13,6 +13,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..model.cache_tost import state_bytes
+from ..model.configuration_tost import CAUSAL_STATISTICS
 from ..model.remote_code import AUTO_MAPS, code_files
 from ..version import __version__
 from .checks import (
@@ -190,7 +191,13 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
             f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit (position-free)"
         )
         state = state_bytes(config)
-        rows["state"] = f"{state.saved:,} bytes per sequence at any length ({state.in_memory:,} in memory)"
+        growth = f", and {state.per_token:,} with every token" if state.per_token else ""
+        rows["state"] = f"{state.saved:,} bytes per sequence at any length ({state.in_memory:,} in memory){growth}"
+        if options := [f"{name} {value}" for name, value in config.options().items() if name != "layer_types"]:
+            rows["options"] = ", ".join(options)
+        if attention := [kind for kind in config.layer_types if kind != CAUSAL_STATISTICS]:
+            kinds = ", ".join(f"{attention.count(kind)} {kind}" for kind in sorted(set(attention)))
+            rows["layers"] = f"{config.num_hidden_layers}, of which {kinds}"
     else:
         rows["images"] = f"{config.image_size} pixels, patches of {config.patch_size}, attention {config.attention_type}"
     rows["code"] = "carried (trust_remote_code works)" if getattr(config, "auto_map", None) else "not carried (needs tost_hf)"

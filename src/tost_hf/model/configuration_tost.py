@@ -16,6 +16,13 @@ PRESETS = {
     "tost-medium": {"num_hidden_layers": 24, "num_attention_heads": 16, "hidden_size": 1024},
     "tost-large": {"num_hidden_layers": 36, "num_attention_heads": 20, "hidden_size": 1280},
 }
+PAPER_PRESETS = tuple(PRESETS)
+_PLUS = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
+PRESETS |= {
+    "tost-plus-base": PRESETS["tost-base"] | _PLUS,
+    "tost-plus-medium": PRESETS["tost-medium"] | _PLUS,
+    "tost-hybrid-base": PRESETS["tost-base"] | _PLUS | {"layer_types": ([CAUSAL_STATISTICS] * 3 + [FULL_ATTENTION]) * 3},
+}
 
 
 OFF = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
@@ -158,10 +165,14 @@ class ToSTConfig(CodeCarryingConfig):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ToSTConfig":
-        """The configuration of a named size ("tost-base", "tost-medium", "tost-large"), with any field overridden."""
+        """The configuration of a named size (a key of `PRESETS`, such as "tost-base"), with any field overridden."""
         if name not in PRESETS:
             raise ValueError(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
-        return cls(**(PRESETS[name] | overrides))
+        fields = PRESETS[name] | overrides
+        if "layer_types" in PRESETS[name] and "layer_types" not in overrides:  # the pattern, for any number of layers
+            layers = fields.get("n_layer", fields["num_hidden_layers"])
+            fields["layer_types"] = (fields["layer_types"] * layers)[:layers]
+        return cls(**fields)
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)  # also sets what came under a GPT-2 name
@@ -185,6 +196,10 @@ class ToSTConfig(CodeCarryingConfig):
             raise ValueError(
                 f"max_position_embeddings must be at least 1, or None for no limit, got {self.max_position_embeddings}."
             )
+
+    def options(self) -> dict[str, object]:
+        """The fields that go beyond the paper, of those that are on."""
+        return {name: value for name, value in self.to_dict().items() if name in OFF}
 
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without the options that are off: a published model's file stays as it was."""
@@ -259,4 +274,4 @@ def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
 ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)
 
 
-__all__ = ["CAUSAL_STATISTICS", "PRESETS", "ToSTConfig"]
+__all__ = ["CAUSAL_STATISTICS", "FULL_ATTENTION", "OFF", "PAPER_PRESETS", "PRESETS", "SLIDING_ATTENTION", "ToSTConfig"]
