@@ -103,16 +103,21 @@ class GuardedTrainer(Trainer):
             delete_old_checkpoints(run_dir, limit, kept)
 
 
+class _SavingFailed(OSError):
+    """Has the sentence already."""
+
+
 @contextmanager
 def _saving(what: str) -> Iterator[None]:
     """Turns what a full disk causes, an exception of the one who happens to write, into an OSError that says what to do."""
     try:
         yield
+    except _SavingFailed:  # of the model within the checkpoint
+        raise
     except (OSError, SafetensorError, RuntimeError) as error:
-        writing = not isinstance(error, RuntimeError) or re.search(TORCH_WRITES, str(error))
-        if not writing or isinstance(error.__cause__, OSError | SafetensorError | RuntimeError):  # a model's own sentence
+        if isinstance(error, RuntimeError) and not re.search(TORCH_WRITES, str(error)):
             raise
-        raise OSError(
+        raise _SavingFailed(
             f"Saving {what} failed: {error}. Earlier checkpoints are as they were: make room on the disk and start again to "
             "go on from there."
         ) from error
