@@ -1,11 +1,24 @@
 """Hybrid models: attention layers among those of statistics, with caches, masks and positions of their own."""
 
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
 import pytest
 import torch
 from test_options import F64, SIZES, build
 from transformers import DynamicCache, StaticCache
 
-from tost_hf import CausalStatisticsCache, ToSTConfig, ToSTForCausalLM, load_cache, save_cache
+from tost_hf import (
+    CausalStatisticsCache,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForSequenceClassification,
+    load_cache,
+    save_cache,
+)
 from tost_hf.model.cache_tost import state_bytes
 
 
@@ -171,3 +184,53 @@ def test_state_bytes_count_keys_and_values(tokens, tmp_path):
             sizes.append((tmp_path / "cache.safetensors").stat().st_size - 8 - int.from_bytes(file.read(8), "little"))
     state = state_bytes(model.config)
     assert sizes == [state.saved + length * state.per_token for length in (10, 15)] and state.per_token == 2 * 32 * 4
+
+
+WITHOUT_PACKAGE = """
+import sys, torch
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "tost_hf":
+            raise ImportError(name)
+sys.meta_path.insert(0, Missing())
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+torch.save(model.generate(torch.arange(2, 20)[None], max_new_tokens=9, do_sample=False), sys.argv[1] + "/generated.pt")
+model.save_pretrained(sys.argv[1] + "/again")
+"""
+
+
+@pytest.mark.slow
+def test_carried_code_runs_where_the_package_is_missing(tmp_path):
+    model = build(["token", "conv"], torch.float32, **LAYERS["rope"])
+    model.save_pretrained(tmp_path / "model", with_code=True)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HOME": str(tmp_path / "hf")}
+    folder = str(tmp_path / "model")
+    subprocess.run([sys.executable, "-c", WITHOUT_PACKAGE, folder], env=environment, check=True, capture_output=True)
+    expected = model.generate(torch.arange(2, 20)[None], max_new_tokens=9, do_sample=False)
+    assert torch.equal(torch.load(f"{folder}/generated.pt", weights_only=True), expected)
+    again = ToSTForCausalLM.from_pretrained(f"{folder}/again")
+    assert again.config.options() == model.config.options()
+    assert torch.equal(again(expected).logits, model(expected).logits)
+
+
+def test_a_configuration_can_be_copied_and_shown():
+    config = ToSTConfig.from_preset("tost-hybrid-base")
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), ToSTConfig.from_dict(config.to_dict())):
+        assert twin.to_dict() == config.to_dict() and twin.layer_types == config.layer_types
+    assert "full_attention" in repr(config) and "_layer_types" not in repr(config)
+    assert "full_attention" in config.to_json_string(use_diff=False)
+
+
+@torch.no_grad()
+def test_mixed_precision_and_classifiers_take_hybrids(tokens):
+    model = build(["token", "conv"], torch.float32, **LAYERS["rope"])
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(
+        logits[mask == 1].float(), model(tokens, attention_mask=mask).logits[mask == 1], rtol=0.1, atol=0.1
+    )
+    classifier = ToSTForSequenceClassification(model.config).eval()
+    torch.testing.assert_close(classifier(tokens, attention_mask=mask).logits[:1], classifier(tokens[:1, 3:]).logits)
