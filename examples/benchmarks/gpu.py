@@ -34,7 +34,7 @@ ROOT = HERE.parents[1]
 MINUTES = 9
 LEAST_SECONDS = 20  # no part is started with less
 OP_VARIANTS = ("triton", "compiled", "eager", "literal", "literal compiled", "sdpa")
-TESTS = ["-m", "pytest", "-q", "-m", "", "--maxfail", "5", "-k", "not ahead_of_time", "tests/test_triton.py"]
+TESTS = ["-m", "pytest", "-q", "-m", "", "--maxfail", "5", "tests/test_triton.py", "tests/test_triton_forgetting.py"]
 if importlib.util.find_spec("xdist"):  # some hundred kernels are compiled
     TESTS += ["-n", "8"]
 PARTS = [  # name, seconds it may always have, arguments, arguments of a rehearsal

@@ -83,8 +83,7 @@ def tssa(
     if _choose_backend(backend, w.device.type, w.dtype) == "triton":
         from .tssa_triton import tssa_triton
 
-        forgetting = {} if log_decay is None else {"log_decay": log_decay}
-        output, membership, *final = tssa_triton(w, temp, bias, mask, seq_idx, initial_state, causal, **forgetting)
+        output, membership, *final = tssa_triton(w, temp, bias, mask, seq_idx, initial_state, causal, log_decay)
         return TSSAOutput(output, membership.transpose(1, 2), as_state(final, w) if causal else None)
 
     dtype = compute_dtype(w.dtype)
@@ -152,8 +151,7 @@ def tssa_step(
 
         bias = None if denom_bias is None else denom_bias.reshape(-1, w.shape[1])
         state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))  # the kernel adds in place
-        forgetting = {} if log_decay is None else {"log_decay": log_decay}
-        return TSSAOutput(*tssa_step_triton(w, temp, bias, mask, *state, **forgetting), state)
+        return TSSAOutput(*tssa_step_triton(w, temp, bias, mask, *state, log_decay), state)
     bias = None if denom_bias is None else denom_bias.to(dtype)
     return TSSAOutput(*step_formulas(w, temp, bias, None if mask is None else ~mask, state, log_decay))
 
