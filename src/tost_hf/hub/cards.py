@@ -123,8 +123,7 @@ def build_card(
         raise ValueError(f"{license!r} is no licence's identifier; give one of the Hub's, such as apache-2.0, mit or other.")
     full_name = repo_id or _printable(folder.resolve().name)
     old = load_card(folder / CARD) if (folder / CARD).is_file() else ModelCard("---\n{}\n---\n")
-    records = read_records(folder)
-    name = full_name.rpartition("/")[2]
+    records, name = read_records(folder), full_name.rpartition("/")[2]
     card = _fill(
         card_metadata(config, old, name, license, records),
         config,
