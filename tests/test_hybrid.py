@@ -102,7 +102,7 @@ def test_crop_is_never_having_seen(model, tokens, removed):
     torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, **F64)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_attention_implementations_agree(model, tokens, implementation):
     model = model.float()
