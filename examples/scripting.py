@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What the scripts share: their arguments, changes to a configuration, data from files, and the course of a training run."""
 
+import dataclasses
 import json
 import logging
 import sys
@@ -105,10 +106,11 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
         ValueError: the configuration has no such key, or the value does not suit it.
     """
     overrides, fields = defaults, config.to_dict()
+    known = fields.keys() | {field.name for field in dataclasses.fields(config)}  # to_dict leaves out options that are off
     for assignment in filter(None, (assignments or "").split(",")):
         key, equals, value = assignment.partition("=")
         key = config.attribute_map.get(key.strip(), key.strip())
-        if not equals or key not in fields:
+        if not equals or key not in known:
             raise ValueError(
                 f"--config_overrides does not understand {assignment!r}: write key=value, with a key of the "
                 f"{config.model_type} configuration."

@@ -44,7 +44,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size("n_layer=6,n_head=8,hidden_size=256", 4096, 256, 16, 2400, 2e-3),
+    "cpu": Size("n_layer=6,n_head=8,hidden_size=256", 4096, 256, 16, 2000, 2e-3),
     "gpu": Size("n_layer=12,n_head=6,hidden_size=384,intermediate_size=1664", 16_384, 1024, 32, 1600, 1e-3),
 }
 # LayerScale starts at 1e-5 in the published recipe, for 600,000 steps; a run of minutes has no time to grow from there

@@ -103,6 +103,8 @@ def test_config_overrides():
     assert (config.max_position_embeddings, config.layer_norm_eps, config.use_bias) == (None, 1e-6, True)
     other = run_clm.load_config(run_clm.ModelArguments(model_type="gpt2", config_overrides="n_layer=3"))
     assert (other.model_type, other.num_hidden_layers) == ("gpt2", 3)
+    plus = run_clm.load_config(run_clm.ModelArguments(config_overrides="forgetting=token,conv_kernel=4"))
+    assert (plus.forgetting, plus.conv_kernel) == ("token", 4)
 
 
 def test_vocabulary_and_special_tokens_follow_the_tokenizer(text_folder):

@@ -23,6 +23,7 @@ OPTIONS = {  # name of a ToST to its options beyond the paper
     "ToST conv head": {"conv_kernel": KERNEL, "forgetting": "head"},
     "ToST conv token": {"conv_kernel": KERNEL, "forgetting": "token"},
     NO_STATISTICS: {"conv_kernel": KERNEL},
+    HYBRID: {"conv_kernel": KERNEL, "forgetting": "token"},
 }
 RIVALS = ("GPT-2", "GPT-2 conv", "Mamba-2")
 MODELS = (*OPTIONS, *RIVALS)
