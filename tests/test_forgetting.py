@@ -175,3 +175,15 @@ def test_bad_factors(change, message):
 def test_bad_factors_of_a_step():
     with pytest.raises(ValueError, match=r"log_decay must have one of the shapes \(3,\), \(2, 3\)"):
         tssa_step(torch.randn(2, 3, 4), torch.ones(3), None, None, log_decay=torch.zeros(2, 1))
+
+
+@torch.no_grad()
+def test_many_steps_of_weak_forgetting_do_not_drift():
+    """5,000 single steps, float32 factors near 1: sums would be off by 1e-4 if each factor were rounded first."""
+    w, log_decay = torch.randn(5000, 1, 2, 4), torch.tensor([-1e-4, -3e-5])
+    exact = tssa(w.transpose(0, 1).double(), torch.ones(2).double(), log_decay=log_decay.double()).final_state
+    state = None
+    for x in w:
+        state = tssa_step(x, torch.ones(2), None, state, log_decay=log_decay).final_state
+    for got, wanted in zip(state, exact):
+        assert (got - wanted).norm() < 1e-5 * wanted.norm()

@@ -123,8 +123,9 @@ def step(
         Output (B, H, p) in the dtype of `w`, membership (B, H), and the sums after the token.
     """
     if log_decay is not None:
-        factor = log_decay.exp().expand(state.sum_membership.shape)
-        state = TSSAState(*(s * per_head(factor, s) for s in state))
+        # as 1 + (factor - 1): a factor near 1, rounded before it multiplies, would be off by as much at every step
+        loss = log_decay.expm1().expand(state.sum_membership.shape)
+        state = TSSAState(*(s + s * per_head(loss, s) for s in state))
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
     sum_sq = state.sum_sq + sq
