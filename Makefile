@@ -16,8 +16,8 @@ test: $(VENV)/ready  ## all tests
 test-fast: $(VENV)/ready  ## without the slow ones
 	$(BIN)/python -m pytest tests -m "not slow"
 
-test-lowest: $(LOWEST)/ready  ## all tests, with the lowest versions the package declares
-	$(LOWEST)/bin/python -m pytest tests
+test-lowest: $(LOWEST)/ready  ## without the slow ones, with the lowest versions the package declares
+	$(LOWEST)/bin/python -m pytest tests -m "not slow"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

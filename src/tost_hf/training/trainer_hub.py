@@ -36,7 +36,9 @@ class PublishingTrainer(Trainer):
     """
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        super().init_hf_repo(token=token, private=private)
+        if private is not None:
+            self.args.hub_private_repo = private
+        super().init_hf_repo(token=token)
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, ToSTBaseModel):
             model.config.auto_map = dict(AUTO_MAPS[model.config.model_type])  # from now on it is saved with its code
