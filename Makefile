@@ -19,9 +19,10 @@ test-fast: $(VENV)/ready  ## without the slow ones
 test-lowest: $(LOWEST)/ready  ## without the slow ones, with the lowest versions the package declares
 	$(LOWEST)/bin/python -m pytest tests -m "not slow"
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready  ## the linter and the type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows of examples/benchmarks/results
 	$(BIN)/python examples/benchmarks/tables.py

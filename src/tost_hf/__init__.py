@@ -58,18 +58,28 @@ _LAZY = {
 
 for config_class in (ToSTConfig, ToSTVisionConfig):
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-for auto_class, class_names, model_class in (
-    (AutoModel, "MODEL_MAPPING_NAMES", ToSTModel),
-    (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", ToSTForCausalLM),
-    (AutoModelForSequenceClassification, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", ToSTForSequenceClassification),
-    (AutoModel, "MODEL_MAPPING_NAMES", ToSTVisionModel),
-    (AutoModelForImageClassification, "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", ToSTForImageClassification),
+for auto_class, class_names, config_class, model_class in (
+    (AutoModel, "MODEL_MAPPING_NAMES", ToSTConfig, ToSTModel),
+    (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", ToSTConfig, ToSTForCausalLM),
+    (
+        AutoModelForSequenceClassification,
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        ToSTConfig,
+        ToSTForSequenceClassification,
+    ),
+    (AutoModel, "MODEL_MAPPING_NAMES", ToSTVisionConfig, ToSTVisionModel),
+    (
+        AutoModelForImageClassification,
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        ToSTVisionConfig,
+        ToSTForImageClassification,
+    ),
 ):
-    auto_class.register(model_class.config_class, model_class, exist_ok=True)
+    auto_class.register(config_class, model_class, exist_ok=True)
     # register() leaves out the tables of class names, by which Trainer's label smoothing tells that labels are to be shifted
-    getattr(modeling_auto, class_names)[model_class.config_class.model_type] = model_class.__name__
-# by name, as transformers' own: the class needs Pillow, and is imported when it is first used
-IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)
+    getattr(modeling_auto, class_names)[config_class.model_type] = model_class.__name__
+# by name, as transformers' own, though it declares classes: this one needs Pillow, and is imported when it is first used
+IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)  # type: ignore[arg-type]
 
 
 def __getattr__(name: str):

@@ -11,6 +11,7 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -28,6 +29,7 @@ from .model.modeling_tost_vision import ToSTForImageClassification
 logger = logging.getLogger(__name__)
 
 Config = ToSTConfig | ToSTVisionConfig
+AnyConfig = TypeVar("AnyConfig", ToSTConfig, ToSTVisionConfig)
 StateDict = dict[str, torch.Tensor]
 PathLike = str | os.PathLike[str]
 
@@ -144,7 +146,7 @@ def convert_from_original(
     state = _state_dict(contents, "model_ema" if ema else "model", checkpoint)
     if any(name.startswith(_VISION_MODULES) for name in state):
         stated = _stated_settings(contents, "args", checkpoint)
-        config = _vision_config(state, stated, num_attention_heads, normalize_patch_tokens, checkpoint)
+        config: Config = _vision_config(state, stated, num_attention_heads, normalize_patch_tokens, checkpoint)
     elif num_attention_heads is not None or normalize_patch_tokens is not None:
         raise ValueError(
             f"{checkpoint} is not a vision checkpoint; num_attention_heads and normalize_patch_tokens are for those alone."
@@ -198,6 +200,7 @@ def convert_to_original(
     source, target = Path(model_dir), Path(output_file)
     check_file(target, overwrite)
     model_config = _read_config(source)
+    settings: dict[str, object]
     if isinstance(model_config, ToSTVisionConfig):
         settings = {"args": _vision_args(model_config, source)}
     else:
@@ -212,7 +215,7 @@ def convert_to_original(
         state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied: stored once by us, twice by the authors
     model, names = _model(model_config), _names(model_config)
     _check_tensors(state, model.state_dict(), source)
-    authors = {name: state[rename(name, names)].reshape(own.shape) for name, own in _authors_tensors(model).items()}
+    authors = {name: state[_renamed(name, names)].reshape(own.shape) for name, own in _authors_tensors(model).items()}
     with staged_file(target) as file:
         torch.save({"model": authors} | settings, file)
     return target
@@ -234,6 +237,12 @@ def rename(name: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    new = rename(name, names)
+    assert new is not None, f"the tables of names lack {name}"
+    return new
+
+
 def _names(config: Config) -> Mapping[str, str]:
     if isinstance(config, ToSTVisionConfig):
         return VISION_NAMES | VISION_ATTENTION_NAMES[config.attention_type]
@@ -252,8 +261,8 @@ def _strip_wrappers(name: str) -> str:
 
 def _authors_tensors(model: PreTrainedModel) -> StateDict:
     """The tensors of a model under the authors' names and in their shapes."""
-    back = _reversed(_names(model.config))
-    tensors = {rename(name, back): tensor for name, tensor in model.state_dict().items()}
+    back = _reversed(_names(cast(Config, model.config)))
+    tensors = {_renamed(name, back): tensor for name, tensor in model.state_dict().items()}
     if _POSITION_PROJECTION in tensors:
         tensors[_POSITION_PROJECTION] = tensors[_POSITION_PROJECTION][..., None, None]
     return tensors
@@ -289,7 +298,7 @@ def _listed(names: list[str], most: int = 5) -> str:
 # The authors' file
 
 
-def _load_pickle(path: Path) -> object:
+def _load_pickle(path: Path) -> Any:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a file; name the checkpoint.")
     with path.open("rb"):  # a missing or forbidden file gets its own error here
@@ -396,7 +405,7 @@ def _count(state: StateDict, pattern: str) -> int:
     return len({match[1] for name in state if (match := re.match(pattern, name))})
 
 
-def _make_config(make: Callable[..., Config], fields: Mapping, source: Path) -> Config:
+def _make_config(make: Callable[..., AnyConfig], fields: Mapping, source: Path) -> AnyConfig:
     try:
         return make(**fields)
     except (ValueError, TypeError, AttributeError, OverflowError, StrictDataclassError) as error:
@@ -552,7 +561,7 @@ def _vision_heads(state: StateDict, args: Mapping, heads: int | None, attention_
             raise ValueError(f"{source}: {heads} attention heads are asked for, but the tensors say {stored}.")
         return stored
     size = re.search("tiny|small|medium|large", str(args.get("model")))
-    preset = VISION_PRESETS[f"tost-vision-{size[0]}-patch16"] if size else {}
+    preset: Mapping[str, Any] = VISION_PRESETS[f"tost-vision-{size[0]}-patch16"] if size else {}
     named = preset["num_attention_heads"] if preset.get("hidden_size") == width else None
     for known in (heads, args.get("num_heads"), named):
         if known is not None:

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from ..files import EVAL_RESULTS, EVALUATION
 from .card_sections import is_trainers_draft
 from .checks import model_class
-from .records import Records, TrainingRun
+from .records import Card, Records, TrainingRun
 
 
 PAPER_TAG = "arxiv:2412.17810"
@@ -36,9 +36,7 @@ def task(config: PreTrainedConfig) -> tuple[str, str]:
     return TASKS[name]
 
 
-def card_metadata(
-    config: PreTrainedConfig, card: ModelCard, name: str, license: str | None, records: Records
-) -> ModelCardData:
+def card_metadata(config: PreTrainedConfig, card: Card, name: str, license: str | None, records: Records) -> ModelCardData:
     """The metadata of the existing card, completed; of a draft of Trainer's, without the names of local folders.
 
     Args:
@@ -53,7 +51,7 @@ def card_metadata(
     results = [_to_eval_result(result) for result in records.results]
     if _is_hub_id(run.dataset_name):
         results += _training_eval_results(records.evaluation.metrics, pipeline_tag, run)
-    if old.pipeline_tag not in (None, *(tag for _, tag in TASKS.values())):
+    if old.pipeline_tag is not None and old.pipeline_tag not in [tag for _, tag in TASKS.values()]:
         pipeline_tag = old.pipeline_tag  # a person's choice
     data = ModelCardData(
         license=license or old.license,
@@ -120,6 +118,7 @@ def _to_eval_result(result: dict) -> EvalResult:
 def _training_eval_results(metrics: dict[str, float], pipeline_tag: str, run: TrainingRun) -> list[EvalResult]:
     """Trainer's evaluation, on the data set that the training script was given."""
     name, config_name = run.dataset_name, run.dataset_config_name
+    assert name is not None  # for it is an id on the Hub
     return [
         EvalResult(
             task_type=pipeline_tag,

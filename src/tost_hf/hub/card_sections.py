@@ -50,7 +50,8 @@ def hyperparameters(text: str) -> list[str]:
 
 def split_sections(text: str) -> list[Section]:
     """The sections of a card's text, in order."""
-    sections, fence = [("", [])], ""
+    sections: list[tuple[str, list[str]]] = [("", [])]
+    fence = ""
     for line in text.split("\n"):
         fence = _open_fence(line, fence)
         if not fence and line.startswith("## "):

@@ -7,8 +7,9 @@ What the folder does not say is left out of its card. Only a person can choose a
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import is_jinja_available, validate_repo_id
@@ -21,7 +22,18 @@ from .card_metadata import card_metadata, listed, tags, task
 from .card_sections import hyperparameters, mark_sections, merge
 from .checks import load_config, model_class, parameter_count, weight_files
 from .markdown import Markdown, code, code_block, duration, escape, link, number, python_literal, table
-from .records import CARD, Records, TrainingSummary, has_code, has_processor, load_card, read_records, save_card, stored_dtypes
+from .records import (
+    CARD,
+    Card,
+    Records,
+    TrainingSummary,
+    has_code,
+    has_processor,
+    load_card,
+    read_records,
+    save_card,
+    stored_dtypes,
+)
 from .secrets import without_secrets
 
 
@@ -122,7 +134,7 @@ def build_card(
     if license is not None and not _LICENCE.fullmatch(license):
         raise ValueError(f"{license!r} is no licence's identifier; give one of the Hub's, such as apache-2.0, mit or other.")
     full_name = repo_id or _printable(folder.resolve().name)
-    old = load_card(folder / CARD) if (folder / CARD).is_file() else ModelCard("---\n{}\n---\n")
+    old = load_card(folder / CARD) if (folder / CARD).is_file() else Card("---\n{}\n---\n")
     records, name = read_records(folder), full_name.rpartition("/")[2]
     card = _fill(
         card_metadata(config, old, name, license, records),
@@ -167,6 +179,7 @@ def preset_card(name: str) -> ModelCard:
         ValueError: there is no such size.
         ImportError: Jinja2 is not installed.
     """
+    config: PreTrainedConfig
     if name in PRESETS:
         config = ToSTConfig.from_preset(name, architectures=["ToSTForCausalLM"])
         command = (
@@ -242,7 +255,7 @@ def _fill(data: ModelCardData, config: PreTrainedConfig, name: str, *, has_weigh
     """Fills the template; `values` are Markdown already."""
     if not is_jinja_available():
         raise ImportError("Model cards need Jinja2, which is not installed: pip install jinja2")
-    known = {
+    known: dict[str, Any] = {
         "name": escape(name),
         "paper": PAPER,
         "has_weights": has_weights,
@@ -287,7 +300,7 @@ def _about_model(config: PreTrainedConfig) -> dict[str, object]:
 def _figures(config: PreTrainedConfig) -> dict[str, str | None]:
     """What was published of, and measured on, the paper's size that the configuration is, if it is one."""
     preset = _find_preset(config) if task(config)[1] in ("text-generation", "image-classification") else None
-    published, note = PUBLISHED.get(preset, (None, None))
+    published, note = (None, None) if preset is None else PUBLISHED.get(preset, (None, None))
     speed = json.loads(FIGURES.read_text(encoding="utf-8")).get(preset, {})
     return {
         "published_table": published,
@@ -301,6 +314,8 @@ def _figures(config: PreTrainedConfig) -> dict[str, str | None]:
 def _find_preset(config: PreTrainedConfig) -> str | None:
     """The name of the paper's size that a configuration is, if it is one."""
     size = "hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act "
+    config_class: type[ToSTConfig | ToSTVisionConfig]
+    presets: Iterable[str]
     if isinstance(config, ToSTVisionConfig):
         size += "num_class_attention_layers patch_size num_channels attention_type normalize_patch_tokens qkv_bias"
         presets, config_class = VISION_PRESETS, ToSTVisionConfig
@@ -340,10 +355,11 @@ def _architecture_table(config: PreTrainedConfig, dtypes: Sequence[str]) -> str:
             ("width of the MLP", number(config.intermediate_size)),
             ("vocabulary", number(config.vocab_size)),
             ("positions", "no limit" if positions is None else number(positions)),
-            *_option_rows(config),
+            *_option_rows(cast(ToSTConfig, config)),
         ]
     if task(config)[1].endswith("classification"):
-        names = [config.id2label[i] for i in sorted(config.id2label)]
+        labels = cast(dict[int, str], config.id2label)  # transformers makes the keys numbers, and counts if there are none
+        names = [labels[i] for i in sorted(labels)]
         texts = [name for name in names if isinstance(name, str)]
         shown = len(names) == len(texts) <= 20 and not all(name.startswith("LABEL_") for name in texts)
         words = f": {without_secrets(', '.join(texts))}" if shown else ""
@@ -351,16 +367,16 @@ def _architecture_table(config: PreTrainedConfig, dtypes: Sequence[str]) -> str:
     return table(("", ""), rows)
 
 
-def _option_rows(config: ToSTConfig) -> list[tuple[str, str]]:
+def _option_rows(config: ToSTConfig) -> list[tuple[str, str | None]]:
     """Rows on the options beyond the paper that are on."""
-    rows = []
+    rows: list[tuple[str, str | None]] = []
     if config.forgetting != "none":
         rows.append(
             ("forgetting", {"head": "one factor per head", "token": "one factor per token and head"}[config.forgetting])
         )
     if config.conv_kernel is not None:
         rows.append(("convolution", f"{config.conv_kernel} tokens, in layers of statistics"))
-    attention = [(i, kind) for i, kind in enumerate(config.layer_types, start=1) if kind != CAUSAL_STATISTICS]
+    attention = [(i, kind) for i, kind in enumerate(config.all_layer_types, start=1) if kind != CAUSAL_STATISTICS]
     if attention:
         full = ", ".join(str(i) for i, kind in attention if kind == FULL_ATTENTION)
         sliding = ", ".join(str(i) for i, kind in attention if kind != FULL_ATTENTION)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -17,7 +16,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from ..model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
 from ..model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel
-from .records import CARD, load_card, read_json
+from .records import CARD, Card, load_card, read_json
 from .secrets import is_secret_name, secrets_in, secrets_in_file
 
 
@@ -117,7 +116,8 @@ MODEL_CLASSES = {
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class named in the configuration's `architectures` (the base model where it names none)."""
-    name = (config.architectures or [modeling_auto.MODEL_MAPPING_NAMES[config.model_type]])[0]
+    base = str(modeling_auto.MODEL_MAPPING_NAMES[config.model_type])
+    name = config.architectures[0] if config.architectures else base
     found = MODEL_CLASSES.get(name)
     if found is None:
         raise ValueError(f"config.json names the architecture {name!r}, which is no ToST model.")
@@ -238,7 +238,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, expected: dict[str, torch.Ten
         raise ValueError(f"{name} holds NaN or infinite numbers.")
 
 
-def check_card(folder: Path) -> ModelCard:
+def check_card(folder: Path) -> Card:
     """The folder's model card.
 
     Raises:

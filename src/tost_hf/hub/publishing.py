@@ -2,7 +2,6 @@
 """Publishing a model folder on the Hub in one commit: all of it becomes visible at once, or nothing does."""
 
 import hashlib
-import itertools
 import json
 import os
 import random
@@ -185,17 +184,18 @@ def commit_files(
     """
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    for attempt in itertools.count():
+    attempt = 0
+    while True:
         there = listing(api, repo_id, revision)
-        uploaded, deleted = _difference(files, there.siblings)
+        uploaded, deleted = _difference(files, there.files)
         if not uploaded and not deleted:
             return Commit(there.sha, None, (), ())
-        operations = [CommitOperationAdd(name, str(files[name])) for name in uploaded]
-        operations += [CommitOperationDelete(name) for name in deleted]
+        additions = [CommitOperationAdd(name, str(files[name])) for name in uploaded]
+        deletions = [CommitOperationDelete(name) for name in deleted]
         try:
             done = api.create_commit(
                 repo_id,
-                operations,
+                [*additions, *deletions],
                 commit_message=message,
                 revision=revision,
                 create_pr=create_pr,
@@ -204,7 +204,8 @@ def commit_files(
         except HfHubHTTPError as error:
             if error.response is None or error.response.status_code != 412 or attempt == RETRIES_WHEN_OVERTAKEN:
                 raise
-            time.sleep(random.uniform(0, 0.2 * (attempt + 1)))
+            attempt += 1
+            time.sleep(random.uniform(0, 0.2 * attempt))
         else:
             return Commit(done.oid, done.pr_url or done.commit_url, uploaded, deleted)
 
@@ -225,7 +226,7 @@ def _refuse_taken_tag(api: HfApi, repo_id: str, tag: str, files: dict[str, Path]
         taken = listing(api, repo_id, tag)
     except RevisionNotFoundError:
         return
-    if not any(_difference(files, taken.siblings)):
+    if not any(_difference(files, taken.files)):
         return  # this very version, tagged by a run whose answer was lost
     raise ValueError(f"{repo_id} already has {tag!r} at {taken.sha}; choose another tag, or delete it first.")
 

@@ -30,11 +30,17 @@ _RESULT_DETAILS = ("dataset_config", "dataset_split", "metric_name", "protocol",
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+class Card(ModelCard):
+    """A model's card; huggingface_hub declares the metadata of any repository's."""
+
+    data: ModelCardData
+
+
 class TrainingEvaluation(NamedTuple):
     """The metrics of Trainer's last evaluation, without the "eval_" of their names, and the number of examples."""
 
     metrics: dict[str, float]
-    examples: int | None
+    examples: float | None
 
 
 class TrainingRun(NamedTuple):
@@ -222,7 +228,7 @@ def has_processor(folder: Path, config: PreTrainedConfig) -> bool:
 # The card -------------------------------------------------------------------------------------------------------------
 
 
-def load_card(path: Path) -> ModelCard:
+def load_card(path: Path) -> Card:
     """The model card in a file; without metadata where it has none.
 
     Raises:
@@ -233,7 +239,7 @@ def load_card(path: Path) -> ModelCard:
     try:
         metadata, text = _split_metadata(path.read_text(encoding="utf-8-sig"))
         _check_yaml(metadata)
-        card = ModelCard(f"---\n{metadata}\n---\n{text}")
+        card = Card(f"---\n{metadata}\n---\n{text}")
         _check_metadata(card.data)
     except Exception as error:  # YAML's own errors, and whatever a wrong kind of value leads to in huggingface_hub
         reason = " ".join(str(error).split())
@@ -263,7 +269,7 @@ def _check_yaml(text: str) -> None:
     if len(text) > LARGEST_METADATA:
         raise ValueError(f"it is larger than {LARGEST_METADATA:,} characters")
     sizes: dict[str, int] = {}  # of what an anchor names
-    stack = [(None, 0)]  # the anchor and the size of each list or mapping that is open
+    stack: list[tuple[str | None, int]] = [(None, 0)]  # the anchor and the size of each list or mapping that is open
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         anchor, size = getattr(event, "anchor", None), 1
         if isinstance(event, yaml.CollectionStartEvent):
@@ -274,9 +280,9 @@ def _check_yaml(text: str) -> None:
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = stack.pop()
         elif isinstance(event, yaml.AliasEvent):
-            if anchor not in sizes:
-                raise ValueError(f"the alias *{anchor} names nothing before it")
-            anchor, size = None, sizes[anchor]
+            if event.anchor not in sizes:
+                raise ValueError(f"the alias *{event.anchor} names nothing before it")
+            anchor, size = None, sizes[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             size += len(event.value)
         else:

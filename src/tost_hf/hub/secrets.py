@@ -104,7 +104,7 @@ class AnyPrivateKey(RegexBasedDetector):
 class LinearJwtToken(jwt.JwtTokenDetector):
     """Looked for at the start of a word only: at every letter, a long word takes quadratic time."""
 
-    denylist = (re.compile(r"(?<![\w=-])" + jwt.JwtTokenDetector.denylist[0].pattern),)
+    denylist = [re.compile(r"(?<![\w=-])" + jwt.JwtTokenDetector.denylist[0].pattern)]
 
 
 class NamedSecret(RegexBasedDetector):
@@ -258,6 +258,7 @@ def _without_values(text: str) -> str:
     """Without the values of options, arguments and JSON fields that hold secrets: `--token X`, `token=X`, `"token": "X"`."""
 
     def cut(match: re.Match) -> str:
+        assert match.lastgroup is not None  # each alternative has a group
         start, end = match.span(match.lastgroup)
         return match[0][: start - match.start()] + REMOVED + match[0][end - match.start() :]
 

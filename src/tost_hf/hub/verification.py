@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ..model.cache_tost import state_bytes
 from ..model.configuration_tost import CAUSAL_STATISTICS
@@ -65,7 +66,7 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
         with hub_calls():
             found = listing(HfApi(token=token), str(source), revision)
             folder = Path(snapshot_download(str(source), revision=found.sha, token=token))
-        siblings = found.siblings
+        siblings = found.files
 
     def check(name: str, run: Callable[[], str]) -> bool:
         try:
@@ -120,7 +121,7 @@ def _run(folder: Path, config: PreTrainedConfig) -> str:
     return f"{loaded.output}; {_generate(loaded.model, config)}" if loaded.model.can_generate() else loaded.output
 
 
-def _generate(model: PreTrainedModel, config: PreTrainedConfig) -> str:
+def _generate(model: Any, config: PreTrainedConfig) -> str:
     """Greedy tokens from the cache, against those of the whole sequence computed without one."""
     start = config.bos_token_id if config.bos_token_id is not None else 0
     prompt = torch.tensor([[min(start, config.vocab_size - 1)]])
@@ -176,8 +177,8 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
     else:
         with hub_calls():
             found = listing(HfApi(token=token), str(source), revision)
-            listed = {sibling.rfilename: sibling.size for sibling in found.siblings}
-            small = [name for name in ("config.json", "README.md", "generation_config.json") if name in listed]
+            listed = {sibling.rfilename: sibling.size or 0 for sibling in found.files}
+            small: list[str] = [name for name in ("config.json", "README.md", "generation_config.json") if name in listed]
             folder = Path(snapshot_download(str(source), revision=found.sha, token=token, allow_patterns=small))
         rows["repository"] = f"{found.id} at {found.sha}{', private' if found.private else ''}"
         sizes = {name: size for name, size in listed.items() if name.endswith(".safetensors")}

@@ -3,13 +3,12 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
+from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings, ToSTVisionPreTrainedModel
 from .extras import require_extra
 from .trace import find_modules
 
@@ -36,7 +35,7 @@ def is_file(path: str | os.PathLike) -> bool:
 
 
 def load_image(
-    model: nn.Module,
+    model: ToSTVisionPreTrainedModel,
     processor: "BaseImageProcessor | None",
     input: "str | os.PathLike | Image.Image",
     image_size: int | None = None,
@@ -62,7 +61,7 @@ def load_image(
     image = ImageOps.exif_transpose(input).convert("RGB")
     processor = processor or make_image_processor(model.config)
     patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
-    options = {}
+    options: dict[str, Any] = {}
     if image_size is not None:
         image = _resize_whole(image, image_size, patch_size)
         options = {"do_resize": False, "do_center_crop": False}
@@ -74,7 +73,7 @@ def load_image(
             pixel_values = F.interpolate(pixel_values, sides, mode="bicubic", antialias=True)
         picture = pixel_values[0].double()
         if getattr(processor, "do_normalize", False):
-            mean, std = torch.tensor([processor.image_mean, processor.image_std])[:, :, None, None]
+            mean, std = (torch.tensor(getattr(processor, name))[:, None, None] for name in ("image_mean", "image_std"))
             picture = picture * std + mean
     except Exception as error:  # settings of a processor come from a file and may be anything
         raise ValueError(f"The image processor cannot prepare {source}; its settings may be wrong: {error}") from error
@@ -146,12 +145,12 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[torch.Ten
     """Token ids (1, T), and the piece of the text that each stands for: together, with special tokens, the whole text."""
     if not tokenizer.is_fast:
         ids = tokenizer(text, verbose=False)["input_ids"]
-        return torch.tensor([ids]), [tokenizer.decode([i]) for i in ids]
+        return torch.tensor([ids]), [str(tokenizer.decode([i])) for i in ids]
     encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     pieces, end = [], 0
     for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"]):
         if start == stop:  # special tokens stand for no part of the text
-            pieces.append(tokenizer.decode([token]))
+            pieces.append(str(tokenizer.decode([token])))
         else:  # from the last one's end: some tokenizers leave out spaces; "" where a token holds the rest of a character
             pieces.append(text[end:stop])
             end = stop

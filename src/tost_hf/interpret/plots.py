@@ -67,7 +67,7 @@ def _plot_maps(maps: torch.Tensor, picture: torch.Tensor, labels: Sequence[str])
         bar = figure.colorbar(drawn, ax=block.ravel().tolist(), aspect=10 * bands, pad=0.01)
         bar.ax.tick_params(labelsize=6)
         bar.ax.locator_params(nbins=4)
-        bar.formatter.set_useOffset(False)
+        bar.ax.ticklabel_format(axis="y", useOffset=False)
     return figure
 
 
@@ -132,7 +132,7 @@ def plot_entropy_maps(entropy: torch.Tensor, heads: int, layers: Sequence[int]) 
         axis.set_title(f"layer {layer}\nmean {values.mean():.3f}", fontsize=8)
     bar = figure.colorbar(drawn, ax=axes.tolist(), aspect=12, pad=0.01)
     bar.set_label("nats", fontsize=8)
-    bar.formatter.set_useOffset(False)
+    bar.ax.ticklabel_format(axis="y", useOffset=False)
     bar.ax.tick_params(labelsize=7)
     return figure
 
@@ -275,7 +275,8 @@ def _lay_out(tokens: list[tuple[str, int, float]], line: int, last: int) -> tupl
     Returns:
         The pieces, and the next free line.
     """
-    placed, column = [], 0
+    placed: list[_Piece] = []
+    column = 0
     for i, (token, head, strength) in enumerate(tokens):
         for piece in token.splitlines(keepends=True):
             text = piece.rstrip("\n")[:LINE_LETTERS]

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 
@@ -100,7 +100,7 @@ def _check_memory(config: "PreTrainedConfig") -> None:
         raise ValueError(f"The configuration asks for at least {size:,} bytes of weights; this machine has {memory:,}.")
 
 
-def _load(auto_class: type, what: str, source: str | os.PathLike, trust_remote_code: bool):
+def _load(auto_class: Any, what: str, source: str | os.PathLike, trust_remote_code: bool):
     """`from_pretrained` that never asks anything, and whose errors are one sentence."""
     try:
         return auto_class.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -224,6 +224,7 @@ def _inspect_image(model, processor, input, layers: list[int], image_size: int |
 
     image = load_image(model, processor, input, image_size)
     trace = trace_model(model, pixel_values=image.pixel_values)
+    assert trace.grid is not None  # as of all images
     maps = membership_maps(trace)[0, [layer - 1 for layer in layers]]
     entropy = membership_entropy(trace).unflatten(-1, trace.grid)[0, [layer - 1 for layer in layers]]
     height, width = image.pixel_values.shape[-2:]
@@ -236,7 +237,7 @@ def _inspect_image(model, processor, input, layers: list[int], image_size: int |
     if trace.logits is not None:
         probability, label = trace.logits[0].softmax(-1).max(-1)
         facts.append(("Predicted class", f"{model.config.id2label[int(label)]} ({probability:.1%})"))
-    files = {
+    files: dict[str, Figure | str] = {
         "memberships.png": plots.plot_membership_maps(maps, image.picture, layers),
         "strongest_heads.png": plots.plot_strongest_heads(maps, image.picture, layers),
         "entropy.png": plots.plot_entropy_maps(entropy, maps.shape[1], layers),
@@ -267,7 +268,7 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> _Findings:
     trace = trace_model(model, input_ids=input_ids)
     maps = membership_maps(trace)[0, [layer - 1 for layer in layers]]
     facts = [*_model_facts(model, trace), ("Input", source), *notes, ("Tokens", str(len(tokens)))]
-    files = {
+    files: dict[str, Figure | str] = {
         "tokens.png": plots.plot_strongest_head_tokens(tokens, maps[-1], layers[-1]),
         "tokens.html": strongest_head_page(tokens, maps, layers),
         "memberships.png": plots.plot_membership_tokens(maps, layers),

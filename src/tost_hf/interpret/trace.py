@@ -2,9 +2,9 @@
 """Running a model once and keeping what its TSSA layers saw."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -56,6 +56,7 @@ def trace_model(
     attentions = tssa_layers(model)
     inputs = _model_inputs(model, input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values)
     projections, memberships, class_attentions = [], [], []
+    hooks: list[tuple[nn.Module, Callable[[Any], None]]]
     hooks = [(layer.in_proj, lambda output: projections.append(output.cpu())) for layer in attentions]
     hooks += [(layer, lambda output: memberships.append(output[1].cpu().double())) for layer in attentions]
     for layer in find_modules(model, ToSTVisionClassAttention):
@@ -115,7 +116,7 @@ def find_modules(model: nn.Module, kind: type[Module]) -> list[Module]:
 
 
 @contextlib.contextmanager
-def _hooked(hooks) -> Iterator[None]:
+def _hooked(hooks: Iterable[tuple[nn.Module, Callable[[Any], None]]]) -> Iterator[None]:
     """Hands each module's output to its function while it lasts."""
     handles = []
     try:

@@ -28,7 +28,7 @@ class ToSTRotaryEmbedding(LlamaRotaryEmbedding):
         kept = self.inv_freq
         super()._apply(fn, recurse)
         if self.inv_freq.dtype != kept.dtype:
-            self.inv_freq = kept.to(self.inv_freq.device)
+            self.register_buffer("inv_freq", kept.to(self.inv_freq.device), persistent=False)
         return self
 
 

@@ -4,7 +4,8 @@
 `generate()` builds these layers by itself, from `config.layer_types`.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
@@ -13,6 +14,8 @@ from .configuration_tost import CAUSAL_STATISTICS
 from .convolution_tost import find_taps, join_rows, last_rows
 from .tssa_state import TSSAState, as_state
 
+
+Tensors = TypeVar("Tensors", bound=tuple)
 
 RECORDED_TAIL = 64  # tokens that stay removable after a crop
 STATE_NAMES = TSSAState._fields
@@ -58,16 +61,17 @@ class CausalStatisticsLayer(CacheLayerMixin):
         super().__init__()
         self.static = static or max_cache_len is not None
         self.max_cache_len = max_cache_len
-        self.sum_sq = self.sum_weighted_sq = self.sum_membership = self.recent_inputs = None
-        self.cumulative_length = torch.tensor(0, dtype=torch.long) if self.static else 0
-        self.device = None
+        self.is_compileable = self.static
+        self.sum_sq: torch.Tensor | None = None
+        self.sum_weighted_sq: torch.Tensor | None = None
+        self.sum_membership: torch.Tensor | None = None
+        self.recent_inputs: torch.Tensor | None = None
+        # a tensor where static, as in transformers' StaticLayer, else a number
+        self.cumulative_length: Any = torch.tensor(0, dtype=torch.long) if self.static else 0
+        self.device: torch.device | None = None
         self.record_past = False
         self._base: LayerPast | None = None  # before the first recorded token
         self._recorded: list[RecordedTokens] = []
-
-    @property
-    def is_compileable(self) -> bool:
-        return self.static
 
     @property
     def state(self) -> TSSAState | None:
@@ -98,6 +102,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     # float64 sums take the bytes of float32 sums with float32 remainders, and need no adding and splitting at every step
     def _stored_state(self) -> TSSAState:
+        assert self.sum_sq is not None and self.sum_weighted_sq is not None and self.sum_membership is not None
         return TSSAState(self.sum_sq, self.sum_weighted_sq, self.sum_membership)
 
     def set_state(self, state: TSSAState) -> None:
@@ -123,7 +128,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         if self.static and not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(tensor)
 
-    def lazy_initialization(self, state: TSSAState) -> None:
+    def lazy_initialization(self, state: TSSAState) -> None:  # type: ignore[override]  # declared for keys and values alone
         """Makes room for sums of the given state's shapes, dtype and device."""
         self.device = state.sum_sq.device
         if self.static:
@@ -212,7 +217,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
             raise ValueError(f"Cannot take back {-tokens_to_remove} tokens: only the last {recorded} are recorded.")
         if not recorded:
             return
-        tokens = RecordedTokens(*(None if x[0] is None else torch.cat(x, 1) for x in zip(*self._recorded)))
+        tokens = RecordedTokens._make(None if x[0] is None else torch.cat(x, 1) for x in zip(*self._recorded))
+        assert self._base is not None  # kept with the first record
         forgotten = max(keep - RECORDED_TAIL, 0)
         self._base = _add_tokens(self._base, _map_tensors(lambda x: x[:, :forgotten], tokens))
         tokens = _map_tensors(lambda x: x[:, forgotten:keep], tokens)
@@ -258,7 +264,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
     # Devices ----------------------------------------------------------------------------------------------------------
 
     def _move(self, device: torch.device) -> None:
-        if self.is_initialized and self.sum_sq.device != device:
+        if self.sum_sq is not None and self.sum_sq.device != device:
             for name, x in self.tensors().items():
                 setattr(self, name, x.to(device, non_blocking=True))
 
@@ -268,16 +274,18 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Moves the sums back to the device they were computed on."""
-        self._move(self.device)
+        if self.device is not None:
+            self._move(self.device)
 
 
 # CacheLayerMixin enters subclasses in the dynamic table only
 STATIC_LAYER_TYPE_MAPPING[CAUSAL_STATISTICS] = CausalStatisticsLayer
 
 
-def _map_tensors(fn, values: tuple) -> tuple:
+def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], values: Tensors) -> Tensors:
     """A NamedTuple of tensors, None and more such tuples, with `fn` applied to every tensor."""
-    return type(values)(*(x if x is None else _map_tensors(fn, x) if isinstance(x, tuple) else fn(x) for x in values))
+    kind: Any = type(values)
+    return kind(*(x if x is None else _map_tensors(fn, x) if isinstance(x, tuple) else fn(x) for x in values))
 
 
 def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
@@ -296,6 +304,7 @@ def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
         state = TSSAState(*(old * total.view(*total.shape, *[1] * (old.ndim - 2)) for old in state))
     sums = TSSAState(*(old + term.sum(1) for old, term in zip(state, terms)))
     if recent is not None:
+        assert tokens.inputs is not None  # recorded with recent inputs
         kernel = recent.shape[1] + 1
         recent = last_rows(join_rows(recent, tokens.inputs, kernel), find_taps(kernel, real, None), kernel)
     return LayerPast(sums, recent)

@@ -3,13 +3,13 @@
 
 import os
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from .cache_layer_tost import STATE_NAMES, CausalStatisticsLayer
 from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
@@ -62,7 +62,7 @@ class CausalStatisticsCache(Cache):
         super().__init__([CausalStatisticsLayer(static=static) if is_own else x for x, is_own in zip(layers, own)])
 
 
-def layer_type_of(layer: CacheLayerMixin) -> str | None:
+def layer_type_of(layer: object) -> str | None:
     """Which of a configuration's `layer_types` a cache layer serves; None for any other."""
     if getattr(layer, "_layer_type", None) == CAUSAL_STATISTICS:
         return CAUSAL_STATISTICS
@@ -77,7 +77,7 @@ def cached_length(cache: Cache) -> int | torch.Tensor:
 
 
 def _statistics_layer(cache: Cache) -> CausalStatisticsLayer:
-    return next(layer for layer in cache.layers if layer_type_of(layer) == CAUSAL_STATISTICS)
+    return cast(CausalStatisticsLayer, next(layer for layer in cache.layers if layer_type_of(layer) == CAUSAL_STATISTICS))
 
 
 def check_cache_kind(cache: Cache) -> None:
@@ -114,7 +114,7 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
         raise ValueError(
             f"The cache is another model's: it has {len(cache.layers)} layers, this model {config.num_hidden_layers}."
         )
-    kinds = [layer_type_of(layer) for layer in cache.layers]
+    kinds = [str(layer_type_of(layer)) for layer in cache.layers]
     if kinds != config.layer_types:
         raise ValueError(
             f"The cache is another model's: its layers are {', '.join(kinds)}, this model's {', '.join(config.layer_types)}."
@@ -122,7 +122,7 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
     layer = _statistics_layer(cache)
     if not layer.is_initialized:
         return
-    batch, *heads = layer.sum_sq.shape
+    batch, *heads = layer.tensors()["sum_sq"].shape
     expected = [config.num_attention_heads, config.head_dim]
     if heads != expected:
         raise ValueError(f"The cache is another model's: its heads have shape {heads}, this model's {expected}.")
@@ -149,7 +149,7 @@ def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
         OSError: the file cannot be written.
     """
     check_cache_kind(cache)
-    if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
+    if not cache.layers or not all(cast(Any, layer).is_initialized for layer in cache.layers):
         raise ValueError("The cache is empty: run the model on the text that is to be cached first.")
     length = int(cached_length(cache))
     tensors = {
@@ -193,10 +193,10 @@ def load_cache(
         raise ValueError(f"{os.fspath(filename)!r} is not a readable safetensors file: {error}") from error
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
-    length = metadata.get("seq_length", "")
-    if not length.isascii() or not length.isdecimal():
-        raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {length!r} as the number of cached tokens.")
-    length = int(length)
+    stated = metadata.get("seq_length", "")
+    if not stated.isascii() or not stated.isdecimal():
+        raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {stated!r} as the number of cached tokens.")
+    length = int(stated)
     layers = [_shapes_of(config, kind, length) for kind in config.layer_types]
     expected = {f"layers.{i}.{name}": shape for i, shapes in enumerate(layers) for name, shape in shapes.items()}
     if {key: tuple(x.shape[1:]) for key, x in tensors.items()} != expected:
@@ -212,7 +212,7 @@ def load_cache(
     return cache
 
 
-def _tensors_of(layer: CacheLayerMixin, length: int) -> dict[str, torch.Tensor]:
+def _tensors_of(layer: Any, length: int) -> dict[str, torch.Tensor]:
     """What is written of a layer that has seen `length` tokens."""
     kind = layer_type_of(layer)
     if kind == CAUSAL_STATISTICS:
@@ -235,7 +235,7 @@ def _shapes_of(config: PreTrainedConfig, kind: str, length: int) -> dict[str, tu
     return dict.fromkeys(("keys", "values"), (config.num_key_value_heads or heads, kept, width))
 
 
-def _fill(layer: CacheLayerMixin, tensors: dict[str, torch.Tensor], length: int) -> None:
+def _fill(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
     if layer_type_of(layer) == CAUSAL_STATISTICS:
         state = TSSAState(*(tensors[name] for name in STATE_NAMES))
         layer.lazy_initialization(state)

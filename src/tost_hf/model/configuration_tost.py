@@ -1,6 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of ToST language models, and the sizes of the paper."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -11,7 +13,7 @@ from .remote_code import CodeCarryingConfig
 CAUSAL_STATISTICS = "tost_causal_statistics"  # the cache layer type of a causal TSSA layer
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # transformers' names
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768},
     "tost-medium": {"num_hidden_layers": 24, "num_attention_heads": 16, "hidden_size": 1024},
     "tost-large": {"num_hidden_layers": 36, "num_attention_heads": 20, "hidden_size": 1280},
@@ -217,16 +219,14 @@ class ToSTConfig(CodeCarryingConfig):
         """See `validate_architecture` (the base class knows only its own names)."""
 
     def _check_attention_layers(self):
-        kinds = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
-        if unknown := [kind for kind in self.layer_types if kind not in kinds]:
+        kinds, own = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION), self.all_layer_types
+        if unknown := [kind for kind in own if kind not in kinds]:
             raise ValueError(f"layer_types must hold {', '.join(kinds)} and nothing else, got {unknown[0][:40]!r}.")
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types must name every layer: it names {len(self.layer_types)} of {self.num_hidden_layers}."
-            )
-        if CAUSAL_STATISTICS not in self.layer_types:
+        if len(own) != self.num_hidden_layers:
+            raise ValueError(f"layer_types must name every layer: it names {len(own)} of {self.num_hidden_layers}.")
+        if CAUSAL_STATISTICS not in own:
             raise ValueError(f"layer_types must hold {CAUSAL_STATISTICS} at least once.")
-        if SLIDING_ATTENTION in self.layer_types and (self.sliding_window is None or self.sliding_window < 2):
+        if SLIDING_ATTENTION in own and (self.sliding_window is None or self.sliding_window < 2):
             raise ValueError(
                 f"sliding_attention layers need a sliding_window of at least 2 tokens, got {self.sliding_window}."
             )
@@ -239,7 +239,7 @@ class ToSTConfig(CodeCarryingConfig):
             raise ValueError(
                 "rope_parameters are for attention layers of position-free models (max_position_embeddings=None)."
             )
-        if self.rotates and self.rope_parameters.get("rope_type") not in ("default", "linear"):
+        if self.rotates and (self.rope_parameters or {}).get("rope_type") not in ("default", "linear"):
             raise ValueError(
                 "rope_parameters must have rope_type 'default' or 'linear', for all layers alike: other types stretch from "
                 "a limit that a position-free model does not have."
@@ -250,7 +250,13 @@ class ToSTConfig(CodeCarryingConfig):
     @property
     def rotates(self) -> bool:
         """Whether the model has attention layers with rotary positions."""
-        return self.max_position_embeddings is None and set(self.layer_types) != {CAUSAL_STATISTICS}
+        return self.max_position_embeddings is None and set(self.all_layer_types) != {CAUSAL_STATISTICS}
+
+    @property
+    def all_layer_types(self) -> list[str]:
+        """The type of every layer: `layer_types`, which reads as a list though None may be given."""
+        assert self.layer_types is not None
+        return self.layer_types
 
     @property
     def head_dim(self) -> int:
@@ -265,13 +271,14 @@ def _get_layer_types(config: ToSTConfig) -> list[str]:
 
 
 def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
-    published = layer_types is not None and set(layer_types) == {CAUSAL_STATISTICS}
-    config.__dict__["_layer_types"] = None if published and len(layer_types) == config.num_hidden_layers else layer_types
+    if layer_types is not None and set(layer_types) == {CAUSAL_STATISTICS} and len(layer_types) == config.num_hidden_layers:
+        layer_types = None  # as published
+    config.__dict__["_layer_types"] = layer_types
 
 
 # A property over the field, so that a model as published has as many layers as `num_hidden_layers` says at any time. It tells
 # transformers' caches which layer class to build.
-ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)
+ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]  # replaces the field
 
 
 __all__ = ["CAUSAL_STATISTICS", "FULL_ATTENTION", "OFF", "PAPER_PRESETS", "PRESETS", "SLIDING_ATTENTION", "ToSTConfig"]

@@ -76,9 +76,10 @@ def find_taps(kernel: int, mask: torch.Tensor | None, seq_idx: torch.Tensor | No
     """
     if mask is None and seq_idx is None:
         return None
-    B, T = (seq_idx if mask is None else mask).shape
-    device = (seq_idx if mask is None else mask).device
-    last = torch.arange(kernel - 1 + T, device=device).expand(B, -1)  # the last real row up to each one
+    like = seq_idx if mask is None else mask
+    assert like is not None
+    B, T = like.shape
+    last = torch.arange(kernel - 1 + T, device=like.device).expand(B, -1)  # the last real row up to each one
     if mask is not None:
         last = last.masked_fill(F.pad(~mask.bool(), (kernel - 1, 0), value=False), 0).cummax(1).values
     before = F.pad(last, (1, 0))  # the last real row before each one; there is none before the first, and none asks

@@ -5,7 +5,7 @@ Looking at values is free on the CPU. On other devices it would wait for the dev
 wrong values are refused only where the shapes or dtypes tell.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
@@ -53,7 +53,8 @@ def resolve_inputs(
         IndexError: a position is past the learned tables.
     """
     B, T, _ = inputs_embeds.shape
-    device, prepared = inputs_embeds.device, None
+    device = inputs_embeds.device
+    prepared: dict | None = None
     if B == 0 or T == 0:
         raise ValueError(f"The batch is empty: its shape is ({B}, {T}); a forward pass needs at least one token.")
     if past_key_values is not None:
@@ -62,8 +63,9 @@ def resolve_inputs(
     if not torch.compiler.is_compiling():
         past_length = int(past_length)  # a static cache counts in a tensor
     if isinstance(attention_mask, dict):
-        attention_mask, prepared = attention_mask[CAUSAL_STATISTICS], attention_mask
-    full_mask = _check_mask(attention_mask, B, T, past_length)
+        prepared = attention_mask
+        attention_mask = prepared[CAUSAL_STATISTICS]
+    full_mask = _check_mask(cast(torch.Tensor | None, attention_mask), B, T, past_length)
     mask = None if full_mask is None else full_mask[:, -T:]
     stated_idx = _stated_sequences(seq_idx, cu_seq_lens_q, B, T, device)
     seq_idx = _find_sequences(stated_idx, position_ids, mask, B, T, cached=past_key_values is not None)
@@ -184,8 +186,7 @@ def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, cac
     compiling = torch.compiler.is_compiling()
     if position_ids.shape[1] == 1 or (compiling and cached):
         return None
-    padded = mask is not None
-    mask = mask if padded else torch.ones_like(position_ids, dtype=torch.bool)
+    mask = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask
     previous = _previous_real(mask)
     follows = mask & (previous >= 0)
     restarts = follows & (position_ids == 0)

@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -55,6 +56,7 @@ class ToSTSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
 class ToSTMLP(nn.Module):
     def __init__(self, config: ToSTConfig):
         super().__init__()
+        assert config.intermediate_size is not None  # the configuration has computed it
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.act_fn = ACT2FN[config.hidden_act]
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
@@ -90,14 +92,15 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         width, bias = config.hidden_size, config.use_bias
         self.input_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
-        self.attends = config.layer_types[layer_idx] != CAUSAL_STATISTICS
+        self.attends = config.all_layer_types[layer_idx] != CAUSAL_STATISTICS
         self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _statistics_layer(config, layer_idx)
         self.attention_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
         self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
         self.mlp = ToSTMLP(config)
         self.mlp_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
         for projection in (self.self_attn.out_proj, self.mlp.down_proj):
-            projection._writes_to_residual = True  # initialised smaller, see _init_weights
+            # initialised smaller, see _init_weights; torch declares tensors and modules only
+            projection._writes_to_residual = True  # type: ignore[assignment]
 
     def forward(
         self,
@@ -111,7 +114,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         if self.attends:
-            own = {"attention_masks": attention_masks, "position_embeddings": position_embeddings}
+            own: dict[str, Any] = {"attention_masks": attention_masks, "position_embeddings": position_embeddings}
         else:
             own = {"seq_idx": seq_idx, "conv_taps": conv_taps}
         attended, _ = self.self_attn(
@@ -161,9 +164,10 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
             init.normal_(module.weight, mean=0.0, std=std)
 
-    def get_position_embeddings(self) -> nn.Embedding | None:
+    # transformers declares no None, and raises where a model has no table
+    def get_position_embeddings(self) -> nn.Embedding | None:  # type: ignore[override]
         """The learned table of positions, or None in the position-free variant."""
-        return self.base_model.embed_positions
+        return cast("ToSTModel", self.base_model).embed_positions
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Resizes the learned tables `embed_positions` and `denom_bias` (one per layer).
@@ -179,14 +183,15 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             raise ValueError("This model is position-free: it has no position tables to resize, and no limit.")
         if not isinstance(new_num_position_embeddings, int) or new_num_position_embeddings < 1:
             raise ValueError(f"The number of positions must be a positive integer, got {new_num_position_embeddings!r}.")
-        table = self.base_model.embed_positions
-        table.weight = _resize_rows(table.weight, 0, new_num_position_embeddings)
+        trunk = cast("ToSTModel", self.base_model)
+        table = trunk.embed_positions
+        assert table is not None  # as there is a number of positions
+        table.weight = _resize_rows(cast(nn.Parameter, table.weight), 0, new_num_position_embeddings)
         table.num_embeddings = new_num_position_embeddings
-        for layer in self.base_model.layers:
-            if layer.attends:
-                continue
-            layer.self_attn.denom_bias = _resize_rows(layer.self_attn.denom_bias, 1, new_num_position_embeddings)
-        self.config.max_position_embeddings = self.base_model.config.max_position_embeddings = new_num_position_embeddings
+        for layer in trunk.modules():
+            if isinstance(layer, TokenStatisticsSelfAttention) and layer.denom_bias is not None:
+                layer.denom_bias = _resize_rows(layer.denom_bias, 1, new_num_position_embeddings)
+        self.config.max_position_embeddings = trunk.config.max_position_embeddings = new_num_position_embeddings
 
 
 def _resize_rows(table: nn.Parameter, dim: int, rows: int) -> nn.Parameter:
@@ -211,7 +216,8 @@ class ToSTModel(ToSTPreTrainedModel):
         self.embed_positions = None
         if config.max_position_embeddings is not None:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.rotary_emb = ToSTRotaryEmbedding(config) if config.rotates else None
+        # declared for Llama's configuration; it reads what ours has, too
+        self.rotary_emb = ToSTRotaryEmbedding(config) if config.rotates else None  # type: ignore[arg-type]
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
@@ -220,7 +226,7 @@ class ToSTModel(ToSTPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs
-    def forward(
+    def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -264,7 +270,7 @@ class ToSTModel(ToSTPreTrainedModel):
             past_key_values=past_key_values,
             seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
-            use_cache=use_cache,
+            use_cache=bool(use_cache),
         )
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
@@ -286,6 +292,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 wanted, got = f"(batch, tokens, {self.config.hidden_size})", tuple(inputs_embeds.shape)
                 raise ValueError(f"inputs_embeds must have shape {wanted}, got {got}.")
             return
+        assert input_ids is not None
         if input_ids.ndim != 2 or input_ids.is_floating_point():
             raise ValueError(
                 f"input_ids must be integers of shape (batch, tokens), got {input_ids.dtype} {tuple(input_ids.shape)}."
@@ -315,7 +322,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         self.post_init()
 
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -388,15 +395,15 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         """
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         prompt = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-        whole_text_given = prompt is not None and (mask is None or mask.shape[1] == prompt.shape[1])
         cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-        if whole_text_given and 0 < prompt.shape[1] <= cached:
+        # a mask that is longer covers what is in the cache: the prompt is what comes after
+        if prompt is not None and (mask is None or mask.shape[1] == prompt.shape[1]) and 0 < prompt.shape[1] <= cached:
             raise ValueError(
                 f"past_key_values holds {cached} tokens already, and the prompt has {prompt.shape[1]}: give the whole text, "
                 "what is in the cache included, with at least one token more; or the new tokens alone, with an attention_mask "
                 "that covers those in the cache as well."
             )
-        return super().generate(inputs, *args, **kwargs)
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]  # its self is declared as a class that is none
 
     @staticmethod
     def create_masks_for_generate(
@@ -411,7 +418,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         `generate` calls this for compiled decoding, where a mask that grew with the text would have every step compiled again.
         """
         own = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
-        if set(config.layer_types) == {CAUSAL_STATISTICS}:
+        if set(config.all_layer_types) == {CAUSAL_STATISTICS}:
             return own
         past_length = 0 if past_key_values is None else int(cached_length(past_key_values))
         mask = None if attention_mask is None else attention_mask.bool()
@@ -426,11 +433,12 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = ToSTModel(config)
+        assert config.num_labels is not None  # transformers counts the labels
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,

@@ -5,13 +5,14 @@ import inspect
 import os
 import tempfile
 from pathlib import Path
+from typing import cast
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from .remote_code import carrying_code
+from .remote_code import CodeCarryingConfig, carrying_code
 
 
 class ToSTBaseModel(PreTrainedModel):
@@ -19,6 +20,7 @@ class ToSTBaseModel(PreTrainedModel):
 
     def __init__(self, config, *inputs, **kwargs):
         wanted = type(self).config_class
+        assert wanted is not None  # transformers takes it from the annotation of `config`
         if getattr(config, "model_type", None) != wanted.model_type:
             raise ValueError(
                 f"{type(self).__name__} needs a {wanted.__name__} (model type {wanted.model_type!r}), got a "
@@ -67,7 +69,7 @@ class ToSTBaseModel(PreTrainedModel):
         """
         if with_code is None and self._saved_with_code:
             with_code = True
-        with carrying_code(self.config, with_code, Path(inspect.getfile(type(self))).parent):
+        with carrying_code(cast(CodeCarryingConfig, self.config), with_code, Path(inspect.getfile(type(self))).parent):
             try:
                 super().save_pretrained(save_directory, *args, **kwargs)
             except SafetensorError as error:  # a full disk comes as one
@@ -75,7 +77,7 @@ class ToSTBaseModel(PreTrainedModel):
                     f"The weights could not be written to {os.fspath(save_directory)!r}; is the disk full? ({error})"
                 ) from error
 
-    def push_to_hub(
+    def push_to_hub(  # type: ignore[override]  # transformers' decorator hides the parameters of its own from the checker
         self,
         repo_id: str,
         *,

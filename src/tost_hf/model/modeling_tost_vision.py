@@ -4,6 +4,7 @@
 import itertools
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -139,10 +140,11 @@ class _QKVAttention(nn.Module):
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
         self.out_dropout = nn.Dropout(config.hidden_dropout)
 
-    def split(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each (B, H, N, p)."""
         B, N, _ = hidden_states.shape
-        return self.qkv(hidden_states).view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = self.qkv(hidden_states).view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return query, key, value
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, N, p) to (B, N, D), projected."""
@@ -206,6 +208,7 @@ def _make_attention(config: ToSTVisionConfig) -> nn.Module:
 class ToSTVisionMLP(nn.Module):
     def __init__(self, config: ToSTVisionConfig):
         super().__init__()
+        assert config.intermediate_size is not None  # the configuration has computed it
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
         self.act_fn = ACT2FN[config.hidden_act]
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
@@ -275,7 +278,7 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
     config: ToSTVisionConfig
     base_model_prefix = "tost"
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = ("image",)  # type: ignore[assignment]  # a tuple as in transformers' own models
     supports_gradient_checkpointing = True
     _input_embed_layer = "patch_embeddings"
     _no_split_modules = ["ToSTVisionEmbeddings", "ToSTVisionLayer", "ToSTVisionClassAttentionLayer"]
@@ -348,8 +351,8 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
         """
         if pixel_values is None:
             raise ValueError("Give pixel_values, of shape (batch, channels, height, width).")
-        dtype = self.embeddings.patch_embeddings.convolutions[0].weight.dtype
-        hidden_states = self.embeddings(pixel_values.to(dtype))
+        first = cast(nn.Conv2d, self.embeddings.patch_embeddings.convolutions[0])
+        hidden_states = self.embeddings(pixel_values.to(first.weight.dtype))
         for layer in self.layers:
             hidden_states = layer(hidden_states)
         hidden_states = torch.cat([self.class_token.expand(hidden_states.shape[0], -1, -1), hidden_states], 1)
@@ -366,6 +369,7 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.tost = ToSTVisionModel(config)
+        assert config.num_labels is not None  # transformers counts the labels
         self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.post_init()
 

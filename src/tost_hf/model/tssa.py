@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import warnings
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -83,8 +83,9 @@ def tssa(
     if _choose_backend(backend, w.device.type, w.dtype) == "triton":
         from .tssa_triton import tssa_triton
 
-        output, membership, *final = tssa_triton(w, temp, bias, mask, seq_idx, initial_state, causal, log_decay)
-        return TSSAOutput(output, membership.transpose(1, 2), as_state(final, w) if causal else None)
+        output, membership, *sums = tssa_triton(w, temp, bias, mask, seq_idx, initial_state, causal, log_decay)
+        after = as_state(cast(list[torch.Tensor], sums), w) if causal else None
+        return TSSAOutput(output, membership.transpose(1, 2), after)
 
     dtype = compute_dtype(w.dtype)
     temp, padding = temp.to(dtype), None if mask is None else ~mask
@@ -378,10 +379,14 @@ class TokenStatisticsSelfAttention(nn.Module):
             hidden_states, recent = self.convolution(inputs, conv_taps, past)
         w = self.in_proj(hidden_states).view(B, T, self.num_heads, self.head_dim)
         log_decay = self.log_decay(hidden_states)
-        # a look-up, not an index: the gradient of an index adds up in whatever order threads come
-        bias = None if self.denom_bias is None else F.embedding(position_ids, self.denom_bias[..., 0].t())
+        bias = None
+        if self.denom_bias is not None:
+            assert position_ids is not None  # a layer with positions is told them
+            # a look-up, not an index: the gradient of an index adds up in whatever order threads come
+            bias = F.embedding(position_ids, self.denom_bias[..., 0].t())
         out, membership, state = self._statistics(w, bias, log_decay, attention_mask, seq_idx, layer)
         if layer is not None:
+            assert state is not None  # only causal layers have a cache
             layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
         if self.training and self.attention_dropout > 0:
             keep = torch.ones_like(out) if self.causal else out.new_ones(B, 1, self.num_heads, self.head_dim)

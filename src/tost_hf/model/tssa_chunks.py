@@ -369,10 +369,10 @@ def _backward_chunk(
     grad_score = grad_logit.mul_(temp)
 
     grad_sq, grad_sum_sq = _score_to_squares(space, sq, grad_score, sums, grad_sums, factors, decay)
-    if decay is not None:
+    if decay is not None and tokens.grad_log_decay is not None:
         tokens.grad_log_decay.copy_(decay.grad()[:, :count_tokens])
     grad_sq.addcmul_(space.grad_quotient, weight)
-    weighted_count = (membership * by_output.count).unsqueeze(-1)
+    weighted_count = (membership * by_output.counted).unsqueeze(-1)
     grad_x = space.grad.mul_(weighted_count.neg_()).addcmul_(grad_sq, x, value=2)[:, :count_tokens]
     tokens.grad_w.copy_(grad_x if padding is None else grad_x.masked_fill_(padding[..., None, None], 0))
     grads = TSSAState(grad_sum_sq, by_output.sum_weighted_sq, by_output.sum_membership)
@@ -390,7 +390,7 @@ class _OutputGrads(NamedTuple):
     membership: torch.Tensor  # gradient
     sum_weighted_sq: torch.Tensor  # gradient of the sum before the chunk
     sum_membership: torch.Tensor  # the same
-    count: torch.Tensor  # D, the running sums of memberships
+    counted: torch.Tensor  # D, the running sums of memberships
 
 
 def _output_to_membership(
@@ -431,6 +431,7 @@ def _output_to_membership(
         decay.terms.sub_(grad_count * count).sub_(by_sum.mul_(membership))
         decay.after_groups = (ends * space.add_up_grad_weighted_sq.before_groups).sum(-1)
         before = torch.cat([sums.sum_membership.unsqueeze(1), counted[:, :-1]], 1)
+        assert factors.forward is not None  # as there is decay
         decay.alone = before * grad_counts * factors.forward.each
     return _OutputGrads(grad_membership, grad_weighted_sq, grad_sum_membership, count)
 

@@ -10,6 +10,7 @@ its own (a *phase*), and only the sums before each group of them pass through me
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ def _decay(log_decay: torch.Tensor | None) -> _Decay | None:
 
 
 def _sums_before(
-    phases: list[torch.Tensor], carry: torch.Tensor, decay: _Decay | None = None, reverse: bool = False
+    phases: Sequence[torch.Tensor], carry: torch.Tensor, decay: _Decay | None = None, reverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums on from `carry` before each group (rows, blocks, groups, H, p), and after the chunk in the carry's dtype.
 
@@ -138,10 +139,10 @@ def _between(level: _Level, dim: int, reverse: bool) -> torch.Tensor:
 
 
 def _running_sums(
-    before: torch.Tensor, phases: list[torch.Tensor], decay: _Decay | None = None, reverse: bool = False
+    before: torch.Tensor, phases: Sequence[torch.Tensor], decay: _Decay | None = None, reverse: bool = False
 ) -> list[torch.Tensor]:
     """The phases' inclusive running sums, on from those before each group."""
-    sums = []
+    sums: list[torch.Tensor] = []
     for i in reversed(range(len(phases))) if reverse else range(len(phases)):
         if decay is not None and not reverse:
             before = before * decay.tokens[i]
@@ -177,11 +178,11 @@ def _forward_formulas(
     sums: TSSAState,
 ) -> tuple[torch.Tensor, ForwardChunk]:
     """The output, of tokens in the compute dtype that are 0 at padding, and the rest."""
-    x, decay = _phases(x), _decay(log_decay)
-    sq = [a * a for a in x]
+    phases, decay = _phases(x), _decay(log_decay)
+    sq = [a * a for a in phases]
     before, sum_sq = _sums_before(sq, sums.sum_sq, decay)
     denominators = [s.clamp_min(EPS_SUM_SQ) for s in _running_sums(before, sq, decay)]
-    score = _join([(a / s).sum(-1) for a, s in zip(sq, denominators)]) + x[0].shape[-1] * bias
+    score = _join([(a / s).sum(-1) for a, s in zip(sq, denominators)]) + x.shape[-1] * bias
     membership = membership_of(score, temp, padding)
 
     count, sum_membership = _running_count(membership, sums.sum_membership, decay)
@@ -189,7 +190,7 @@ def _forward_formulas(
     weighted = [a * b for a, b in zip(sq, Pi)]
     before, sum_weighted_sq = _sums_before(weighted, sums.sum_weighted_sq, decay)
     N = _running_sums(before, weighted, decay)
-    output = _join([-(a * pi * d) / (n + d) for a, pi, n, d in zip(x, Pi, N, D)])
+    output = _join([-(a * pi * d) / (n + d) for a, pi, n, d in zip(phases, Pi, N, D)])
     return output, ForwardChunk(membership, score, TSSAState(sum_sq, sum_weighted_sq, sum_membership))
 
 
@@ -205,19 +206,19 @@ def _backward_formulas(
     grad_sums: TSSAState,
 ) -> tuple[torch.Tensor, torch.Tensor | None, BackwardChunk]:
     """The gradients of such tokens and of `log_decay`, and the rest."""
-    x, grad, decay = _phases(x), _phases(grad), _decay(log_decay)
+    phases, grad_phases, decay = _phases(x), _phases(grad), _decay(log_decay)
     counted, _ = _running_count(membership, sums.sum_membership, decay)
     count = counted + EPS_MEMBERSHIP
     Pi, D = _column_phases(membership), _column_phases(count)
-    sq = [a * a for a in x]
+    sq = [a * a for a in phases]
     weighted = [a * pi for a, pi in zip(sq, Pi)]
     before_N, _ = _sums_before(weighted, sums.sum_weighted_sq, decay)
     N = _running_sums(before_N, weighted, decay)
 
     # output -> N, D, membership
-    scaled = [g / (n + d) for g, n, d in zip(grad, N, D)]  # g / (N + D)
-    grad_quotient = [a * b / (n + d) for a, b, n, d in zip(scaled, x, N, D)]  # g x / (N + D)^2
-    by_output = -count * _dot(scaled, x)
+    scaled = [g / (n + d) for g, n, d in zip(grad_phases, N, D)]  # g / (N + D)
+    grad_quotient = [a * b / (n + d) for a, b, n, d in zip(scaled, phases, N, D)]  # g x / (N + D)^2
+    by_output = -count * _dot(scaled, phases)
     grad_count = -membership * _dot(grad_quotient, N)
     grad_N = [a * pi * d for a, pi, d in zip(grad_quotient, Pi, D)]
     after, grad_weighted_sq = _sums_before(grad_N, grad_sums.sum_weighted_sq, decay, reverse=True)
@@ -235,11 +236,12 @@ def _backward_formulas(
     grad_sq, by_factor, grad_sum_sq = _score_to_squares(sq, grad_score, sums, grad_sums, decay)
     grad_log_decay = None
     if decay is not None:
+        assert log_decay is not None and by_factor is not None  # as there are factors of decay
         by_factor = by_factor + _dot(grad_weighted, [before_N, *N[:-1]])
         before = torch.cat([sums.sum_membership.to(temp.dtype).unsqueeze(1), counted[:, :-1]], 1)
         grad_log_decay = log_decay.exp() * (by_factor + grad_counts * before)
     grad_sq = [a + u * pi for a, u, pi in zip(grad_sq, grad_weighted, Pi)]
-    grad_x = _join([2 * a * b - g * pi * d for a, b, g, pi, d in zip(x, grad_sq, scaled, Pi, D)])
+    grad_x = _join([2 * a * b - g * pi * d for a, b, g, pi, d in zip(phases, grad_sq, scaled, Pi, D)])
     grads = TSSAState(grad_sum_sq, grad_weighted_sq, grad_sum_membership)
     return grad_x, grad_log_decay, BackwardChunk(grad_score, grad_temp, grads)
 
@@ -263,7 +265,7 @@ def _score_to_squares(
     return [a + b for a, b in zip(grad_ratio, by_sum)], by_factor, grad_sum_sq
 
 
-def _dot(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
+def _dot(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of two lists of phases, for each token and head (rows, tokens, H)."""
     return _join([(x * y).sum(-1) for x, y in zip(a, b)])
 
@@ -301,10 +303,12 @@ def _forward_chunk(tokens: ForwardTokens, temp: torch.Tensor, sums: TSSAState) -
 def _backward_chunk(tokens: BackwardTokens, temp: torch.Tensor, sums: TSSAState, grad_sums: TSSAState) -> BackwardChunk:
     x, grad = (_dense(x, tokens.padding, temp.dtype) for x in (tokens.w, tokens.grad_output))
     decay = _of_heads(tokens.log_decay, tokens.score)
-    per_head = map(_dense, (tokens.grad_membership, tokens.membership, tokens.score, decay))
-    grad_x, grad_log_decay, rest = _compiled_backward(x, grad, *per_head, temp, _dense_state(sums), _dense_state(grad_sums))
+    grad_pi, membership, score, decay = map(_dense, (tokens.grad_membership, tokens.membership, tokens.score, decay))
+    states = _dense_state(sums), _dense_state(grad_sums)
+    grad_x, grad_log_decay, rest = _compiled_backward(x, grad, grad_pi, membership, score, decay, temp, *states)
     tokens.grad_w.copy_(grad_x)  # 0 at padding, where x and grad are
     if tokens.grad_log_decay is not None:
+        assert grad_log_decay is not None  # as there is a log_decay
         tokens.grad_log_decay.copy_(grad_log_decay)
     return rest
 

@@ -39,16 +39,16 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def state_shapes(w: torch.Tensor) -> TSSAState:
-    """The shapes of the three sums, for tokens w (B, T, H, p)."""
+def state_shapes(w: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a state's three sums, for tokens w (B, T, H, p)."""
     B, _, H, p = w.shape
-    return TSSAState((B, H, p), (B, H, p), (B, H))
+    return (B, H, p), (B, H, p), (B, H)
 
 
-def state_dtypes(w: torch.Tensor) -> TSSAState:
-    """The dtypes of the three sums, for tokens like `w`."""
+def state_dtypes(w: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes of a state's three sums, for tokens like `w`."""
     wide = torch.float32 if w.device.type == "mps" else torch.float64  # Apple's devices have no float64
-    return TSSAState(compute_dtype(w.dtype), wide, wide)
+    return compute_dtype(w.dtype), wide, wide
 
 
 def zero_state(w: torch.Tensor) -> TSSAState:

@@ -915,11 +915,10 @@ def _forward(
             *(call.w, membership, *call.where, *sums[1:], output, call.T, EPS_MEMBERSHIP),
             CAUSAL=causal,
         )
-    if not causal:
-        final = [call.new(0) for _ in range(3)]
-    if seq_idx is not None:
-        sums = [call.new(0) for _ in sums]
-    return output, membership, *final, *(x.flatten() for x in sums)
+    after_sq, after_weighted_sq, after_membership = (call.new(0) if x is None else x for x in final)
+    carry_sq, carry_weighted_sq, carry_membership = (call.new(0) if seq_idx is not None else x.flatten() for x in sums)
+    after = after_sq, after_weighted_sq, after_membership
+    return output, membership, *after, carry_sq, carry_weighted_sq, carry_membership
 
 
 @_forward.register_fake
@@ -976,17 +975,18 @@ def _backward(
             *(dscore, dtemp, total_dS, call.T, _bias_tokens(bias), _floor(causal), EPS_MEMBERSHIP),
         )
         (suffix_dS,) = call.scan((total_dS,), (dS,), dstate[:1], reverse=True)
-        suffix_dD, dlog_decay = (None, None) if log_decay is None else (suffix_dD, torch.empty_like(membership))
+        for_decay, dlog_decay = (None, None) if log_decay is None else (suffix_dD, torch.empty_like(membership))
         call.per_head(
             _input_grad_kernel,
-            *(call.w, grad, membership, dscore, *call.where, *sums, suffix_dN, suffix_dD, suffix_dS, dw, dlog_decay, call.T),
+            *(call.w, grad, membership, dscore, *call.where, *sums, suffix_dN, for_decay, suffix_dS, dw, dlog_decay, call.T),
             *(_floor(causal), EPS_MEMBERSHIP),
             CAUSAL=causal,
         )
     dbias = call.new(0) if bias is None else dscore.mul_(call.p)
     if bias is not None and bias.shape[0] != call.B:
         dbias = dbias.sum(0, keepdim=True)
-    return dw, dtemp.sum(0), dbias, *(call.new(0) if x is None else x for x in (*dstate, dlog_decay))
+    d_sq, d_weighted_sq, d_membership, dlog = (call.new(0) if x is None else x for x in (*dstate, dlog_decay))
+    return dw, dtemp.sum(0), dbias, d_sq, d_weighted_sq, d_membership, dlog
 
 
 @_backward.register_fake
@@ -1098,12 +1098,12 @@ def tssa_triton(
         The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the three sums after the last token (None in
         the bidirectional form), all differentiable once with respect to w, temp, bias, state and log_decay.
     """
-    state = (None,) * 3 if state is None else [x.float() for x in state]
+    sums = (None,) * 3 if state is None else [x.float() for x in state]
     bias = None if bias is None else bias.float()
     log_decay = None if log_decay is None else log_decay.float()
     if log_decay is not None and mask is not None:
         log_decay = log_decay.masked_fill(~mask.unsqueeze(-1), 0)
-    output, membership, *rest = _forward(w, temp.float().contiguous(), bias, mask, seq_idx, *state, log_decay, causal)
+    output, membership, *rest = _forward(w, temp.float().contiguous(), bias, mask, seq_idx, *sums, log_decay, causal)
     return output, membership, *(rest[:3] if causal else (None,) * 3)
 
 

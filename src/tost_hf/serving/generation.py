@@ -4,7 +4,7 @@
 import asyncio
 import logging
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -57,16 +57,20 @@ class BoundedGeneration(GenerateManager):
     Both methods raise ValueError for a request that does not fit the model, before it computes anything.
     """
 
-    def generate_streaming(self, model, processor, inputs, gen_config, **options):
+    def generate_streaming(self, model, processor, inputs, gen_config, *args, **options):
         fit_to_model(model, inputs["input_ids"], gen_config)
         if (gen_config.num_beams or 1) > 1:
             raise ValueError("Beams (num_beams) are chosen at the very end, so their answer cannot be streamed.")
-        return super().generate_streaming(_GuardedModel(model), processor, inputs, gen_config, **options)
+        guarded = cast(PreTrainedModel, _GuardedModel(model))
+        return super().generate_streaming(guarded, processor, inputs, gen_config, *args, **options)
 
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, **options):
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **options):
         fit_to_model(model, inputs["input_ids"], gen_config)
         guarded = _GuardedModel(model)
-        work = asyncio.ensure_future(super().generate_non_streaming(guarded, processor, inputs, gen_config, **options))
+        answer = super().generate_non_streaming(
+            cast(PreTrainedModel, guarded), processor, inputs, gen_config, *args, **options
+        )
+        work = asyncio.ensure_future(answer)
         work.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits any more
         try:
             return await asyncio.shield(work)

@@ -3,6 +3,7 @@
 
 import os
 import sys
+from typing import Any
 
 import transformers
 from fastapi import HTTPException
@@ -78,16 +79,17 @@ class ServedModels(ModelManager):
         if self._pinned is not None and (model_id_and_revision, gguf_file) != self._pinned:
             raise HTTPException(400, f"This server answers for {self.force_model!r} alone and loads no other model.")
 
-    def _load_model(self, model_id_and_revision, tqdm_class=None, progress_callback=None, **options):
+    def _load_model(self, model_id_and_revision, tqdm_class=None, progress_callback=None, gguf_file=None):
         # transformers looks for the class in its own module, where neither ToST's nor a repository's own is
         model_id, revision = model_id_and_revision.split("@", 1)
         loading = {"revision": revision, "trust_remote_code": self.trust_remote_code}
-        if options.get("gguf_file") is None:
+        if gguf_file is None:
             names = AutoConfig.from_pretrained(model_id, **loading).architectures
             if not names or not hasattr(transformers, str(names[0])):
                 loading |= {"dtype": self.dtype, "device_map": self.device, "tqdm_class": tqdm_class}
                 loading |= {"attn_implementation": self.attn_implementation}
                 return AutoModelForCausalLM.from_pretrained(model_id, **loading)
+        options: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
         return super()._load_model(
             model_id_and_revision, tqdm_class=tqdm_class, progress_callback=progress_callback, **options
         )

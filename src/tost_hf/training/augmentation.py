@@ -66,7 +66,8 @@ class TrainingView:
         erasing: float = 0.25,
         scale: tuple[float, float] = (0.08, 1.0),
     ):
-        self.size, self.operations, self.probability = tuple(size), operations, probability
+        height, width = size
+        self.size, self.operations, self.probability = (height, width), operations, probability
         self.magnitude, self.magnitude_std = magnitude, magnitude_std
         self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
         self.crop = ResizedCropGenerator(self.size, scale, (3 / 4, 4 / 3))
@@ -96,7 +97,8 @@ class TrainingView:
         magnitude = min(max(magnitude, 1e-3), MAX_MAGNITUDE - 1e-3)
         rising = torch.rand(()) < len(_RISING) / len(_RISING + _FALLING)
         chosen = self.rising if rising else self.falling
-        chosen.m = magnitude if rising else MAX_MAGNITUDE - magnitude
+        # kornia declares a whole number, and takes any
+        chosen.m = magnitude if rising else MAX_MAGNITUDE - magnitude  # type: ignore[assignment]
         return chosen(x)
 
 

@@ -38,6 +38,12 @@ OPTIMIZER, SCHEDULER, SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
 FSDP_WEIGHTS, FSDP_OPTIMIZER = "pytorch_model_fsdp", "optimizer"  # the beginnings of accelerate's names
 
 
+def output_folder(trainer: Trainer) -> Path:
+    """Where a trainer's checkpoints lie."""
+    assert trainer.args.output_dir is not None  # TrainingArguments names one where none is given
+    return Path(trainer.args.output_dir)
+
+
 def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None:
     """The checkpoint to go on from.
 
@@ -58,12 +64,13 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None
     if word == "false":
         return None
     if word not in ("none", "true"):
-        if not Path(wanted).is_dir():
+        folder = Path(str(wanted))
+        if not folder.is_dir():
             raise FileNotFoundError(f"The checkpoint folder {wanted!r} does not exist.")
-        problems = _problems_of_all_processes(trainer, Path(wanted))
+        problems = _problems_of_all_processes(trainer, folder)
         if problems:
             raise ValueError(f"The checkpoint {wanted!r} is incomplete: {'; '.join(problems)}. Name another one.")
-        chosen = Path(wanted)
+        chosen: Path | None = folder
     else:
         chosen = _newest_complete(trainer)
         if chosen is None and word == "true":
@@ -89,24 +96,25 @@ def checkpoints(output_dir: str | Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def delete_old_checkpoints(output_dir: str | Path, limit: int, kept: list[str | Path]) -> None:
+def delete_old_checkpoints(output_dir: str | Path, limit: int, kept: list[Path]) -> None:
     """Deletes the checkpoints saved first until `limit` are left, unfinished ones before all; those of `kept` stay."""
 
     def saved(path: Path) -> float:
         return (path / TRAINER_STATE).stat().st_mtime if (path / TRAINER_STATE).is_file() else 0.0
 
-    kept = {Path(path).resolve() for path in kept}
+    kept_folders = {Path(path).resolve() for path in kept}
     oldest_first = sorted(checkpoints(output_dir).items(), key=lambda found: (saved(found[1]), found[0]))
     excess = len(oldest_first) - limit
-    for path in [path for _, path in oldest_first if path.resolve() not in kept][: max(0, excess)]:
+    for path in [path for _, path in oldest_first if path.resolve() not in kept_folders][: max(0, excess)]:
         (path / TRAINER_STATE).unlink(missing_ok=True)  # first: what is left if this is killed is no checkpoint
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _newest_complete(trainer: Trainer) -> Path | None:
-    output_dir = Path(trainer.args.output_dir)
+    output_dir = output_folder(trainer)
     steps = sorted(set(gather_object(list(checkpoints(output_dir)))), reverse=True)
-    skipped, finished = [], False
+    skipped: list[str] = []
+    finished = False
     for step in steps:
         folder = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         problems = _problems_of_all_processes(trainer, folder)
@@ -288,7 +296,7 @@ def _zip_problem(path: Path) -> Iterator[str]:
 def _check_model(trainer: Trainer, folder: Path) -> None:
     """Refuses (ValueError) a checkpoint of another model: Trainer loads what fits and leaves the rest as it is."""
     files = [folder / SAFE_WEIGHTS_NAME] if (folder / SAFE_WEIGHTS_NAME).is_file() else folder.glob("model-*.safetensors")
-    saved = {}
+    saved: dict[str, list[int]] = {}
     for file in files:
         with safe_open(file, "pt") as weights:
             saved |= {name: list(weights.get_slice(name).get_shape()) for name in weights.keys()}

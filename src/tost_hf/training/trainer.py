@@ -3,6 +3,7 @@
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,17 +26,19 @@ RECIPE_MIN_LR_RATE = 0.1
 NOT_DECAYED = KEPT_IN_FLOAT32
 
 
+def chosen_later(text: str, **metadata) -> Any:
+    """A field that, left out, gets its value in `__post_init__`: its type is that value's, never None."""
+    return field(default=None, metadata={"help": text} | metadata)
+
+
 @dataclass
 class RecipeArguments(TrainingArguments):
     """What the recipes of language and vision have in common."""
 
-    bf16: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to compute in bfloat16. Default: if the device has it.",
-            "nargs": "?",  # so that a plain --bf16 still means true
-            "const": True,
-        },
+    bf16: bool = chosen_later(
+        "Whether to compute in bfloat16. Default: if the device has it.",
+        nargs="?",  # so that a plain --bf16 still means true
+        const=True,
     )
     resume_from_checkpoint: str | None = field(
         default=None,
@@ -98,23 +101,16 @@ class ToSTTrainingArguments(RecipeArguments):
     lr_scheduler_type: SchedulerType | str = field(
         default="cosine_with_min_lr", metadata={"help": "The learning rate's schedule; the default ends at a tenth."}
     )
-    warmup_steps: float | None = field(
-        default=None,
-        metadata={"help": "Steps of linear warm-up, or a share of the run if below 1. Default: 2,000, or a tenth if fewer."},
+    warmup_steps: float = chosen_later(
+        "Steps of linear warm-up, or a share of the run if below 1. Default: 2,000, or a tenth if fewer."
     )
-    max_steps: int | None = field(
-        default=None,
-        metadata={"help": "Number of optimizer steps; wins over num_train_epochs. Default: 600,000 if neither is given."},
+    max_steps: int = chosen_later(
+        "Number of optimizer steps; wins over num_train_epochs. Default: 600,000 if neither is given."
     )
-    num_train_epochs: float | None = field(
-        default=None, metadata={"help": "Number of passes over the training data, in place of max_steps."}
-    )
-    per_device_train_batch_size: int | None = field(
-        default=None, metadata={"help": "Sequences of one device's micro-batch. Default: 60."}
-    )
-    gradient_accumulation_steps: int | None = field(
-        default=None,
-        metadata={"help": "Micro-batches of a step. Default: 1, or 8 shared by the processes if no batch size is given."},
+    num_train_epochs: float = chosen_later("Number of passes over the training data, in place of max_steps.")
+    per_device_train_batch_size: int = chosen_later("Sequences of one device's micro-batch. Default: 60.")
+    gradient_accumulation_steps: int = chosen_later(
+        "Micro-batches of a step. Default: 1, or 8 shared by the processes if no batch size is given."
     )
     fuse_linear_cross_entropy: bool = field(
         default=False,
@@ -166,6 +162,8 @@ class ToSTTrainer(GuardedTrainer, PublishingTrainer):
     Weight decay applies to tensors of two or more dimensions except `temp` and `denom_bias`, which set the sharpness and the
     bias of a membership. Tensors of one dimension (norms, biases, LayerScale) are not decayed. The embeddings are.
     """
+
+    model: nn.Module  # made by then, from `model_init` if need be
 
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
         super().__init__(model, ToSTTrainingArguments() if args is None else args, **kwargs)

@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..files import TRAINER_STATE
-from .checkpoints import checkpoints, choose_checkpoint, delete_old_checkpoints
+from .checkpoints import checkpoints, choose_checkpoint, delete_old_checkpoints, output_folder
 
 
 TORCH_WRITES = "inline_container|PytorchStreamWriter|iostream"  # in a RuntimeError: torch.save could not write
@@ -69,7 +69,7 @@ class GuardedTrainer(Trainer):
         # here it waits for the device, as logging does
         seen = float(self._not_a_number) + (0.0 if grad_norm is None else 0 * float(grad_norm))
         if math.isnan(self.accelerator.reduce(torch.tensor(seen, device=self.args.device), "sum").item()):
-            folders = [str(path) for path in checkpoints(self.args.output_dir).values() if (path / TRAINER_STATE).is_file()]
+            folders = [str(path) for path in checkpoints(output_folder(self)).values() if (path / TRAINER_STATE).is_file()]
             last = f"the last checkpoint is {folders[0]}" if folders else "there is no checkpoint"
             raise FloatingPointError(
                 f"The loss or its gradient became NaN or infinite after step {self._finite_until}, by step "
@@ -99,7 +99,8 @@ class GuardedTrainer(Trainer):
         finally:
             self.args.save_total_limit = limit
         if self.args.should_save and limit is not None and limit > 0:
-            kept = [folder, *filter(None, [self.state.best_model_checkpoint])]
+            best = self.state.best_model_checkpoint
+            kept = [folder] if best is None else [folder, Path(best)]
             delete_old_checkpoints(run_dir, limit, kept)
 
 

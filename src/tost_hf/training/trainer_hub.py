@@ -24,6 +24,7 @@ from ..hub.records import CARD, load_card, save_card
 from ..model.modeling_tost_base import ToSTBaseModel
 from ..model.remote_code import AUTO_MAPS
 from ..version import __version__
+from .checkpoints import output_folder
 
 
 class PublishingTrainer(Trainer):
@@ -44,32 +45,31 @@ class PublishingTrainer(Trainer):
             model.config.auto_map = dict(AUTO_MAPS[model.config.model_type])  # from now on it is saved with its code
         if not self.is_world_process_zero():
             return
-        self._pushes: list[Future] = []
+        self._pushes: list[Future[Commit]] = []
         self._pusher = ThreadPoolExecutor(max_workers=1)  # pushes go one after the other
-        for left_over in Path(self.args.output_dir).glob(f"{STAGED}*"):  # of a run that was killed
+        for left_over in output_folder(self).glob(f"{STAGED}*"):  # of a run that was killed
             shutil.rmtree(left_over, ignore_errors=True)
 
-    def create_model_card(self, license: str | None = None, **kwargs) -> None:
+    def create_model_card(self, language=None, license: str | None = None, tags=None, *args, **kwargs) -> None:
         """Writes the folder's card from what is known of the model and the run; see `tost_hf.write_card`.
 
         Args:
+            language, tags: a string or a list, added to the metadata; as is dataset_tags.
             license: the licence of the weights; a card without one can not be published with `tost-hf publish`.
-            kwargs: by transformers' names; language, tags and dataset_tags (a string or a list) are added to the metadata, the
-                rest is known from the folder.
+            args, kwargs: the others that transformers' own takes; what they say is known from the folder.
         """
         if not isinstance(self.accelerator.unwrap_model(self.model), ToSTBaseModel):  # an adapter, say
-            super().create_model_card(license=license, **kwargs)
-        elif self.is_world_process_zero() and Path(self.args.output_dir, CONFIG_NAME).is_file():  # not after evaluation alone
-            path = write_card(self.args.output_dir, repo_id=getattr(self, "hub_model_id", None), license=license)
+            super().create_model_card(language, license, tags, *args, **kwargs)
+        elif self.is_world_process_zero() and (output_folder(self) / CONFIG_NAME).is_file():  # not after evaluation alone
+            path = write_card(output_folder(self), repo_id=getattr(self, "hub_model_id", None), license=license)
             card = load_card(path)
-            for name, key in (("language", "language"), ("dataset_tags", "datasets"), ("tags", "tags")):
-                given = kwargs.get(name) or []
-                given = [given] if isinstance(given, str) else list(given)
+            for key, value in (("language", language), ("datasets", kwargs.get("dataset_tags")), ("tags", tags)):
+                given = [value] if isinstance(value, str) else list(value or [])
                 if given:
                     setattr(card.data, key, list(dict.fromkeys([*(getattr(card.data, key) or []), *given])))
             save_card(card, path)
 
-    def push_to_hub(
+    def push_to_hub(  # type: ignore[override]  # transformers' own returns a Future or None, too, whatever it declares
         self,
         commit_message: str | None = "End of training",
         blocking: bool = True,
@@ -77,11 +77,11 @@ class PublishingTrainer(Trainer):
         revision: str | None = None,
         private: bool | None = None,
         **kwargs,
-    ) -> Commit | Future:
+    ) -> Commit | Future[Commit] | None:
         """Saves the model to `output_dir` and pushes it with its card, in one commit.
 
         Args:
-            blocking: wait for it; otherwise a `Future` is returned.
+            blocking: wait for it; otherwise a `Future` is returned. None on processes other than the first.
             kwargs: for `create_model_card`.
         """
         if self.hub_model_id is None:
@@ -93,8 +93,8 @@ class PublishingTrainer(Trainer):
         kwargs.pop("model_name", None)
         self.create_model_card(**kwargs)
         self._finish_current_push()
-        files = {name: path for name, path in model_files(Path(self.args.output_dir)).items() if _is_published(name, path)}
-        push = self._push(files, commit_message, token, revision)
+        files = {name: path for name, path in model_files(output_folder(self)).items() if _is_published(name, path)}
+        push = self._push(files, commit_message or "End of training", token, revision)
         return push.result() if blocking else push
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -106,7 +106,7 @@ class PublishingTrainer(Trainer):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if isinstance(self.accelerator.unwrap_model(self.model), ToSTBaseModel):
             for name in (RUN_ARGUMENTS, CARD):  # the card for what a person wrote into it
-                if (kept := Path(self.args.output_dir, name)).is_file():
+                if (kept := output_folder(self) / name).is_file():
                     shutil.copyfile(kept, Path(checkpoint_folder, name))
             write_card(checkpoint_folder, repo_id=self.hub_model_id)
         # links, because the checkpoint may be deleted (save_total_limit) before it is sent
@@ -121,9 +121,12 @@ class PublishingTrainer(Trainer):
         push = self._push(files, f"Training in progress, {progress}")
         push.add_done_callback(lambda _: shutil.rmtree(staged, ignore_errors=True))
 
-    def _push(self, files: dict[str, Path], message: str, token: str | None = None, revision: str | None = None) -> Future:
+    def _push(
+        self, files: dict[str, Path], message: str, token: str | None = None, revision: str | None = None
+    ) -> Future[Commit]:
         api = HfApi(token=token or self.args.hub_token, library_name="tost_hf", library_version=__version__)
         revision = revision or self.args.hub_revision
+        assert self.hub_model_id is not None  # init_hf_repo set it
         self._pushes.append(self._pusher.submit(commit_files, api, self.hub_model_id, files, message, revision=revision))
         return self._pushes[-1]
 
@@ -138,7 +141,7 @@ class PublishingTrainer(Trainer):
         if failed:
             raise OSError(
                 f"{len(failed)} pushes to {self.hub_model_id} failed while training went on; the last one with: {failed[-1]}. "
-                f"Nothing is lost: the checkpoints are in {os.path.abspath(self.args.output_dir)}. Push again with "
+                f"Nothing is lost: the checkpoints are in {output_folder(self).absolute()}. Push again with "
                 "trainer.push_to_hub(), or run the same command again."
             ) from failed[-1]
 

@@ -5,6 +5,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -15,7 +16,8 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from .trainer import RecipeArguments, ToSTTrainer
+from .checkpoints import output_folder
+from .trainer import RecipeArguments, ToSTTrainer, chosen_later
 
 
 RECIPES = {
@@ -56,9 +58,9 @@ NOT_DECAYED = ("class_token", "temperature")
 EMA_FOLDER = "ema"
 
 
-def _by_recipe(text: str):
+def _by_recipe(text: str) -> Any:
     """A field that the recipe fills where it is left out."""
-    return field(default=None, metadata={"help": f"{text} Default: the recipe's."})
+    return chosen_later(f"{text} Default: the recipe's.")
 
 
 @dataclass
@@ -81,27 +83,27 @@ class ToSTVisionTrainingArguments(RecipeArguments):
     """
 
     recipe: str = field(default="pretrain", metadata={"help": "What the defaults are for.", "choices": list(RECIPES)})
-    learning_rate: float | None = _by_recipe("The peak learning rate of AdamW.")
-    weight_decay: float | None = _by_recipe("Weight decay of the tensors of two or more dimensions, other than temp.")
-    num_train_epochs: float | None = _by_recipe("Number of passes over the training data.")
-    per_device_train_batch_size: int | None = _by_recipe("Images of one device's micro-batch.")
-    gradient_accumulation_steps: int | None = _by_recipe("Micro-batches of a step.")
-    warmup_steps: float | None = _by_recipe("Steps of linear warm-up, or a share of the run if below 1.")
-    lr_scheduler_type: str | None = _by_recipe("The learning rate's schedule.")
+    learning_rate: float = _by_recipe("The peak learning rate of AdamW.")
+    weight_decay: float = _by_recipe("Weight decay of the tensors of two or more dimensions, other than temp.")
+    num_train_epochs: float = _by_recipe("Number of passes over the training data.")
+    per_device_train_batch_size: int = _by_recipe("Images of one device's micro-batch.")
+    gradient_accumulation_steps: int = _by_recipe("Micro-batches of a step.")
+    warmup_steps: float = _by_recipe("Steps of linear warm-up, or a share of the run if below 1.")
+    lr_scheduler_type: str = _by_recipe("The learning rate's schedule.")
     max_grad_norm: float = field(default=0.0, metadata={"help": "The norm gradients are clipped to; 0 for no clipping."})
-    label_smoothing_factor: float | None = _by_recipe("Label smoothing, in training only.")
-    ema_decay: float | None = _by_recipe("Decay of the moving average of the weights; 0 for none.")
-    mixup: float | None = _by_recipe("Mixup's alpha; 0 for none.")
-    cutmix: float | None = _by_recipe("CutMix's alpha; 0 for none.")
-    random_erasing: float | None = _by_recipe("Probability of erasing a rectangle.")
-    repeated_augmentation: int | None = _by_recipe("How many times an epoch shows one image, in place of others.")
+    label_smoothing_factor: float = _by_recipe("Label smoothing, in training only.")
+    ema_decay: float = _by_recipe("Decay of the moving average of the weights; 0 for none.")
+    mixup: float = _by_recipe("Mixup's alpha; 0 for none.")
+    cutmix: float = _by_recipe("CutMix's alpha; 0 for none.")
+    random_erasing: float = _by_recipe("Probability of erasing a rectangle.")
+    repeated_augmentation: int = _by_recipe("How many times an epoch shows one image, in place of others.")
     min_crop_scale: float = field(
         default=0.08, metadata={"help": "The smallest share of a picture's area that RandomResizedCrop cuts out."}
     )
     rand_augment_operations: int = field(default=2, metadata={"help": "RandAugment's number of operations; 0 for none."})
-    rand_augment_magnitude: float | None = _by_recipe("RandAugment's magnitude, from 0 to 30.")
-    rand_augment_std: float | None = _by_recipe("Spread of RandAugment's magnitude.")
-    rand_augment_probability: float | None = _by_recipe("Probability of applying an operation that RandAugment chose.")
+    rand_augment_magnitude: float = _by_recipe("RandAugment's magnitude, from 0 to 30.")
+    rand_augment_std: float = _by_recipe("Spread of RandAugment's magnitude.")
+    rand_augment_probability: float = _by_recipe("Probability of applying an operation that RandAugment chose.")
     sync_batch_norm: bool = field(
         default=False, metadata={"help": "Let the stem's BatchNorm see the batches of all processes (SyncBatchNorm)."}
     )
@@ -194,6 +196,8 @@ class ToSTVisionTrainer(ToSTTrainer):
     (see `tost_hf.augmentation.RepeatedSampler`), it chooses the order.
     """
 
+    args: ToSTVisionTrainingArguments
+
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
         args = ToSTVisionTrainingArguments() if args is None else args
         if not isinstance(args, ToSTVisionTrainingArguments):
@@ -246,6 +250,7 @@ class ToSTVisionTrainer(ToSTTrainer):
 
     @torch.no_grad()
     def _swap(self):
+        assert self.ema is not None
         pairs = (chain(m.parameters(), m.buffers()) for m in (self.model, self.ema.module))
         for mine, averaged in zip(*pairs):
             kept = mine.clone()
@@ -264,7 +269,7 @@ class ToSTVisionTrainer(ToSTTrainer):
         super()._save(output_dir, state_dict)
         if self.ema is not None and self.args.should_save:
             with self.averaged_weights():
-                super()._save(os.path.join(output_dir or self.args.output_dir, EMA_FOLDER))
+                super()._save(os.path.join(output_dir or output_folder(self), EMA_FOLDER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
