@@ -80,8 +80,8 @@ def run_clm(**arguments) -> None:
     subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
 
 
-def train(model: str, texts: tuple[Path, Path], tokenizer: Path, output_dir: str, steps: int) -> None:
-    """Trains a model of tost-base's kind with changes; it is evaluated before the first step and after the last."""
+def train(model: str, texts: tuple[Path, Path], tokenizer: Path, output_dir: str, steps: int, **more) -> None:
+    """Trains a model of tost-base's kind with changes, and evaluates it after the last step."""
     run_clm(
         config_name="tost-base",
         config_overrides=model,
@@ -91,7 +91,6 @@ def train(model: str, texts: tuple[Path, Path], tokenizer: Path, output_dir: str
         block_size=BLOCK_SIZE,
         do_train=True,
         do_eval=True,
-        eval_on_start=True,
         max_steps=steps,
         learning_rate=2e-3,
         per_device_train_batch_size=16,
@@ -99,6 +98,7 @@ def train(model: str, texts: tuple[Path, Path], tokenizer: Path, output_dir: str
         save_strategy="no",
         output_dir=output_dir,
         report_to="none",
+        **more,
     )
 
 
@@ -164,7 +164,7 @@ def main():
         if (Path(args.output_dir) / "config.json").is_file():
             shutil.rmtree(args.output_dir)  # an earlier demo's
         train(MODEL, texts, scratch / "tokenizer", str(scratch / "published"), args.steps)
-        train(f"{MODEL},{OPTIONS}", texts, scratch / "tokenizer", args.output_dir, args.steps)
+        train(f"{MODEL},{OPTIONS}", texts, scratch / "tokenizer", args.output_dir, args.steps, eval_on_start=True)
         published = final_loss(scratch / "published")
     show(args.output_dir, published)
     print(f"\nThe whole demo took {time.perf_counter() - start:.0f} s. The model is in {args.output_dir}.")
