@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_vision_model
+from conftest import randomize, tiny_vision_model
 from torch import nn
 
 import tost_hf
@@ -73,6 +73,60 @@ def test_memberships_of_texts(tiny_model, texts):
         _, membership, _ = tssa_formulas.causal(w, temp, bias.transpose(1, 2), ~mask)
         torch.testing.assert_close(maps[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
     torch.testing.assert_close(maps.sum(2), mask[:, None].double().expand(3, 3, 12), atol=1e-12, rtol=0)
+
+
+@pytest.fixture(params=["head", "token"])
+def forgetting_model(request):
+    """Of three layers, of which the second is an attention layer, with a convolution."""
+    kinds = ["tost_causal_statistics", "full_attention", "tost_causal_statistics"]
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"max_position_embeddings": None, "eos_token_id": None, "bos_token_id": None}
+    config = tost_hf.ToSTConfig(**sizes, forgetting=request.param, conv_kernel=4, layer_types=kinds)
+    return randomize(tost_hf.ToSTForCausalLM(config)).double().eval()
+
+
+@torch.no_grad()
+def test_forget_factors_are_those_that_the_sums_used(forgetting_model, texts):
+    """The memberships of the formulas with these factors are the model's."""
+    trace = interpret.trace_model(forgetting_model, **texts)
+    factors, padding = interpret.forget_factors(trace), ~trace.mask
+    assert factors.shape == trace.memberships.shape == (3, 2, 4, 12) and factors.dtype == torch.float64
+    assert (factors.transpose(2, 3).transpose(1, 2)[padding] == 1).all() and padding.any()
+    layers = [forgetting_model.model.layers[i].self_attn for i in (0, 2)]
+    for i, (layer, w) in enumerate(zip(layers, trace.projections)):
+        log_decay = trace.log_forget_factors[:, i].transpose(1, 2)
+        _, membership, _ = tssa_formulas.causal(w, layer.temp.flatten(), None, padding, log_decay=log_decay)
+        torch.testing.assert_close(trace.memberships[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
+
+
+def test_half_of_a_sum_is_left_after_its_half_life(forgetting_model, texts):
+    trace = interpret.trace_model(forgetting_model, **texts)
+    halves = interpret.half_life(trace)
+    for row in range(3):
+        left = interpret.forget_factors(trace)[row].prod(-1)  # of what was there before the text
+        torch.testing.assert_close(0.5 ** (trace.mask[row].sum() / halves[row]), left)
+    if forgetting_model.config.forgetting == "head":
+        torch.testing.assert_close(interpret.half_life(forgetting_model).expand(3, -1, -1), halves)
+    else:
+        with pytest.raises(ValueError, match="Each token decides"):
+            interpret.half_life(forgetting_model)
+
+
+def test_half_life_by_hand(forgetting_model):
+    factors = torch.tensor([[0.5, 0.5, 0.5], [1.0, 1.0, 1.0], [0.25, 1.0, 1.0], [0.9, 0.9, 0.9]]).double()
+    trace = interpret.ModelTrace((), factors[None, None], torch.ones(1, 3).bool(), None, None, None, factors.log()[None, None])
+    expected = [1, math.inf, 1.5, math.log(0.5) / math.log(0.9)]
+    torch.testing.assert_close(interpret.half_life(trace)[0, 0], torch.tensor(expected).double(), rtol=1e-6, atol=0)
+
+
+def test_models_as_published_forget_nothing(tiny_model, texts):
+    trace = interpret.trace_model(tiny_model, **texts)
+    assert trace.log_forget_factors is None
+    for ask in (interpret.forget_factors, interpret.half_life):
+        with pytest.raises(ValueError, match="forget nothing"):
+            ask(trace)
+    with pytest.raises(ValueError, match="forget nothing"):
+        interpret.half_life(tiny_model)
 
 
 def test_memberships_of_images(images):

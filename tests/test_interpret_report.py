@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import needs_auto_processor, tiny_vision_model
+from conftest import needs_auto_processor, randomize, tiny_vision_model
 from tokenizers import processors
 from transformers import ByT5Tokenizer
 
@@ -115,6 +115,37 @@ def test_inspect_a_text(text_model, tokenizer, tmp_path):
     assert "script" not in page.tags and "<script" not in html
     assert page.text.count("<script>alert('heads')</script>") == 2  # a section for each layer
     assert "日" in page.text
+
+
+@pytest.mark.parametrize("forgetting", ["head", "token"])
+def test_inspect_a_hybrid_that_forgets(forgetting, tokenizer, tmp_path):
+    config = tost_hf.ToSTConfig.from_preset(
+        "tost-hybrid-base",
+        vocab_size=300,
+        hidden_size=48,
+        num_hidden_layers=4,
+        forgetting=forgetting,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    page = check_folder(interpret.inspect_path(tmp_path / "model", "What was it that we forgot?", out), out)
+    assert "forgetting.png" in page.links and "Attention layers1, " in page.text and "3 layers of 12 heads" in page.text
+    model = tost_hf.ToSTForCausalLM.from_pretrained(tmp_path / "model")
+    ids, _ = inputs.tokenize(tokenizer, "What was it that we forgot?")
+    halves = interpret.half_life(interpret.trace_model(model, input_ids=ids))[0]
+    for of_layer in halves:
+        assert f"{of_layer.min():.1f}{of_layer.max():.1f}" in page.text
+
+
+def test_half_lives_of_all_heads_are_beside_their_factors():
+    halves = torch.arange(24.0).reshape(2, 12) + 2
+    figure = plots.plot_forget_factors(0.5 ** (1 / halves)[..., None].expand(-1, -1, 5), halves, [1, 3])
+    labels = [[tick.get_text() for tick in axis.child_axes[0].get_yticklabels()] for axis in figure.axes[:2]]
+    assert labels == [[str(tokens) for tokens in range(2, 14)], [str(tokens) for tokens in range(14, 26)]]
+    assert [axis.images[0].get_array().shape for axis in figure.axes[:2]] == [(12, 5)] * 2
 
 
 def test_inspect_a_text_file_cut_with_a_warning(text_model, tokenizer, tmp_path):

@@ -79,6 +79,12 @@ CAPTIONS = {  # of each picture: its title and what it shows
         "Entropy over the heads, -sum_k Pi_k ln Pi_k in nats. It is 0 where a token belongs to one head and ln H where it "
         "belongs to all equally.",
     ),
+    "forgetting.png": (
+        "Forget factor of each head",
+        "What each token leaves of the sums that its heads hold, from 0, all is forgotten, to 1, nothing is. One row per "
+        "layer, each with its own colour scale. Right: the half-life of each head, the tokens after which half of a sum is "
+        "left, ln 2 / -ln(factor), with the logarithm averaged over the text.",
+    ),
     "class_attention.png": (
         "Attention of the class token",
         "The class token's attention weights over the patches, by class-attention layer and head. The paper shows the last "
@@ -144,7 +150,9 @@ def index_page(facts: list[tuple[str, str]], names: Iterable[str], table: list[l
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {body}</tbody></table></div>
 <p>Entropy: mean over the tokens, in nats. R: the variational compression term, R_c: the coding rate, in nats, with tokens or
-channels at unit norm. Overlap: mean of |U<sup>T</sup>U| off the diagonal, within a head and between heads.</p>
+channels at unit norm; every token counts alike in both, also in a layer that forgets. Half-life: the tokens after which half
+of a head's sum is left, of the head that forgets fastest and of the one that forgets slowest.
+Overlap: mean of |U<sup>T</sup>U| off the diagonal, within a head and between heads.</p>
 </body>
 </html>
 """

@@ -158,6 +158,22 @@ def plot_entropy_by_position(buckets: "EntropyByPosition", heads: int) -> "Figur
 
 def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int]) -> "Figure":
     """Pi (layers, H, T) along a text: a strip for each layer, heads from top to bottom, tokens from left to right."""
+    return _plot_strips(maps, layers)
+
+
+def plot_forget_factors(factors: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[int]) -> "Figure":
+    """Forget factors (layers, H, T) along a text, as `plot_membership_tokens`, beside each head's half-life (layers, H)."""
+    figure = _plot_strips(factors, layers)
+    height = 0.7 + len(factors) * max(0.7, 0.12 * factors.shape[1])
+    figure.set_figheight(height)
+    for axis, of_heads in zip(figure.axes, half_lives.tolist()):  # the strips come before their colour bars
+        right = axis.secondary_yaxis("right")
+        right.set_yticks(range(len(of_heads)), [f"{tokens:.3g}" for tokens in of_heads], fontsize=5)
+        right.set_ylabel("half-life,\ntokens", fontsize=7)
+    return figure
+
+
+def _plot_strips(maps: torch.Tensor, layers: Sequence[int]) -> "Figure":
     count, heads, _ = maps.shape
     figure = _figure(0.7 + count * max(0.7, 0.09 * heads))
     axes = figure.subplots(count, 1, squeeze=False, sharex=True)[:, 0]
@@ -296,6 +312,7 @@ __all__ = [
     "plot_compression",
     "plot_entropy_by_position",
     "plot_entropy_maps",
+    "plot_forget_factors",
     "plot_membership_maps",
     "plot_membership_tokens",
     "plot_strongest_head_tokens",

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a trace tells, in float64: membership maps, entropies, compression terms, overlap of subspaces, clusters.
+"""What a trace tells, in float64: membership maps, entropies, forget factors, compression terms, subspaces, clusters.
 
 Symbols: B batch, L TSSA layers, H heads, T tokens (patches, row by row, for an image), p head dimension, w the projected
 tokens, Pi the membership. Indices into L count from 0; `layer` arguments count from 1, as the paper does.
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NORMALIZATIONS = ("tokens", "channels")
+NOTHING_FORGOTTEN = "This model's sums forget nothing (forgetting='none'), so it has no forget factors."
 PRECISION = 0.01  # the squared epsilon of the published compression terms: c = p / 0.01 or n / 0.01
 
 
@@ -71,6 +72,44 @@ def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
     return EntropyByPosition(starts, torch.stack(means, 1))
 
 
+def forget_factors(trace: ModelTrace) -> torch.Tensor:
+    """The factors by which each token multiplies the sums of its heads before it is added to them: (B, L, H, T), 0 to 1.
+
+    Padding forgets nothing: its factors are 1.
+
+    Raises:
+        ValueError: the trace is of a model that forgets nothing, as published.
+    """
+    return _log_forget_factors(trace).exp()
+
+
+def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
+    """Tokens after which half of a head's sum is left, ln 2 / -ln(factor): (B, L, H) of a trace, (L, H) of a model.
+
+    Where each token decides its factors, the logarithm is averaged over the real tokens of a row, so that a sum halves in
+    this number of tokens on average. A model is enough where the factors are learned per head; it needs no input.
+
+    Raises:
+        ValueError: nothing is forgotten; or a model is given whose tokens decide, which only a trace can tell.
+    """
+    if isinstance(source, ModelTrace):
+        tokens = source.mask.sum(1)[:, None, None]
+        return math.log(2) * tokens / _log_forget_factors(source).sum(-1).abs()
+    layers = tssa_layers(source)
+    if layers[0].forget_bias is None:
+        raise ValueError(NOTHING_FORGOTTEN)
+    if layers[0].forget_proj is not None:
+        raise ValueError("Each token decides how much this model forgets (forgetting='token'): give a trace of a text.")
+    logits = torch.stack([layer.forget_bias.detach().cpu().double() for layer in layers])
+    return math.log(2) / F.logsigmoid(logits).abs()
+
+
+def _log_forget_factors(trace: ModelTrace) -> torch.Tensor:
+    if trace.log_forget_factors is None:
+        raise ValueError(NOTHING_FORGOTTEN)
+    return trace.log_forget_factors
+
+
 class CompressionTerms(NamedTuple):
     """The two compression terms of every layer, in nats, each (B, L)."""
 
@@ -91,7 +130,8 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float
         variational = 1/2 sum_k (n_k / n) sum_i ln(1 + c (M_k)_ii)        s_{k,i} = (M_k)_ii
         coding_rate = 1/2 sum_k (n_k / n) ln det(I + c M_k)
 
-    The two are equal where every M_k is diagonal (Hadamard's inequality). Padding counts in neither, nor in n.
+    The two are equal where every M_k is diagonal (Hadamard's inequality). Padding counts in neither, nor in n. All tokens of
+    a text count alike, also in a model that forgets: its layers weigh the tokens near the one they compute more.
 
     Args:
         normalization: the paper states neither it nor c; both of these give its plateau of 24 ln 101 = 110.76 at p = 48.
@@ -184,6 +224,8 @@ __all__ = [
     "class_attention_maps",
     "compression_terms",
     "entropy_by_position",
+    "forget_factors",
+    "half_life",
     "membership_clusters_score",
     "membership_entropy",
     "membership_maps",

@@ -23,6 +23,8 @@ from .quantities import (
     class_attention_maps,
     compression_terms,
     entropy_by_position,
+    forget_factors,
+    half_life,
     membership_entropy,
     membership_maps,
     subspace_gram,
@@ -274,6 +276,9 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> _Findings:
         "memberships.png": plots.plot_membership_tokens(maps, layers),
         "entropy.png": plots.plot_entropy_by_position(entropy_by_position(trace), maps.shape[1]),
     }
+    if trace.log_forget_factors is not None:
+        rows = [layer - 1 for layer in layers]
+        files["forgetting.png"] = plots.plot_forget_factors(forget_factors(trace)[0, rows], half_life(trace)[0, rows], layers)
     return _Findings(trace, facts, files)
 
 
@@ -281,13 +286,19 @@ def _model_facts(model, trace: ModelTrace) -> list[tuple[str, str]]:
     _, layers, heads, _ = trace.memberships.shape
     name = getattr(model.config, "_name_or_path", "") or "built in memory"
     p = trace.projections[0].shape[-1]
-    return [("Model", f"{type(model).__name__}, {name}"), ("Layers, heads", f"{layers} layers of {heads} heads of width {p}")]
+    facts = [("Model", f"{type(model).__name__}, {name}"), ("Layers, heads", f"{layers} layers of {heads} heads of width {p}")]
+    if others := model.config.num_hidden_layers - layers:
+        facts.append(("Attention layers", f"{others}, which have no memberships; the numbers of layers leave them out"))
+    return facts
 
 
 def _table(model, trace: ModelTrace, terms: dict[str, CompressionTerms]) -> list[list[str]]:
     """The numbers of each layer, under a row of headings."""
     headings = ["layer", "entropy of Pi", "share of ln H", "R, tokens", "R_c, tokens", "R, channels", "R_c, channels"]
     rows = [[*headings, "overlap within", "overlap between"]]
+    half_lives = None if trace.log_forget_factors is None else half_life(trace)[0]
+    if half_lives is not None:
+        rows[0] += ["half-life, least", "half-life, most"]
     heads = trace.memberships.shape[2]
     entropy = membership_entropy(trace)[0].nanmean(-1)
     for i in range(len(trace.projections)):
@@ -298,6 +309,8 @@ def _table(model, trace: ModelTrace, terms: dict[str, CompressionTerms]) -> list
         rates = [x[0, i] for name in NORMALIZATIONS for x in terms[name]]
         shares = entropy[i], entropy[i] / math.log(heads) if heads > 1 else math.nan
         cells = [*(f"{x:.3f}" for x in shares), *(f"{x:.2f}" for x in rates), *(f"{x:.3f}" for x in overlaps)]
+        if half_lives is not None:
+            cells += [f"{x:.1f}" for x in half_lives[i].aminmax()]
         rows.append([str(i + 1), *cells])
     return rows
 

@@ -29,6 +29,7 @@ class ModelTrace:
     grid: tuple[int, int] | None  # rows and columns of patches; None for a text
     class_attentions: torch.Tensor | None  # (B, class-attention layers, H, T), float64; None for a text
     logits: torch.Tensor | None  # (B, labels), float64, of a classifier
+    log_forget_factors: torch.Tensor | None = None  # (B, L, H, T), float64; 0 at padding; None where nothing is forgotten
 
 
 def trace_model(
@@ -55,12 +56,15 @@ def trace_model(
     """
     attentions = tssa_layers(model)
     inputs = _model_inputs(model, input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values)
-    projections, memberships, class_attentions = [], [], []
-    hooks: list[tuple[nn.Module, Callable[[Any], None]]]
-    hooks = [(layer.in_proj, lambda output: projections.append(output.cpu())) for layer in attentions]
-    hooks += [(layer, lambda output: memberships.append(output[1].cpu().double())) for layer in attentions]
+    projections, memberships, class_attentions, factors = [], [], [], []
+    hooks: list[tuple[nn.Module, Callable[[Any, Any], None]]]
+    hooks = [(layer.in_proj, lambda _, output: projections.append(output.cpu())) for layer in attentions]
+    hooks += [(layer, lambda _, output: memberships.append(output[1].cpu().double())) for layer in attentions]
+    for layer in attentions:
+        if layer.forget_bias is not None:  # the factors come from the tokens that are projected
+            hooks.append((layer.in_proj, lambda tokens, _, of=layer.log_decay: factors.append(of(tokens).cpu().double())))
     for layer in find_modules(model, ToSTVisionClassAttention):
-        hooks.append((layer, lambda output: class_attentions.append(output[1][:, :, 0, 1:].cpu().double())))
+        hooks.append((layer, lambda _, output: class_attentions.append(output[1][:, :, 0, 1:].cpu().double())))
     with _hooked(hooks), _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         outputs = model(**inputs)
 
@@ -72,13 +76,16 @@ def trace_model(
         height, width = inputs["pixel_values"].shape[-2:]
         grid = height // patch_size, width // patch_size
     B, _, T = memberships[0].shape
+    mask = inputs.get("attention_mask", torch.ones(B, T)).bool().cpu()
+    forgotten = torch.stack(factors, 1).transpose(2, 3) if factors else None
     return ModelTrace(
         projections=tuple(w.view(B, T, heads, -1) for w in projections),
         memberships=torch.stack(memberships, 1),
-        mask=inputs.get("attention_mask", torch.ones(B, T)).bool().cpu(),
+        mask=mask,
         grid=grid,
         class_attentions=torch.stack(class_attentions, 1) if class_attentions else None,
         logits=logits.cpu().double() if logits is not None and logits.ndim == 2 else None,
+        log_forget_factors=None if forgotten is None else forgotten.masked_fill(~mask[:, None, None], 0),
     )
 
 
@@ -116,12 +123,16 @@ def find_modules(model: nn.Module, kind: type[Module]) -> list[Module]:
 
 
 @contextlib.contextmanager
-def _hooked(hooks: Iterable[tuple[nn.Module, Callable[[Any], None]]]) -> Iterator[None]:
-    """Hands each module's output to its function while it lasts."""
+def _hooked(hooks: Iterable[tuple[nn.Module, Callable[[Any, Any], None]]]) -> Iterator[None]:
+    """Hands each module's first input and its output to its function while it lasts."""
     handles = []
     try:
         for module, keep in hooks:
-            handles.append(module.register_forward_hook(lambda _module, _args, output, keep=keep: keep(output)))
+
+            def hook(_module, args, output, keep=keep):
+                keep(args[0] if args else None, output)
+
+            handles.append(module.register_forward_hook(hook))
         yield
     finally:
         for handle in handles:
