@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,8 +87,10 @@ def _words(file: Path) -> list[str]:
     return words
 
 
-def parse_value(text: str) -> bool | int | float | str | None:
-    """A value in JSON's notation or, in its words, Python's; anything else is a string."""
+def parse_value(text: str) -> bool | int | float | str | list | dict | None:
+    """A value in JSON's notation or, in its words, Python's; the strings of a list need no quotes; all else is a string."""
+    if text.startswith("[") and text.endswith("]") and '"' not in text:
+        return [parse_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
     try:
         return json.loads("null" if text == "None" else text.lower())
     except json.JSONDecodeError:
@@ -99,7 +102,7 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
 
     Args:
         config: it stays as it is.
-        assignments: key=value,key=value,...; None for no change.
+        assignments: key=value,key=value,...; None for no change. A list or an object stands in brackets.
         defaults: changes that `assignments` override.
 
     Raises:
@@ -107,7 +110,7 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
     """
     overrides, fields = defaults, config.to_dict()
     known = fields.keys() | {field.name for field in dataclasses.fields(config)}  # to_dict leaves out options that are off
-    for assignment in filter(None, (assignments or "").split(",")):
+    for assignment in filter(None, re.split(r",(?![^\[{]*[]}])", assignments or "")):
         key, equals, value = assignment.partition("=")
         key = config.attribute_map.get(key.strip(), key.strip())
         if not equals or key not in known:
@@ -119,6 +122,9 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
     if "hidden_size" in overrides and fields.get("intermediate_size") == 4 * fields["hidden_size"]:
         fields["intermediate_size"] = None  # follows the new width
     try:
+        if "num_hidden_layers" in overrides and "layer_types" in fields:
+            layers = overrides["num_hidden_layers"]
+            fields["layer_types"] = (fields["layer_types"] * layers)[:layers]  # the pattern goes on
         return type(config).from_dict(fields | overrides)
     except TypeError as error:
         raise ValueError(f"--config_overrides {assignments!r} has a value that does not suit its key: {error}") from error

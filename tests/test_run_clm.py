@@ -107,6 +107,29 @@ def test_config_overrides():
     assert (plus.forgetting, plus.conv_kernel) == ("token", 4)
 
 
+STATISTICS, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    "name, overrides, expected",
+    [
+        ("tost-base", "forgetting=token,conv_kernel=4", {"forgetting": "token", "conv_kernel": 4}),
+        ("tost-plus-base", "forgetting=none,conv_kernel=null", {"forgetting": "none", "conv_kernel": None}),
+        ("tost-hybrid-base", "n_layer=5", {"layer_types": [STATISTICS, STATISTICS, STATISTICS, FULL, STATISTICS]}),
+        ("tost-hybrid-base", 'rope_parameters={"rope_theta":5e5,"rope_type":"default"}', {}),
+        (
+            "tost-base",
+            f"n_layer=2,layer_types=[{SLIDING},{STATISTICS}],sliding_window=8",
+            {"layer_types": [SLIDING, STATISTICS], "sliding_window": 8},
+        ),
+    ],
+)
+def test_overrides_know_the_options(name, overrides, expected):
+    config = run_clm.load_config(run_clm.ModelArguments(config_name=name, config_overrides=overrides))
+    assert {key: getattr(config, key) for key in expected} == expected
+    assert "rope" not in overrides or config.rope_parameters["rope_theta"] == 5e5
+
+
 def test_vocabulary_and_special_tokens_follow_the_tokenizer(text_folder):
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -267,6 +290,18 @@ def test_a_position_free_model_takes_any_block(tmp_path, clm_args):
     overrides = TINY.replace("n_positions=32", "n_positions=null")
     run_clm.main(clm_args(config_overrides=overrides, block_size=200, max_steps=1))
     assert len(losses(tmp_path / "out")) == 1
+
+
+@pytest.mark.parametrize("name", ["tost-plus-base", "tost-hybrid-base"])
+def test_presets_with_options_are_trained_and_loaded(name, tmp_path, clm_args):
+    overrides = TINY.replace("n_positions=32", "n_positions=null").replace("n_layer=2", "n_layer=4")
+    run_clm.main(clm_args(config_name=name, config_overrides=overrides, do_eval=True))
+    history = losses(tmp_path / "out")
+    assert len(history) == 3 and history[-1] < history[0]
+    config = ToSTForCausalLM.from_pretrained(tmp_path / "out").config
+    assert (config.forgetting, config.conv_kernel, config.layer_types[3] == FULL) == ("token", 4, name == "tost-hybrid-base")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "goes beyond the paper" in card
 
 
 @pytest.mark.parametrize(

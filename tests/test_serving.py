@@ -9,7 +9,7 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
-from hub_clients import Clients, language_folder, save_tokenizer
+from hub_clients import Clients, language_folder, language_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tost_hf.cli import main
@@ -88,6 +88,21 @@ def test_openai_endpoint(server, folder, expected, kind, stream):
     else:
         text, said = answer.choices[0].text, chat.choices[0].message.content
     assert text == said == expected
+
+
+def test_a_hybrid_that_forgets_is_served(tmp_path):
+    kinds = ["tost_causal_statistics", "sliding_attention"]
+    options = {"forgetting": "token", "conv_kernel": 4, "layer_types": kinds, "sliding_window": 8}
+    model = language_model(max_position_embeddings=None, **options)
+    model.save_pretrained(tmp_path / "hybrid")
+    save_tokenizer(tmp_path / "hybrid")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "hybrid")("import os", return_tensors="pt").input_ids
+    written = model.generate(tokens, max_new_tokens=12, do_sample=False)[0, tokens.shape[1] :]
+    with running_server(str(tmp_path / "hybrid"), "--device", "cpu", log=tmp_path / "log.txt") as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
+        request = {"model": str(tmp_path / "hybrid"), "max_tokens": 12, "temperature": 0}
+        answer = client.completions.create(prompt="import os", **request)
+    assert answer.choices[0].text == AutoTokenizer.from_pretrained(tmp_path / "hybrid").decode(written)
 
 
 def test_transformers_chat(server, folder, hub, tmp_path):
