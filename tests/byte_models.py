@@ -4,11 +4,11 @@ from pathlib import Path
 
 import evaluate_lm
 import pytest
-from conftest import randomize
+from conftest import randomize, small_config
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from tost_hf import ToSTConfig, ToSTForCausalLM
+from tost_hf import ToSTForCausalLM
 
 
 ROOT = Path(__file__).parents[1]
@@ -32,9 +32,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(**changes) -> ToSTForCausalLM:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
-    ids = {"vocab_size": 257, "bos_token_id": EOS_ID, "eos_token_id": EOS_ID}
-    return randomize(ToSTForCausalLM(ToSTConfig(**(sizes | ids | changes)))).eval()
+    fields = {"vocab_size": 257, "max_position_embeddings": 32, "bos_token_id": EOS_ID, "eos_token_id": EOS_ID}
+    return randomize(ToSTForCausalLM(small_config(**(fields | changes)))).eval()
 
 
 def gpt2() -> GPT2LMHeadModel:

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from conftest import small_vision_config
 from huggingface_hub import ModelCard
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -94,15 +95,7 @@ def trained_folder(bare_folder, tiny_model):
 
 @pytest.fixture
 def labelled_folder(tmp_path):
-    config = tost_hf.ToSTVisionConfig(
-        hidden_size=32,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        patch_size=2,
-        image_size=16,
-        id2label={0: "cat", 1: "dog"},
-        label2id={"cat": 0, "dog": 1},
-    )
+    config = small_vision_config(patch_size=2, id2label={0: "cat", 1: "dog"}, label2id={"cat": 0, "dog": 1})
     tost_hf.ToSTForImageClassification(config).save_pretrained(tmp_path / "images", with_code=True)
     tost_hf.make_image_processor(config).save_pretrained(tmp_path / "images")
     return tmp_path / "images"

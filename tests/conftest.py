@@ -10,7 +10,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from card_folders import bare_folder, labelled_folder, trained_folder  # noqa: F401  fixtures
 from hub_server import hub  # noqa: F401  a fixture
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoImageProcessor, PreTrainedTokenizerFast
@@ -62,18 +61,20 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def small_config(**changes) -> tost_hf.ToSTConfig:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None}
+    return tost_hf.ToSTConfig(**(sizes | tokens | changes))
+
+
+def small_vision_config(**changes) -> tost_hf.ToSTVisionConfig:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4, "image_size": 16}
+    return tost_hf.ToSTVisionConfig(**(sizes | changes))
+
+
 @pytest.fixture
 def tiny_config():
-    return tost_hf.ToSTConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    return small_config(num_hidden_layers=3, bos_token_id=1, pad_token_id=0)
 
 
 @pytest.fixture
@@ -82,8 +83,8 @@ def tiny_model(tiny_config):
 
 
 def tiny_vision_model(**fields) -> tost_hf.ToSTForImageClassification:
-    config = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "patch_size": 4, "image_size": 16}
-    return randomize(tost_hf.ToSTForImageClassification(tost_hf.ToSTVisionConfig(**(config | fields)))).eval()
+    config = small_vision_config(**({"num_hidden_layers": 3} | fields))
+    return randomize(tost_hf.ToSTForImageClassification(config)).eval()
 
 
 @pytest.fixture
@@ -114,18 +115,11 @@ def tokenizer():
 
 @pytest.fixture
 def text_model():
-    config = tost_hf.ToSTConfig(
-        vocab_size=300,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    config = small_config(vocab_size=300, max_position_embeddings=64, bos_token_id=0, eos_token_id=0)
     return randomize(tost_hf.ToSTForCausalLM(config)).eval()
 
 
 # they import from here, so at the end
+from card_folders import bare_folder, labelled_folder, trained_folder  # noqa: E402, F401
 from image_runs import digit_folder, image_args  # noqa: E402, F401
 from text_runs import clm_args, text_folder  # noqa: E402, F401

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from conftest import randomize
+from conftest import randomize, small_config, small_vision_config
 from hub_server import Hub
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -170,9 +170,8 @@ def save_tokenizer(folder: Path) -> None:
 
 def language_model(seed: int = 0, model_class=tost_hf.ToSTForCausalLM, **config) -> tost_hf.ToSTPreTrainedModel:
     """Two seeds' models differ in every weight."""
-    sizes = {"vocab_size": 320, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    config = tost_hf.ToSTConfig(**sizes | {"max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0} | config)
-    model = randomize(model_class(config))
+    fields = {"vocab_size": 320, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0}
+    model = randomize(model_class(small_config(**(fields | config))))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + seed / 8)
@@ -188,9 +187,7 @@ def language_folder(folder: Path, seed: int = 0, **save) -> Path:
 
 
 def vision_folder(folder: Path) -> Path:
-    config = tost_hf.ToSTVisionConfig(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, patch_size=2, image_size=16, num_labels=10
-    )
+    config = small_vision_config(patch_size=2, num_labels=10)
     randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained(folder)
     tost_hf.make_image_processor(config).save_pretrained(folder)
     (folder / "README.md").write_text(CARD)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import auto_processor_missing, randomize
+from conftest import auto_processor_missing, randomize, small_vision_config
 from PIL import Image as PILImage
 from scripts import command_line
 from sklearn.datasets import load_digits
@@ -15,7 +15,7 @@ from transformers import (
     pipeline,
 )
 
-from tost_hf import ToSTForImageClassification, ToSTVisionConfig
+from tost_hf import ToSTForImageClassification
 from tost_hf.image_processing import make_image_processor
 from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
@@ -86,8 +86,7 @@ def results(output_dir) -> dict[str, float]:
 
 
 def tiny_vision_model(**changes) -> ToSTForImageClassification:
-    sizes = dict(assignment.split("=") for assignment in TINY.split(","))
-    config = ToSTVisionConfig(**{key: int(value) for key, value in sizes.items()}, image_size=16, num_labels=3, **changes)
+    config = small_vision_config(num_class_attention_layers=1, num_labels=3, **changes)
     return randomize(ToSTForImageClassification(config))
 
 

@@ -7,7 +7,7 @@ import resource
 import time
 
 import pytest
-from conftest import tiny_vision_model
+from conftest import small_config, tiny_vision_model
 from transformers import AutoConfig
 
 import tost_hf
@@ -56,15 +56,7 @@ AUTO_MAP = dict.fromkeys(("AutoConfig", "AutoModel", "AutoTokenizer", "AutoImage
 def folders(tmp_path_factory):
     """A language and a vision model, each with code that leaves a file behind when it runs."""
     root = tmp_path_factory.mktemp("models")
-    config = tost_hf.ToSTConfig(
-        vocab_size=300,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    config = small_config(num_hidden_layers=1, bos_token_id=0, eos_token_id=0)
     tost_hf.ToSTForCausalLM(config).save_pretrained(root / "tost")
     tiny_vision_model(num_hidden_layers=1).save_pretrained(root / "tost_vision")
     for folder in root.iterdir():

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import randomize, small_vision_config
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from torch.nn import functional as F
@@ -32,8 +32,7 @@ every_attention = pytest.mark.parametrize("attention_type", ATTENTION_TYPES)
 
 
 def tiny_config(**fields):
-    tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8, "image_size": 32}
-    return ToSTVisionConfig(**(tiny | {"num_labels": 3} | fields))
+    return small_vision_config(**({"patch_size": 8, "image_size": 32, "num_labels": 3} | fields))
 
 
 def tiny_model(**fields):

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import auto_processor_missing, randomize
+from conftest import auto_processor_missing, randomize, small_config, small_vision_config
 from hub_clients import save_tokenizer
 
 import tost_hf
@@ -55,13 +55,9 @@ def demo_folders(tmp_path, monkeypatch):
     """./tost-demo and ./tost-digits as the pages' commands leave them, but with untrained weights."""
     monkeypatch.chdir(tmp_path)
     save_tokenizer(Path("tost-demo"))
-    config = tost_hf.ToSTConfig(
-        vocab_size=320, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, bos_token_id=0, eos_token_id=0
-    )
+    config = small_config(vocab_size=320, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0)
     randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
-    config = tost_hf.ToSTVisionConfig(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, patch_size=2, image_size=16, num_labels=10
-    )
+    config = small_vision_config(patch_size=2, num_labels=10)
     randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained("tost-digits")
     tost_hf.make_image_processor(config).save_pretrained("tost-digits")
 
