@@ -20,14 +20,16 @@ def fake_kernels(monkeypatch):
     fake = types.ModuleType("tost_hf.model.tssa_triton")
     fake.calls, fake.available = [], True
 
-    def run(w, temp, bias, mask, seq_idx, state, causal):
+    def run(w, temp, bias, mask, seq_idx, state, causal, log_decay):
         fake.calls.append("tssa")
-        out = tssa(w, temp, bias, causal=causal, mask=mask, seq_idx=seq_idx, initial_state=state, backend="reference")
+        options = {"mask": mask, "seq_idx": seq_idx, "initial_state": state, "log_decay": log_decay}
+        out = tssa(w, temp, bias, causal=causal, backend="reference", **options)
         return out.output, out.membership.transpose(1, 2), *(out.final_state or (None,) * 3)
 
-    def run_step(w, temp, bias, mask, *state):
+    def run_step(w, temp, bias, mask, *state_and_decay):
         fake.calls.append("step")
-        out = tssa_step(w, temp, bias, TSSAState(*state), mask=mask, backend="reference")
+        *state, log_decay = state_and_decay
+        out = tssa_step(w, temp, bias, TSSAState(*state), mask=mask, log_decay=log_decay, backend="reference")
         for old, new in zip(state, out.final_state):
             old.copy_(new)
         return out.output, out.membership
