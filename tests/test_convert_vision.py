@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import randomize, small_config, small_vision_config
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
-from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
+from tost_hf import ToSTForCausalLM, ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
 from tost_hf import convert_from_original as to_folder
 from tost_hf import convert_to_original as to_file
 from tost_hf.cli import main
@@ -160,8 +160,8 @@ def test_settings_of_the_run(tmp_path):
 
 
 def tiny(**fields):
-    config = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4, "image_size": 16}
-    return randomize(ToSTForImageClassification(ToSTVisionConfig(**(config | fields)))).eval()
+    config = small_vision_config(**({"num_attention_heads": 2} | fields))
+    return randomize(ToSTForImageClassification(config)).eval()
 
 
 @pytest.mark.parametrize(
@@ -346,8 +346,7 @@ def test_command(tmp_path, capsys):
 
 
 def test_a_vision_model_replaces_a_language_model(tmp_path):
-    config = ToSTConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, eos_token_id=1)
-    ToSTForCausalLM(config).save_pretrained(tmp_path / "model")
+    ToSTForCausalLM(small_config()).save_pretrained(tmp_path / "model")
     with pytest.raises(FileExistsError, match="not empty"):
         to_folder(P16, tmp_path / "model")
     assert isinstance(

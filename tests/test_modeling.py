@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import randomize, small_config
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
 from tost_hf import (
@@ -101,9 +101,7 @@ def test_float64_model_keeps_float64_statistics(tiny_model):
 @pytest.mark.slow
 def test_bf16_statistics_stay_float32_and_decoding_stays_exact():
     """After 1,000 single-token steps the bf16 logits are as close to float64 as those of one bf16 forward pass."""
-    config = ToSTConfig(
-        vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=1024
-    )
+    config = small_config(hidden_size=64, num_hidden_layers=3, max_position_embeddings=1024)
     model = randomize(ToSTForCausalLM(config)).eval().to(torch.bfloat16)
     exact = copy.deepcopy(model).double()
     tokens = ids(2, 1001)

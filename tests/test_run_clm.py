@@ -10,7 +10,7 @@ import pytest
 import run_clm
 import torch
 import yaml
-from conftest import randomize
+from conftest import randomize, small_config
 from datasets import Dataset
 from scripts import EXAMPLES, kill_once_written, launch, losses, run_in_background
 from text_runs import EOS, TINY
@@ -132,13 +132,12 @@ def test_overrides_know_the_options(name, overrides, expected):
 
 def test_vocabulary_and_special_tokens_follow_the_tokenizer(text_folder):
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = run_clm.load_model(run_clm.ModelArguments(), ToSTConfig(vocab_size=100, **small), tokenizer)
+    model = run_clm.load_model(run_clm.ModelArguments(), small_config(vocab_size=100), tokenizer)
     assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == 320  # 300, to a multiple of 64
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.pad_token_id is None
     args = run_clm.ModelArguments(dtype="bfloat16")
-    model = run_clm.load_model(args, ToSTConfig(vocab_size=1000, **small), tokenizer)
+    model = run_clm.load_model(args, small_config(vocab_size=1000), tokenizer)
     assert model.config.vocab_size == 1000 and model.dtype == torch.bfloat16
 
 

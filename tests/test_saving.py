@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import randomize, small_config, small_vision_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -20,7 +20,7 @@ from transformers import (
     pipeline,
 )
 
-from tost_hf import PRESETS, ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel, ToSTVisionConfig
+from tost_hf import PRESETS, ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
 
 
 def ids(*shape):
@@ -110,7 +110,7 @@ def test_float32_folder_loads_in_another_dtype(tiny_model, saved, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModelForImageClassification])
 def test_a_model_built_in_another_dtype_keeps_float32_statistics(tiny_config, auto_class, dtype):
-    vision = ToSTVisionConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, patch_size=8)
+    vision = small_vision_config()
     model = auto_class.from_config(tiny_config if auto_class is AutoModelForCausalLM else vision, dtype=dtype)
     for name, tensor in model.named_parameters():
         assert tensor.dtype == (torch.float32 if is_statistics(name) else dtype), name
@@ -278,17 +278,7 @@ MISSING = ("self_attn.out_proj.weight", "mlp.down_proj.weight", "self_attn.in_pr
 @pytest.fixture
 def wide_model():
     """Wide enough for its weights' spread to be measured."""
-    config = ToSTConfig(
-        vocab_size=97,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        layer_scale_init_value=0.25,
-        use_bias=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = small_config(hidden_size=128, max_position_embeddings=32, layer_scale_init_value=0.25, use_bias=True)
     return randomize(ToSTForCausalLM(config)).eval()
 
 
