@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from card_folders import RESULT, TOKEN, code_blocks, headings, metadata, section, write_json
-from conftest import auto_processor_missing
+from conftest import auto_processor_missing, small_vision_config
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 
@@ -205,9 +205,7 @@ def test_vision_cards(labelled_folder, tmp_path):
     card = build_card(labelled_folder)
     assert card.data.pipeline_tag == "image-classification" and "| classes | 2: cat, dog |" in card.text
     assert "multiples of 2 pixels" in section(card, "Limits") and "XCiT" in section(card, "Licence")
-    config = tost_hf.ToSTVisionConfig(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=1, patch_size=4, image_size=(8, 12), attention_type="xca"
-    )
+    config = small_vision_config(num_hidden_layers=1, image_size=(8, 12), attention_type="xca")
     tost_hf.ToSTVisionModel(config).save_pretrained(tmp_path / "baseline")
     card = build_card(tmp_path / "baseline")
     assert card.data.pipeline_tag == "image-feature-extraction" and "tssa" not in card.data.tags

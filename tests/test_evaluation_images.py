@@ -7,11 +7,11 @@ import evaluate_image_classification
 import numpy as np
 import pytest
 import torch
-from conftest import needs_auto_processor, randomize
+from conftest import needs_auto_processor, randomize, small_vision_config
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
-from tost_hf import ToSTForImageClassification, ToSTVisionConfig, make_image_processor
+from tost_hf import ToSTForImageClassification, make_image_processor
 
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +33,7 @@ def pictures(tmp_path) -> Dataset:
 
 @pytest.fixture
 def classifier(tmp_path) -> tuple[Path, ToSTForImageClassification]:
-    sizes = {"patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 16}
-    config = ToSTVisionConfig(**sizes, id2label=dict(enumerate(CLASSES)), label2id={name: i for i, name in enumerate(CLASSES)})
+    config = small_vision_config(id2label=dict(enumerate(CLASSES)), label2id={name: i for i, name in enumerate(CLASSES)})
     model = randomize(ToSTForImageClassification(config)).eval()
     model.save_pretrained(tmp_path / "classifier")
     make_image_processor(config).save_pretrained(tmp_path / "classifier")

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import randomize, small_config
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, StaticCache, TextStreamer
@@ -339,8 +339,7 @@ def test_failed_save_leaves_the_old_file(tiny_model, prompt, tmp_path, monkeypat
 
 
 def test_bf16_generation_matches_without_cache():
-    config = ToSTConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, eos_token_id=None)
-    model = randomize(ToSTForCausalLM(config)).eval().to(torch.bfloat16)
+    model = randomize(ToSTForCausalLM(small_config())).eval().to(torch.bfloat16)
     tokens = torch.randint(2, 97, (2, 30))
     cache = model(tokens[:, :-1]).past_key_values
     step = model(tokens[:, -1:], past_key_values=cache).logits

@@ -4,15 +4,11 @@ import json
 import math
 
 import pytest
+from conftest import small_config, small_vision_config
 from transformers import AutoConfig
 
-import tost_hf
 
-
-BASE = {
-    "tost": tost_hf.ToSTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97),
-    "tost_vision": tost_hf.ToSTVisionConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-}
+BASE = {"tost": small_config(), "tost_vision": small_vision_config()}
 
 
 def load_changed(folder, model_type, fields):

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import small_config
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import DynamicCache, GPT2Config
 
@@ -53,7 +54,7 @@ def test_unknown_preset():
 
 
 def other_cache(**changes):
-    config = ToSTConfig(**{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4} | changes)
+    config = small_config(**({"num_hidden_layers": 3} | changes))
     return ToSTModel(config)(ids(1, 3)).past_key_values
 
 
