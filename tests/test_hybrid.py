@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from test_options import F64, SIZES, build
+from test_options import F64, build, four_layers
 from transformers import DynamicCache, StaticCache
 
 from tost_hf import (
@@ -157,7 +157,7 @@ def test_what_a_window_cannot_tell_is_refused(tokens):
 )
 def test_impossible_layers_are_refused(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
-        ToSTConfig(**SIZES | fields)
+        four_layers(**fields)
 
 
 def test_layers_as_published_follow_their_number():
@@ -167,7 +167,7 @@ def test_layers_as_published_follow_their_number():
 
 
 def test_rotary_positions_keep_their_precision(tmp_path):
-    model = ToSTForCausalLM(ToSTConfig(**SIZES | LAYERS["rope"]))
+    model = ToSTForCausalLM(four_layers(**LAYERS["rope"]))
     model.save_pretrained(tmp_path)
     assert model.config.rope_parameters == {"rope_theta": 10_000.0, "rope_type": "default"}
     for narrow in (ToSTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model.to(torch.bfloat16)):

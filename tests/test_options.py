@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import randomize, small_config
 from test_compile import counting_backend
 from transformers import CompileConfig, DynamicCache, StaticCache
 
@@ -29,7 +29,6 @@ from tost_hf.model.convolution_tost import ShortConvolution, find_taps
 
 
 F64 = {"rtol": 1e-9, "atol": 1e-9}
-SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "eos_token_id": None}
 OPTIONS = {"conv": {"conv_kernel": 4}, "head": {"forgetting": "head"}, "token": {"forgetting": "token"}}
 OPTIONS["hybrid"] = {
     "layer_types": ["tost_causal_statistics", "full_attention"] * 2,
@@ -39,9 +38,13 @@ OPTIONS["hybrid"] = {
 COMBINATIONS = list(itertools.product((None, "head", "token"), (None, "conv"), (None, "hybrid")))
 
 
+def four_layers(**fields) -> ToSTConfig:
+    return small_config(**({"num_hidden_layers": 4} | fields))
+
+
 def build(names=(), dtype=torch.float64, **fields) -> ToSTForCausalLM:
     options = {key: value for name in filter(None, names) for key, value in OPTIONS[name].items()}
-    return randomize(ToSTForCausalLM(ToSTConfig(**(SIZES | {"pad_token_id": 0} | options | fields)))).eval().to(dtype)
+    return randomize(ToSTForCausalLM(four_layers(**({"pad_token_id": 0} | options | fields)))).eval().to(dtype)
 
 
 @pytest.fixture(params=COMBINATIONS, ids=lambda names: "+".join(filter(None, names)) or "none")
@@ -190,7 +193,7 @@ def test_saved_model_is_the_model(model, tokens, tmp_path):
 
 
 def test_config_file_of_a_default_model_holds_no_option(tmp_path):
-    ToSTConfig(**SIZES).save_pretrained(tmp_path)
+    four_layers().save_pretrained(tmp_path)
     assert not set(OFF) & set(json.loads((tmp_path / "config.json").read_text()))
 
 
@@ -259,7 +262,7 @@ def test_inspect_card_and_trace_know_the_options(names, tmp_path):
 @pytest.mark.parametrize("heads", [1, 2, 12])
 @pytest.mark.parametrize("forgetting", ["head", "token"])
 def test_new_heads_remember_from_4_to_1024_tokens(heads, forgetting):
-    config = ToSTConfig(**SIZES | {"hidden_size": 48, "num_attention_heads": heads, "forgetting": forgetting})
+    config = four_layers(hidden_size=48, num_attention_heads=heads, forgetting=forgetting)
     tau = torch.logspace(torch.log10(torch.tensor(4.0)), torch.log10(torch.tensor(1024.0)), heads)
     for layer in ToSTForCausalLM(config).model.layers:
         gamma = layer.self_attn.log_decay(torch.randn(2, 3, 48)).exp()
@@ -323,9 +326,9 @@ def test_convolution_is_its_formula(kernel, length):
 
 def test_a_model_with_new_convolutions_starts_as_one_without():
     torch.manual_seed(3)
-    plain = ToSTForCausalLM(ToSTConfig(**SIZES))
+    plain = ToSTForCausalLM(four_layers())
     torch.manual_seed(3)
-    model = ToSTForCausalLM(ToSTConfig(**SIZES, conv_kernel=4))
+    model = ToSTForCausalLM(four_layers(conv_kernel=4))
     tokens = torch.randint(2, 97, (2, 9))
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
     assert model.num_parameters() - plain.num_parameters() == 4 * 32 * 4

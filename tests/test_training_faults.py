@@ -9,13 +9,14 @@ import pytest
 import run_clm
 import run_image_classification
 import text_runs
+from conftest import small_config
 from datasets import Dataset
 from image_runs import TINY, tiny_vision_model
 from PIL import Image
 from safetensors import SafetensorError
 from scripts import losses
 
-from tost_hf import ToSTConfig, ToSTForCausalLM
+from tost_hf import ToSTForCausalLM
 
 
 OVERRIDES = text_runs.TINY
@@ -61,7 +62,7 @@ def faulty(tmp_path, text_folder, digit_folder) -> Path:
     (folder / "config/config.json").write_text('{"model_type": "tost", ')
     (folder / "type/config.json").write_text('{"model_type": "nobody_knows"}')
     tiny_vision_model().config.save_pretrained(folder / "vision")
-    config = ToSTConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=32)
+    config = small_config(vocab_size=320, num_hidden_layers=1, max_position_embeddings=32)
     for name in ("model_cut", "model_none", "model_other"):
         ToSTForCausalLM(config).save_pretrained(folder / name)
     weights = folder / "model_cut/model.safetensors"
