@@ -96,11 +96,12 @@ def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
         tokens = source.mask.sum(1)[:, None, None]
         return math.log(2) * tokens / _log_forget_factors(source).sum(-1).abs()
     layers = tssa_layers(source)
-    if layers[0].forget_bias is None:
+    biases = [layer.forget_bias for layer in layers if layer.forget_bias is not None]
+    if not biases:
         raise ValueError(NOTHING_FORGOTTEN)
     if layers[0].forget_proj is not None:
         raise ValueError("Each token decides how much this model forgets (forgetting='token'): give a trace of a text.")
-    logits = torch.stack([layer.forget_bias.detach().cpu().double() for layer in layers])
+    logits = torch.stack([bias.detach().cpu().double() for bias in biases])
     return math.log(2) / F.logsigmoid(logits).abs()
 
 

@@ -2,6 +2,7 @@
 """Running a model once and keeping what its TSSA layers saw."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,15 +57,16 @@ def trace_model(
     """
     attentions = tssa_layers(model)
     inputs = _model_inputs(model, input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values)
-    projections, memberships, class_attentions, factors = [], [], [], []
+    projections, memberships, class_attentions = [], [], []
+    factors: list[torch.Tensor] = []
     hooks: list[tuple[nn.Module, Callable[[Any, Any], None]]]
     hooks = [(layer.in_proj, lambda _, output: projections.append(output.cpu())) for layer in attentions]
     hooks += [(layer, lambda _, output: memberships.append(output[1].cpu().double())) for layer in attentions]
     for layer in attentions:
         if layer.forget_bias is not None:  # the factors come from the tokens that are projected
-            hooks.append((layer.in_proj, lambda tokens, _, of=layer.log_decay: factors.append(of(tokens).cpu().double())))
-    for layer in find_modules(model, ToSTVisionClassAttention):
-        hooks.append((layer, lambda _, output: class_attentions.append(output[1][:, :, 0, 1:].cpu().double())))
+            hooks.append((layer.in_proj, functools.partial(_keep_factors, factors, layer)))
+    for class_attention in find_modules(model, ToSTVisionClassAttention):
+        hooks.append((class_attention, lambda _, output: class_attentions.append(output[1][:, :, 0, 1:].cpu().double())))
     with _hooked(hooks), _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         outputs = model(**inputs)
 
@@ -120,6 +122,12 @@ def tssa_layers(model: nn.Module) -> list[TokenStatisticsSelfAttention]:
 def find_modules(model: nn.Module, kind: type[Module]) -> list[Module]:
     """The modules of a class, in the model's order."""
     return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _keep_factors(factors: list[torch.Tensor], layer: TokenStatisticsSelfAttention, tokens, _output) -> None:
+    log_decay = layer.log_decay(tokens)
+    if log_decay is not None:
+        factors.append(log_decay.cpu().double())
 
 
 @contextlib.contextmanager

@@ -68,14 +68,19 @@ class RunningSum:
     """
 
     def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None = None, reverse: bool = False):
-        order = -1 if reverse else 1
+        self.source, self.order = source, -1 if reverse else 1
         self.groups = tensor.unflatten(1, (-1, GROUP_TOKENS))
+        self.inside: list[tuple[torch.Tensor, ...]] = []
+
+    def _make_views(self) -> None:
+        """The views between which sums are added up, when they are first needed: there are many."""
+        order, reverse = self.order, self.order < 0
         tokens = self.groups.unbind(2)[::order]
-        terms = tokens if source is None else source.unflatten(1, (-1, GROUP_TOKENS)).unbind(2)[::order]
-        self.first = None if source is None else (tokens[0], terms[0])
+        terms = tokens if self.source is None else self.source.unflatten(1, (-1, GROUP_TOKENS)).unbind(2)[::order]
+        self.first = None if self.source is None else (tokens[0], terms[0])
         self.inside = list(zip(tokens, terms[1:], tokens[1:]))
         before = self.groups.new_zeros(self.groups[:, :1, 0].shape).repeat(1, self.groups.shape[1] + 1, 1, 1)
-        self.order, self.ends, chain = order, tokens[-1], before.unbind(1)[::order]
+        self.ends, chain = tokens[-1], before.unbind(1)[::order]
         self.over = list(zip(chain, self.ends.unbind(1)[::order], chain[1:]))
         if reverse:  # where the ends go that factors have multiplied
             self.scaled_ends = torch.empty_like(self.ends)
@@ -88,6 +93,8 @@ class RunningSum:
 
         Leaves the sums that each group goes on from, (rows, groups, H, p), in `before_groups`.
         """
+        if not self.inside:
+            self._make_views()
         if self.first is not None:
             self.first[0].copy_(self.first[1])
         if factors is None:
