@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from ..model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
 from ..model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel
-from .records import CARD, Card, load_card, read_json
+from .records import CARD, Card, load_card, open_safetensors, read_json
 from .secrets import is_secret_name, secrets_in, secrets_in_file
 
 
@@ -171,18 +171,9 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         ValueError: a file is damaged or cut short.
     """
     for file in files:
-        with _opened(file) as opened:
+        with open_safetensors(file) as opened:
             for name in opened.keys():
                 yield name, opened.get_tensor(name)
-
-
-@contextlib.contextmanager
-def _opened(file: Path) -> Iterator[safe_open]:
-    try:
-        with safe_open(file, "pt") as opened:
-            yield opened
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a readable safetensors file: it is truncated or damaged ({error}).") from error
 
 
 def check_weights(folder: Path, config: PreTrainedConfig) -> int:
@@ -219,7 +210,7 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> int:
 
 
 def _tensor_names(file: Path) -> list[str]:
-    with _opened(file) as opened:
+    with open_safetensors(file) as opened:
         return list(opened.keys())
 
 

@@ -17,12 +17,12 @@ from transformers import (
 from transformers.utils import logging
 
 from .checks import model_class
+from .records import IMAGE_PROCESSOR_FILES
 
 
 NUM_TOKENS = 16
 LARGEST_IMAGE = 256  # pixels a side; the model takes images of any size
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
-IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 Loaded = TypeVar("Loaded")
 
 

@@ -5,8 +5,10 @@ Evaluation results are asked for by a person: a wrong one is an error. Of what p
 another kind than expected are passed over, as are numbers that are not finite: neither JSON nor YAML has them.
 """
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from .secrets import without_secrets
 
 
 CARD = "README.md"
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 LARGEST_RECORD = 256 * 2**20  # bytes
 LARGEST_CARD = 4 * 2**20  # bytes
 LARGEST_METADATA = 200_000  # characters and values of a card's metadata, its aliases written out
@@ -110,11 +113,12 @@ def read_records(folder: Path) -> Records:
     Raises:
         ValueError: one of them is no JSON object, or an evaluation result lacks what it needs or has a value of a wrong kind.
     """
+    state, everything = read_json(folder / TRAINER_STATE), read_json(folder / ALL_RESULTS)
     return Records(
         [{key: _without_secrets(value) for key, value in result.items()} for result in _evaluation_results(folder)],
-        _training_evaluation(folder),
+        _training_evaluation(read_json(folder / EVAL_RESULTS) or everything, state),
         TrainingRun(*map(_without_secrets, _training_run(folder))),
-        _training_summary(folder),
+        _training_summary(read_json(folder / TRAIN_RESULTS) | everything, state),
     )
 
 
@@ -147,11 +151,9 @@ def _check_result(result: dict, path: Path) -> None:
         raise ValueError(f"A result in {str(path)!r} has a 'num_examples' that is no whole number: {examples!r}.")
 
 
-def _training_evaluation(folder: Path) -> TrainingEvaluation:
-    """Trainer's last evaluation, if it was one of the weights in the folder."""
-    entry = read_json(folder / EVAL_RESULTS) or read_json(folder / ALL_RESULTS)
+def _training_evaluation(entry: dict, state: dict) -> TrainingEvaluation:
+    """Trainer's last evaluation, by its results or, without any, by its state, if it was one of the weights in the folder."""
     if not any(key.startswith("eval_") for key in entry):
-        state = read_json(folder / TRAINER_STATE)
         history = state.get("log_history")
         logged = (
             [line for line in history if isinstance(line, dict) and "eval_loss" in line] if isinstance(history, list) else []
@@ -175,10 +177,8 @@ def _training_run(folder: Path) -> TrainingRun:
     return TrainingRun(*(value if isinstance(value, str) else None for value in values))
 
 
-def _training_summary(folder: Path) -> TrainingSummary:
-    """What trainer_state.json, train_results.json and all_results.json say about training."""
-    state = read_json(folder / TRAINER_STATE)
-    results = read_json(folder / TRAIN_RESULTS) | read_json(folder / ALL_RESULTS)
+def _training_summary(results: dict, state: dict) -> TrainingSummary:
+    """What Trainer's results and trainer_state.json say about training."""
     return TrainingSummary(
         steps=_number(state.get("global_step")) or None,
         epochs=_number(results.get("epoch", state.get("epoch"))) or None,
@@ -192,6 +192,16 @@ def _training_summary(folder: Path) -> TrainingSummary:
 # Files beside the configuration ---------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def open_safetensors(file: Path) -> Iterator[safe_open]:
+    """A safetensors file, opened; ValueError if it is damaged or cut short."""
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a readable safetensors file: it is truncated or damaged ({error}).") from error
+
+
 def stored_dtypes(weights: list[Path]) -> list[str]:
     """Names of the floating-point dtypes in safetensors files, the most frequent first.
 
@@ -200,14 +210,11 @@ def stored_dtypes(weights: list[Path]) -> list[str]:
     """
     counts: dict[str, int] = {}
     for path in weights:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    tensor = file.get_slice(name)
-                    if tensor.get_dtype().lstrip("B").startswith("F"):
-                        counts[tensor.get_dtype()] = counts.get(tensor.get_dtype(), 0) + math.prod(tensor.get_shape())
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file: it is truncated or damaged ({error}).") from error
+        with open_safetensors(path) as file:
+            for name in file.keys():
+                tensor = file.get_slice(name)
+                if tensor.get_dtype().lstrip("B").startswith("F"):
+                    counts[tensor.get_dtype()] = counts.get(tensor.get_dtype(), 0) + math.prod(tensor.get_shape())
     return [_DTYPES.get(dtype, dtype) for dtype in sorted(counts, key=lambda dtype: (-counts[dtype], dtype))]
 
 
@@ -221,7 +228,7 @@ def has_code(folder: Path, config: PreTrainedConfig, auto_class: str) -> bool:
 def has_processor(folder: Path, config: PreTrainedConfig) -> bool:
     """Whether the folder has a tokenizer, or the image processor of a vision model."""
     vision = config.model_type == "tost_vision"
-    names = ("preprocessor_config.json", "processor_config.json") if vision else ("tokenizer_config.json",)
+    names = IMAGE_PROCESSOR_FILES if vision else ("tokenizer_config.json",)
     return any((folder / name).is_file() for name in names)
 
 

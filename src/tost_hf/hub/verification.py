@@ -27,12 +27,9 @@ from .checks import (
     weight_files,
 )
 from .connection import hub_calls, listing
-from .loading import check_loading
+from .loading import NUM_TOKENS, check_loading
 from .publishing import links_out, same_content
 from .records import CARD, load_card
-
-
-NUM_TOKENS = 16
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ def _statistics_layer(cache: Cache) -> CausalStatisticsLayer:
     return cast(CausalStatisticsLayer, next(layer for layer in cache.layers if layer_type_of(layer) == CAUSAL_STATISTICS))
 
 
-def check_cache_kind(cache: Cache) -> None:
-    """Refuses a cache that is not a ToST model's.
+def check_cache_kind(cache: Cache) -> list[str | None]:
+    """Refuses a cache that is not a ToST model's; returns what `layer_type_of` says of its layers.
 
     Layers are told by their type's name: code loaded from the Hub has a class of its own.
     """
@@ -89,13 +89,14 @@ def check_cache_kind(cache: Cache) -> None:
         raise TypeError(
             f"past_key_values must be a transformers Cache such as CausalStatisticsCache, got {type(cache).__name__}."
         )
-    kinds = {layer_type_of(layer): type(layer).__name__ for layer in cache.layers}
-    for kind, name in kinds.items():
+    kinds = [layer_type_of(layer) for layer in cache.layers]
+    for kind, layer in zip(kinds, cache.layers):
         if kind is None or CAUSAL_STATISTICS not in kinds:
             raise ValueError(
-                f"past_key_values holds {name}s of another kind of model; a ToST model needs "
+                f"past_key_values holds {type(layer).__name__}s of another kind of model; a ToST model needs "
                 "CausalStatisticsCache(config) or DynamicCache(config=model.config)."
             )
+    return kinds
 
 
 def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None:
@@ -109,15 +110,15 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
         # DynamicCache() without a config, still empty: give it the right layers
         cache.layers = CausalStatisticsCache(config).layers
         cache.layer_class_to_replicate = None
-    check_cache_kind(cache)
+    kinds = check_cache_kind(cache)
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
             f"The cache is another model's: it has {len(cache.layers)} layers, this model {config.num_hidden_layers}."
         )
-    kinds = [str(layer_type_of(layer)) for layer in cache.layers]
     if kinds != config.layer_types:
         raise ValueError(
-            f"The cache is another model's: its layers are {', '.join(kinds)}, this model's {', '.join(config.layer_types)}."
+            f"The cache is another model's: its layers are {', '.join(map(str, kinds))}, "
+            f"this model's {', '.join(config.layer_types)}."
         )
     layer = _statistics_layer(cache)
     if not layer.is_initialized:
