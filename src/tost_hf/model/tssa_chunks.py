@@ -135,10 +135,10 @@ class _RowGroup(NamedTuple):
     chunks: list[slice]  # of the tokens
     borders: slice  # of the sums before these chunks, among those of all rows
 
-    def sums_before(self, index: int, sums: TSSAState) -> TSSAState:
-        """The places of the sums (borders, ...) before chunk `index`, (rows, ...)."""
-        shape = (len(self.chunks), self.rows.stop - self.rows.start)
-        return TSSAState(*(x[self.borders].unflatten(0, shape)[index] for x in sums))
+    def sums_before(self, sums: TSSAState) -> list[TSSAState]:
+        """For each chunk the places of the sums before it, (rows, ...), among those of all (borders, ...)."""
+        size = self.rows.stop - self.rows.start
+        return list(map(TSSAState._make, zip(*(x[self.borders].split(size) for x in sums))))
 
 
 def _cut(w: torch.Tensor, compiled: CompiledChunks | None) -> list[_RowGroup]:
@@ -220,10 +220,10 @@ def causal_forward(
     for group in groups:
         tokens = _part(ForwardTokens(output, w, bias, padding, log_decay), group.rows)
         codes = _chunk_codes(tokens.w, group.chunks, temp.dtype, compiled, backward=False)
-        sums = _part(state, group.rows)
+        sums, places = _part(state, group.rows), group.sums_before(kept.sums) if keep else []
         for index, chunk in enumerate(group.chunks):
             if keep:
-                for place, value in zip(group.sums_before(index, kept.sums), sums):
+                for place, value in zip(places[index], sums):
                     place.copy_(value)
             done = codes[chunk.stop - chunk.start](_part(tokens, tokens=chunk), temp, sums)
             membership[group.rows, chunk] = done.membership
@@ -268,10 +268,8 @@ def causal_backward(
         tokens = _part(all_tokens, group.rows)
         codes = _chunk_codes(tokens.w, group.chunks, temp.dtype, compiled, backward=True)
         grad_sums = _part(grad_final, group.rows)
-        for index in reversed(range(len(group.chunks))):
-            chunk = group.chunks[index]
-            code, sums = codes[chunk.stop - chunk.start], group.sums_before(index, kept.sums)
-            done = code(_part(tokens, tokens=chunk), temp, sums, grad_sums)
+        for chunk, sums in reversed(list(zip(group.chunks, group.sums_before(kept.sums)))):
+            done = codes[chunk.stop - chunk.start](_part(tokens, tokens=chunk), temp, sums, grad_sums)
             grad_score[group.rows, chunk] = done.grad_score
             grad_temp += done.grad_temp
             grad_sums = done.grad_sums
@@ -469,7 +467,7 @@ def _score_to_squares(
 
 def _may_be_floored(sum_sq: torch.Tensor) -> bool:
     """Whether sums of squares, or running sums that only grow from them, lie below the floor; true where looking is costly."""
-    return sum_sq.device.type != "cpu" or bool(sum_sq.amin() < EPS_SUM_SQ)  # elsewhere a look would wait for the device
+    return sum_sq.device.type != "cpu" or sum_sq.amin().item() < EPS_SUM_SQ  # elsewhere a look would wait for the device
 
 
 def _round_up(tokens: int) -> int:
