@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
+PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
+export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-fast test-lowest lint results clean
 
@@ -11,13 +13,13 @@ demo: $(VENV)/ready  ## trains a small ToST on the Python standard library, relo
 	$(BIN)/python examples/demo.py --output_dir tost-demo
 
 test: $(VENV)/ready  ## all tests
-	$(BIN)/python -m pytest tests
+	$(BIN)/python $(PYTEST)
 
 test-fast: $(VENV)/ready  ## without the slow ones
-	$(BIN)/python -m pytest tests -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow"
 
 test-lowest: $(LOWEST)/ready  ## without the slow ones, with the lowest versions the package declares
-	$(LOWEST)/bin/python -m pytest tests -m "not slow"
+	$(LOWEST)/bin/python $(PYTEST) -m "not slow"
 
 lint: $(VENV)/ready  ## the linter and the type checker
 	$(BIN)/ruff check .
