@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -214,14 +215,22 @@ task = "text-generation" if auto_class == "AutoModelForCausalLM" else "image-cla
 
 
 PUBLISHED_BEFORE = Path(__file__).parent / "fixtures" / "published"  # by version 0.1.0, with its code
+CODE_BEFORE = ("tssa", "tssa_compiled", "tssa_triton", "configuration_tost", "modeling_tost_base", "remote_code")  # of both
 
 
 @pytest.mark.parametrize(
-    ("kind", "auto_class"), [("language", "AutoModelForCausalLM"), ("vision", "AutoModelForImageClassification")]
+    ("kind", "auto_class", "code"),
+    [
+        ("language", "AutoModelForCausalLM", ("cache_tost", "modeling_tost")),
+        ("vision", "AutoModelForImageClassification", ("configuration_tost_vision", "modeling_tost_vision")),
+    ],
 )
-def test_folders_published_before_go_on_working(clients, strangers, tmp_path, kind, auto_class):
+def test_folders_published_before_go_on_working(clients, strangers, tmp_path, kind, auto_class, code):
     """With the code they carry, with this package, and published again with its code: the same logits to the last bit."""
-    folder = PUBLISHED_BEFORE / kind
+    folder = tmp_path / "before"
+    shutil.copytree(PUBLISHED_BEFORE / kind, folder)
+    for name in CODE_BEFORE + code:
+        shutil.copy(PUBLISHED_BEFORE / "code" / f"{name}.py", folder)
     before = strangers.load(folder, auto_class, **TRUST)
     assert same(clients.load(folder, auto_class), before)
     again = "getattr(transformers, argv[0]).from_pretrained(argv[1]).save_pretrained(argv[2], with_code=True)"
