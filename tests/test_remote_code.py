@@ -54,8 +54,16 @@ def classifier_folder(folder: Path) -> Path:
     return folder
 
 
+def encoder_folder(folder: Path) -> Path:
+    fields = {"is_causal": False, "num_labels": 3, "pad_token_id": 0}
+    language_model(model_class=tost_hf.ToSTForTokenClassification, **fields).save_pretrained(folder)
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
 MODELS = {
     "AutoModelForCausalLM": language_folder,
+    "AutoModelForTokenClassification": encoder_folder,
     "AutoModelForSequenceClassification": classifier_folder,
     "AutoModelForImageClassification": vision_folder,
 }

@@ -11,16 +11,25 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .model.cache_layer_tost import CausalStatisticsLayer
 from .model.cache_tost import CausalStatisticsCache, load_cache, save_cache
-from .model.configuration_tost import PRESETS, ToSTConfig
+from .model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
-from .model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel, ToSTPreTrainedModel
+from .model.modeling_tost import ToSTForCausalLM, ToSTModel, ToSTPreTrainedModel
+from .model.modeling_tost_heads import (
+    ToSTForMaskedLM,
+    ToSTForQuestionAnswering,
+    ToSTForSequenceClassification,
+    ToSTForTokenClassification,
+)
 from .model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
 from .model.tssa import TokenStatisticsSelfAttention, TSSAOutput, tssa, tssa_step
 from .model.tssa_state import TSSAState
@@ -61,6 +70,14 @@ for config_class in (ToSTConfig, ToSTVisionConfig):
 for auto_class, class_names, config_class, model_class in (
     (AutoModel, "MODEL_MAPPING_NAMES", ToSTConfig, ToSTModel),
     (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", ToSTConfig, ToSTForCausalLM),
+    (AutoModelForMaskedLM, "MODEL_FOR_MASKED_LM_MAPPING_NAMES", ToSTConfig, ToSTForMaskedLM),
+    (AutoModelForQuestionAnswering, "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", ToSTConfig, ToSTForQuestionAnswering),
+    (
+        AutoModelForTokenClassification,
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+        ToSTConfig,
+        ToSTForTokenClassification,
+    ),
     (
         AutoModelForSequenceClassification,
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
@@ -93,6 +110,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "LRA_PRESETS",
     "PRESETS",
     "VISION_PRESETS",
     "CausalStatisticsCache",
@@ -103,7 +121,10 @@ __all__ = [
     "ToSTConfig",
     "ToSTForCausalLM",
     "ToSTForImageClassification",
+    "ToSTForMaskedLM",
+    "ToSTForQuestionAnswering",
     "ToSTForSequenceClassification",
+    "ToSTForTokenClassification",
     "ToSTModel",
     "ToSTPreTrainedModel",
     "ToSTTrainer",

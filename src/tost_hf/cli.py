@@ -74,14 +74,15 @@ def _add_init(commands) -> None:
         summary="a new model of one of the paper's sizes, with random weights",
         description=(
             "Writes a folder with the configuration and freshly initialised float32 weights of a preset. A vision model "
-            "gets its image processor; a language model needs a tokenizer beside it, which this does not write."
+            "gets its image processor; a text model needs a tokenizer beside it, which this does not write."
         ),
         examples=(
             "tost-base ./my-tost",
             "tost-vision-small-patch16 ./my-tost-vision --seed 1",
+            "tost-lra-listops ./my-classifier",
         ),
     )
-    parser.add_argument("preset", metavar="PRESET", help="tost-base, tost-medium, tost-vision-tiny-patch16, ...")
+    parser.add_argument("preset", metavar="PRESET", help="tost-base, tost-vision-tiny-patch16, tost-lra-text, ...")
     parser.add_argument("output", metavar="OUT", help="the folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is already at OUT")
@@ -93,9 +94,10 @@ def _init(args: argparse.Namespace) -> None:
     import tost_hf
 
     from .files import check_folder, staged_folder
+    from .hub.checks import model_class
     from .image_processing import save_image_processor
 
-    presets = [*tost_hf.PRESETS, *tost_hf.VISION_PRESETS]
+    presets = [*tost_hf.PRESETS, *tost_hf.LRA_PRESETS, *tost_hf.VISION_PRESETS]
     if args.preset not in presets:
         raise ValueError(f"There is no preset {args.preset!r}; choose one of {', '.join(presets)}.")
     if not 0 <= args.seed < 2**63:
@@ -106,6 +108,9 @@ def _init(args: argparse.Namespace) -> None:
     with staged_folder(target) as folder:
         if args.preset in tost_hf.PRESETS:
             tost_hf.ToSTForCausalLM(tost_hf.ToSTConfig.from_preset(args.preset)).save_pretrained(folder)
+        elif args.preset in tost_hf.LRA_PRESETS:
+            encoder = tost_hf.ToSTConfig.from_preset(args.preset)
+            model_class(encoder)(encoder).save_pretrained(folder)
         else:
             config = tost_hf.ToSTVisionConfig.from_preset(args.preset, num_labels=1000)
             tost_hf.ToSTForImageClassification(config).save_pretrained(folder)

@@ -480,7 +480,8 @@ def _language_args(config: ToSTConfig, source: Path) -> dict:
     if options := config.options():
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
-            f"{source} goes beyond the paper ({given[:200]}); the authors' format has no place for these options."
+            f"{source} has options that are not in the authors' code ({given[:200]}); the authors' format has no place for "
+            "these options."
         )
     if config.max_position_embeddings is None:
         raise ValueError(f"{source} is position-free (max_position_embeddings=None); the authors' format has no such model.")

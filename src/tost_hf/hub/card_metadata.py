@@ -18,6 +18,9 @@ PAPER_TAG = "arxiv:2412.17810"
 TASKS = {  # Auto class and pipeline tag of each model class
     "ToSTForCausalLM": ("AutoModelForCausalLM", "text-generation"),
     "ToSTForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ToSTForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ToSTForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+    "ToSTForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
     "ToSTModel": ("AutoModel", "feature-extraction"),
     "ToSTForImageClassification": ("AutoModelForImageClassification", "image-classification"),
     "ToSTVisionModel": ("AutoModel", "image-feature-extraction"),

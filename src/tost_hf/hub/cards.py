@@ -16,7 +16,15 @@ from huggingface_hub.utils import is_jinja_available, validate_repo_id
 from transformers import PreTrainedConfig
 
 from ..model.cache_tost import state_bytes
-from ..model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, OFF, PAPER_PRESETS, PRESETS, ToSTConfig
+from ..model.configuration_tost import (
+    BEYOND_PAPER,
+    CAUSAL_STATISTICS,
+    FULL_ATTENTION,
+    OFF,
+    PAPER_PRESETS,
+    PRESETS,
+    ToSTConfig,
+)
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .card_metadata import card_metadata, listed, tags, task
 from .card_sections import hyperparameters, mark_sections, merge
@@ -81,6 +89,8 @@ PUBLISHED = {
     **dict.fromkeys(PAPER_PRESETS, (LANGUAGE_TABLE, LANGUAGE_NOTE)),
     **{name: (VISION_TABLE, VISION_NOTE) for name in PRESET_CARDS if name in VISION_PRESETS},
 }
+
+POOLED = {"mean": "the mean of its tokens'", "first": "its first token's", "last": "its last token's"}
 
 # Measured by us (`make results` writes it from the benchmarks' rows): {name of a size: {"text", "table", "command"}}
 FIGURES = Path(__file__).with_name("figures.json")
@@ -275,6 +285,7 @@ def _about_model(config: PreTrainedConfig) -> dict[str, object]:
     auto_class, pipeline_tag = task(config)
     known = {
         "kind": "language",
+        "is_causal": getattr(config, "is_causal", False),
         "preset": _find_preset(config),
         "config": config,
         "attention_type": "tssa",
@@ -288,7 +299,7 @@ def _about_model(config: PreTrainedConfig) -> dict[str, object]:
     state = state_bytes(config)
     key_value_size = 2 * config.num_hidden_layers * config.hidden_size * 4  # keys and values in float32
     return known | {
-        "options": config.options(),
+        "beyond_paper": [name for name in config.options() if name in BEYOND_PAPER],
         "state_size": state.saved,
         "state_in_memory": state.in_memory,
         "state_per_token": state.per_token,
@@ -364,12 +375,18 @@ def _architecture_table(config: PreTrainedConfig, dtypes: Sequence[str]) -> str:
         shown = len(names) == len(texts) <= 20 and not all(name.startswith("LABEL_") for name in texts)
         words = f": {without_secrets(', '.join(texts))}" if shown else ""
         rows.append(("classes", f"{number(len(names))}{words}"))
+    if task(config)[1] == "text-classification":
+        rows.append(("features of a text", POOLED[cast(ToSTConfig, config).pooling_in_use]))
     return table(("", ""), rows)
 
 
 def _option_rows(config: ToSTConfig) -> list[tuple[str, str | None]]:
-    """Rows on the options beyond the paper that are on."""
+    """Rows on the options that are on."""
     rows: list[tuple[str, str | None]] = []
+    if not config.is_causal:
+        rows.append(("direction", "both: an encoder"))
+    if not config.pre_norm:
+        rows.append(("norms", "after the attention and the MLP"))
     if config.forgetting != "none":
         rows.append(
             ("forgetting", {"head": "one factor per head", "token": "one factor per token and head"}[config.forgetting])

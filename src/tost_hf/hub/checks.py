@@ -14,7 +14,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..model.modeling_tost import ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
+from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
+from ..model.modeling_tost_heads import (
+    ToSTForMaskedLM,
+    ToSTForQuestionAnswering,
+    ToSTForSequenceClassification,
+    ToSTForTokenClassification,
+)
 from ..model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel
 from .records import CARD, Card, load_card, open_safetensors, read_json
 from .secrets import is_secret_name, secrets_in, secrets_in_file
@@ -107,7 +113,10 @@ MODEL_CLASSES = {
     for model in (
         ToSTModel,
         ToSTForCausalLM,
+        ToSTForMaskedLM,
+        ToSTForQuestionAnswering,
         ToSTForSequenceClassification,
+        ToSTForTokenClassification,
         ToSTVisionModel,
         ToSTForImageClassification,
     )

@@ -161,6 +161,15 @@ def _check_card(folder: Path, token: str | None, *, online: bool) -> str:
     return f"licence {card.data.license}, {len(card.data.eval_results or [])} results in its metadata"
 
 
+def _describe_state(config: PreTrainedConfig) -> str:
+    """How much a sequence is remembered by."""
+    if not config.is_causal:
+        return "none: an encoder sees the whole text at once"
+    state = state_bytes(config)
+    growth = f", and {state.per_token:,} with every token" if state.per_token else ""
+    return f"{state.saved:,} bytes per sequence at any length ({state.in_memory:,} in memory){growth}"
+
+
 def info(source: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> dict[str, str]:
     """What a folder or a repository holds, for `tost-hf info`; of a repository only small files are fetched.
 
@@ -188,9 +197,7 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         rows["positions"] = (
             f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit (position-free)"
         )
-        state = state_bytes(config)
-        growth = f", and {state.per_token:,} with every token" if state.per_token else ""
-        rows["state"] = f"{state.saved:,} bytes per sequence at any length ({state.in_memory:,} in memory){growth}"
+        rows["state"] = _describe_state(config)
         if options := [f"{name} {value}" for name, value in config.options().items() if name != "layer_types"]:
             rows["options"] = ", ".join(options)
         if attention := [kind for kind in config.layer_types if kind != CAUSAL_STATISTICS]:

@@ -53,6 +53,8 @@ class CausalStatisticsCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, static: bool = False):
+        if not config.is_causal:
+            raise ValueError("An encoder (is_causal=False) sees the whole text at once, so it has no cache.")
         layers = DynamicCache(config=config).layers
         if static and any(layer_type_of(layer) != CAUSAL_STATISTICS for layer in layers):
             raise ValueError(

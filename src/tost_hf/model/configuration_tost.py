@@ -27,8 +27,31 @@ PRESETS |= {
 }
 
 
+# Of the Long Range Arena models the paper gives layers, widths, heads, dropout and the place of the norms. All else is ours:
+# one token per byte or grey level and four special ones, the task's longest text, biases, LayerScale at 1, mean pooling.
+_ENCODER = {"is_causal": False, "pooling": "mean", "use_bias": True, "layer_scale_init_value": 1.0, "hidden_dropout": 0.1}
+_ENCODER |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+LRA_PRESETS: dict[str, dict[str, Any]] = {
+    f"tost-lra-{task}": _ENCODER
+    | dict(zip(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), sizes))
+    | {"vocab_size": vocabulary, "max_position_embeddings": tokens, "num_labels": classes}
+    | {"architectures": ["ToSTForSequenceClassification"]}
+    for task, sizes, vocabulary, tokens, classes in (
+        ("listops", (6, 512, 8, 2048), 32, 2048, 10),
+        ("text", (4, 256, 4, 1024), 260, 4096, 2),
+        ("retrieval", (6, 128, 4, 512), 260, 4096, 2),
+        ("image", (8, 64, 8, 128), 260, 1024, 10),
+        ("pathfinder", (2, 64, 2, 128), 260, 1024, 2),
+    )
+}
+LRA_PRESETS["tost-lra-retrieval"]["architectures"] = ["ToSTModel"]  # of pairs of texts, whose head is the task's own
+LRA_PRESETS["tost-lra-image"]["hidden_dropout"] = 0.0
+LRA_PRESETS["tost-lra-pathfinder"]["pre_norm"] = False
+
 OFF = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
-OFF["forgetting"] = "none"  # the options beyond the paper, at the values that make the paper's model
+OFF["forgetting"] = "none"
+BEYOND_PAPER = tuple(OFF)
+OFF |= {"is_causal": True, "pooling": None, "pre_norm": True}  # all options, at the values that make the published model
 
 LARGEST = {  # far above any model; what asks for more is damaged or hostile, and must not be allocated
     "vocab_size": 2**31 - 1,
@@ -41,6 +64,7 @@ LARGEST = {  # far above any model; what asks for more is damaged or hostile, an
     "num_channels": 1024,
 }
 FORGETTING = ("none", "head", "token")
+POOLING = ("mean", "first", "last")
 LARGEST_KERNEL = 64
 LARGEST_NUMBER = 2.0**127  # of a float32
 
@@ -83,7 +107,7 @@ def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilitie
 
 @strict
 class ToSTConfig(CodeCarryingConfig):
-    r"""Configuration of a ToST language model. The defaults are tost-base (110,384,016 parameters).
+    r"""Configuration of a ToST text model. The defaults are the language model tost-base (110,384,016 parameters).
 
     Args:
         vocab_size: number of token ids; 50,304 is GPT-2's 50,257 padded to a multiple of 64.
@@ -114,8 +138,16 @@ class ToSTConfig(CodeCarryingConfig):
         num_key_value_heads: heads of the attention layers' keys and values; must divide `num_attention_heads`, its default.
         rope_parameters: of the rotary positions that attention layers have in a position-free model: "rope_theta" and
             "rope_type", "default" or "linear" (with "factor").
+        is_causal: whether a token sees only itself and the tokens before it, as in a language model. False makes an encoder:
+            each layer's sums run over the whole text, there is no `denom_bias`, no cache and no generation. The order of the
+            tokens then comes from `embed_positions` alone: without it (`max_position_embeddings=None`) an encoder takes a
+            text for a set of tokens.
+        pooling: what a sequence classifier makes its logits from: the features of the "first" or the "last" real token, or
+            their "mean". None for "last" in causal models, as published, and "mean" in encoders.
+        pre_norm: whether LayerNorm stands before the attention and the MLP, as published, with another one after the last
+            block; or, if False, after each of the two sums.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
-        use_cache: whether forward returns the running statistics.
+        use_cache: whether forward returns the running statistics; always False in an encoder.
         bos_token_id, eos_token_id, pad_token_id: special token ids; 50256 is GPT-2's end-of-text.
 
     Raises:
@@ -159,6 +191,9 @@ class ToSTConfig(CodeCarryingConfig):
     sliding_window: int | None = None
     num_key_value_heads: int | None = None
     rope_parameters: dict | None = None
+    is_causal: bool = True
+    pooling: str | None = None
+    pre_norm: bool = True
     tie_word_embeddings: bool = True
     use_cache: bool = True
     bos_token_id: int | None = 50256
@@ -167,11 +202,12 @@ class ToSTConfig(CodeCarryingConfig):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ToSTConfig":
-        """The configuration of a named size (a key of `PRESETS`, such as "tost-base"), with any field overridden."""
-        if name not in PRESETS:
-            raise ValueError(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
-        fields = PRESETS[name] | overrides
-        if "layer_types" in PRESETS[name] and "layer_types" not in overrides:  # the pattern, for any number of layers
+        """The configuration of a named size ("tost-base", "tost-lra-text", ...), with any field overridden."""
+        presets = PRESETS | LRA_PRESETS
+        if name not in presets:
+            raise ValueError(f"There is no preset {name!r}; choose one of {', '.join(presets)}.")
+        fields = presets[name] | overrides
+        if "layer_types" in presets[name] and "layer_types" not in overrides:  # the pattern, for any number of layers
             layers = fields.get("n_layer", fields["num_hidden_layers"])
             fields["layer_types"] = (fields["layer_types"] * layers)[:layers]
         return cls(**fields)
@@ -180,6 +216,8 @@ class ToSTConfig(CodeCarryingConfig):
         super().__post_init__(**kwargs)  # also sets what came under a GPT-2 name
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
+        if not self.is_causal:
+            self.use_cache = False
         # @strict runs the validators as well, but buries their sentence in an error of its own
         self.validate_architecture()
 
@@ -194,13 +232,14 @@ class ToSTConfig(CodeCarryingConfig):
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= LARGEST_KERNEL:
             raise ValueError(f"conv_kernel must be from 2 to {LARGEST_KERNEL}, or None for none, got {self.conv_kernel}.")
         self._check_attention_layers()
+        self._check_encoder()
         if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
             raise ValueError(
                 f"max_position_embeddings must be at least 1, or None for no limit, got {self.max_position_embeddings}."
             )
 
     def options(self) -> dict[str, object]:
-        """The fields that go beyond the paper, of those that are on."""
+        """Those of the options (see `OFF`) that are on."""
         return {name: value for name, value in self.to_dict().items() if name in OFF}
 
     def to_dict(self) -> dict:
@@ -217,6 +256,19 @@ class ToSTConfig(CodeCarryingConfig):
 
     def validate_layer_type(self):
         """See `validate_architecture` (the base class knows only its own names)."""
+
+    def _check_encoder(self):
+        if self.pooling is not None and self.pooling not in POOLING:
+            raise ValueError(f"pooling must be one of {', '.join(POOLING)}, or None, got {self.pooling[:40]!r}.")
+        if self.is_causal:
+            if self.pooling == "first":
+                raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
+            return
+        causal = [name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name) != OFF[name]]
+        if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
+            causal.append("layer_types")
+        if causal:
+            raise ValueError(f"{causal[0]} is for causal models; an encoder (is_causal=False) does not have it.")
 
     def _check_attention_layers(self):
         kinds, own = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION), self.all_layer_types
@@ -246,6 +298,11 @@ class ToSTConfig(CodeCarryingConfig):
             )
         if self.rotates and self.head_dim % 2:
             raise ValueError(f"Rotary positions need an even width of heads, got {self.head_dim}.")
+
+    @property
+    def pooling_in_use(self) -> str:
+        """`pooling`, or where it is None what stands for it."""
+        return self.pooling or ("last" if self.is_causal else "mean")
 
     @property
     def rotates(self) -> bool:
@@ -281,4 +338,14 @@ def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
 ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]  # replaces the field
 
 
-__all__ = ["CAUSAL_STATISTICS", "FULL_ATTENTION", "OFF", "PAPER_PRESETS", "PRESETS", "SLIDING_ATTENTION", "ToSTConfig"]
+__all__ = [
+    "BEYOND_PAPER",
+    "CAUSAL_STATISTICS",
+    "FULL_ATTENTION",
+    "LRA_PRESETS",
+    "OFF",
+    "PAPER_PRESETS",
+    "PRESETS",
+    "SLIDING_ATTENTION",
+    "ToSTConfig",
+]

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ToST language models: the trunk, the causal language model and the sequence classifier."""
+"""The ToST trunk for texts, causal or bidirectional, and the language model."""
 
 import math
 from dataclasses import dataclass
@@ -13,11 +13,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -46,13 +42,6 @@ class ToSTCausalLMOutputWithPast(CausalLMOutputWithPast):
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
-@dataclass
-class ToSTSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """`memberships` as in `ToSTModelOutputWithPast`."""
-
-    memberships: tuple[torch.FloatTensor, ...] | None = None
-
-
 class ToSTMLP(nn.Module):
     def __init__(self, config: ToSTConfig):
         super().__init__()
@@ -70,9 +59,9 @@ def _statistics_layer(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelf
     return TokenStatisticsSelfAttention(
         config.hidden_size,
         config.num_attention_heads,
-        causal=True,
+        causal=config.is_causal,
         layer_idx=layer_idx,
-        max_position_embeddings=config.max_position_embeddings,
+        max_position_embeddings=config.max_position_embeddings if config.is_causal else None,
         in_bias=config.use_bias,
         out_bias=config.use_bias,
         attention_dropout=config.attention_dropout,
@@ -85,12 +74,14 @@ def _statistics_layer(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelf
 class ToSTDecoderLayer(GradientCheckpointingLayer):
     """x + scale * TSSA(norm(x)), then x + scale * MLP(norm(x)); both scales are vectors (LayerScale).
 
-    In hybrid models some layers have softmax attention in TSSA's place.
+    With `pre_norm=False` norm(x + scale * TSSA(x)), then norm(x + scale * MLP(x)). In hybrid models some layers have softmax
+    attention in TSSA's place.
     """
 
     def __init__(self, config: ToSTConfig, layer_idx: int):
         super().__init__()
         width, bias = config.hidden_size, config.use_bias
+        self.pre_norm = config.pre_norm
         self.input_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
         self.attends = config.all_layer_types[layer_idx] != CAUSAL_STATISTICS
         self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _statistics_layer(config, layer_idx)
@@ -118,14 +109,17 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         else:
             own = {"seq_idx": seq_idx, "conv_taps": conv_taps}
         attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
+            self.input_layernorm(hidden_states) if self.pre_norm else hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             **own,
         )
         hidden_states = hidden_states + self.attention_layer_scale * attended
-        return hidden_states + self.mlp_layer_scale * self.mlp(self.post_attention_layernorm(hidden_states))
+        if self.pre_norm:
+            return hidden_states + self.mlp_layer_scale * self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = self.input_layernorm(hidden_states)
+        return self.post_attention_layernorm(hidden_states + self.mlp_layer_scale * self.mlp(hidden_states))
 
 
 class ToSTPreTrainedModel(ToSTBaseModel):
@@ -208,7 +202,7 @@ def _resize_rows(table: nn.Parameter, dim: int, rows: int) -> nn.Parameter:
 
 
 class ToSTModel(ToSTPreTrainedModel):
-    """The ToST trunk: embeddings, TSSA blocks and a final LayerNorm."""
+    """The ToST trunk: embeddings, TSSA blocks and, where norms stand before the layers, a final LayerNorm."""
 
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
@@ -220,7 +214,9 @@ class ToSTModel(ToSTPreTrainedModel):
         self.rotary_emb = ToSTRotaryEmbedding(config) if config.rotates else None  # type: ignore[arg-type]
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+        self.norm: nn.Module = nn.Identity()
+        if config.pre_norm:
+            self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -247,7 +243,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 they pack several sequences into it (`DataCollatorWithFlattening`).
             past_key_values: running statistics of the tokens before these; updated.
             inputs_embeds: (B, T, D) embedded tokens in place of `input_ids`.
-            use_cache: whether to return the running statistics. Packed rows have none to return.
+            use_cache: whether to return the running statistics. Packed rows have none to return, nor have encoders.
             seq_idx: (B, T) sequence number of each token, packed rows.
             cu_seq_lens_q: (sequences + 1,) borders of the sequences packed into a batch of one row.
 
@@ -256,11 +252,18 @@ class ToSTModel(ToSTPreTrainedModel):
             IndexError: a token id outside the vocabulary (checked on the CPU), or a position past the learned tables.
         """
         self._check_tokens(input_ids, inputs_embeds)
+        if not self.config.is_causal and (past_key_values is not None or use_cache):
+            raise ValueError(
+                "An encoder (is_causal=False) sees the whole text at once, so it has no cache: leave out past_key_values and "
+                "use_cache."
+            )
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "A cache and gradient checkpointing cannot be used together: transformers would leave the cache out. Call "
                 "gradient_checkpointing_disable(), or train without past_key_values."
             )
+        if not self.config.is_causal and input_ids is not None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         inputs = resolve_inputs(
             self.config,
@@ -314,6 +317,11 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: ToSTConfig):
+        if not getattr(config, "is_causal", True):
+            raise ValueError(
+                "This is the configuration of an encoder (is_causal=False), which cannot generate text: load it with "
+                "AutoModelForMaskedLM or AutoModel, or make a causal model of it with is_causal=True and train it."
+            )
         super().__init__(config)
         self.model = ToSTModel(config)
         self.vocab_size = config.vocab_size
@@ -426,64 +434,4 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         return {CAUSAL_STATISTICS: own, **masks}
 
 
-class ToSTForSequenceClassification(ToSTPreTrainedModel):
-    """ToST with a linear head on the last real token of each sequence."""
-
-    def __init__(self, config: ToSTConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.model = ToSTModel(config)
-        assert config.num_labels is not None  # transformers counts the labels
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> ToSTSequenceClassifierOutputWithPast:
-        """Logits (B, num_labels), and the loss of `config.problem_type` where labels are given.
-
-        The last real token is the last one of the attention mask; without a mask, the last one that is not
-        `config.pad_token_id`; without both, the last one.
-        """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        logits = self.score(outputs.last_hidden_state)
-        B, T, _ = logits.shape
-        real = None
-        if attention_mask is not None:
-            real = attention_mask[:, -T:] != 0
-        elif input_ids is not None and self.config.pad_token_id is not None:
-            real = input_ids != self.config.pad_token_id
-        last = T - 1
-        if real is not None:
-            last = (torch.arange(T, device=logits.device) * real.to(logits.device)).argmax(-1)
-        pooled_logits = logits[torch.arange(B, device=logits.device), last]
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=pooled_logits, config=self.config, logits=logits)
-        return ToSTSequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=pooled_logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            memberships=outputs.memberships,
-        )
-
-
-__all__ = ["ToSTForCausalLM", "ToSTForSequenceClassification", "ToSTModel", "ToSTPreTrainedModel"]
+__all__ = ["ToSTForCausalLM", "ToSTModel", "ToSTPreTrainedModel"]

@@ -36,6 +36,7 @@ CODE_FILES = {  # by model type; siblings of this file, here and in every publis
         "attention_tost.py",
         "inputs_tost.py",
         "modeling_tost.py",
+        "modeling_tost_heads.py",
     ),
     "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
 }
@@ -44,7 +45,10 @@ AUTO_MAPS = {
         "AutoConfig": "configuration_tost.ToSTConfig",
         "AutoModel": "modeling_tost.ToSTModel",
         "AutoModelForCausalLM": "modeling_tost.ToSTForCausalLM",
-        "AutoModelForSequenceClassification": "modeling_tost.ToSTForSequenceClassification",
+        "AutoModelForMaskedLM": "modeling_tost_heads.ToSTForMaskedLM",
+        "AutoModelForQuestionAnswering": "modeling_tost_heads.ToSTForQuestionAnswering",
+        "AutoModelForSequenceClassification": "modeling_tost_heads.ToSTForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_tost_heads.ToSTForTokenClassification",
     },
     "tost_vision": {
         "AutoConfig": "configuration_tost_vision.ToSTVisionConfig",

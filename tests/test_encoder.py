@@ -1,0 +1,310 @@
+"""Text encoders (`is_causal=False`) and the heads: exact against the formulas, padded, packed, saved, trained, used."""
+
+import pytest
+import torch
+from conftest import randomize, small_config
+from test_modeling import packed_inputs
+from torch.nn import functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DataCollatorForLanguageModeling,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from tost_hf import (
+    LRA_PRESETS,
+    CausalStatisticsCache,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForMaskedLM,
+    ToSTForQuestionAnswering,
+    ToSTForSequenceClassification,
+    ToSTForTokenClassification,
+    ToSTModel,
+    cli,
+    trace_model,
+    verify,
+)
+from tost_hf.convert import convert_to_original
+from tost_hf.hub.cards import build_card
+from tost_hf.hub.checks import parameter_count
+from tost_hf.hub.verification import info
+from tost_hf.model.tssa_formulas import bidirectional
+
+
+F64 = {"rtol": 1e-10, "atol": 1e-10}
+HEADS = {
+    AutoModel: ToSTModel,
+    AutoModelForMaskedLM: ToSTForMaskedLM,
+    AutoModelForQuestionAnswering: ToSTForQuestionAnswering,
+    AutoModelForSequenceClassification: ToSTForSequenceClassification,
+    AutoModelForTokenClassification: ToSTForTokenClassification,
+}
+LABELS = {
+    ToSTForMaskedLM: {"labels": torch.randint(0, 97, (3, 12))},
+    ToSTForQuestionAnswering: {"start_positions": torch.tensor([1, 4, 2]), "end_positions": torch.tensor([3, 4, 6])},
+    ToSTForSequenceClassification: {"labels": torch.tensor([0, 2, 1])},
+    ToSTForTokenClassification: {"labels": torch.randint(0, 3, (3, 12))},
+}
+
+
+def build(model_class=ToSTModel, dtype=torch.float64, **fields):
+    fields = {"is_causal": False, "pad_token_id": 0, "num_labels": 3} | fields
+    return randomize(model_class(small_config(**fields))).eval().to(dtype)
+
+
+def plain_encoder(model: ToSTModel, tokens: torch.Tensor) -> torch.Tensor:
+    """The trunk written down, for one sequence (T,): (T, D)."""
+    config = model.config
+    x = model.embed_tokens.weight[tokens] + model.embed_positions.weight[: len(tokens)]
+    for layer in model.layers:
+        before, after = (
+            lambda x, norm=norm: F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, config.layer_norm_eps)
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+        )
+        attention, mlp = layer.self_attn, layer.mlp
+
+        def attend(x, attention=attention):
+            w = (x @ attention.in_proj.weight.T).view(1, len(tokens), config.num_attention_heads, -1)
+            out, _ = bidirectional(w, attention.temp.flatten())
+            return out.flatten(2)[0] @ attention.out_proj.weight.T
+
+        def transform(x, mlp=mlp):
+            return F.gelu(x @ mlp.up_proj.weight.T) @ mlp.down_proj.weight.T
+
+        if config.pre_norm:
+            x = x + layer.attention_layer_scale * attend(before(x))
+            x = x + layer.mlp_layer_scale * transform(after(x))
+        else:
+            x = before(x + layer.attention_layer_scale * attend(x))
+            x = after(x + layer.mlp_layer_scale * transform(x))
+    return F.layer_norm(x, x.shape[-1:], model.norm.weight, None, config.layer_norm_eps) if config.pre_norm else x
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+@torch.no_grad()
+def test_an_encoder_is_its_formulas_on_either_side_of_padding(pre_norm):
+    model = build(pre_norm=pre_norm)
+    tokens, mask = torch.randint(1, 97, (5, 12)), torch.ones(5, 12, dtype=torch.long)
+    mask[0, :5] = mask[1, 8:] = mask[2, :2] = mask[2, 9:] = mask[3, 4:6] = 0
+    out = model(tokens, attention_mask=mask, output_hidden_states=True, output_memberships=True)
+    assert out.past_key_values is None and len(out.hidden_states) == 3 and len(out.memberships) == 2
+    for row, real in enumerate(mask.bool()):
+        torch.testing.assert_close(out.last_hidden_state[row][real], plain_encoder(model, tokens[row][real]), **F64)
+        torch.testing.assert_close(out.memberships[0][row].sum(0), real.double())
+
+
+@pytest.mark.parametrize("style", ["position_ids", "seq_idx", "cu_seq_lens_q", "both"])
+@pytest.mark.parametrize("max_position_embeddings", [128, None])
+@torch.no_grad()
+def test_a_packed_text_is_the_text_alone(style, max_position_embeddings):
+    model = build(max_position_embeddings=max_position_embeddings)
+    lengths = (5, 1, 17, 9)
+    tokens = torch.randint(1, 97, (1, 32))
+    packed = model(tokens, **packed_inputs(style, lengths)).last_hidden_state
+    alone = torch.cat([model(piece).last_hidden_state for piece in tokens.split(lengths, 1)], 1)
+    torch.testing.assert_close(packed, alone, **F64)
+
+
+@torch.no_grad()
+def test_every_token_sees_every_other_and_order_comes_from_the_table():
+    model, bag = build(), build(max_position_embeddings=None)
+    tokens = torch.arange(1, 9)[None]
+    changed = tokens.clone()
+    changed[0, -1] = 50
+    assert (model(tokens)[0] != model(changed)[0]).any(-1).all()
+    torch.testing.assert_close(bag(tokens.flip(1))[0].flip(1), bag(tokens)[0], **F64)
+    assert not torch.allclose(model(tokens.flip(1))[0].flip(1), model(tokens)[0])
+    assert not [name for name, _ in model.named_parameters() if "denom_bias" in name]
+
+
+@pytest.mark.parametrize("pooling", [None, "mean", "first", "last"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@torch.no_grad()
+def test_pooling_leaves_padding_out(is_causal, pooling, texts):
+    if is_causal and pooling == "first":
+        pytest.skip("a causal model's first token sees no other")
+    model = build(ToSTForSequenceClassification, is_causal=is_causal, pooling=pooling)
+    out = model(**texts).logits
+    used = pooling or ("last" if is_causal else "mean")
+    for row, real in enumerate(texts["attention_mask"].bool()):
+        features = model.model(texts["input_ids"][row][real][None]).last_hidden_state[0]
+        pooled = {"mean": features.mean(0), "first": features[0], "last": features[-1]}[used]
+        torch.testing.assert_close(out[row], model.score(pooled), **F64)
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_load_again_and_learn(auto_class, is_causal, texts, tmp_path):
+    """Saved, loaded by its Auto class with nothing missing; gradients for every weight, the same when recomputed."""
+    model_class = HEADS[auto_class]
+    if is_causal and model_class is ToSTForMaskedLM:
+        pytest.skip("masked language models are encoders")
+    model = build(model_class, torch.float32, is_causal=is_causal)
+    model.save_pretrained(tmp_path)
+    loaded, loading = auto_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is model_class and not any(loading.values()) and loaded.config.is_causal == is_causal
+    out = model(**texts)
+    assert torch.equal(loaded.eval()(**texts)[0], out[0])
+    for row, real in enumerate(texts["attention_mask"].bool()):
+        alone = model(texts["input_ids"][row][real][None])[0][0]
+        pooled = model_class is ToSTForSequenceClassification
+        torch.testing.assert_close(out[0][row] if pooled else out[0][row][real], alone, rtol=1e-4, atol=1e-4)
+    if model_class is ToSTModel:
+        return
+    gradients = []
+    for _ in range(2):
+        model.train().zero_grad()
+        model(**texts, **LABELS[model_class]).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert all((gradient != 0).any() for gradient in gradients[-1])
+        model.gradient_checkpointing_enable()
+    torch.testing.assert_close(*gradients)
+
+
+def test_masked_labels_are_not_shifted(texts):
+    model = build(ToSTForMaskedLM)
+    labels = texts["input_ids"].masked_fill(torch.rand(3, 12) < 0.8, -100)
+    out = model(**texts, labels=labels)
+    expected = F.cross_entropy(out.logits.float().flatten(0, 1), labels.flatten())  # transformers' losses are in float32
+    torch.testing.assert_close(out.loss, expected)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    "attempt, message",
+    [
+        (lambda config, tokens: ToSTForCausalLM(config), "encoder .*cannot generate text"),
+        (lambda config, tokens: CausalStatisticsCache(config), "encoder .*has no cache"),
+        (lambda config, tokens: ToSTModel(config)(tokens, use_cache=True), "encoder .*has no cache"),
+        (lambda config, tokens: ToSTModel(config)(tokens, past_key_values=DynamicCache(config=config)), "has no cache"),
+        (lambda config, tokens: ToSTForMaskedLM(small_config()), "of a causal model: set is_causal=False"),
+        (lambda config, tokens: small_config(pooling="first"), "pooling='first' needs is_causal=False"),
+        (lambda config, tokens: small_config(pooling="max"), "pooling must be one of mean, first, last"),
+        (lambda config, tokens: small_config(is_causal=False, conv_kernel=4), "conv_kernel is for causal models"),
+        (lambda config, tokens: small_config(is_causal=False, forgetting="head"), "forgetting is for causal models"),
+        (
+            lambda config, tokens: small_config(is_causal=False, layer_types=["tost_causal_statistics", "full_attention"]),
+            "layer_types is for causal models",
+        ),
+        (lambda config, tokens: ToSTConfig.from_preset("tost-lra-chess"), "no preset 'tost-lra-chess'.*tost-lra-text"),
+    ],
+)
+def test_what_an_encoder_cannot_do_is_refused(attempt, message):
+    with pytest.raises(ValueError, match=message):
+        attempt(small_config(is_causal=False), torch.ones(1, 4, dtype=torch.long))
+
+
+def test_generation_with_an_encoders_folder_is_refused(tmp_path):
+    build(ToSTForMaskedLM, torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="cannot generate text"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not ToSTForMaskedLM.can_generate() and not ToSTModel.can_generate()
+
+
+def test_positions_are_resized(texts):
+    model = build(ToSTForMaskedLM, torch.float32)
+    model.resize_position_embeddings(300)
+    assert model(torch.ones(1, 300, dtype=torch.long)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "task, model_class",
+    [
+        ("fill-mask", ToSTForMaskedLM),
+        ("token-classification", ToSTForTokenClassification),
+        ("text-classification", ToSTForSequenceClassification),
+        ("feature-extraction", ToSTModel),
+    ],
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pipelines_compute_a_batch_as_single_texts(task, model_class, side, tokenizer):
+    tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
+    tokenizer.padding_side = side
+    model = build(model_class, torch.float32, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    run = pipeline(task, model=model, tokenizer=tokenizer)
+    texts = ["the <mask>", "the heads of <mask> model"] if task == "fill-mask" else ["the heads", "the heads of the model"]
+    batch, single = run(texts, batch_size=2), run(texts, batch_size=1)
+    if task == "feature-extraction":  # it returns the places of padding, too
+        real = slice(None, len(single[0][0])) if side == "right" else slice(-len(single[0][0]), None)
+        torch.testing.assert_close(torch.tensor(batch[0][0][real]), torch.tensor(single[0][0]), rtol=1e-4, atol=1e-4)
+        return
+    for together, alone in zip(batch, single, strict=True):
+        rows = [(together, alone)] if isinstance(together, dict) else zip(together, alone, strict=True)
+        assert all(left["score"] == pytest.approx(right["score"], rel=1e-4) for left, right in rows)
+
+
+@pytest.mark.parametrize("model_class", [ToSTForMaskedLM, ToSTForSequenceClassification])
+def test_trainer_trains_an_encoder(model_class, tokenizer, tmp_path):
+    """The class of a text, or the masked token in it, follows from tokens on both sides."""
+    tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
+    fields = {"is_causal": False, "layer_scale_init_value": 1.0, "num_labels": 2}
+    model = model_class(small_config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields))
+    words = ["the heads of the model", "share the tokens of the text"]
+    rows = [dict(tokenizer(words[i % 2])) | {"labels": i % 2} for i in range(32)]
+    options = {"processing_class": tokenizer}
+    if model_class is ToSTForMaskedLM:
+        rows = [{"input_ids": row["input_ids"]} for row in rows]
+        options["data_collator"] = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=0)
+    args = TrainingArguments(
+        tmp_path, max_steps=30, learning_rate=1e-2, per_device_train_batch_size=8, use_cpu=True, report_to=[], save_steps=30,
+        logging_steps=10, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, **options)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.5 * before
+    assert type(model_class.from_pretrained(tmp_path / "checkpoint-30")) is model_class
+
+
+# The paper's sizes, the command line, what is told of a model -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    list(zip(LRA_PRESETS, (16_839_728, 3_750_928, 1_550_872, 285_248, 132_868), strict=True)),
+)
+def test_sizes_of_long_range_arena(name, count):
+    config = ToSTConfig.from_preset(name)
+    assert parameter_count(config) == count
+    assert config.pre_norm == (name != "tost-lra-pathfinder")
+
+
+def test_default_files_and_weights_know_nothing_of_encoders(tmp_path):
+    config = small_config()
+    config.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert not [name for name in ("is_causal", "pooling", "pre_norm") if name in text]
+
+
+def test_init_card_info_inspect_and_convert_know_encoders(tmp_path, capsys):
+    folder = tmp_path / "model"
+    assert cli.main(["init", "tost-lra-pathfinder", str(folder)]) == 0
+    rows = info(folder)
+    assert rows["state"].startswith("none") and "is_causal False" in rows["options"]
+    card = build_card(folder, license="mit").content
+    for words in ("A text encoder", "both: an encoder", "the mean of its tokens", "after the attention and the MLP"):
+        assert words in card
+    assert "goes beyond" not in card and "bytes per sequence" not in card and "Quality at equal width" not in card
+    (folder / "README.md").write_text(card)
+    assert all(check.passed for check in verify(folder))
+    with pytest.raises(ValueError, match=r"is_causal=False.*has no place for these options"):
+        convert_to_original(folder, tmp_path / "ckpt.pt")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert trace_model(model, input_ids=torch.ones(2, 9, dtype=torch.long)).memberships.shape == (2, 2, 2, 9)
+
+
+@pytest.mark.parametrize("model_class", list(HEADS.values()))
+def test_every_head_has_a_card_whose_example_runs(model_class, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build(model_class, torch.float32).save_pretrained("model")
+    example = build_card("model", license="mit").content.split("```python\n", 1)[1].split("```", 1)[0]
+    exec(compile(example, "card", "exec"), {})
