@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "tost_hf"
 FLOORS = (
     ("model", "files", "version"),
     ("image_processing",),
-    ("hub", "interpret"),
+    ("hub", "interpret", "parallel"),
     ("training", "convert", "serving"),
     ("__init__",),
     ("cli",),

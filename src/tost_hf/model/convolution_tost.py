@@ -51,6 +51,20 @@ class ShortConvolution(nn.Module):
         return f"{self.weight.shape[0]}, kernel={self.kernel}"
 
 
+def convolve(
+    convolution: ShortConvolution,
+    hidden_states: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    *,
+    taps: torch.Tensor | None = None,
+    recent: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ShortConvolution.forward`, with the taps of `mask` and `seq_idx`, each (B, T), where they are left out."""
+    taps = find_taps(convolution.kernel, mask, seq_idx) if taps is None else taps
+    return convolution(hidden_states, taps, recent)
+
+
 def join_rows(recent: torch.Tensor | None, hidden_states: torch.Tensor, kernel: int) -> torch.Tensor:
     """The rows (B, kernel - 1 + T, D), with zeros where there is no past."""
     if recent is None:
@@ -105,4 +119,4 @@ def _look_up(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return F.embedding(index + first, rows.reshape(B * N, D))
 
 
-__all__ = ["ShortConvolution", "find_taps", "join_rows", "last_rows"]
+__all__ = ["ShortConvolution", "convolve", "find_taps", "join_rows", "last_rows"]

@@ -52,6 +52,7 @@ def resolve_inputs(
         ValueError: they disagree in shape or meaning; the sentence says which.
         IndexError: a position is past the learned tables.
     """
+    _refuse_ring_attention()
     B, T, _ = inputs_embeds.shape
     device = inputs_embeds.device
     prepared: dict | None = None
@@ -82,6 +83,17 @@ def resolve_inputs(
     taps = None if config.conv_kernel is None else find_taps(config.conv_kernel, mask, seq_idx)
     masks = prepared or build_attention_masks(config, inputs_embeds, full_mask, seq_idx, past_key_values, past_length)
     return ToSTInputs(mask, position_ids, seq_idx, past_key_values, taps, masks)
+
+
+def _refuse_ring_attention() -> None:
+    """Refuses to run inside torch's `context_parallel`, told by what that puts in the place of torch's attention."""
+    if torch.compiler.is_compiling():
+        return
+    if (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed."):
+        raise ValueError(
+            "torch's context_parallel cuts texts for softmax attention: a ToST model would read each part as a text of its "
+            "own. Call tost_hf.parallel.parallelize(model, device_mesh) in its place, and give the model whole texts."
+        )
 
 
 def _can_look(x: torch.Tensor) -> bool:

@@ -15,13 +15,14 @@ import functools
 import math
 import os
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .convolution_tost import ShortConvolution, find_taps
+from .convolution_tost import ShortConvolution, convolve
 from .tssa_chunks import causal_tssa
 from .tssa_formulas import bidirectional
 from .tssa_formulas import causal as causal_formulas
@@ -265,6 +266,15 @@ def initial_forget_bias(num_heads: int) -> torch.Tensor:
     return torch.log(tau - 1)
 
 
+class LayerOperators(NamedTuple):
+    """What a layer computes with. Where tokens or heads are spread over processes, others stand here, called alike."""
+
+    tssa: Callable[..., TSSAOutput] = tssa
+    step: Callable[..., TSSAOutput] = tssa_step
+    convolve: Callable[..., tuple[torch.Tensor, torch.Tensor]] = convolve
+    heads: slice = slice(None)  # of all heads those of this process; memberships are of all
+
+
 class TokenStatisticsSelfAttention(nn.Module):
     """One TSSA layer with its two projections, for language (causal) and vision (bidirectional) alike.
 
@@ -302,6 +312,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
+        self.operators = LayerOperators()
         if not causal and (forgetting != "none" or conv_kernel is not None):
             raise ValueError("forgetting and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
         self.backend = backend
@@ -373,11 +384,11 @@ class TokenStatisticsSelfAttention(nn.Module):
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         inputs, recent = hidden_states, None
         if self.convolution is not None:
-            if conv_taps is None:
-                conv_taps = find_taps(self.convolution.kernel, attention_mask, seq_idx)
             past = None if layer is None else layer.past_inputs
-            hidden_states, recent = self.convolution(inputs, conv_taps, past)
-        w = self.in_proj(hidden_states).view(B, T, self.num_heads, self.head_dim)
+            hidden_states, recent = self.operators.convolve(
+                self.convolution, inputs, attention_mask, seq_idx, taps=conv_taps, recent=past
+            )
+        w = self.in_proj(hidden_states).view(B, T, -1, self.head_dim)
         log_decay = self.log_decay(hidden_states)
         bias = None
         if self.denom_bias is not None:
@@ -387,7 +398,8 @@ class TokenStatisticsSelfAttention(nn.Module):
         out, membership, state = self._statistics(w, bias, log_decay, attention_mask, seq_idx, layer)
         if layer is not None:
             assert state is not None  # only causal layers have a cache
-            layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
+            own = membership[:, self.operators.heads]
+            layer.update_state(TSSAState(*state), w, own, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
         if self.training and self.attention_dropout > 0:
             keep = torch.ones_like(out) if self.causal else out.new_ones(B, 1, self.num_heads, self.head_dim)
             out = out * F.dropout(keep, self.attention_dropout)
@@ -397,7 +409,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         """The operator, or its step where a cache layer goes on by one token."""
         state = None if layer is None else layer.state
         if layer is None or w.shape[1] > 1:
-            return tssa(
+            return self.operators.tssa(
                 w,
                 self.temp,
                 bias,
@@ -409,7 +421,7 @@ class TokenStatisticsSelfAttention(nn.Module):
                 backend=self.backend,
             )
         bias, log_decay, mask = (None if x is None else x[:, 0] for x in (bias, log_decay, mask))
-        out, membership, state = tssa_step(
+        out, membership, state = self.operators.step(
             w[:, 0], self.temp, bias, state, mask=mask, log_decay=log_decay, backend=self.backend
         )
         return TSSAOutput(out.unsqueeze(1), membership.unsqueeze(-1), state)

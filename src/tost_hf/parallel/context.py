@@ -1,0 +1,315 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Context parallelism: a text cut along its tokens, each process with one part of it.
+
+The statistics of causal TSSA are sums, so a part needs of the parts before it three sums of each head, and nothing else. Two
+exchanges per layer bring them: first the sums of squares, by which the memberships are known, then the sums weighted with
+them. A layer with a convolution exchanges its last inputs as well. No exchange grows with the number of tokens, and the
+gradients take the same way back.
+
+In the layers of a process `seq_idx` numbers the packed sequences of its own part. Number 0 is the sequence that goes on from
+the part before; a first token that begins a sequence has number 1. That is how a layer knows it.
+"""
+
+import functools
+import inspect
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from ..model.configuration_tost import CAUSAL_STATISTICS
+from ..model.convolution_tost import ShortConvolution, find_taps
+from ..model.inputs_tost import resolve_inputs
+from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
+from ..model.tssa import LayerOperators, TokenStatisticsSelfAttention, TSSAOutput, tssa
+from ..model.tssa_state import TSSAState, compute_dtype, real_tokens, sequence_starts, zero_state
+
+
+Model = TypeVar("Model", bound=nn.Module)
+IGNORED = -100  # the label of a token without a target
+
+
+def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
+    """Spreads every text that the model reads over the processes of a mesh, along its tokens; in place.
+
+    Each process of `device_mesh` is given the same whole batch and computes its own part of the tokens, `local_tokens`: hidden
+    states and logits are those of this part. Positions, padding, packed rows and labels mean the whole text. The loss is that
+    of the whole batch on every process.
+
+    The gradients of the processes have to be averaged, as DistributedDataParallel and fully_shard do, over these processes
+    and over those that read other batches alike: wrap the model afterwards.
+
+    Args:
+        model: a `ToSTModel` or `ToSTForCausalLM` whose layers all keep statistics.
+        device_mesh: of one dimension, such as `mesh["cp"]`.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: another kind of model.
+        ValueError: the model has layers of softmax attention, is spread already, or the mesh has several dimensions.
+    """
+    if not isinstance(model, ToSTModel | ToSTForCausalLM):
+        raise TypeError(f"parallelize takes a ToSTModel or a ToSTForCausalLM, got a {type(model).__name__}.")
+    if device_mesh.ndim != 1:
+        raise ValueError(
+            f"parallelize takes a mesh of one dimension, got {device_mesh.ndim}: name the one that texts are cut along, such "
+            'as mesh["cp"].'
+        )
+    kinds = set(model.config.all_layer_types) - {CAUSAL_STATISTICS}
+    if kinds:
+        raise ValueError(
+            f"parallelize cannot cut texts for layers of {' and '.join(sorted(kinds))}: they need all tokens, not sums over "
+            "them. Train hybrid models with fully_shard or DistributedDataParallel."
+        )
+    layers = [layer for layer in model.modules() if isinstance(layer, TokenStatisticsSelfAttention)]
+    if any(layer.operators != LayerOperators() for layer in layers):
+        raise ValueError("The model's texts or heads are spread over processes already.")
+    operators = LayerOperators(
+        tssa=functools.partial(tssa_of_part, device_mesh),
+        step=_refuse_step,
+        convolve=functools.partial(convolve_part, device_mesh),
+    )
+    for layer in layers:
+        layer.operators = operators
+    trunk = model.model if isinstance(model, ToSTForCausalLM) else model
+    trunk.register_forward_pre_hook(functools.partial(_cut_inputs, device_mesh), with_kwargs=True)
+    if isinstance(model, ToSTForCausalLM):
+        model.register_forward_pre_hook(functools.partial(_cut_labels, device_mesh), with_kwargs=True)
+        model.register_forward_hook(functools.partial(_add_up_loss, device_mesh), with_kwargs=True)
+    return model
+
+
+def local_tokens(length: int, device_mesh: DeviceMesh) -> slice:
+    """Which tokens of a text of `length` tokens this process has. The parts differ by at most one token.
+
+    Raises:
+        ValueError: there are more processes than tokens.
+    """
+    parts, rank = device_mesh.size(), device_mesh.get_local_rank()
+    if length < parts:
+        raise ValueError(f"A text of {length} tokens cannot be cut for {parts} processes: each needs at least one token.")
+    size, longer = divmod(length, parts)
+    start = rank * size + min(rank, longer)
+    return slice(start, start + size + (rank < longer))
+
+
+# What a model is given and gives ---------------------------------------------------------------------------------------
+
+
+def _by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """A call's arguments by name."""
+    return dict(zip(inspect.signature(module.forward).parameters, args)) | kwargs
+
+
+def _tokens_of(given: dict[str, Any]) -> torch.Tensor | None:
+    return given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+
+
+def _refuse_cache(given: dict[str, Any]) -> None:
+    if given.get("past_key_values") is not None or given.get("use_cache"):
+        raise ValueError(
+            "A text spread over processes has no cache, as each knows its own part only: leave past_key_values and use_cache "
+            "out, and generate with a model on one process."
+        )
+
+
+def _cut_inputs(mesh: DeviceMesh, trunk: ToSTModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before `ToSTModel.forward`: what belongs to the whole text is found from all of it, then cut."""
+    given = _by_name(trunk, args, kwargs)
+    _refuse_cache(given)
+    tokens = _tokens_of(given)
+    if tokens is None or tokens.ndim < 2:
+        return args, kwargs  # which forward refuses
+    length = tokens.shape[1]
+    part = local_tokens(length, mesh)
+    names = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
+    whole = resolve_inputs(
+        trunk.config,
+        tokens.new_empty(()).expand(*tokens.shape[:2], 1),  # for its shape and device
+        past_key_values=None,
+        use_cache=False,
+        **{name: given.pop(name, None) for name in names},
+    )
+    own: dict[str, Any] = {"attention_mask": whole.attention_mask, "position_ids": whole.position_ids}
+    own |= {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
+    own = {name: None if x is None else x[:, part] for name, x in own.items()}
+    if whole.seq_idx is not None:
+        starts = sequence_starts(whole.seq_idx).cumsum(1)
+        goes_on = starts[:, part.start - 1, None] if part.start else 1
+        own["seq_idx"] = starts[:, part] - goes_on
+    return (), given | own | {"use_cache": False}
+
+
+def _cut_labels(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before `ToSTForCausalLM.forward`: labels are shifted as a whole, counted, then cut."""
+    given = _by_name(model, args, kwargs)
+    _refuse_cache(given)
+    kept = given.get("logits_to_keep", 0)
+    if not isinstance(kept, int) or kept != 0:
+        raise ValueError("A text spread over processes has the logits of all tokens: leave logits_to_keep out.")
+    labels, tokens = given.get("labels"), _tokens_of(given)
+    if labels is None or tokens is None:
+        return args, kwargs
+    targets = given.get("shift_labels")
+    if targets is None:
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if targets.shape != tokens.shape[:2]:
+        raise ValueError(f"labels must have the shape of the tokens, {tuple(tokens.shape[:2])}, got {tuple(targets.shape)}.")
+    if given.get("num_items_in_batch") is None:
+        given["num_items_in_batch"] = (targets != given.get("ignore_index", IGNORED)).sum()
+    own = targets[:, local_tokens(targets.shape[1], mesh)].contiguous()
+    return (), given | {"labels": own, "shift_labels": own}
+
+
+def _add_up_loss(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: dict, output):
+    """After `ToSTForCausalLM.forward`: the loss of all parts."""
+    if kwargs.get("labels") is None:
+        return output
+    if isinstance(output, tuple):
+        return (_sum_over_parts(output[0], mesh), *output[1:])
+    output.loss = _sum_over_parts(output.loss, mesh)
+    return output
+
+
+# The layers ------------------------------------------------------------------------------------------------------------
+
+
+class EarlierParts(NamedTuple):
+    """What every process gets of all parts, to add up of the parts before its own."""
+
+    own: int  # this process's place
+    log_decay: torch.Tensor | None  # (parts, B, H), of what a part leaves of the sums before it
+    goes_on: torch.Tensor | None  # (B,), whether the first token goes on with the sequence before it; None for always
+
+    def add_up(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums before this part, (B, H, n), from those of each part by itself, (parts, B, H, n)."""
+        later = torch.arange(len(sums), device=sums.device) >= self.own
+        # all of them stay in the graph: every process has to take part in the exchange of their gradients
+        sums = sums.masked_fill(later.view(-1, 1, 1, 1), 0)
+        if self.log_decay is not None:
+            log_decay = self.log_decay.masked_fill(later.view(-1, 1, 1), 0)
+            following = F.pad(log_decay[1:], (0, 0, 0, 0, 0, 1)).flip(0).cumsum(0).flip(0)
+            sums = sums * following.exp().unsqueeze(-1).to(sums.dtype)
+        before = sums.sum(0)
+        return before if self.goes_on is None else before.masked_fill(~self.goes_on.view(-1, 1, 1), 0)
+
+
+def tssa_of_part(
+    mesh: DeviceMesh,
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    denom_bias: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    log_decay: torch.Tensor | None = None,
+    **kwargs,
+) -> TSSAOutput:
+    """`tssa` of one part of the tokens, (B, own tokens, H, p), from the sums of the parts before it.
+
+    The operator runs twice: first for the memberships and with them this part's own sums, then for the output.
+    """
+    kwargs |= {"mask": mask, "seq_idx": seq_idx, "log_decay": log_decay}
+    kwargs.pop("initial_state", None)  # there is no cache
+    p = w.shape[-1]
+    padding = None if mask is None else ~mask.bool()
+    sum_sq, log_product = _sum_of_squares(w, padding, seq_idx, log_decay)
+    if log_product is None:
+        gathered, logs = _gather(sum_sq, mesh), None
+    else:
+        gathered, logs = _gather(torch.cat([sum_sq, log_product.unsqueeze(-1)], -1), mesh).split([p, 1], -1)
+        logs = logs.squeeze(-1)
+    earlier = EarlierParts(mesh.get_local_rank(), logs, None if seq_idx is None else seq_idx[:, 0] == 0)
+    zero = zero_state(w)
+    state = zero._replace(sum_sq=earlier.add_up(gathered))
+    own = tssa(w, temp, denom_bias, initial_state=state, **kwargs).final_state
+    assert own is not None  # of the causal form
+    gathered = _gather(torch.cat([own.sum_weighted_sq, own.sum_membership.unsqueeze(-1)], -1), mesh)
+    sum_weighted_sq, sum_membership = earlier.add_up(gathered).split([p, 1], -1)
+    state = TSSAState(state.sum_sq, sum_weighted_sq, sum_membership.squeeze(-1))
+    return tssa(w, temp, denom_bias, initial_state=state, **kwargs)
+
+
+def _sum_of_squares(
+    w: torch.Tensor, padding: torch.Tensor | None, seq_idx: torch.Tensor | None, log_decay: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sum of squares (B, H, p) after a part by itself, and the logarithm of what it leaves of sums before it (B, H)."""
+    x = real_tokens(w, padding, compute_dtype(w.dtype))
+    if log_decay is None and seq_idx is None:
+        return (x * x).sum(1), None
+    B, T, H, _ = w.shape
+    logs = x.new_zeros(B, T, H) if log_decay is None else log_decay.to(x.dtype).expand(B, T, H)
+    if padding is not None:
+        logs = logs.masked_fill(padding.unsqueeze(-1), 0)
+    if seq_idx is not None:  # only the last sequence counts; none before it is left
+        starts = torch.cat([seq_idx[:, :1] != 0, sequence_starts(seq_idx)[:, 1:]], 1)
+        logs = logs.masked_fill(starts.unsqueeze(-1), float("-inf"))
+    later = F.pad(logs[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)  # of all tokens after each one
+    scaled = x * (later / 2).exp().unsqueeze(-1)
+    return (scaled * scaled).sum(1), logs.sum(1)
+
+
+def convolve_part(
+    mesh: DeviceMesh,
+    convolution: ShortConvolution,
+    hidden_states: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    *,
+    taps: torch.Tensor | None = None,
+    recent: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`convolve` of one part of the tokens, (B, own tokens, D), behind the last inputs of the parts before it."""
+    B, T, D = hidden_states.shape
+    past = convolution.kernel - 1
+    mask = hidden_states.new_ones(B, T, dtype=torch.bool) if mask is None else mask.bool()
+    number = mask.new_zeros(B, T, dtype=torch.long) if seq_idx is None else seq_idx
+    begins = (number[:, -1] != 0).to(hidden_states.dtype)  # whether a sequence begins anywhere in this part
+    last, found = _last_inputs(convolution.kernel, hidden_states, mask, number)
+    notes = torch.stack([found.to(last.dtype), begins.unsqueeze(1).expand(B, past)], -1)
+    gathered = _gather(torch.cat([last, notes], -1), mesh)
+    inputs, notes = gathered[..., :D], gathered[..., D:].detach()
+    own = mesh.get_local_rank()
+    # as tokens before this part's own, padding where there is none; those of this part and later ones are padding too
+    is_earlier = torch.arange(len(notes), device=notes.device) < own
+    found = (notes[..., 0] != 0) & is_earlier.view(-1, 1, 1)
+    count = ((notes[..., 1] != 0) & is_earlier.view(-1, 1, 1)).long().cumsum(0)
+    before = [x.transpose(0, 1).flatten(1, 2) for x in (inputs, found, count)]
+    number = number + count[-1, :, :1]
+    rows, mask, number = (torch.cat(pair, 1) for pair in zip(before, (hidden_states, mask, number)))
+    out, recent = convolution(rows, find_taps(convolution.kernel, mask, number))
+    return out[:, -T:], recent
+
+
+def _last_inputs(
+    kernel: int, hidden_states: torch.Tensor, mask: torch.Tensor, number: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last `kernel - 1` inputs of this part's last sequence, oldest first, and whether there are as many."""
+    taps = find_taps(kernel, mask, number)
+    assert taps is not None  # there is a mask
+    token = taps[:, -1].flip(-1) - (kernel - 1)
+    found = token >= 0
+    index = token.clamp_min(0).unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
+    return hidden_states.gather(1, index).masked_fill(~found.unsqueeze(-1), 0), found
+
+
+def _refuse_step(*args, **kwargs):
+    raise ValueError("A text spread over processes has no cache to go on from.")
+
+
+# Exchanges -------------------------------------------------------------------------------------------------------------
+
+
+def _gather(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The tensors of all processes, (parts, ...); the gradients of all come back added up."""
+    return all_gather_tensor_autograd(x.unsqueeze(0).contiguous(), 0, mesh)
+
+
+def _sum_over_parts(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum over all processes. Its gradient is their sum as well: their mean over the processes is that of one loss."""
+    return _gather(x, mesh).sum(0)

@@ -1,0 +1,254 @@
+"""What each process of test_parallel_context.py computes: a model on whole texts, and the same one with the texts cut."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from conftest import randomize, small_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tost_hf
+from tost_hf.parallel import local_tokens, parallelize
+
+
+LENGTH = 21  # parts of 6, 5, 5 and 5 tokens
+OPTIONS = {
+    "published": {},
+    "position-free": {"max_position_embeddings": None},
+    "forgetting per head": {"forgetting": "head"},
+    "forgetting per token": {"forgetting": "token", "max_position_embeddings": None},
+    "convolution": {"conv_kernel": 4},
+    "wide convolution": {"conv_kernel": 12},
+    "all": {"forgetting": "token", "conv_kernel": 4, "use_bias": True, "tie_word_embeddings": False},
+}
+
+
+def a_mask():
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    mask[0, :9] = mask[1, 13:] = mask[2, 4:9] = mask[2, 11] = 0  # whole parts are padding
+    return mask
+
+
+def borders(*places):
+    starts = torch.zeros(3, LENGTH, dtype=torch.long)
+    for row, tokens in enumerate(places):
+        starts[row, list(tokens)] = 1
+    return starts.cumsum(1)
+
+
+TEXTS = {
+    "plain": lambda: {},
+    "padded": lambda: {"attention_mask": a_mask()},
+    "packed": lambda: {"seq_idx": borders([1, 2, 3, 11], [6, 12, 18], [])},  # at the border of two parts, too
+    "packed and padded": lambda: {"seq_idx": borders([7, 16], [5], [6, 11]), "attention_mask": a_mask()},
+    "restarting positions": lambda: {"position_ids": torch.cat([torch.arange(8), torch.arange(13)]).repeat(3, 1)},
+}
+
+
+def a_model(dtype=torch.float64, **options):
+    return randomize(tost_hf.ToSTForCausalLM(small_config(**options))).to(dtype)
+
+
+def a_batch(texts: str, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    batch = TEXTS[texts]() | {"input_ids": torch.randint(0, 97, (3, LENGTH), generator=generator)}
+    labels = batch["input_ids"].masked_fill(batch.get("attention_mask", torch.ones(1)) == 0, -100)
+    return batch | {"labels": labels}
+
+
+def gradients(model):
+    return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def averaged(model):
+    """Gradients, averaged over all processes."""
+    grads = gradients(model)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return grads
+
+
+def apart(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The largest distance, as a part of the largest number; 0 for no numbers."""
+    return (x - y).abs().max().item() / max(y.abs().max().item(), 1e-30) if y.numel() else 0.0
+
+
+def distances(model, batch, mesh, grads=averaged, wrap=lambda model: model, whole_batches=None):
+    """How far outputs, loss and gradients of cut texts are from those of whole ones."""
+    whole_batches = [batch] if whole_batches is None else whole_batches
+    alone = copy.deepcopy(model)
+    losses = []
+    for other in whole_batches:
+        loss = alone(**other).loss / len(whole_batches)
+        loss.backward()
+        losses.append(loss.item())
+    with torch.no_grad():
+        whole = copy.deepcopy(alone)(**batch)
+    parallel = wrap(parallelize(model, mesh))
+    out = parallel(**batch)
+    out.loss.backward()
+    part = local_tokens(LENGTH, mesh)
+    distance = {"loss": apart(out.loss.detach(), whole.loss)}
+    if out.logits is not None:
+        real = batch.get("attention_mask", torch.ones(3, LENGTH)).bool()[:, part]
+        distance["outputs"] = apart(out.logits.detach()[real], whole.logits[:, part][real])
+    found = grads(parallel)
+    expected = gradients(alone)
+    distance["gradients"] = max(
+        apart(found[name.removeprefix("module.")], grad) if name in found else 1.0 for name, grad in expected.items()
+    )
+    return distance
+
+
+def cut(cp: int):
+    """A mesh of replicas, each of `cp` processes."""
+    return init_device_mesh("cpu", (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))["cp"]
+
+
+def equality(cp: int, options: str, texts: str, dtype=torch.float64):
+    return distances(a_model(dtype, **OPTIONS[options]), a_batch(texts), cut(cp))
+
+
+def gradients_of_ddp(model):
+    return {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
+
+
+def gradients_of_shards(model):
+    return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+
+
+def shard(model):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def replicas(wrap, grads):
+    """dp 2 x cp 2: every replica reads a batch of its own."""
+    own = dist.get_rank() // 2
+    batches = [a_batch("plain", seed) for seed in range(2)]
+    return distances(a_model(**OPTIONS["all"]), batches[own], cut(2), grads, wrap, batches)
+
+
+def checkpointed():
+    model = a_model(**OPTIONS["all"])
+    model.gradient_checkpointing_enable()
+    return distances(model.train(), a_batch("packed and padded"), cut(4))
+
+
+def fused():
+    model = a_model(torch.float32).train()
+    model.fuse_linear_cross_entropy = True
+    return distances(model, a_batch("padded"), cut(4))
+
+
+def embedded():
+    """Embedded tokens in place of ids, a number of items given, tuples returned, arguments by place."""
+    model, batch = a_model(**OPTIONS["all"]), a_batch("packed")
+    ids, labels = batch.pop("input_ids"), batch["labels"]
+    items = torch.tensor(50)
+    alone = copy.deepcopy(model)(ids, num_items_in_batch=items, **batch).loss
+    parallelize(model, cut(4))
+    embeds = model.get_input_embeddings()(ids)
+    given = {"seq_idx": batch["seq_idx"], "num_items_in_batch": items}
+    loss, *_ = model(inputs_embeds=embeds, labels=labels, return_dict=False, **given)
+    same = model(ids, None, None, None, None, labels, **given).loss
+    return {"loss": max(apart(loss, alone), apart(same, alone))}
+
+
+class CountBytes(TorchDispatchMode):
+    """Counts what a process sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.sent = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "wait" not in func.__name__ and "wrap" not in func.__name__:
+            self.calls += 1
+            self.sent += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def exchanged():
+    """Numbers of exchanges and bytes, forward and backward, for texts of two lengths."""
+    answer = {}
+    for options in ("published", "forgetting per token", "convolution"):
+        model = parallelize(a_model(torch.float32, **OPTIONS[options] | {"max_position_embeddings": None}), cut(4)).model
+        counts = []
+        for length in (64, 1024):
+            with CountBytes() as forward:
+                hidden = model(torch.zeros(1, length, dtype=torch.long)).last_hidden_state
+            with CountBytes() as backward:
+                hidden.sum().backward()
+            counts.append((forward.calls, forward.sent, backward.calls, backward.sent))
+        answer[options] = counts
+    return answer
+
+
+def with_torchs_own():
+    batch = a_batch("plain")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with context_parallel(mesh, buffers=[ids := torch.zeros(1, 64, dtype=torch.long)], buffer_seq_dims=[1]):
+        error = refusal(lambda: a_model()(ids))
+    assert a_model()(**batch).loss.isfinite()  # and not after it
+    return error
+
+
+def refusal(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def refused():
+    """What is refused, and the sentences."""
+    mesh, ids = cut(4), torch.zeros(1, 9, dtype=torch.long)
+    model = parallelize(a_model(), mesh)
+    kinds = ["tost_causal_statistics", "full_attention"]
+    classifier = tost_hf.ToSTForSequenceClassification(small_config())
+    calls = {
+        "hybrid": lambda: parallelize(a_model(layer_types=kinds), mesh),
+        "classifier": lambda: parallelize(classifier, mesh),
+        "twice": lambda: parallelize(model, mesh),
+        "two dimensions": lambda: parallelize(a_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))),
+        "few tokens": lambda: model(ids[:, :3]),
+        "cache": lambda: model(ids, past_key_values=tost_hf.CausalStatisticsCache(model.config)),
+        "use_cache": lambda: model(ids, use_cache=True),
+        "generate": lambda: model.generate(ids, max_new_tokens=2),
+        "last logits": lambda: model(ids, logits_to_keep=1),
+        "too long": lambda: model(torch.zeros(1, 129, dtype=torch.long)),
+        "wrong mask": lambda: model(ids, attention_mask=torch.ones(1, 8)),
+        "no tokens": lambda: model(),
+        "one dimension": lambda: model(ids[0]),
+        "unequal labels": lambda: model(ids, labels=ids[:, :5]),
+        "torch's own": with_torchs_own,
+    }
+    return {name: refusal(call) if name != "torch's own" else call() for name, call in calls.items()}
+
+
+CASES = {
+    f"{kind}, {options}, {texts}": (equality, cp, options, texts, dtype)
+    for kind, cp, dtype in (("cp 4", 4, torch.float64), ("cp 2", 2, torch.float64), ("cp 4 float32", 4, torch.float32))
+    for options in OPTIONS
+    for texts in TEXTS
+    if options == "all" or (kind == "cp 4" and texts == "packed and padded")
+} | {
+    "dp 2 x cp 2, DistributedDataParallel": (replicas, DistributedDataParallel, gradients_of_ddp),
+    "dp 2 x cp 2, fully_shard": (replicas, shard, gradients_of_shards),
+    "cp 4, gradient checkpointing": (checkpointed,),
+    "cp 4 float32, fused loss": (fused,),
+    "cp 4, embedded tokens": (embedded,),
+}
+
+
+def run(name: str):
+    function, *arguments = (CASES | {"exchanged": (exchanged,), "refused": (refused,)})[name]
+    return function(*arguments)
