@@ -3,11 +3,13 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
@@ -137,6 +139,39 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
         )
     if batch != batch_size:
         raise ValueError(f"The cache holds {batch} sequences, the batch {batch_size}; they must be the same.")
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def join_rows(caches: Sequence[Cache], longest: int) -> Cache:
+    """One dynamic cache with the rows of several of one model, put into the first of them; the others may not be used again.
+
+    Keys and values are aligned at their ends: rows with fewer tokens have padding before them, which the attention mask has to
+    leave out. Statistics need none.
+
+    Args:
+        longest: number of tokens that the longest row has seen.
+    """
+    for layers in zip(*(cache.layers for cache in caches)):
+        joined = cast(Any, layers[0])
+        if layer_type_of(joined) == CAUSAL_STATISTICS:
+            joined.set_state(TSSAState(*map(torch.cat, zip(*(layer.state for layer in layers)))))
+            if joined.recent_inputs is not None:
+                joined.set_recent_inputs(torch.cat([layer.past_inputs for layer in layers]))
+        else:
+            kept = min(longest, joined.sliding_window - 1) if joined.is_sliding else longest
+            for name in ("keys", "values"):
+                setattr(joined, name, torch.cat([_last_tokens(getattr(layer, name), kept) for layer in layers]))
+        if hasattr(joined, "cumulative_length"):
+            joined.cumulative_length = longest
+    return caches[0]
+
+
+def _last_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The last tokens of keys or values (B, heads, tokens, width), with zeros before them where there are fewer."""
+    missing = count - x.shape[2]
+    return F.pad(x, (0, 0, missing, 0)) if missing >= 0 else x[:, :, -missing:]
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

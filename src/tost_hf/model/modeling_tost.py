@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -20,6 +19,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_tost import ToSTAttention, ToSTRotaryEmbedding, build_attention_masks
+from .batching_tost import BatchedGenerationMixin
 from .cache_tost import cached_length
 from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
 from .convolution_tost import ShortConvolution
@@ -307,7 +307,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 raise IndexError(f"input_ids must lie between 0 and {size - 1}, got values from {low} to {high}.")
 
 
-class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
+class ToSTForCausalLM(ToSTPreTrainedModel, BatchedGenerationMixin):
     """ToST with a language-model head, tied to the token embedding by default.
 
     With the attribute `fuse_linear_cross_entropy` set (see `ToSTTrainingArguments`), training with labels gives the loss and
