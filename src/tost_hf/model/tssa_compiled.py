@@ -54,45 +54,27 @@ def _join(phases: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(phases, 3).flatten(1, 3)
 
 
-def _earlier(count: int, reverse: bool, x: torch.Tensor, dims: int) -> torch.Tensor:
-    """Whether place j (dimension 1) comes before place i (dimension 0), with `dims` dimensions of size 1 behind."""
-    place = torch.arange(count, device=x.device)
+def _exclusive_sum(x: torch.Tensor, dim: int, reverse: bool) -> torch.Tensor:
+    """Sums of what comes before (after, in reverse) along a short dimension; nothing of the rest goes in, not even NaN."""
+    place = torch.arange(x.shape[dim], device=x.device)
     earlier = place > place[:, None] if reverse else place < place[:, None]
-    return earlier.view(count, count, *[1] * dims)
-
-
-def _exclusive_sum(x: torch.Tensor, dim: int, reverse: bool, factor: torch.Tensor | None = None) -> torch.Tensor:
-    """Sums of what comes before (after, in reverse) along a short dimension; nothing of the rest goes in, not even NaN.
-
-    `factor` (..., n, n, ...) multiplies, for each place, what comes from another one.
-    """
-    earlier = _earlier(x.shape[dim], reverse, x, x.ndim - dim - 1)
-    terms = x.unsqueeze(dim) if factor is None else x.unsqueeze(dim) * factor
-    return torch.where(earlier, terms, 0).sum(dim + 1)
+    return torch.where(earlier.view(*earlier.shape, *[1] * (x.ndim - dim - 1)), x.unsqueeze(dim), 0).sum(dim + 1)
 
 
 class _Level(NamedTuple):
-    """Factors of decay over a short dimension of n places."""
+    """Factors of decay over parts of a chunk, a few after each other; `rows` here are those of the parts they make up."""
 
-    between: torch.Tensor  # (..., n, n, H, 1), from after place j to before place i > j
-    before: torch.Tensor  # (..., n, H, 1), from the start to before each place
-    after: torch.Tensor  # (..., n, H, 1), from after each place to the end
+    each: tuple[torch.Tensor, ...]  # through each part, (rows, H, 1)
+    before: torch.Tensor  # from before the first part to each, (rows, parts, H, 1)
+    after: torch.Tensor  # from each part to after the last
 
 
 class _Decay(NamedTuple):
     """Factors of decay in a chunk, each exp of a sum that is at most 0."""
 
     tokens: list[torch.Tensor]  # of the phases, (rows, blocks, groups, H, 1)
-    groups: _Level  # (rows, blocks, ...)
-    blocks: _Level  # (rows, ...)
+    levels: list[_Level]  # of the groups of tokens, then of what each level makes up, up to the chunk
     chunk: torch.Tensor  # (rows, H, 1)
-
-
-def _level(logs: torch.Tensor, dim: int) -> _Level:
-    earlier = _earlier(logs.shape[dim], False, logs, 2)
-    sums = torch.where(earlier, logs.unsqueeze(dim + 1), 0).cumsum(dim)  # [i, j] from after j to after i
-    between = torch.cat([torch.zeros_like(sums.narrow(dim, 0, 1)), sums.narrow(dim, 0, logs.shape[dim] - 1)], dim)
-    return _Level(between.exp(), _exclusive_sum(logs, dim, False).exp(), _exclusive_sum(logs, dim, True).exp())
 
 
 def _decay(log_decay: torch.Tensor | None) -> _Decay | None:
@@ -100,9 +82,39 @@ def _decay(log_decay: torch.Tensor | None) -> _Decay | None:
     if log_decay is None:
         return None
     phases = _column_phases(log_decay)
-    groups = functools.reduce(torch.add, phases)
-    blocks = groups.sum(2)
-    return _Decay([x.exp() for x in phases], _level(groups, 2), _level(blocks, 1), blocks.sum(1).exp())
+    logs, levels = functools.reduce(torch.add, phases).flatten(1, 2), []
+    while logs.shape[1] > 1:
+        parts = _parts(logs)
+        each = parts.unbind(1)
+        before, after = (
+            [functools.reduce(torch.add, group, torch.zeros_like(each[0])) for group in groups]
+            for groups in ([each[:i] for i in range(len(each))], [each[i + 1 :] for i in range(len(each))])
+        )
+        levels.append(_Level(parts.exp().unbind(1), torch.stack(before, 1).exp(), torch.stack(after, 1).exp()))
+        logs = functools.reduce(torch.add, each).unflatten(0, (len(logs), -1))
+    return _Decay([x.exp() for x in phases], levels, logs[:, 0].exp())
+
+
+def _parts(x: torch.Tensor) -> torch.Tensor:
+    """(rows, n, ...) as (rows * n / BLOCK_GROUPS, BLOCK_GROUPS, ...), or as it is where there are fewer."""
+    return x.unflatten(1, (-1, min(x.shape[1], BLOCK_GROUPS))).flatten(0, 1)
+
+
+def _decayed_before(
+    terms: torch.Tensor, carry: torch.Tensor, levels: list[_Level], reverse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The decayed sums on from `carry` (rows, H, p) before each of the terms (rows, n, H, p); and that of all terms alone."""
+    order = -1 if reverse else 1
+    level, parts = levels[0], _parts(terms)
+    sums = [torch.zeros_like(parts[:, 0])]
+    for x, factor in list(zip(parts.unbind(1), level.each))[::order]:
+        sums.append(sums[-1] * factor + x)
+    before, total = carry, sums.pop()
+    if len(levels) > 1:
+        before, total = _decayed_before(total.unflatten(0, (len(terms), -1)), carry, levels[1:], reverse)
+        before = before.flatten(0, 1)
+    into = level.after if reverse else level.before
+    return (torch.stack(sums[::order], 1) + before.unsqueeze(1) * into).view_as(terms), total
 
 
 def _sums_before(
@@ -118,24 +130,13 @@ def _sums_before(
         blocks = groups.sum(2)
         before = _exclusive_sum(blocks, 1, reverse) + carry.to(groups.dtype).unsqueeze(1)
         return _exclusive_sum(groups, 2, reverse) + before.unsqueeze(2), carry + blocks.sum(1)
-    groups = torch.zeros_like(phases[0])
-    for x, factor in list(zip(phases, decay.tokens))[:: -1 if reverse else 1]:
+    order = -1 if reverse else 1
+    tokens = list(zip(phases, decay.tokens))[::order]
+    groups = phases[-1] * decay.tokens[-1] if reverse else phases[0]
+    for x, factor in tokens[1:]:
         groups = (groups + x) * factor if reverse else groups * factor + x
-    (from_group, in_groups), (from_block, in_blocks) = (_ways(x, reverse) for x in (decay.groups, decay.blocks))
-    blocks = (groups * from_group).sum(2)
-    before = _exclusive_sum(blocks, 1, reverse, _between(decay.blocks, 1, reverse))
-    before = before + carry.to(groups.dtype).unsqueeze(1) * in_blocks
-    within = _exclusive_sum(groups, 2, reverse, _between(decay.groups, 2, reverse))
-    return within + before.unsqueeze(2) * in_groups, carry * decay.chunk + (blocks * from_block).sum(1)
-
-
-def _ways(level: _Level, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors from each place to where the sums go, and to each place from where they come."""
-    return (level.before, level.after) if reverse else (level.after, level.before)
-
-
-def _between(level: _Level, dim: int, reverse: bool) -> torch.Tensor:
-    return level.between.transpose(dim, dim + 1) if reverse else level.between
+    before, total = _decayed_before(groups.flatten(1, 2), carry.to(groups.dtype), decay.levels, reverse)
+    return before.view_as(groups), carry * decay.chunk + total
 
 
 def _running_sums(
