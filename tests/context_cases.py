@@ -213,9 +213,11 @@ def refused():
     mesh, ids = cut(4), torch.zeros(1, 9, dtype=torch.long)
     model = parallelize(a_model(), mesh)
     kinds = ["tost_causal_statistics", "full_attention"]
+    encoder = tost_hf.ToSTModel(small_config(is_causal=False))
     classifier = tost_hf.ToSTForSequenceClassification(small_config())
     calls = {
         "hybrid": lambda: parallelize(a_model(layer_types=kinds), mesh),
+        "encoder": lambda: parallelize(encoder, mesh),
         "classifier": lambda: parallelize(classifier, mesh),
         "twice": lambda: parallelize(model, mesh),
         "two dimensions": lambda: parallelize(a_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))),

@@ -38,6 +38,7 @@ def test_what_is_exchanged_does_not_grow_with_the_text(answers, options, exchang
 
 SENTENCES = {
     "hybrid": "ValueError: parallelize cannot cut texts for layers of full_attention",
+    "encoder": "ValueError: parallelize cannot cut texts for an encoder",
     "classifier": "TypeError: parallelize takes a ToSTModel or a ToSTForCausalLM",
     "twice": "ValueError: The model's texts or heads are spread over processes already",
     "two dimensions": "ValueError: parallelize takes a mesh of one dimension, got 2",

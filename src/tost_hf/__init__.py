@@ -6,6 +6,7 @@ Importing this package registers the models with transformers' Auto classes.
 import importlib
 from typing import TYPE_CHECKING
 
+import torch.distributed
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -97,6 +98,9 @@ for auto_class, class_names, config_class, model_class in (
     getattr(modeling_auto, class_names)[config_class.model_type] = model_class.__name__
 # by name, as transformers' own, though it declares classes: this one needs Pillow, and is imported when it is first used
 IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)  # type: ignore[arg-type]
+
+if torch.distributed.is_available():  # which not every build of PyTorch has
+    from .parallel import heads as _heads  # noqa: F401  the style of transformers' tp_plan
 
 
 def __getattr__(name: str):

@@ -128,7 +128,7 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
     if not layer.is_initialized:
         return
     batch, *heads = layer.tensors()["sum_sq"].shape
-    expected = [config.num_attention_heads, config.head_dim]
+    expected = [config.num_attention_heads // _processes_sharing_heads(config), config.head_dim]
     if heads != expected:
         raise ValueError(f"The cache is another model's: its heads have shape {heads}, this model's {expected}.")
     recent = 0 if layer.recent_inputs is None else layer.recent_inputs.shape[1]
@@ -139,6 +139,11 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
         )
     if batch != batch_size:
         raise ValueError(f"The cache holds {batch} sequences, the batch {batch_size}; they must be the same.")
+
+
+def _processes_sharing_heads(config: PreTrainedConfig) -> int:
+    """How many processes each have some of the heads, by transformers' tensor parallelism."""
+    return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------

@@ -305,6 +305,18 @@ class ToSTConfig(CodeCarryingConfig):
         return self.pooling or ("last" if self.is_causal else "mean")
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # of a class in transformers
+        """How transformers' tensor parallelism cuts the model by heads; "tost_heads" is a style of tost_hf.parallel."""
+        columns = ["self_attn.in_proj", "mlp.up_proj"]
+        if self.forgetting == "token":
+            columns.append("self_attn.forget_proj")
+        if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
+            columns += [f"self_attn.{name}_proj" for name in "qkv"]
+        styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(("self_attn.out_proj", "mlp.down_proj"), "rowwise")
+        styles["self_attn"] = "tost_heads"
+        return {"embed_tokens": "embedding_rowwise"} | {f"layers.*.{name}": style for name, style in styles.items()}
+
+    @property
     def rotates(self) -> bool:
         """Whether the model has attention layers with rotary positions."""
         return self.max_position_embeddings is None and set(self.all_layer_types) != {CAUSAL_STATISTICS}

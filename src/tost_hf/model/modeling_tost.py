@@ -315,6 +315,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, BatchedGenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: ToSTConfig):
         if not getattr(config, "is_causal", True):

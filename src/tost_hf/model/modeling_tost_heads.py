@@ -101,6 +101,7 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
     """A ToST encoder with a language-model head, tied to the token embedding by default, that fills in masked tokens."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: ToSTConfig):
         if getattr(config, "is_causal", False):

@@ -272,7 +272,6 @@ class LayerOperators(NamedTuple):
     tssa: Callable[..., TSSAOutput] = tssa
     step: Callable[..., TSSAOutput] = tssa_step
     convolve: Callable[..., tuple[torch.Tensor, torch.Tensor]] = convolve
-    heads: slice = slice(None)  # of all heads those of this process; memberships are of all
 
 
 class TokenStatisticsSelfAttention(nn.Module):
@@ -398,8 +397,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         out, membership, state = self._statistics(w, bias, log_decay, attention_mask, seq_idx, layer)
         if layer is not None:
             assert state is not None  # only causal layers have a cache
-            own = membership[:, self.operators.heads]
-            layer.update_state(TSSAState(*state), w, own, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
+            layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
         if self.training and self.attention_dropout > 0:
             keep = torch.ones_like(out) if self.causal else out.new_ones(B, 1, self.num_heads, self.head_dim)
             out = out * F.dropout(keep, self.attention_dropout)

@@ -58,12 +58,14 @@ def causal(
     seq_idx: torch.Tensor | None = None,
     state: TSSAState | None = None,
     log_decay: torch.Tensor | None = None,
+    softmax: Callable[..., torch.Tensor] = membership_of,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Prefix sums over the tokens.
 
     Args:
         bias: `denom_bias` at each token, (T, H) or (B, T, H), in the compute dtype.
         state: the sums before the first token; with packed rows, of each row's first sequence.
+        softmax: what gives the memberships, called as `membership_of`; another one where these are not all heads.
 
     Returns:
         Output (B, T, H, p) in the dtype of `w`, membership (B, T, H), and the sums after the last token.
@@ -76,7 +78,7 @@ def causal(
     score = (sq / sum_sq.clamp_min(EPS_SUM_SQ)).sum(-1)
     if bias is not None:
         score = score + w.shape[-1] * bias
-    membership = membership_of(score, temp, padding)
+    membership = softmax(score, temp, padding)
     weight = membership.unsqueeze(-1)
     sum_weighted_sq = prefix_sums(sq * weight, before[1])
     sum_membership = prefix_sums(membership, before[2])
@@ -92,12 +94,16 @@ def bidirectional(
     temp: torch.Tensor,
     padding: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    softmax: Callable[..., torch.Tensor] = membership_of,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every running sum becomes a total. Returns output (B, T, H, p) in the dtype of `w` and membership (B, T, H)."""
+    """Every running sum becomes a total. Returns output (B, T, H, p) in the dtype of `w` and membership (B, T, H).
+
+    `softmax` is as in `causal`.
+    """
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
     norm_sq = _total(sq, seq_idx).clamp_min(EPS_NORM**2)
-    membership = membership_of((sq / norm_sq).sum(-1), temp, padding)
+    membership = softmax((sq / norm_sq).sum(-1), temp, padding)
     weight = membership.unsqueeze(-1)
     moment = _total(sq * weight, seq_idx) / (_total(membership, seq_idx) + EPS_MEMBERSHIP).unsqueeze(-1)
     return (-(x * weight) / (1 + moment)).to(w.dtype), membership
@@ -110,6 +116,7 @@ def step(
     padding: torch.Tensor | None,
     state: TSSAState,
     log_decay: torch.Tensor | None = None,
+    softmax: Callable[..., torch.Tensor] = membership_of,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """The causal form of one token, from the sums before it.
 
@@ -118,6 +125,7 @@ def step(
         bias: (H,) or (B, H), in the compute dtype.
         padding: (B,), true where the token is padding, which leaves the sums as they were.
         log_decay: (H,) or (B, H), in the compute dtype, 0 at padding.
+        softmax: as in `causal`.
 
     Returns:
         Output (B, H, p) in the dtype of `w`, membership (B, H), and the sums after the token.
@@ -132,7 +140,7 @@ def step(
     score = (sq / sum_sq.clamp_min(EPS_SUM_SQ)).sum(-1)
     if bias is not None:
         score = score + w.shape[-1] * bias
-    membership = membership_of(score, temp, padding)
+    membership = softmax(score, temp, padding)
     sum_weighted_sq = state.sum_weighted_sq + sq * membership.unsqueeze(-1)
     sum_membership = state.sum_membership + membership
     moment = (sum_weighted_sq / (sum_membership + EPS_MEMBERSHIP).unsqueeze(-1)).to(temp.dtype)

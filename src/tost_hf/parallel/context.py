@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -26,6 +25,7 @@ from ..model.inputs_tost import resolve_inputs
 from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
 from ..model.tssa import LayerOperators, TokenStatisticsSelfAttention, TSSAOutput, tssa
 from ..model.tssa_state import TSSAState, compute_dtype, real_tokens, sequence_starts, zero_state
+from .exchange import gather
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -60,6 +60,8 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
             f"parallelize takes a mesh of one dimension, got {device_mesh.ndim}: name the one that texts are cut along, such "
             'as mesh["cp"].'
         )
+    if not model.config.is_causal:
+        raise ValueError("parallelize cannot cut texts for an encoder (is_causal=False): its sums are over all tokens.")
     kinds = set(model.config.all_layer_types) - {CAUSAL_STATISTICS}
     if kinds:
         raise ValueError(
@@ -170,9 +172,11 @@ def _add_up_loss(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: 
     """After `ToSTForCausalLM.forward`: the loss of all parts."""
     if kwargs.get("labels") is None:
         return output
+    # the gradient is added up, too: its mean over the processes is that of one loss
+    loss = gather(output[0], mesh).sum(0)
     if isinstance(output, tuple):
-        return (_sum_over_parts(output[0], mesh), *output[1:])
-    output.loss = _sum_over_parts(output.loss, mesh)
+        return (loss, *output[1:])
+    output.loss = loss
     return output
 
 
@@ -220,16 +224,16 @@ def tssa_of_part(
     padding = None if mask is None else ~mask.bool()
     sum_sq, log_product = _sum_of_squares(w, padding, seq_idx, log_decay)
     if log_product is None:
-        gathered, logs = _gather(sum_sq, mesh), None
+        gathered, logs = gather(sum_sq, mesh), None
     else:
-        gathered, logs = _gather(torch.cat([sum_sq, log_product.unsqueeze(-1)], -1), mesh).split([p, 1], -1)
+        gathered, logs = gather(torch.cat([sum_sq, log_product.unsqueeze(-1)], -1), mesh).split([p, 1], -1)
         logs = logs.squeeze(-1)
     earlier = EarlierParts(mesh.get_local_rank(), logs, None if seq_idx is None else seq_idx[:, 0] == 0)
     zero = zero_state(w)
     state = zero._replace(sum_sq=earlier.add_up(gathered))
     own = tssa(w, temp, denom_bias, initial_state=state, **kwargs).final_state
     assert own is not None  # of the causal form
-    gathered = _gather(torch.cat([own.sum_weighted_sq, own.sum_membership.unsqueeze(-1)], -1), mesh)
+    gathered = gather(torch.cat([own.sum_weighted_sq, own.sum_membership.unsqueeze(-1)], -1), mesh)
     sum_weighted_sq, sum_membership = earlier.add_up(gathered).split([p, 1], -1)
     state = TSSAState(state.sum_sq, sum_weighted_sq, sum_membership.squeeze(-1))
     return tssa(w, temp, denom_bias, initial_state=state, **kwargs)
@@ -272,7 +276,7 @@ def convolve_part(
     begins = (number[:, -1] != 0).to(hidden_states.dtype)  # whether a sequence begins anywhere in this part
     last, found = _last_inputs(convolution.kernel, hidden_states, mask, number)
     notes = torch.stack([found.to(last.dtype), begins.unsqueeze(1).expand(B, past)], -1)
-    gathered = _gather(torch.cat([last, notes], -1), mesh)
+    gathered = gather(torch.cat([last, notes], -1), mesh)
     inputs, notes = gathered[..., :D], gathered[..., D:].detach()
     own = mesh.get_local_rank()
     # as tokens before this part's own, padding where there is none; those of this part and later ones are padding too
@@ -300,16 +304,3 @@ def _last_inputs(
 
 def _refuse_step(*args, **kwargs):
     raise ValueError("A text spread over processes has no cache to go on from.")
-
-
-# Exchanges -------------------------------------------------------------------------------------------------------------
-
-
-def _gather(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The tensors of all processes, (parts, ...); the gradients of all come back added up."""
-    return all_gather_tensor_autograd(x.unsqueeze(0).contiguous(), 0, mesh)
-
-
-def _sum_over_parts(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum over all processes. Its gradient is their sum as well: their mean over the processes is that of one loss."""
-    return _gather(x, mesh).sum(0)

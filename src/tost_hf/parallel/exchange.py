@@ -1,0 +1,20 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What processes tell each other, with gradients."""
+
+import torch
+from torch.distributed import _functional_collectives
+from torch.distributed.device_mesh import DeviceMesh
+
+
+# by its new name, or by that of before torch 2.13
+_all_gather = getattr(_functional_collectives, "all_gather_single_autograd", None) or (
+    _functional_collectives.all_gather_tensor_autograd
+)
+
+
+def gather(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The tensors of all processes, (processes, ...); the gradients of all come back added up.
+
+    In a backward pass every process has to come to it: a result that only some of them use would have the others wait.
+    """
+    return _all_gather(x.unsqueeze(0).contiguous(), 0, mesh)

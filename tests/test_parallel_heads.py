@@ -1,0 +1,47 @@
+"""Heads cut over 2 and 4 processes by transformers' tp_plan: the same numbers, texts and files, sentences."""
+
+import heads_cases
+import pytest
+from processes import run_cases
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def answers(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads")
+    names = [*heads_cases.NAMES, *(f"refused, {model}" for model in heads_cases.REFUSED[request.param])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOST_TEST_MODELS", str(folder))
+        heads_cases.save_models()
+        return request.param, run_cases(heads_cases.run, names, processes=request.param, folder=folder)
+
+
+@pytest.mark.parametrize("case", heads_cases.EQUAL)
+def test_cut_heads_give_the_same_numbers(answers, case):
+    processes, answers = answers
+    for distances in answers[case]:
+        assert distances.pop("heads") == processes
+        assert distances.pop("loss") < 1e-6  # transformers computes it in float32
+        assert all(distance < (1e-5 if "float32" in case else 1e-10) for distance in distances.values())
+
+
+@pytest.mark.parametrize("model", ["published", "all", "hybrid"])
+def test_cut_heads_generate_the_same_texts(answers, model):
+    for answer in answers[1][f"generated, {model}"]:
+        assert answer.pop("logits") < 1e-10
+        assert answer == {"greedy": True, "beams": True}
+
+
+def test_a_model_with_cut_heads_is_saved_as_a_whole(answers):
+    assert all(answer == {"same": True, "config": True} for answer in answers[1]["saved, all"])
+
+
+SENTENCES = {
+    "six heads": "ValueError: 6 heads (num_attention_heads) cannot be cut for 4 processes",
+    "two groups of keys": "ValueError: 1 heads (num_key_value_heads) cannot be cut for",
+}
+
+
+def test_heads_that_do_not_divide_are_refused(answers):
+    processes, answers = answers
+    for model in heads_cases.REFUSED[processes]:
+        assert all(answer.startswith(SENTENCES[model]) for answer in answers[f"refused, {model}"])
