@@ -191,6 +191,27 @@ def exchanged():
     return answer
 
 
+def memory(name: str) -> int:
+    """Bytes of this process by a name of /proc/self/status: VmRSS now, VmHWM at most."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+def million_tokens():
+    """Bytes by which a process grows while it trains on one text of 2**20 tokens, and bytes that it sends."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": None}
+    model = a_model(torch.float32, **small).model
+    if dist.get_world_size() > 1:
+        parallelize(model, cut(dist.get_world_size()))
+    tokens = torch.arange(2**20).remainder(97).unsqueeze(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the most so far is what there is now
+    before = memory("VmRSS")
+    with CountBytes() as counted:
+        model(tokens).last_hidden_state.square().mean().backward()
+    return {"grown": memory("VmHWM") - before, "sent": counted.sent}
+
+
 def with_torchs_own():
     batch = a_batch("plain")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -252,5 +273,5 @@ CASES = {
 
 
 def run(name: str):
-    function, *arguments = (CASES | {"exchanged": (exchanged,), "refused": (refused,)})[name]
+    function, *arguments = (CASES | {"exchanged": (exchanged,), "refused": (refused,), "million": (million_tokens,)})[name]
     return function(*arguments)

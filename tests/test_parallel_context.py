@@ -36,6 +36,19 @@ def test_what_is_exchanged_does_not_grow_with_the_text(answers, options, exchang
         assert sent == layers * rows * expected
 
 
+@pytest.mark.slow
+def test_a_million_tokens_take_a_quarter_of_the_memory_on_four_processes(tmp_path):
+    grown = {}
+    for processes in (1, 4):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        answers = run_cases(context_cases.run, ["million"], processes, folder)["million"]
+        grown[processes] = max(answer["grown"] for answer in answers)
+    assert all(answer["sent"] < 4096 for answer in answers)
+    assert grown[1] > 1e9
+    assert grown[4] < 0.25 * grown[1] + 2.5e8  # which is not the tokens
+
+
 SENTENCES = {
     "hybrid": "ValueError: parallelize cannot cut texts for layers of full_attention",
     "encoder": "ValueError: parallelize cannot cut texts for an encoder",

@@ -54,7 +54,8 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
         ValueError: the model has layers of softmax attention, is spread already, or the mesh has several dimensions.
     """
     if not isinstance(model, ToSTModel | ToSTForCausalLM):
-        raise TypeError(f"parallelize takes a ToSTModel or a ToSTForCausalLM, got a {type(model).__name__}.")
+        got = f"{type(model).__module__}.{type(model).__name__}"
+        raise TypeError(f"parallelize takes a ToSTModel or a ToSTForCausalLM of the package tost_hf, got a {got}.")
     if device_mesh.ndim != 1:
         raise ValueError(
             f"parallelize takes a mesh of one dimension, got {device_mesh.ndim}: name the one that texts are cut along, such "

@@ -6,14 +6,14 @@ others one number per token, the logarithm of the sum over its heads.
 """
 
 import functools
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from ..model.attention_tost import ToSTAttention
-from ..model.tssa import LayerOperators, TokenStatisticsSelfAttention, TSSAOutput
+from ..model.tssa import TSSAOutput
 from ..model.tssa_formulas import bidirectional as bidirectional_formulas
 from ..model.tssa_formulas import causal as causal_formulas
 from ..model.tssa_formulas import step as step_formulas
@@ -37,14 +37,14 @@ class HeadsParallel(TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Raises a ValueError where the processes cannot have as many heads each."""
-        if isinstance(module, ToSTAttention):
-            _check_heads("num_attention_heads", module.config.num_attention_heads, mesh)
-            _check_heads("num_key_value_heads", module.config.num_attention_heads // module.num_key_value_groups, mesh)
+        layer = cast(Any, module)  # of this package, or of the same code loaded from a model's folder
+        if not hasattr(layer, "operators"):  # softmax attention, whose projections alone are cut
+            _check_heads("num_attention_heads", layer.config.num_attention_heads, mesh)
+            _check_heads("num_key_value_heads", layer.config.num_attention_heads // layer.num_key_value_groups, mesh)
             return module
-        assert isinstance(module, TokenStatisticsSelfAttention)
-        _check_heads("num_attention_heads", module.num_heads, mesh)
+        _check_heads("num_attention_heads", layer.num_heads, mesh)
         softmax = functools.partial(membership_of_all_heads, mesh)
-        module.operators = LayerOperators(
+        layer.operators = layer.operators._replace(
             tssa=functools.partial(tssa_of_heads, softmax), step=functools.partial(step_of_heads, softmax)
         )
         return super().install_forward(module, mesh)

@@ -14,6 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ..model.modeling_tost import ToSTForCausalLM
 from ..model.tssa import KEPT_IN_FLOAT32
+from .trainer_context import ContextTrainer
 from .trainer_guard import GuardedTrainer
 from .trainer_hub import PublishingTrainer
 
@@ -119,16 +120,22 @@ class ToSTTrainingArguments(RecipeArguments):
             "the logits are never in memory as a whole. Equal up to rounding; a bfloat16 model's loss is rounded to bfloat16."
         },
     )
+    context_parallel_size: int = field(
+        default=1,
+        metadata={"help": "Processes that share each text, cut along its tokens; must divide the number of processes."},
+    )
 
     def __post_init__(self):
         if self.fuse_linear_cross_entropy:
             self._check_fused_loss()
+        if self.context_parallel_size < 1:
+            raise ValueError(f"context_parallel_size must be at least 1, got {self.context_parallel_size}.")
         if self.max_steps is None:
             self.max_steps = RECIPE_MAX_STEPS if self.num_train_epochs is None else -1
         if self.num_train_epochs is None:
             self.num_train_epochs = 3.0  # as in transformers; has an effect with max_steps=-1 only
         if self.gradient_accumulation_steps is None:
-            processes = int(os.environ.get("WORLD_SIZE", 1))
+            processes = int(os.environ.get("WORLD_SIZE", 1)) // self.context_parallel_size or 1
             default_batch = self.per_device_train_batch_size is None
             self.gradient_accumulation_steps = max(1, RECIPE_ACCUMULATION // processes) if default_batch else 1
         if self.per_device_train_batch_size is None:
@@ -154,7 +161,7 @@ class ToSTTrainingArguments(RecipeArguments):
         return min(steps, num_training_steps // 10) if self._shorten_warmup else steps
 
 
-class ToSTTrainer(GuardedTrainer, PublishingTrainer):
+class ToSTTrainer(ContextTrainer, GuardedTrainer, PublishingTrainer):
     """transformers' `Trainer` with the authors' parameter groups; without `args`, with their settings too.
 
     It resumes from complete checkpoints only, and stops when the loss becomes NaN (see `GuardedTrainer`).

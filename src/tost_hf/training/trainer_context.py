@@ -1,0 +1,92 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""A Trainer that spreads every text over several processes (`context_parallel_size`)."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from ..parallel.context import parallelize
+
+
+class ContextTrainer(Trainer):
+    """`Trainer` whose `args.context_parallel_size` processes share each text; see `parallelize`.
+
+    Evaluation then gives the loss alone: each process has the logits of its own part of a text.
+    """
+
+    context_mesh: DeviceMesh | None = None  # of the groups that read different texts, and of the parts of a text
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.context_mesh is not None and (self.args.label_smoothing_factor or self.compute_loss_func is not None):
+            raise ValueError(
+                "With context_parallel_size the model computes the loss, as a process has the logits of its own part of a "
+                "text only: leave label_smoothing_factor and compute_loss_func out."
+            )
+        if self.model_init is None:
+            self._cut_texts(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        size = getattr(self.args, "context_parallel_size", 1)
+        if size > 1:
+            self._check_context(size)
+            shape = (self.args.world_size // size, size)
+            # by the names that Accelerate's data loaders look for
+            self.context_mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
+            self.accelerator.dataloader_config.dispatch_batches = False  # which knows nothing of a mesh
+
+    def _check_context(self, size: int) -> None:
+        if self.args.world_size % size:
+            raise ValueError(
+                f"context_parallel_size {size} must divide the number of processes, {self.args.world_size}: start more with "
+                "`accelerate launch --num_processes`."
+            )
+        if getattr(self.accelerator, "parallelism_config", None) is not None:
+            raise ValueError(
+                "context_parallel_size and Accelerate's ParallelismConfig exclude each other: leave the latter out."
+            )
+
+    def call_model_init(self, trial=None):
+        return self._cut_texts(super().call_model_init(trial))
+
+    def _cut_texts(self, model):
+        return model if self.context_mesh is None else parallelize(model, self.context_mesh["cp"])
+
+    def get_cp_size(self) -> int:
+        return super().get_cp_size() if self.context_mesh is None else self.context_mesh["cp"].size()
+
+    def _get_dataloader(self, *args, **kwargs) -> DataLoader:
+        with self._same_texts_for_all_parts():
+            return super()._get_dataloader(*args, **kwargs)
+
+    @contextmanager
+    def _same_texts_for_all_parts(self) -> Iterator[None]:
+        """Data loaders prepared here give the processes that share a text the same batches."""
+        state = self.accelerator.state
+        before, state.device_mesh = state.device_mesh, self.context_mesh or state.device_mesh
+        try:
+            yield
+        finally:
+            state.device_mesh = before  # FSDP would take it for a mesh of its own
+
+    def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        if self.context_mesh is None or num_items_in_batch is None:
+            return result
+        # Trainer takes the loss of a process for its share of the sum, but this is that of whole texts
+        parts = self.get_cp_size()
+        return (result[0] / parts, result[1]) if isinstance(result, tuple) else result / parts
+
+    def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
+        if self.context_mesh is not None and not prediction_loss_only:
+            warnings.warn("With context_parallel_size, evaluation gives the loss alone and no other metrics.", stacklevel=2)
+            prediction_loss_only = True
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+__all__ = ["ContextTrainer"]
