@@ -150,7 +150,7 @@ def test_rows_and_columns_of_the_grid_have_their_places():
                     angle = place * 2 * math.pi / 10000 ** (2 * (i // 2) / 32)
                     code[row, column, half + i] = math.cos(angle) if i % 2 else math.sin(angle)
     expected = code.flatten(0, 1).double() @ projection.weight.T + projection.bias
-    torch.testing.assert_close(embeddings(height, width, "cpu"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(embeddings(height, width, "cpu", torch.float64), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_interpolate_pos_encoding_changes_nothing():

@@ -4,6 +4,7 @@ Importing this package registers the models with transformers' Auto classes.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 import torch.distributed
@@ -66,6 +67,7 @@ _LAZY = {
     "verify": "hub.verification",
 }
 
+transformers_module = sys.modules["transformers"]  # transformers replaces itself while it is imported
 for config_class in (ToSTConfig, ToSTVisionConfig):
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 for auto_class, class_names, config_class, model_class in (
@@ -96,6 +98,9 @@ for auto_class, class_names, config_class, model_class in (
     auto_class.register(config_class, model_class, exist_ok=True)
     # register() leaves out the tables of class names, by which Trainer's label smoothing tells that labels are to be shifted
     getattr(modeling_auto, class_names)[config_class.model_type] = model_class.__name__
+    # where libraries such as TRL look for the class that config.json names; what transformers has under that name stays
+    if not hasattr(transformers_module, model_class.__name__):
+        setattr(transformers_module, model_class.__name__, model_class)
 # by name, as transformers' own, though it declares classes: this one needs Pillow, and is imported when it is first used
 IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 
 import inspect
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import cast
@@ -13,6 +14,16 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from .remote_code import CodeCarryingConfig, carrying_code
+
+
+ADAPTER_TARGETS = ("in_proj", "out_proj")  # the projections of TSSA
+
+
+def _name_adapter_targets(model_type: str) -> None:
+    """Tells PEFT, where it is imported, which layers LoRA takes if its configuration names none; PEFT's own entry wins."""
+    tables = sys.modules.get("peft.utils.constants")
+    if tables is not None:
+        tables.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, list(ADAPTER_TARGETS))
 
 
 class ToSTBaseModel(PreTrainedModel):
@@ -30,6 +41,7 @@ class ToSTBaseModel(PreTrainedModel):
             if getattr(config, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}.")
         super().__init__(config, *inputs, **kwargs)
+        _name_adapter_targets(wanted.model_type)
 
     _saved_with_code = False
 

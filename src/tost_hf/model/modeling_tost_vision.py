@@ -95,12 +95,12 @@ class ToSTVisionPositionEmbeddings(nn.Module):
         super().__init__()
         self.projection = nn.Linear(2 * self.features, config.hidden_size)
 
-    def forward(self, height: int, width: int, device: torch.device) -> torch.Tensor:
+    def forward(self, height: int, width: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """The codes (height * width, D), row by row."""
         rows = self._code(height, device)[:, None].expand(height, width, -1)
         columns = self._code(width, device)[None].expand(height, width, -1)
         code = torch.cat([rows, columns], -1).flatten(0, 1)
-        return self.projection(code.to(self.projection.weight.dtype))
+        return self.projection(code.to(dtype))  # not to the weight's dtype: that of a quantised one is how it is stored
 
     def _code(self, length: int, device: torch.device) -> torch.Tensor:
         """Of places 1 to `length`, as shares of a turn, (length, 32): sine and cosine of ever slower waves, interleaved."""
@@ -121,7 +121,7 @@ class ToSTVisionEmbeddings(nn.Module):
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The patches of an image, row by row, (B, N, D)."""
         patches = self.patch_embeddings(pixel_values)
-        positions = self.position_embeddings(*patches.shape[-2:], patches.device)
+        positions = self.position_embeddings(*patches.shape[-2:], patches.device, patches.dtype)
         patches = patches.flatten(2).transpose(1, 2).contiguous()  # or every block would inherit the strides of an image
         return self.dropout(patches + positions)
 

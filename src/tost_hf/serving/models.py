@@ -85,7 +85,8 @@ class ServedModels(ModelManager):
         loading = {"revision": revision, "trust_remote_code": self.trust_remote_code}
         if gguf_file is None:
             names = AutoConfig.from_pretrained(model_id, **loading).architectures
-            if not names or not hasattr(transformers, str(names[0])):
+            own = getattr(transformers, str(names[0]), None) if names else None
+            if own is None or not own.__module__.startswith("transformers."):
                 loading |= {"dtype": self.dtype, "device_map": self.device, "tqdm_class": tqdm_class}
                 loading |= {"attn_implementation": self.attn_implementation}
                 return AutoModelForCausalLM.from_pretrained(model_id, **loading)

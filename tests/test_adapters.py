@@ -1,0 +1,68 @@
+"""PEFT on ToST: its own default layers, embeddings, single tokens; trained, saved, loaded, merged."""
+
+import pytest
+import torch
+from conftest import randomize, small_config, tiny_vision_model
+
+from tost_hf import ToSTForCausalLM
+
+
+peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+
+TOKENS = torch.arange(1, 25).reshape(2, 12)
+
+
+def language_model(**fields) -> torch.nn.Module:
+    return randomize(ToSTForCausalLM(small_config(**fields))).eval()
+
+
+def train(model: torch.nn.Module, steps: int = 5) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(steps):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+CASES = {
+    "defaults": ({}, {}),
+    "all linear layers": ({}, {"target_modules": "all-linear"}),
+    "tokens of the vocabulary": ({}, {"target_modules": ["in_proj"], "trainable_token_indices": [1, 2, 3]}),
+    "embeddings": ({"tie_word_embeddings": False}, {"target_modules": ["embed_tokens", "embed_positions", "in_proj"]}),
+    "forgetting and convolution": ({"forgetting": "token", "conv_kernel": 4}, {"target_modules": "all-linear"}),
+}
+
+
+@pytest.mark.parametrize("fields, options", CASES.values(), ids=CASES)
+def test_adapter_learns_and_loads_and_merges(tmp_path, fields, options):
+    base = language_model(**fields)
+    before = base(TOKENS).logits.detach()
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options)).eval()
+    torch.testing.assert_close(adapted(TOKENS).logits, before)
+    first = adapted(TOKENS, labels=TOKENS).loss.item()
+    train(adapted)
+    assert adapted(TOKENS, labels=TOKENS).loss.item() < first - 0.3
+    after = adapted(TOKENS).logits.detach()
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(language_model(**fields), tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(TOKENS).logits, after)
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = ToSTForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(TOKENS).logits, after, rtol=1e-4, atol=1e-4)
+
+
+def test_embeddings_that_are_the_output_layer_too():
+    """Tied, as by default: the adapter belongs to the input alone, unless PEFT is asked to tie it as well."""
+    adapted = peft.get_peft_model(language_model(), peft.LoraConfig(r=4, target_modules=["embed_tokens"])).eval()
+    head = adapted.get_base_model().lm_head.weight.clone()
+    train(adapted)
+    assert torch.equal(adapted.get_base_model().lm_head.weight, head)
+    assert adapted.get_base_model().model.embed_tokens.base_layer.num_embeddings == 97
+
+
+def test_default_layers():
+    language = peft.get_peft_model(language_model(), peft.LoraConfig())
+    vision = peft.get_peft_model(tiny_vision_model(), peft.LoraConfig())
+    for model in (language, vision):
+        assert set(model.peft_config["default"].target_modules) == {"in_proj", "out_proj"}
+    assert vision(torch.rand(1, 3, 16, 16)).logits.shape == (1, 2)

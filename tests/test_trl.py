@@ -1,0 +1,136 @@
+"""TRL's trainers, given the path of a saved model as their users give it: supervised, preferences, rewards, adapters."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.nn import functional as F
+
+from tost_hf import ToSTForCausalLM
+
+
+trl = pytest.importorskip("trl", reason="TRL is not installed (pip install trl)")
+
+TEXTS = ["the heads", "the heads of the model", "share the tokens of the text", "the text"]
+PROMPT = {"prompt": "the heads of"}
+COMPLETIONS = [PROMPT | {"completion": text} for text in (" the model", " the text and more")]
+PREFERENCES = [PROMPT | {"chosen": " the model", "rejected": " text"}] * 4
+JUDGED = [PROMPT | {"completion": " the model", "label": True}, PROMPT | {"completion": " text", "label": False}] * 2
+
+
+@pytest.fixture
+def folder(tmp_path, text_model, tokenizer):
+    tokenizer.pad_token = tokenizer.eos_token
+    text_model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def trained(trainer_class, folder, rows, steps=1, peft_config=None, given=None, **settings):
+    """A trainer after some steps on batches of all rows, and the loss of each step."""
+    config_class = getattr(trl, trainer_class.__name__.replace("Trainer", "Config"))
+    settings = {"max_steps": steps, "per_device_train_batch_size": len(rows), "learning_rate": 0.01} | settings
+    settings |= {"lr_scheduler_type": "constant", "use_cpu": True, "bf16": False, "report_to": "none"}
+    settings |= {"logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False}
+    args = config_class(output_dir=str(folder / "run"), **settings)
+    options = {} if given is None else given
+    trainer = trainer_class(str(folder), args=args, train_dataset=Dataset.from_list(rows), peft_config=peft_config, **options)
+    trainer.train()
+    return trainer, [step["loss"] for step in trainer.state.log_history if "loss" in step]
+
+
+def mean_loss(model, rows: list[list[int]], targets: list[int] | None = None) -> float:
+    """Of the last `targets` tokens of each row of token ids (all but the first where left out), each row alone."""
+    losses = []
+    with torch.no_grad():
+        for row, kept in zip(rows, targets or [len(row) - 1 for row in rows]):
+            logits = model(torch.tensor([row])).logits[0]
+            losses.append(F.cross_entropy(logits[-kept - 1 : -1], torch.tensor(row[-kept:]), reduction="none"))
+    return torch.cat(losses).mean().item()
+
+
+def token_rows(tokenizer) -> list[list[int]]:
+    return [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    "packing", [{}, {"packing": True, "packing_strategy": "bfd"}, {"padding_free": True, "max_length": None}], ids=str
+)
+def test_supervised_loss_is_that_of_each_text_alone(folder, text_model, tokenizer, packing):
+    expected = mean_loss(text_model, token_rows(tokenizer))
+    _, losses = trained(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **{"max_length": 32} | packing)
+    assert losses[0] == pytest.approx(expected, rel=1e-4)
+
+
+def test_supervised_loss_of_a_stream_cut_into_blocks(folder, text_model, tokenizer):
+    stream = [token for row in token_rows(tokenizer) for token in row]
+    blocks = [stream[i : i + 16] for i in range(0, len(stream), 16)]
+    wrapped = {"packing": True, "packing_strategy": "wrapped", "max_length": 16}
+    _, losses = trained(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **wrapped)
+    assert losses[0] == pytest.approx(mean_loss(text_model, blocks), rel=1e-4)
+
+
+def test_supervised_loss_of_completions_only(folder, text_model, tokenizer):
+    rows = [[*tokenizer(row["prompt"] + row["completion"]).input_ids, tokenizer.eos_token_id] for row in COMPLETIONS]
+    targets = [len(tokenizer(row["completion"]).input_ids) + 1 for row in COMPLETIONS]
+    expected = mean_loss(text_model, rows, targets)
+    _, losses = trained(trl.SFTTrainer, folder, COMPLETIONS, steps=4, completion_only_loss=True)
+    assert losses[0] == pytest.approx(expected, rel=1e-4) and losses[-1] < losses[0] - 0.5
+
+
+def test_adapter_is_all_that_is_trained(folder, text_model):
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=4, task_type="CAUSAL_LM")
+    trainer, losses = trained(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], steps=4, peft_config=adapter)
+    assert losses[-1] < losses[0] - 0.1
+    merged = trainer.model.unload()
+    for name, weight in text_model.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], weight), name
+
+
+def test_direct_preferences_without_a_reference_model(folder):
+    trainer, losses = trained(trl.DPOTrainer, folder, PREFERENCES, steps=4)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and losses[-1] < losses[0] / 2
+    assert trainer.state.log_history[3]["rewards/accuracies"] == 1
+
+
+def test_direct_preferences_of_a_model_at_hand(folder, text_model, tokenizer):
+    """The reference model is loaded again from where this one came from."""
+    model = ToSTForCausalLM.from_pretrained(folder)
+    args = trl.DPOConfig(output_dir=str(folder / "run"), max_steps=1, use_cpu=True, bf16=False, report_to="none")
+    rows = Dataset.from_list(PREFERENCES)
+    trainer = trl.DPOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    assert type(trainer.ref_model) is ToSTForCausalLM and trainer.ref_model is not model
+    assert trainer.train().training_loss == pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_judged_completions(folder):
+    trainer, losses = trained(trl.KTOTrainer, folder, JUDGED, steps=4)
+    assert losses[-1] < losses[0]
+    last = trainer.state.log_history[3]
+    assert last["rewards/chosen"] > last["rewards/rejected"]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["generate", "generate_batch"])
+def test_rewards_within_groups(folder, text_model, tokenizer, together):
+    """Eight steps of GRPO make the rewarded half of the vocabulary more likely."""
+    prompt = torch.tensor([tokenizer(PROMPT["prompt"]).input_ids])
+
+    def rewarded(model) -> float:
+        return model.eval()(prompt).logits[0, -1].softmax(-1)[:150].sum().item()
+
+    def reward(completions, completion_ids, **kwargs):
+        return [sum(token < 150 for token in ids) / len(ids) for ids in completion_ids]
+
+    before = rewarded(text_model)
+    settings = {"num_generations": 8, "max_completion_length": 8, "steps": 8, "beta": 0.0}
+    settings["use_transformers_continuous_batching"] = together
+    trainer, _ = trained(trl.GRPOTrainer, folder, [PROMPT] * 16, given={"reward_funcs": reward}, **settings)
+    assert rewarded(trainer.model) > before + 0.1
+
+
+def test_reward_model(folder):
+    """Its head is new, so it starts where it cannot tell the two."""
+    _, losses = trained(trl.RewardTrainer, folder, PREFERENCES, steps=4)
+    assert losses[-1] < losses[0]
