@@ -173,7 +173,6 @@ def test_code_of_a_repository_runs_only_with_the_flag(evil, tmp_path):
         (["/nope"], "There is no folder '/nope'."),
         (["./nope"], "There is no folder './nope'."),
         (["--trust-remote-code"], "--trust-remote-code needs a MODEL"),
-        (["--continuous-batching"], "--continuous-batching needs attention with pages"),
         (["--log-level", "shout"], "unknown value 'shout'"),
         (["--dtype", "float3"], "Unsupported dtype: 'float3'"),
     ],

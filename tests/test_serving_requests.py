@@ -1,134 +1,32 @@
-"""`tost-hf serve` under requests of every kind: right, wrong, hostile; clients that go away; models that fail."""
+"""`tost-hf serve` under requests of every kind: right, wrong, hostile."""
 
-import http.client
 import json
 import shutil
-import socket
-import threading
-import time
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import torch
+import serving_clients
 from hub_clients import language_folder
-
-
-pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
+from serving_clients import (
+    CHAT,
+    COMPLETIONS,
+    JSON,
+    LIMIT,
+    POSITIONS,
+    RESPONSES,
+    Served,
+    asking,
+    both_ways,
+    everywhere,
+    serving,
+)
 
 from tost_hf.serving import guards_in_place
 from tost_hf.serving.generation import MAX_TOKENS
 from tost_hf.serving.requests import MAX_BODY_BYTES
 
 
-POSITIONS = 64  # of the model of language_folder; its tokens are bytes
-JSON = {"Content-Type": "application/json"}
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-LIMIT = {COMPLETIONS: "max_tokens", CHAT: "max_tokens", RESPONSES: "max_output_tokens"}
-both_ways = pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-everywhere = pytest.mark.parametrize("path", LIMIT)
-
-
-def asking(path: str, text, **fields) -> dict:
-    """A request body that asks for what follows this text."""
-    if path == CHAT:
-        return {"messages": [{"role": "user", "content": text}]} | fields
-    return {"prompt" if path == COMPLETIONS else "input": text} | fields
-
-
-class Answer(NamedTuple):
-    status: int
-    text: str
-
-    @property
-    def error(self) -> str | None:
-        """The sentence of an error, in an answer or in a stream."""
-        for event in self.events:
-            error = event.get("error") or (event.get("response") or {}).get("error")
-            if error:
-                return error if isinstance(error, str) else error["message"]
-        return None
-
-    @property
-    def events(self) -> list[dict]:
-        lines = self.text.splitlines() if self.text.startswith("data: ") else [self.text]
-        return [json.loads(line.removeprefix("data: ")) for line in lines if line]
-
-    @property
-    def usage(self) -> tuple[int, int]:
-        """Tokens of the prompt and of what followed."""
-        last = self.events[-1]
-        usage = last.get("usage") or last["response"]["usage"]
-        chat_names = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        return chat_names if chat_names != (None, None) else (usage["input_tokens"], usage["output_tokens"])
-
-
-class Served(NamedTuple):
-    """A running server with one model."""
-
-    port: int
-    folder: Path
-    model: torch.nn.Module
-    processor: object
-
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-
-    def ask(self, path: str, body: dict | bytes | None = None, method: str = "POST", headers: dict = JSON) -> Answer:
-        connection = self.connect()
-        connection.request(method, path, json.dumps(body) if isinstance(body, dict) else body, headers)
-        response = connection.getresponse()
-        answer = Answer(response.status, response.read().decode())
-        connection.close()
-        return answer
-
-    @contextmanager
-    def before_each_step(self, action):
-        """`action(tokens)` is called before each forward of the model, with its token ids."""
-
-        def before(module, args, inputs):
-            action(inputs["input_ids"])
-
-        hook = self.model.register_forward_pre_hook(before, with_kwargs=True)
-        yield
-        hook.remove()
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-@contextmanager
-def serving(**options):
-    """A server in this process, with these options of `transformers serve`; and its port."""
-    from transformers.cli.serve import Serve
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with guards_in_place():
-        running = Serve(device="cpu", host="127.0.0.1", port=port, non_blocking=True, **options)
-    wait_until(lambda: running.server.started)
-    yield running, port
-    running.kill_server()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = language_folder(tmp_path_factory.mktemp("served") / "tiny")
-    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def served(folder):
-    with serving(force_model=str(folder)) as (running, port):
-        (loaded,) = running._model_manager.loaded_models.values()
-        yield Served(port, folder, loaded.model, loaded.processor)
+folder, served = serving_clients.folder, serving_clients.served  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -371,79 +269,6 @@ def test_prompts_of_a_model_without_positions_are_bounded(served, monkeypatch):
     monkeypatch.setattr(served.model.config, "max_position_embeddings", None)
     answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "x" * (MAX_TOKENS + 1)))
     assert answer.status == 400 and f"The prompt has {MAX_TOKENS + 1} tokens" in answer.error
-
-
-@pytest.fixture
-def slow_steps(served):
-    """Each step of the model takes a while; the list of the steps' token ids grows with them."""
-    steps = []
-    with served.before_each_step(lambda tokens: (steps.append(tokens[0].tolist()), time.sleep(0.03))):
-        yield steps
-
-
-def leave(served, path, stream, when) -> None:
-    """Sends a request and goes away when `when()` is true."""
-    connection = served.connect()
-    connection.request("POST", path, json.dumps(asking(path, "gone", stream=stream)), JSON)
-    wait_until(when)
-    connection.sock.close()
-
-
-@everywhere
-@both_ways
-def test_generation_ends_when_the_client_has_gone(served, slow_steps, path, stream):
-    leave(served, path, stream, when=lambda: len(slow_steps) >= 3)
-    begun = len(slow_steps)
-    assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=2)).usage == (2, 2)
-    assert len(slow_steps) <= begun + 2 + 5, "The generation went on; the next client waited."
-
-
-@everywhere
-@both_ways
-def test_client_that_goes_while_it_waits_is_not_served(served, slow_steps, path, stream):
-    first = threading.Thread(target=served.ask, args=(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20)))
-    first.start()
-    wait_until(lambda: slow_steps)
-    begun = time.monotonic()
-    leave(served, path, stream, when=lambda: time.monotonic() > begun + 0.1)
-    first.join()
-    served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1))
-    assert served.processor("gone").input_ids not in slow_steps
-    assert len(slow_steps) == 20 + 1
-
-
-@pytest.fixture
-def failing_model(served):
-    """The logits of a prompt with ! are NaN; one with ? raises, with a message that would break a stream's JSON."""
-    nan, error = (served.processor(mark).input_ids[0] for mark in "!?")
-
-    def fail(module, args, inputs, output):
-        if (inputs["input_ids"] == error).any():
-            raise RuntimeError('out of "memory"\n\\ at 0x7f')
-        if (inputs["input_ids"] == nan).any():
-            output.logits.fill_(float("nan"))
-
-    hook = served.model.register_forward_hook(fail, with_kwargs=True)
-    yield
-    hook.remove()
-
-
-@everywhere
-@both_ways
-@pytest.mark.parametrize("text, sentence", [("a!", "logits are not finite"), ("a?", "out of 'memory' / at 0x7f")])
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_failure_reaches_its_own_client_alone(served, failing_model, path, stream, text, sentence, temperature):
-    good = asking(COMPLETIONS, "hi", max_tokens=30, temperature=0)
-    alone = served.ask(COMPLETIONS, good).events[0]["choices"]
-    answers = []
-    others = [threading.Thread(target=lambda: answers.append(served.ask(COMPLETIONS, good))) for _ in range(2)]
-    for other in others:
-        other.start()
-    answer = served.ask(path, asking(path, text, stream=stream, generation_config='{"do_sample": true}'))
-    assert answer.status == (200 if stream else 500) and sentence in answer.error
-    for other in others:
-        other.join()
-    assert [answer.events[0]["choices"] for answer in answers] == [alone, alone]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,17 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 ROWWISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
+class Cancelled(RuntimeError):
+    """The request was taken back."""
+
+
+@dataclass
+class BatchOutput(GenerationOutput):
+    """transformers' results of a request, and what the error was where there is one."""
+
+    cause: BaseException | None = None
+
+
 class Choice(NamedTuple):
     """The next token of a request, or why there is none."""
 
@@ -44,12 +55,12 @@ class BatchRequest:
     `deliver` is called with a copy of `output`: when the request is done, and if it streams after each token.
     """
 
-    output: GenerationOutput
+    output: BatchOutput
     settings: GenerationConfig  # prepared as in `generate`
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList  # beside the length and the end tokens
     generator: torch.Generator
-    deliver: Callable[[GenerationOutput], None]
+    deliver: Callable[[BatchOutput], object]
     streaming: bool = False
     cancelled: bool = False
     attempts: int = 0  # to compute it together with others, which failed
@@ -97,10 +108,10 @@ class BatchRequest:
         if ended or self.streaming:
             self._send()
 
-    def fail(self, error: BaseException | str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends here, with what there is so far."""
-        kind = "" if isinstance(error, str | ValueError) else f"{type(error).__name__}: "
-        self.output.error = f"{kind}{error}"
+        kind = "" if isinstance(error, ValueError | Cancelled) else f"{type(error).__name__}: "
+        self.output.cause, self.output.error = error, f"{kind}{error}"
         self.output.status = RequestStatus.FAILED
         self.output.lifespan = (self.output.lifespan[0], time.perf_counter())
         self._send()
@@ -127,7 +138,7 @@ def prepare_request(
     model: Any,
     input_ids: Sequence[int],
     request_id: str,
-    deliver: Callable[[GenerationOutput], None],
+    deliver: Callable[[BatchOutput], object],
     *,
     generation_config: GenerationConfig | None = None,
     seed: int,
@@ -153,7 +164,7 @@ def prepare_request(
     criteria = model._get_stopping_criteria(settings, StoppingCriteriaList(), tokenizer=tokenizer)
     generator = torch.Generator(model.device).manual_seed(seed)
     return BatchRequest(
-        output=GenerationOutput(request_id, prompt_ids=prompt, timestamps=[] if record_timestamps else None),
+        output=BatchOutput(request_id, prompt_ids=prompt, timestamps=[] if record_timestamps else None),
         settings=settings,
         processors=model._get_logits_processor(settings, input_ids_seq_length=len(prompt), device=model.device),
         criteria=StoppingCriteriaList(x for x in criteria if not isinstance(x, EosTokenCriteria | MaxLengthCriteria)),
@@ -271,4 +282,4 @@ def _choose_alike(requests: list[BatchRequest], scores: torch.Tensor) -> tuple[t
     return torch.cat(drawn).squeeze(1), scores
 
 
-__all__ = ["BatchRequest", "Choice", "choose_tokens", "prepare_request"]
+__all__ = ["BatchOutput", "BatchRequest", "Cancelled", "Choice", "choose_tokens", "prepare_request"]

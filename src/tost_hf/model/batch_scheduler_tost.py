@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
-from .batch_requests_tost import BatchRequest, choose_tokens
+from .batch_requests_tost import BatchRequest, Cancelled, choose_tokens
 from .cache_tost import CausalStatisticsCache, join_rows
 from .configuration_tost import CAUSAL_STATISTICS
 
 
+logger = logging.get_logger(__name__)
 MAX_ROWS = 256  # requests computed together
 CHUNK_TOKENS = 512  # of prompts, read between two tokens of the others
 MOST_ATTEMPTS = 3
@@ -128,7 +130,7 @@ class BatchScheduler:
             for request in self._requests():
                 request.cancelled = True
 
-    def fail_all(self, error: BaseException | str) -> None:
+    def fail_all(self, error: BaseException) -> None:
         """Ends every request with this error."""
         with self._lock:
             ended = self._requests()
@@ -159,7 +161,7 @@ class BatchScheduler:
             self.prefills = deque(prefill for prefill in self.prefills if prefill.requests)
             self._keep([i for i, request in enumerate(self.running) if not request.cancelled])
         for request in gone:
-            request.fail("The request was cancelled.")
+            request.fail(Cancelled("The request was cancelled."))
 
     def _admit(self) -> None:
         """Puts waiting requests whose lengths differ at most by half into one prefill, as long as rows are free."""
@@ -182,13 +184,23 @@ class BatchScheduler:
 
     def _put_back(self, requests: Sequence[BatchRequest], error: Exception) -> None:
         """After a pass over these requests failed: each tries again by itself; a single one has failed."""
-        for request in reversed(requests):
-            request.attempts += 1
-            if len(requests) == 1 or request.attempts > MOST_ATTEMPTS:
+        with self._lock:
+            self._take_out(requests)
+            again = [request for request in requests if len(requests) > 1 and request.attempts < MOST_ATTEMPTS]
+            for request in again:
+                request.attempts += 1
+            self.waiting.extendleft(reversed(again))
+        for request in requests:
+            if request not in again:
+                logger.error("A generation failed.", exc_info=error)
                 request.fail(error)
-            else:
-                with self._lock:
-                    self.waiting.appendleft(request)
+
+    def _take_out(self, requests: Sequence[BatchRequest]) -> None:
+        """Of what is computed: all requests of the first prefill, or all that run."""
+        if requests is self.running:
+            self.running, self.cache = [], None
+        else:
+            self.prefills.popleft()
 
     def _join(self, requests: list[BatchRequest], cache: Cache) -> None:
         caches = [cache] if self.cache is None else [self.cache, cache]
@@ -210,19 +222,22 @@ class BatchScheduler:
     # Computing --------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        prefill = self.prefills.popleft()
+        prefill = self.prefills[0]
         try:
             logits = prefill.read_on(self.chunk_tokens)
         except Exception as error:  # whatever a model raises
             self._put_back(prefill.requests, error)
             return
         if logits is None:
-            self.prefills.append(prefill)  # others come first
+            with self._lock:
+                self.prefills.rotate(-1)  # others come first
             return
         going_on = [prefill.requests[i] for i in self._extend(prefill.requests, logits)]
-        if going_on:
-            prefill.cache.batch_select_indices(prefill.rows(going_on))
-            self._join(going_on, prefill.cache)
+        with self._lock:
+            self._take_out(prefill.requests)
+            if going_on:
+                prefill.cache.batch_select_indices(prefill.rows(going_on))
+                self._join(going_on, prefill.cache)
 
     def _decode(self) -> None:
         requests, device = self.running, self.model.device
@@ -241,7 +256,6 @@ class BatchScheduler:
                 use_cache=True,
             ).logits[:, -1]
         except Exception as error:  # whatever a model raises
-            self.running, self.cache = [], None
             self._put_back(requests, error)
             return
         self._keep(self._extend(requests, logits))

@@ -15,7 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationM
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
-from .batch_requests_tost import prepare_request
+from .batch_requests_tost import BatchOutput, prepare_request
 from .batch_scheduler_tost import CHUNK_TOKENS, MAX_ROWS, BatchScheduler
 
 
@@ -39,7 +39,7 @@ class BatchingManager:
         self.scheduler = _build_scheduler(model, batching_config)
         self._seeds = _seed_source(batching_config)
         self._changed = threading.Condition()  # of all that follows
-        self._results: list[GenerationOutput] = []
+        self._results: list[BatchOutput] = []
         self._thread: threading.Thread | None = None
         self._started = False
         self._count = 0
@@ -81,7 +81,7 @@ class BatchingManager:
         generation_config: GenerationConfig | None = None,
         tokenizer: Any = None,
         seed: int | None = None,
-        on_output: Callable[[GenerationOutput], None] | None = None,
+        on_output: Callable[[BatchOutput], object] | None = None,
         **options: Any,
     ) -> str:
         """Adds a request; returns its name. Arguments not named here are `prepare_request`'s.
@@ -125,10 +125,10 @@ class BatchingManager:
         """Ends a request; its last output says so. Nothing happens where it is done."""
         self.scheduler.cancel(request_id)
 
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> BatchOutput | None:
         """The next output (of this request), or None where none comes in `timeout` seconds, or at all."""
 
-        def find() -> GenerationOutput | None:
+        def find() -> BatchOutput | None:
             return next((x for x in self._results if request_id in (None, x.request_id)), None)
 
         with self._changed:
@@ -138,19 +138,19 @@ class BatchingManager:
                 self._results.remove(result)
             return result
 
-    def __iter__(self) -> Iterator[GenerationOutput]:
+    def __iter__(self) -> Iterator[BatchOutput]:
         """Outputs as they come, until nothing more can come."""
         while (result := self.get_result()) is not None:
             yield result
 
-    def request_id_iter(self, request_id: str) -> Generator[GenerationOutput]:
+    def request_id_iter(self, request_id: str) -> Generator[BatchOutput]:
         """Outputs of one request as they come, the last one included."""
         while (result := self.get_result(request_id)) is not None:
             yield result
             if result.is_finished():
                 return
 
-    def _keep_result(self, output: GenerationOutput) -> None:
+    def _keep_result(self, output: BatchOutput) -> None:
         with self._changed:
             self._results.append(output)
             self._changed.notify_all()
@@ -262,10 +262,10 @@ class BatchedGenerationMixin(GenerationMixin):
         names = [
             name for i in range(len(inputs)) for name in (*(f"req_{i}__child#{j}" for j in range(answers - 1)), f"req_{i}")
         ]
-        results: dict[str, GenerationOutput | None] = dict.fromkeys(names)
+        results: dict[str, BatchOutput | None] = dict.fromkeys(names)
         with logging.tqdm(total=len(names), disable=not progress_bar, unit="request") as bar:
 
-            def deliver(output: GenerationOutput) -> None:
+            def deliver(output: BatchOutput) -> None:
                 results[output.request_id] = output
                 bar.update()
 

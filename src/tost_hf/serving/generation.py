@@ -4,10 +4,14 @@
 import asyncio
 import logging
 import threading
+from contextvars import ContextVar
 from typing import Any, cast
+from uuid import uuid4
 
 import torch
+from fastapi import HTTPException
 from transformers import (
+    ContinuousBatchingConfig,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -15,8 +19,12 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cli.serving.utils import GenerateManager, GenerationState
+from transformers.cli.serving.utils import CBStreamer, GenerateManager, GenerationState, _StreamError
 from transformers.generation import GenerationMode
+
+from ..model.batch_requests_tost import BatchOutput
+from ..model.batch_scheduler_tost import TooManyRequests
+from ..model.batching_tost import BatchedGenerationMixin, BatchingManager
 
 
 BUILT_IN_MODES = {
@@ -29,7 +37,13 @@ MAX_TOKENS = 2**16  # of prompt and answer, where the model sets no limit: the m
 DEFAULT_NEW_TOKENS = 1024  # as transformers' server
 MAX_BEAMS = 8
 MIN_TEMPERATURE = 1e-3  # below, logits overflow
+MAX_TOGETHER = 64  # requests that are computed together
+MAX_WAITING = 256  # and that wait for a place; more are refused
+MANAGER_NAME = "_served_in_batches"  # attribute of a model
 logger = logging.getLogger(__name__)
+
+
+requested_seed: ContextVar[int | None] = ContextVar("requested_seed", default=None)  # of the request at hand
 
 
 class GenerationFailed(RuntimeError):
@@ -39,36 +53,112 @@ class GenerationFailed(RuntimeError):
 class BoundedGenerationState(GenerationState):
     """Hands out one `BoundedGeneration` per model."""
 
-    def __init__(self, continuous_batching: bool = False, **options):
-        if continuous_batching:
-            raise ValueError("--continuous-batching needs attention with pages of keys and values, which ToST does not have.")
+    def __init__(self, continuous_batching: bool = True, cb_config: ContinuousBatchingConfig | None = None, **options):
+        """Batching is always continuous. `cb_config`: see `BatchedGenerationMixin`."""
         super().__init__(**options)
+        self._config = ContinuousBatchingConfig() if cb_config is None else cb_config
+        self._config.max_requests_per_batch = self._config.max_requests_per_batch or MAX_TOGETHER
+        self._config.max_queue_size = self._config.max_queue_size or MAX_WAITING
         self._managers: dict[str, BoundedGeneration] = {}
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> "BoundedGeneration":
         if model_id not in self._managers:
-            self._managers[model_id] = BoundedGeneration()
+            self._managers[model_id] = BoundedGeneration(self._config)
         return self._managers[model_id]
 
 
 class BoundedGeneration(GenerateManager):
-    """Generates for one request at a time, on a thread of its own.
+    """Generates for all requests together; beams, compiled steps and other models' texts one at a time, on another thread.
 
-    Both methods raise ValueError for a request that does not fit the model, before it computes anything.
+    Both methods raise, before anything is computed, ValueError for a request that does not fit the model, and HTTPException
+    (429) where too many wait.
     """
 
-    def generate_streaming(self, model, processor, inputs, gen_config, *args, **options):
+    def __init__(self, config: ContinuousBatchingConfig):
+        super().__init__()
+        self._config = config
+
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         fit_to_model(model, inputs["input_ids"], gen_config)
         if (gen_config.num_beams or 1) > 1:
             raise ValueError("Beams (num_beams) are chosen at the very end, so their answer cannot be streamed.")
-        guarded = cast(PreTrainedModel, _GuardedModel(model))
-        return super().generate_streaming(guarded, processor, inputs, gen_config, *args, **options)
+        if not _can_be_batched(model, gen_config):
+            guarded = cast(PreTrainedModel, _GuardedModel(model))
+            return super().generate_streaming(guarded, processor, inputs, gen_config, request_id, response_parser)
+        queue: asyncio.Queue = asyncio.Queue()
+        batching, name = self._batching(model), uuid4().hex  # a client may give two requests the same request_id
+        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        loop = asyncio.get_running_loop()
+        streamer = CBStreamer(cast(Any, batching), name, tokenizer, loop, queue, response_parser=response_parser)
 
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **options):
+        def pass_on(output: BatchOutput) -> None:
+            try:
+                streamer.put(output)
+                error = output.error
+            except Exception as failure:  # a tokenizer that cannot decode what was generated
+                streamer.cancel()
+                error = f"{type(failure).__name__}: {failure}"
+            if error is not None:
+                queue.put_nowait(_StreamError(_failure(error)))
+            elif output.is_finished():
+                streamer.end()
+
+        self._add(batching, processor, inputs, gen_config, name, pass_on, streaming=True)
+        return queue, streamer
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         fit_to_model(model, inputs["input_ids"], gen_config)
+        if not _can_be_batched(model, gen_config):
+            return await self._generate_alone(model, processor, inputs, gen_config, request_id)
+        batching, name = self._batching(model), uuid4().hex
+        done: asyncio.Future[BatchOutput] = asyncio.get_running_loop().create_future()
+
+        def pass_on(output: BatchOutput) -> None:
+            if not done.cancelled():
+                done.set_result(output)
+
+        self._add(batching, processor, inputs, gen_config, name, pass_on)
+        try:
+            output = await done
+        except asyncio.CancelledError:
+            batching.cancel_request(name)
+            raise
+        if isinstance(output.cause, ValueError):
+            raise ValueError(one_line(output.error))
+        if output.error is not None:
+            raise GenerationFailed(_failure(output.error))
+        tokens = output.generated_tokens
+        return processor.decode(tokens, skip_special_tokens=True), len(output.prompt_ids), tokens
+
+    def _batching(self, model: Any) -> BatchingManager:
+        """The model's manager. It lies with the model, and goes with it when that is unloaded."""
+        if (manager := vars(model).get(MANAGER_NAME)) is None:
+            manager = model.init_continuous_batching(continuous_batching_config=self._config)
+            manager.start()
+            setattr(model, MANAGER_NAME, manager)
+        return manager
+
+    @staticmethod
+    def _add(batching: BatchingManager, processor, inputs, gen_config, name, pass_on, streaming: bool = False) -> None:
+        """Adds a request whose outputs come to `pass_on` on this event loop."""
+        loop = asyncio.get_running_loop()
+        try:
+            batching.add_request(
+                inputs["input_ids"][0].tolist(),
+                name,
+                streaming=streaming,
+                generation_config=gen_config,
+                tokenizer=processor,
+                seed=requested_seed.get(),
+                on_output=lambda output: loop.call_soon_threadsafe(pass_on, output),
+            )
+        except TooManyRequests as error:
+            raise HTTPException(429, str(error)) from error
+
+    async def _generate_alone(self, model, processor, inputs, gen_config, request_id):
         guarded = _GuardedModel(model)
         answer = super().generate_non_streaming(
-            cast(PreTrainedModel, guarded), processor, inputs, gen_config, *args, **options
+            cast(PreTrainedModel, guarded), processor, inputs, gen_config, request_id=request_id
         )
         work = asyncio.ensure_future(answer)
         work.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits any more
@@ -77,6 +167,11 @@ class BoundedGeneration(GenerateManager):
         except asyncio.CancelledError:
             guarded.client_gone.set()
             raise
+
+
+def _can_be_batched(model: Any, gen_config: GenerationConfig) -> bool:
+    chosen_one_by_one = gen_config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    return isinstance(model, BatchedGenerationMixin) and chosen_one_by_one and gen_config.cache_implementation is None
 
 
 def fit_to_model(model: PreTrainedModel, input_ids: torch.Tensor, gen_config: GenerationConfig) -> None:
@@ -117,6 +212,7 @@ class _GuardedModel:
 
     def __init__(self, model: Any):
         self.model, self.client_gone = model, threading.Event()
+        self.seed = requested_seed.get()
 
     def __getattr__(self, name: str):
         return getattr(self.model, name)
@@ -133,14 +229,17 @@ class _GuardedModel:
         inputs["logits_processor"] = LogitsProcessorList([_FiniteLogits()])
         inputs["stopping_criteria"] = StoppingCriteriaList([_ClientGone(self.client_gone)])
         try:
-            return self.model.generate(**inputs)
+            with torch.random.fork_rng(enabled=self.seed is not None):
+                if self.seed is not None:
+                    torch.manual_seed(self.seed)
+                return self.model.generate(**inputs)
         except ValueError as error:
             raise ValueError(one_line(error)) from error
         except Exception as error:
             if type(error).__module__.startswith("transformers.cli."):  # the server's own sign to stop
                 raise
             logger.error("A generation failed.", exc_info=True)
-            raise GenerationFailed(f"The generation failed: {type(error).__name__}: {one_line(error)}") from error
+            raise GenerationFailed(_failure(f"{type(error).__name__}: {error}")) from error
 
 
 class _ClientGone(StoppingCriteria):
@@ -158,6 +257,10 @@ class _FiniteLogits(LogitsProcessor):
         if not torch.isfinite(scores.max(dim=-1).values).all():  # -inf is a token ruled out; not all may be
             raise FloatingPointError("the model's logits are not finite numbers; check its weights with `tost-hf verify`.")
         return scores
+
+
+def _failure(message: object) -> str:
+    return f"The generation failed: {one_line(message)}"
 
 
 def one_line(message: object) -> str:

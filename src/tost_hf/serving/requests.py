@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.server import build_server
 
-from .generation import MAX_BEAMS, GenerationFailed, one_line
+from .generation import MAX_BEAMS, GenerationFailed, one_line, requested_seed
 
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -210,7 +210,8 @@ class Gate:
             raise HTTPException(400, f"{place}: {reason}.") from error
         if request.model is None and self.model_needed:
             raise HTTPException(400, "model: name the model that is to answer.")
-        return request.model_dump_json(exclude_unset=True, round_trip=True).encode()
+        requested_seed.set(getattr(request, "seed", None))  # the rest of the server would seed everybody's draws
+        return request.model_dump_json(exclude_unset=True, round_trip=True, exclude={"seed"}).encode()
 
 
 async def _read(scope, receive) -> bytes:
