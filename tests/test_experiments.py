@@ -26,9 +26,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from rows import parse_arguments
 from transformers import PreTrainedTokenizerFast
 
-from tost_hf import CausalStatisticsCache, ToSTVisionConfig
-from tost_hf.model.modeling_tost_vision import ToSTForImageClassification
-from tost_hf.model.tssa import TokenStatisticsSelfAttention
+from tost_hf import CausalStatisticsCache
 
 
 TOY = ["--steps", "2", "--seeds", "0", "1", "--learning_rates", "1e-3"]
@@ -296,31 +294,6 @@ def test_pictures_are_read_normalized_and_augmented(images):
     assert len(seen) > 80 and min(seen) < 81 <= max(seen)
 
 
-def test_raw_scores():
-    config = ToSTVisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, patch_size=2, num_labels=2)
-    model = ToSTForImageClassification(config).eval()
-    pixels = torch.randn(1, 3, 8, 8)
-    normalised = model(pixels).logits
-    layer = next(m for m in model.modules() if isinstance(m, TokenStatisticsSelfAttention))
-    with torch.no_grad():
-        layer.temp.copy_(torch.tensor([[0.5], [2.0]]))
-    x = torch.randn(1, 5, 16)
-    w = layer.in_proj(x).view(5, 2, 8)
-    assert ablations.with_raw_scores(model) is model
-    output, membership = layer(x)
-    expected = torch.empty(5, 2, 8)
-    pi = torch.empty(2, 5)
-    for t in range(5):
-        pi[:, t] = torch.stack([0.5 * (w[t, 0] ** 2).sum(), 2.0 * (w[t, 1] ** 2).sum()]).softmax(0)
-    for h in range(2):
-        moment = sum(pi[h, t] * w[t, h] ** 2 for t in range(5)) / pi[h].sum()
-        for t in range(5):
-            expected[t, h] = -pi[h, t] * w[t, h] / (1 + moment)
-    torch.testing.assert_close(membership[0], pi)
-    torch.testing.assert_close(output[0], layer.out_proj(expected.flatten(1)))
-    assert not torch.allclose(model(pixels).logits, normalised)
-
-
 # Whole scripts --------------------------------------------------------------------------------------------------------
 
 
@@ -449,6 +422,7 @@ def test_ablations_run(tmp_path, images):
     size = ["--width", "64", "--head_dims", "16", "64", "--layers", "1", "--batch", "4", "--patch_size", "2"]
     ablations.main([*TOY, *size, "--images", str(images), "--results", str(file.parent)])
     models = list(dict.fromkeys(row["model"] for row in rows_of(file)))
-    assert models == ["16 channels a head", "64 channels a head", "32 channels a head, raw scores"]
+    ablations_of_32 = [f"32 channels a head, {name}" for name in ("raw scores", "ISTA", "raw scores, ISTA")]
+    assert models == ["16 channels a head", "64 channels a head", *ablations_of_32]
     with pytest.raises(SystemExit):
         ablations.main([*TOY, "--width", "48", "--images", str(images), "--results", str(file.parent)])

@@ -35,7 +35,11 @@ OPTIONS["hybrid"] = {
     "max_position_embeddings": None,
     "num_key_value_heads": 2,
 }
-COMBINATIONS = list(itertools.product((None, "head", "token"), (None, "conv"), (None, "hybrid")))
+OPTIONS |= {"ista": {"mlp_type": "ista"}, "raw": {"normalize_scores": False}}
+COMBINATIONS = [
+    *itertools.product((None, "head", "token"), (None, "conv"), (None, "hybrid")),
+    ("ista", "raw", "conv"),
+]
 
 
 def four_layers(**fields) -> ToSTConfig:

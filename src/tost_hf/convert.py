@@ -579,6 +579,8 @@ def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-6,
         "attention_dropout": 0,
+        "mlp_type": "mlp",
+        "normalize_scores": True,
         "embedding_dropout": config.hidden_dropout,
     }
     _refuse_settings(config, fixed, source)

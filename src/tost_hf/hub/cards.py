@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from ..model.cache_tost import state_bytes
 from ..model.configuration_tost import (
+    ABLATIONS,
     BEYOND_PAPER,
     CAUSAL_STATISTICS,
     FULL_ATTENTION,
@@ -328,7 +329,8 @@ def _find_preset(config: PreTrainedConfig) -> str | None:
     config_class: type[ToSTConfig | ToSTVisionConfig]
     presets: Iterable[str]
     if isinstance(config, ToSTVisionConfig):
-        size += "num_class_attention_layers patch_size num_channels attention_type normalize_patch_tokens qkv_bias"
+        size += "num_class_attention_layers patch_size num_channels attention_type normalize_patch_tokens qkv_bias "
+        size += " ".join(ABLATIONS)
         presets, config_class = VISION_PRESETS, ToSTVisionConfig
     else:
         size += "vocab_size max_position_embeddings use_bias tie_word_embeddings " + " ".join(OFF)
@@ -353,7 +355,7 @@ def _architecture_table(config: PreTrainedConfig, dtypes: Sequence[str]) -> str:
             ("layers", f"{config.num_hidden_layers}, then {config.num_class_attention_layers} of class attention"),
             ("heads", heads),
             ("width", number(config.hidden_size)),
-            ("width of the MLP", number(config.intermediate_size)),
+            *_mlp_rows(config),
             ("patches", f"{config.patch_size} x {config.patch_size} pixels"),
             ("images it is meant for", f"{height} x {width} pixels"),
         ]
@@ -363,7 +365,7 @@ def _architecture_table(config: PreTrainedConfig, dtypes: Sequence[str]) -> str:
             ("layers", number(config.num_hidden_layers)),
             ("heads", heads),
             ("width", number(config.hidden_size)),
-            ("width of the MLP", number(config.intermediate_size)),
+            *_mlp_rows(config),
             ("vocabulary", number(config.vocab_size)),
             ("positions", "no limit" if positions is None else number(positions)),
             *_option_rows(cast(ToSTConfig, config)),
@@ -378,6 +380,15 @@ def _architecture_table(config: PreTrainedConfig, dtypes: Sequence[str]) -> str:
     if task(config)[1] == "text-classification":
         rows.append(("features of a text", POOLED[cast(ToSTConfig, config).pooling_in_use]))
     return table(("", ""), rows)
+
+
+def _mlp_rows(config: PreTrainedConfig) -> list[tuple[str, str | None]]:
+    """Rows on what the paper's ablation varies: the second half of a block, and the scores."""
+    rows = [("width of the MLP", number(config.intermediate_size))]
+    if config.mlp_type == "ista":
+        step = f"one of size {number(config.ista_step_size)}, threshold {number(config.ista_threshold)}"
+        rows = [("ISTA step in the MLP's place", step)]
+    return rows if config.normalize_scores else [*rows, ("scores of memberships", "not normalised")]
 
 
 def _option_rows(config: ToSTConfig) -> list[tuple[str, str | None]]:

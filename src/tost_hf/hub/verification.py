@@ -198,13 +198,13 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
             f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit (position-free)"
         )
         rows["state"] = _describe_state(config)
-        if options := [f"{name} {value}" for name, value in config.options().items() if name != "layer_types"]:
-            rows["options"] = ", ".join(options)
         if attention := [kind for kind in config.layer_types if kind != CAUSAL_STATISTICS]:
             kinds = ", ".join(f"{attention.count(kind)} {kind}" for kind in sorted(set(attention)))
             rows["layers"] = f"{config.num_hidden_layers}, of which {kinds}"
     else:
         rows["images"] = f"{config.image_size} pixels, patches of {config.patch_size}, attention {config.attention_type}"
+    if options := [f"{name} {value}" for name, value in config.options().items() if name != "layer_types"]:
+        rows["options"] = ", ".join(options)
     rows["code"] = "carried (trust_remote_code works)" if getattr(config, "auto_map", None) else "not carried (needs tost_hf)"
     if (folder / CARD).is_file():
         rows["licence"] = str(load_card(folder / CARD).data.license or "not named")

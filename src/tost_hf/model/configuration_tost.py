@@ -51,7 +51,8 @@ LRA_PRESETS["tost-lra-pathfinder"]["pre_norm"] = False
 OFF = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
 OFF["forgetting"] = "none"
 BEYOND_PAPER = tuple(OFF)
-OFF |= {"is_causal": True, "pooling": None, "pre_norm": True}  # all options, at the values that make the published model
+ABLATIONS = {"mlp_type": "mlp", "ista_step_size": 0.1, "ista_threshold": 0.1, "normalize_scores": True}
+OFF |= ABLATIONS | {"is_causal": True, "pooling": None, "pre_norm": True}  # all options, with the published model's values
 
 LARGEST = {  # far above any model; what asks for more is damaged or hostile, and must not be allocated
     "vocab_size": 2**31 - 1,
@@ -65,8 +66,14 @@ LARGEST = {  # far above any model; what asks for more is damaged or hostile, an
 }
 FORGETTING = ("none", "head", "token")
 POOLING = ("mean", "first", "last")
+MLP_TYPES = ("mlp", "ista")
 LARGEST_KERNEL = 64
 LARGEST_NUMBER = 2.0**127  # of a float32
+
+
+def leave_out(fields: dict, off: dict) -> dict:
+    """The fields of a configuration's file, without the options that are off."""
+    return {key: value for key, value in fields.items() if key not in off or value != off[key]}
 
 
 def check_largest(config: PreTrainedConfig) -> None:
@@ -94,7 +101,14 @@ def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilitie
         raise ValueError(f"layer_norm_eps must be above 0, got {config.layer_norm_eps}.")
     if config.initializer_range < 0:
         raise ValueError(f"initializer_range must not be negative, got {config.initializer_range}.")
-    for name in ("layer_norm_eps", "layer_scale_init_value", "initializer_range", "initializer_factor"):
+    if config.mlp_type not in MLP_TYPES:
+        raise ValueError(f"mlp_type must be one of {', '.join(MLP_TYPES)}, got {config.mlp_type[:40]!r}.")
+    if not config.ista_step_size > 0:
+        raise ValueError(f"ista_step_size must be above 0, got {config.ista_step_size}.")
+    if not config.ista_threshold >= 0:
+        raise ValueError(f"ista_threshold must not be negative, got {config.ista_threshold}.")
+    numbers = "layer_norm_eps layer_scale_init_value initializer_range initializer_factor ista_step_size ista_threshold"
+    for name in numbers.split():
         if not abs(getattr(config, name, 0)) < LARGEST_NUMBER:  # true of NaN as well
             raise ValueError(f"{name} must be a finite number that float32 can hold, got {str(getattr(config, name))[:40]}.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -144,6 +158,12 @@ class ToSTConfig(CodeCarryingConfig):
             text for a set of tokens.
         pooling: what a sequence classifier makes its logits from: the features of the "first" or the "last" real token, or
             their "mean". None for "last" in causal models, as published, and "mean" in encoders.
+        mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
+            ablation; `ISTAStep`). It takes the place of the MLP with its residual branch and LayerScale.
+        ista_step_size, ista_threshold: of that step.
+        normalize_scores: whether memberships are made from squares that are normalised per channel over the tokens, as
+            published, or from the squares themselves (the paper's ablation). Without normalisation the plain formulas run,
+            on every device.
         pre_norm: whether LayerNorm stands before the attention and the MLP, as published, with another one after the last
             block; or, if False, after each of the two sums.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
@@ -194,6 +214,10 @@ class ToSTConfig(CodeCarryingConfig):
     is_causal: bool = True
     pooling: str | None = None
     pre_norm: bool = True
+    mlp_type: str = "mlp"
+    ista_step_size: float | int = 0.1
+    ista_threshold: float | int = 0.1
+    normalize_scores: bool = True
     tie_word_embeddings: bool = True
     use_cache: bool = True
     bos_token_id: int | None = 50256
@@ -248,7 +272,7 @@ class ToSTConfig(CodeCarryingConfig):
         given = fields.pop("_layer_types", None)
         if given is not None:
             fields["layer_types"] = list(given)
-        return {key: value for key, value in fields.items() if key not in OFF or value != OFF[key]}
+        return leave_out(fields, OFF)
 
     def convert_rope_params_to_dict(self, **kwargs):
         """transformers completes `rope_parameters` here; without rotary positions they stay None."""
@@ -307,12 +331,15 @@ class ToSTConfig(CodeCarryingConfig):
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # of a class in transformers
         """How transformers' tensor parallelism cuts the model by heads; "tost_heads" is a style of tost_hf.parallel."""
-        columns = ["self_attn.in_proj", "mlp.up_proj"]
+        has_mlp = self.mlp_type == "mlp"  # an ISTA step is done whole by every process
+        columns = ["self_attn.in_proj", "mlp.up_proj"] if has_mlp else ["self_attn.in_proj"]
         if self.forgetting == "token":
             columns.append("self_attn.forget_proj")
         if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
             columns += [f"self_attn.{name}_proj" for name in "qkv"]
-        styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(("self_attn.out_proj", "mlp.down_proj"), "rowwise")
+        styles = dict.fromkeys(columns, "colwise") | {"self_attn.out_proj": "rowwise"}
+        if has_mlp:
+            styles["mlp.down_proj"] = "rowwise"
         styles["self_attn"] = "tost_heads"
         return {"embed_tokens": "embedding_rowwise"} | {f"layers.*.{name}": style for name, style in styles.items()}
 
@@ -351,6 +378,7 @@ ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: i
 
 
 __all__ = [
+    "ABLATIONS",
     "BEYOND_PAPER",
     "CAUSAL_STATISTICS",
     "FULL_ATTENTION",

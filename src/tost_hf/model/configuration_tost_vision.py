@@ -3,7 +3,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_tost import check_fields
+from .configuration_tost import ABLATIONS, check_fields, leave_out
 from .remote_code import CodeCarryingConfig
 
 
@@ -50,6 +50,13 @@ class ToSTVisionConfig(CodeCarryingConfig):
             "softmax" (plain attention).
         normalize_patch_tokens: whether a class-attention block normalises the patch tokens as well as the class token before
             its MLP, as all released models do (their `tokens_norm`).
+        mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
+            ablation; `ISTAStep`). It takes the place of the MLP with its residual branch and LayerScale in the blocks over the
+            patches; class-attention blocks keep their MLPs.
+        ista_step_size, ista_threshold: of that step.
+        normalize_scores: whether memberships are made from squares that are normalised per channel over the patches, as
+            published, or from the squares themselves (the paper's ablation). Without normalisation the plain formulas run,
+            on every device.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of the LayerScale vectors (the authors' eta).
         qkv_bias: whether the attentions' input projections have a bias.
@@ -78,6 +85,10 @@ class ToSTVisionConfig(CodeCarryingConfig):
     num_channels: int = 3
     attention_type: str = "tssa"
     normalize_patch_tokens: bool = True
+    mlp_type: str = "mlp"
+    ista_step_size: float | int = 0.1
+    ista_threshold: float | int = 0.1
+    normalize_scores: bool = True
     layer_norm_eps: float | int = 1e-6
     layer_scale_init_value: float | int = 1.0
     qkv_bias: bool = True
@@ -121,6 +132,16 @@ class ToSTVisionConfig(CodeCarryingConfig):
             )
         if self.attention_type not in ATTENTION_TYPES:
             raise ValueError(f"attention_type must be one of {', '.join(ATTENTION_TYPES)}, got {self.attention_type!r}.")
+        if self.attention_type != "tssa" and not self.normalize_scores:
+            raise ValueError(f"normalize_scores=False is for TSSA; attention_type {self.attention_type!r} has no memberships.")
+
+    def options(self) -> dict[str, object]:
+        """Those of the options of the paper's ablation that are on."""
+        return {name: value for name, value in self.to_dict().items() if name in ABLATIONS}
+
+    def to_dict(self) -> dict:
+        """As `PreTrainedConfig.to_dict`, without the options that are off: a published model's file stays as it was."""
+        return leave_out(super().to_dict(), ABLATIONS)
 
 
 __all__ = ["ATTENTION_TYPES", "VISION_PRESETS", "ToSTVisionConfig"]

@@ -24,6 +24,7 @@ from .cache_tost import cached_length
 from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
 from .convolution_tost import ShortConvolution
 from .inputs_tost import resolve_inputs
+from .ista_tost import ISTAStep
 from .modeling_tost_base import ToSTBaseModel
 from .tssa import KEPT_IN_FLOAT32, TokenStatisticsSelfAttention, initial_forget_bias
 
@@ -68,14 +69,15 @@ def _statistics_layer(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelf
         hidden_dropout=config.hidden_dropout,
         forgetting=config.forgetting,
         conv_kernel=config.conv_kernel,
+        normalize_scores=config.normalize_scores,
     )
 
 
 class ToSTDecoderLayer(GradientCheckpointingLayer):
     """x + scale * TSSA(norm(x)), then x + scale * MLP(norm(x)); both scales are vectors (LayerScale).
 
-    With `pre_norm=False` norm(x + scale * TSSA(x)), then norm(x + scale * MLP(x)). In hybrid models some layers have softmax
-    attention in TSSA's place.
+    With `pre_norm=False` norm(x + scale * TSSA(x)), then norm(x + scale * MLP(x)). With `mlp_type="ista"` the second half is
+    ISTA(norm(x)), or norm(ISTA(x)). In hybrid models some layers have softmax attention in TSSA's place.
     """
 
     def __init__(self, config: ToSTConfig, layer_idx: int):
@@ -87,11 +89,16 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _statistics_layer(config, layer_idx)
         self.attention_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
         self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
-        self.mlp = ToSTMLP(config)
-        self.mlp_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
-        for projection in (self.self_attn.out_proj, self.mlp.down_proj):
-            # initialised smaller, see _init_weights; torch declares tensors and modules only
-            projection._writes_to_residual = True  # type: ignore[assignment]
+        self.mlp: nn.Module
+        self.mlp_layer_scale = None
+        if config.mlp_type == "ista":
+            self.mlp = ISTAStep(width, config.ista_step_size, config.ista_threshold)
+        else:
+            self.mlp = ToSTMLP(config)
+            self.mlp_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
+        for projection in (self.self_attn.out_proj, getattr(self.mlp, "down_proj", None)):
+            if projection is not None:  # initialised smaller, see _init_weights
+                projection._writes_to_residual = True
 
     def forward(
         self,
@@ -116,10 +123,12 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
             **own,
         )
         hidden_states = hidden_states + self.attention_layer_scale * attended
-        if self.pre_norm:
-            return hidden_states + self.mlp_layer_scale * self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states = self.input_layernorm(hidden_states)
-        return self.post_attention_layernorm(hidden_states + self.mlp_layer_scale * self.mlp(hidden_states))
+        if not self.pre_norm:
+            hidden_states = self.input_layernorm(hidden_states)
+        transformed = self.mlp(self.post_attention_layernorm(hidden_states) if self.pre_norm else hidden_states)
+        if self.mlp_layer_scale is not None:
+            transformed = hidden_states + self.mlp_layer_scale * transformed
+        return transformed if self.pre_norm else self.post_attention_layernorm(transformed)
 
 
 class ToSTPreTrainedModel(ToSTBaseModel):
@@ -153,7 +162,10 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             init.zeros_(module.weight)
         elif isinstance(module, ToSTDecoderLayer):
             init.constant_(module.attention_layer_scale, self.config.layer_scale_init_value)
-            init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)
+            if module.mlp_layer_scale is not None:
+                init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)
+        elif isinstance(module, ISTAStep):
+            init.kaiming_uniform_(module.dictionary)
         elif getattr(module, "_writes_to_residual", False):
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
             init.normal_(module.weight, mean=0.0, std=std)

@@ -19,6 +19,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_tost_vision import ToSTVisionConfig
+from .ista_tost import ISTAStep
 from .modeling_tost_base import ToSTBaseModel
 from .tssa import TokenStatisticsSelfAttention
 from .tssa_state import compute_dtype
@@ -199,6 +200,7 @@ def _make_attention(config: ToSTVisionConfig) -> nn.Module:
         out_bias=True,
         attention_dropout=config.attention_dropout,
         hidden_dropout=config.hidden_dropout,
+        normalize_scores=config.normalize_scores,
     )
 
 
@@ -218,10 +220,19 @@ class ToSTVisionMLP(nn.Module):
         return self.dropout(self.down_proj(self.dropout(self.act_fn(self.up_proj(hidden_states)))))
 
 
-class _ToSTVisionBlock(GradientCheckpointingLayer):
-    """What both kinds of block hold: two normalised, scaled branches, left out at random for whole images."""
+def _make_mlp(config: ToSTVisionConfig) -> nn.Module:
+    if config.mlp_type == "ista":
+        return ISTAStep(config.hidden_size, config.ista_step_size, config.ista_threshold)
+    return ToSTVisionMLP(config)
 
-    def __init__(self, config: ToSTVisionConfig, attention: nn.Module):
+
+class _ToSTVisionBlock(GradientCheckpointingLayer):
+    """What both kinds of block hold: two normalised, scaled branches, left out at random for whole images.
+
+    An `ISTAStep` in the MLP's place is no branch: it is neither scaled nor left out.
+    """
+
+    def __init__(self, config: ToSTVisionConfig, attention: nn.Module, mlp: nn.Module):
         super().__init__()
         width, scale = config.hidden_size, float(config.layer_scale_init_value)
         self.drop_path_rate = float(config.drop_path_rate)
@@ -229,8 +240,8 @@ class _ToSTVisionBlock(GradientCheckpointingLayer):
         self.attention = attention
         self.attention_layer_scale = nn.Parameter(torch.full((width,), scale))
         self.mlp_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.mlp = ToSTVisionMLP(config)
-        self.mlp_layer_scale = nn.Parameter(torch.full((width,), scale))
+        self.mlp = mlp
+        self.mlp_layer_scale = None if isinstance(mlp, ISTAStep) else nn.Parameter(torch.full((width,), scale))
 
     def drop_path(self, branch: torch.Tensor) -> torch.Tensor:
         """Stochastic depth: zero for some images, the others scaled up by as much."""
@@ -241,19 +252,22 @@ class _ToSTVisionBlock(GradientCheckpointingLayer):
 
 class ToSTVisionLayer(_ToSTVisionBlock):
     def __init__(self, config: ToSTVisionConfig):
-        super().__init__(config, _make_attention(config))
+        super().__init__(config, _make_attention(config), _make_mlp(config))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         attended, _ = self.attention(self.attention_norm(hidden_states))
         hidden_states = hidden_states + self.drop_path(self.attention_layer_scale * attended)
-        return hidden_states + self.drop_path(self.mlp_layer_scale * self.mlp(self.mlp_norm(hidden_states)))
+        transformed = self.mlp(self.mlp_norm(hidden_states))
+        if self.mlp_layer_scale is None:
+            return transformed
+        return hidden_states + self.drop_path(self.mlp_layer_scale * transformed)
 
 
 class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
     """A class-attention block as the authors compute it: the patch tokens' branches are not zero but the normalised tokens."""
 
     def __init__(self, config: ToSTVisionConfig):
-        super().__init__(config, ToSTVisionClassAttention(config))
+        super().__init__(config, ToSTVisionClassAttention(config), ToSTVisionMLP(config))
         self.normalize_patch_tokens = config.normalize_patch_tokens
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -306,7 +320,10 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
             init.ones_(module.temperature)
         elif isinstance(module, _ToSTVisionBlock):
             init.constant_(module.attention_layer_scale, self.config.layer_scale_init_value)
-            init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)
+            if module.mlp_layer_scale is not None:
+                init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)
+        elif isinstance(module, ISTAStep):
+            init.kaiming_uniform_(module.dictionary)
         elif isinstance(module, ToSTVisionModel):
             init.trunc_normal_(module.class_token, std=self.config.initializer_range)
 

@@ -27,7 +27,7 @@ KERNEL_FILES = (
     "convolution_tost.py",
     "tssa.py",
 )
-_SHARED_FILES = ("remote_code.py", "configuration_tost.py", *KERNEL_FILES, "modeling_tost_base.py")
+_SHARED_FILES = ("remote_code.py", "configuration_tost.py", *KERNEL_FILES, "ista_tost.py", "modeling_tost_base.py")
 CODE_FILES = {  # by model type; siblings of this file, here and in every published folder
     "tost": (
         *_SHARED_FILES,

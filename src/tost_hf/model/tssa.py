@@ -288,6 +288,8 @@ class TokenStatisticsSelfAttention(nn.Module):
         hidden_dropout: dropout after the output projection.
         forgetting: "none", "head" (a learned forget factor per head) or "token" (one per token and head); causal form only.
         conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
+        normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
+            paper's ablation) the formulas of tssa_formulas.py run, whatever the backend.
         backend: as in `tssa`; may be set later as well.
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
@@ -308,6 +310,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         hidden_dropout: float = 0.0,
         forgetting: str = "none",
         conv_kernel: int | None = None,
+        normalize_scores: bool = True,
         backend: str | None = None,
     ):
         super().__init__()
@@ -315,6 +318,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         if not causal and (forgetting != "none" or conv_kernel is not None):
             raise ValueError("forgetting and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
         self.backend = backend
+        self.normalize_scores = normalize_scores
         self.num_heads = num_attention_heads
         self.head_dim = hidden_size // num_attention_heads
         self.causal = causal
@@ -406,6 +410,10 @@ class TokenStatisticsSelfAttention(nn.Module):
     def _statistics(self, w, bias, log_decay, mask, seq_idx, layer) -> TSSAOutput:
         """The operator, or its step where a cache layer goes on by one token."""
         state = None if layer is None else layer.state
+        if not self.normalize_scores:
+            if self.operators != LayerOperators():
+                raise ValueError("A model with normalize_scores=False cannot be spread over processes: run each whole.")
+            return self._unnormalized(w, bias, log_decay, mask, seq_idx, state)
         if layer is None or w.shape[1] > 1:
             return self.operators.tssa(
                 w,
@@ -423,3 +431,19 @@ class TokenStatisticsSelfAttention(nn.Module):
             w[:, 0], self.temp, bias, state, mask=mask, log_decay=log_decay, backend=self.backend
         )
         return TSSAOutput(out.unsqueeze(1), membership.unsqueeze(-1), state)
+
+    def _unnormalized(self, w, bias, log_decay, mask, seq_idx, state) -> TSSAOutput:
+        """The formulas with the squares themselves for scores; arguments as of `tssa`."""
+        dtype = compute_dtype(w.dtype)
+        temp, padding = self.temp.reshape(-1).to(dtype), None if mask is None else ~mask.bool()
+        if not self.causal:
+            output, membership = bidirectional(w, temp, padding, seq_idx, normalize_scores=False)
+            return TSSAOutput(output, membership.transpose(1, 2), None)
+        bias = None if bias is None else bias.to(dtype)
+        log_decay = _decay_of_tokens(log_decay, mask, w.shape[:3], dtype)
+        if state is not None and w.shape[1] == 1:  # its sums stay in float64
+            bias, padding, log_decay = (None if x is None else x[:, 0] for x in (bias, padding, log_decay))
+            out, membership, state = step_formulas(w[:, 0], temp, bias, padding, state, log_decay, normalize_scores=False)
+            return TSSAOutput(out.unsqueeze(1), membership.unsqueeze(-1), state)
+        output, membership, state = causal_formulas(w, temp, bias, padding, seq_idx, state, log_decay, normalize_scores=False)
+        return TSSAOutput(output, membership.transpose(1, 2), state)

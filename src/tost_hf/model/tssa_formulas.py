@@ -17,7 +17,8 @@ A causal form that forgets multiplies its sums by a factor gamma_t in (0, 1], on
 
     S_t = gamma_t S_{t-1} + s_t,    N_t = gamma_t N_{t-1} + Pi_t s_t,    D_t = gamma_t D_{t-1} + Pi_t
 
-All else is as above. Nothing is ever divided by a product of factors: it may be 0.
+All else is as above. `normalize_scores=False` is the paper's ablation, in which score_t = sum_i s_ti (plus p bias_t) and S has
+no effect. Nothing is ever divided by a product of factors: it may be 0.
 
 These functions are the reference of tests and benchmarks, and what torch.export and compilers for devices other than the CPU
 see: no step depends on a tensor's values. The other engines compute the same numbers faster.
@@ -59,6 +60,7 @@ def causal(
     state: TSSAState | None = None,
     log_decay: torch.Tensor | None = None,
     softmax: Callable[..., torch.Tensor] = membership_of,
+    normalize_scores: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Prefix sums over the tokens.
 
@@ -75,7 +77,7 @@ def causal(
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
     sum_sq = prefix_sums(sq, before[0])
-    score = (sq / sum_sq.clamp_min(EPS_SUM_SQ)).sum(-1)
+    score = (sq / sum_sq.clamp_min(EPS_SUM_SQ) if normalize_scores else sq).sum(-1)
     if bias is not None:
         score = score + w.shape[-1] * bias
     membership = softmax(score, temp, padding)
@@ -95,6 +97,7 @@ def bidirectional(
     padding: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     softmax: Callable[..., torch.Tensor] = membership_of,
+    normalize_scores: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every running sum becomes a total. Returns output (B, T, H, p) in the dtype of `w` and membership (B, T, H).
 
@@ -102,8 +105,8 @@ def bidirectional(
     """
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
-    norm_sq = _total(sq, seq_idx).clamp_min(EPS_NORM**2)
-    membership = softmax((sq / norm_sq).sum(-1), temp, padding)
+    score = (sq / _total(sq, seq_idx).clamp_min(EPS_NORM**2) if normalize_scores else sq).sum(-1)
+    membership = softmax(score, temp, padding)
     weight = membership.unsqueeze(-1)
     moment = _total(sq * weight, seq_idx) / (_total(membership, seq_idx) + EPS_MEMBERSHIP).unsqueeze(-1)
     return (-(x * weight) / (1 + moment)).to(w.dtype), membership
@@ -117,6 +120,7 @@ def step(
     state: TSSAState,
     log_decay: torch.Tensor | None = None,
     softmax: Callable[..., torch.Tensor] = membership_of,
+    normalize_scores: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """The causal form of one token, from the sums before it.
 
@@ -137,7 +141,7 @@ def step(
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
     sum_sq = state.sum_sq + sq
-    score = (sq / sum_sq.clamp_min(EPS_SUM_SQ)).sum(-1)
+    score = (sq / sum_sq.clamp_min(EPS_SUM_SQ) if normalize_scores else sq.to(sum_sq.dtype)).sum(-1)
     if bias is not None:
         score = score + w.shape[-1] * bias
     membership = softmax(score, temp, padding)

@@ -51,7 +51,8 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
 
     Raises:
         TypeError: another kind of model.
-        ValueError: the model has layers of softmax attention, is spread already, or the mesh has several dimensions.
+        ValueError: the model is an encoder, has layers of softmax attention or scores that are not normalised, is spread
+            already, or the mesh has several dimensions.
     """
     if not isinstance(model, ToSTModel | ToSTForCausalLM):
         got = f"{type(model).__module__}.{type(model).__name__}"
@@ -63,6 +64,8 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
         )
     if not model.config.is_causal:
         raise ValueError("parallelize cannot cut texts for an encoder (is_causal=False): its sums are over all tokens.")
+    if not model.config.normalize_scores:
+        raise ValueError("parallelize cannot cut texts for normalize_scores=False; train such a model whole on each process.")
     kinds = set(model.config.all_layer_types) - {CAUSAL_STATISTICS}
     if kinds:
         raise ValueError(

@@ -1,0 +1,161 @@
+"""The paper's ablations as options: ISTA in place of the MLP, scores that are not normalised; language and vision."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import randomize, small_config, small_vision_config
+
+from tost_hf import (
+    TokenStatisticsSelfAttention,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForImageClassification,
+    ToSTModel,
+    ToSTVisionConfig,
+)
+from tost_hf.convert import convert_to_original
+from tost_hf.hub.cards import build_card
+from tost_hf.hub.checks import empty_model
+from tost_hf.hub.verification import info
+from tost_hf.interpret import trace_model
+from tost_hf.model.ista_tost import ISTAStep
+from tost_hf.model.tssa import LayerOperators
+from tost_hf.parallel import parallelize
+
+
+F64 = {"rtol": 1e-9, "atol": 1e-9}
+BOTH = {"mlp_type": "ista", "normalize_scores": False}
+
+
+def test_ista_is_a_proximal_gradient_step():
+    """On 1/2 |x - D a|^2 + threshold |a|_1 over a >= 0, from a = x: the objective falls, the formula holds."""
+    step = ISTAStep(12, step_size=0.05, threshold=0.3).double()
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    code = x.clone().requires_grad_()
+    objective = 0.5 * (x - code @ step.dictionary.T).square().sum()
+    (gradient,) = torch.autograd.grad(objective, code)
+    expected = (x - 0.05 * gradient - 0.05 * 0.3).clamp_min(0)
+    torch.testing.assert_close(step(x), expected)
+    assert sum(p.numel() for p in step.parameters()) == 12 * 12
+
+
+def test_raw_scores_are_sums_of_squares():
+    layer = randomize(TokenStatisticsSelfAttention(16, 2, causal=False, normalize_scores=False)).double()
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    w, temp = layer.in_proj(x).view(5, 2, 8), layer.temp.flatten()
+    pi = torch.stack([(temp * (w[t] ** 2).sum(-1)).softmax(0) for t in range(5)])
+    expected = torch.empty_like(w)
+    for h in range(2):
+        moment = sum(pi[t, h] * w[t, h] ** 2 for t in range(5)) / (pi[:, h].sum() + 1e-8)
+        expected[:, h] = -pi[:, h, None] * w[:, h] / (1 + moment)
+    output, membership = layer(x)
+    torch.testing.assert_close(membership[0], pi.T)
+    torch.testing.assert_close(output[0], layer.out_proj(expected.flatten(1)))
+
+
+@pytest.mark.parametrize("forgetting", ["none", "token"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@torch.no_grad()
+def test_raw_scores_through_a_cache_are_the_whole(forgetting, dtype):
+    model = randomize(ToSTForCausalLM(small_config(forgetting=forgetting, **BOTH))).eval().to(dtype)
+    tokens, mask = torch.randint(1, 97, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    mask[1, [0, 1, 7]] = 0
+    whole, cache, pieces, at = model(tokens, attention_mask=mask, use_cache=False).logits, None, [], 0
+    for size in (5, 1, 1, 1, 12):
+        at += size
+        out = model(tokens[:, at - size : at], attention_mask=mask[:, :at], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        pieces.append(out.logits)
+    close = F64 if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(torch.cat(pieces, 1)[mask == 1], whole[mask == 1], **close)
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+@torch.no_grad()
+def test_an_encoder_with_both_leaves_padding_out(pre_norm, texts):
+    model = randomize(ToSTModel(small_config(is_causal=False, pre_norm=pre_norm, **BOTH))).eval().double()
+    out = model(**texts).last_hidden_state
+    for row, real in enumerate(texts["attention_mask"].bool()):
+        torch.testing.assert_close(out[row][real], model(texts["input_ids"][row][real][None])[0][0], **F64)
+
+
+@pytest.mark.parametrize("mlp_type, normalize_scores", list(itertools.product(["mlp", "ista"], [True, False])))
+def test_vision_models_of_the_four_rows(mlp_type, normalize_scores, images, tmp_path):
+    """They differ from each other, load again, and every weight has a gradient."""
+    published = randomize(ToSTForImageClassification(small_vision_config()))
+    model = randomize(ToSTForImageClassification(small_vision_config(mlp_type=mlp_type, normalize_scores=normalize_scores)))
+    as_published = mlp_type == "mlp" and normalize_scores
+    assert torch.equal(model.eval()(images).logits, published.eval()(images).logits) == as_published
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert ("mlp_type" in fields) == (mlp_type == "ista") and ("normalize_scores" in fields) == (not normalize_scores)
+    loaded, loading = ToSTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading.values()) and torch.equal(loaded(images).logits, model(images).logits)
+    model.train()(images, labels=torch.tensor([0, 1])).loss.backward()
+    assert all((p.grad != 0).any() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "config_class, model_class, name, fields, count",
+    [
+        (ToSTVisionConfig, ToSTForImageClassification, "tost-vision-small-patch16", {"num_labels": 10}, 9_794_842),
+        (ToSTVisionConfig, ToSTForImageClassification, "tost-vision-small-patch16", {"num_labels": 1000}, 10_175_992),
+        (ToSTConfig, ToSTForCausalLM, "tost-base", {}, 60_829_584),
+    ],
+)
+def test_parameter_counts_with_ista(config_class, model_class, name, fields, count):
+    config = config_class.from_preset(name, mlp_type="ista", **fields)
+    assert empty_model(config, model_class).num_parameters() == count
+    as_published = empty_model(config_class.from_preset(name, **fields), model_class).num_parameters()
+    bias, width = config_class is ToSTVisionConfig, config.hidden_size
+    saved = 8 * width**2 + 5 * width * bias + width - width**2  # an MLP with its LayerScale, less a dictionary
+    assert as_published - count == config.num_hidden_layers * saved
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: small_config(mlp_type="swiglu"), "mlp_type must be one of mlp, ista, got 'swiglu'"),
+        (lambda: small_vision_config(mlp_type="swiglu"), "mlp_type must be one of mlp, ista"),
+        (lambda: small_config(ista_step_size=0), "ista_step_size must be above 0"),
+        (lambda: small_config(ista_step_size=float("nan")), "ista_step_size must be above 0"),
+        (lambda: small_config(ista_threshold=-1.0), "ista_threshold must not be negative"),
+        (lambda: small_config(ista_threshold=float("inf")), "ista_threshold must be a finite number"),
+        (lambda: small_vision_config(attention_type="xca", normalize_scores=False), "is for TSSA; attention_type 'xca'"),
+    ],
+)
+def test_impossible_values_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("kind", ["language", "vision"])
+def test_card_info_inspect_and_convert_know_them(kind, images, tmp_path):
+    if kind == "language":
+        model, inputs = ToSTForCausalLM(small_config(**BOTH)), {"input_ids": torch.randint(1, 97, (2, 9))}
+    else:
+        model, inputs = ToSTForImageClassification(small_vision_config(**BOTH)), {"pixel_values": images}
+    randomize(model).save_pretrained(tmp_path)
+    assert "mlp_type ista" in info(tmp_path)["options"] and "normalize_scores False" in info(tmp_path)["options"]
+    card = build_card(tmp_path, license="mit").content
+    assert "one of size 0.1, threshold 0.1" in card and "not normalised" in card and "width of the MLP" not in card
+    trace = trace_model(model, **inputs)
+    torch.testing.assert_close(trace.memberships.sum(2), torch.ones_like(trace.memberships[:, :, 0]), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"the authors' format has|a model in the authors' format has mlp_type='mlp'"):
+        convert_to_original(tmp_path, tmp_path / "checkpoint.pth")
+
+
+def test_raw_scores_are_not_spread_over_processes():
+    """The processes would each make memberships of their own heads or tokens."""
+    config = small_config(normalize_scores=False)
+    with pytest.raises(ValueError, match="cannot cut texts for normalize_scores=False"):
+        parallelize(ToSTModel(config), SimpleNamespace(ndim=1))
+    model = ToSTModel(config)
+    model.layers[0].self_attn.operators = LayerOperators(step=None)
+    with pytest.raises(ValueError, match="cannot be spread over processes"):
+        model(torch.ones(1, 4, dtype=torch.long))
+    plan = small_config(mlp_type="ista").base_model_tp_plan
+    assert not [name for name in plan if "mlp" in name] and "layers.*.mlp.down_proj" in small_config().base_model_tp_plan
