@@ -14,7 +14,8 @@ weighted squares and of memberships.
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, membership_of, sequence_starts, state_shapes, zero_state
-from .tssa_sums import GROUP_TOKENS, DecayGrad, Factors, RunningSum, factors_of, pad_tokens
+from .tssa_sums import Factors, RunningSum, decay_grad, factors_of, pad_tokens, round_up
 
 
 CHUNK_TOKENS = 256  # of a chunk: enough for the operations to be worth spreading over threads
@@ -219,13 +220,13 @@ def causal_forward(
     kept = Kept(score, TSSAState(*(membership.new_empty(borders, *shape[1:]) for shape in state_shapes(w))))
     for group in groups:
         tokens = _part(ForwardTokens(output, w, bias, padding, log_decay), group.rows)
-        codes = _chunk_codes(tokens.w, group.chunks, temp.dtype, compiled, backward=False)
+        codes = _chunk_codes(tokens, group.chunks, temp.dtype, compiled)
         sums, places = _part(state, group.rows), group.sums_before(kept.sums) if keep else []
         for index, chunk in enumerate(group.chunks):
             if keep:
                 for place, value in zip(places[index], sums):
                     place.copy_(value)
-            done = codes[chunk.stop - chunk.start](_part(tokens, tokens=chunk), temp, sums)
+            done = codes[index](_part(tokens, tokens=chunk), temp, sums)
             membership[group.rows, chunk] = done.membership
             if keep:
                 score[group.rows, chunk] = done.score
@@ -266,10 +267,10 @@ def causal_backward(
     grad_initial = []
     for group in _cut(w, compiled):
         tokens = _part(all_tokens, group.rows)
-        codes = _chunk_codes(tokens.w, group.chunks, temp.dtype, compiled, backward=True)
+        codes = _chunk_codes(tokens, group.chunks, temp.dtype, compiled)
         grad_sums = _part(grad_final, group.rows)
-        for chunk, sums in reversed(list(zip(group.chunks, group.sums_before(kept.sums)))):
-            done = codes[chunk.stop - chunk.start](_part(tokens, tokens=chunk), temp, sums, grad_sums)
+        for chunk, code, sums in reversed(list(zip(group.chunks, codes, group.sums_before(kept.sums)))):
+            done = code(_part(tokens, tokens=chunk), temp, sums, grad_sums)
             grad_score[group.rows, chunk] = done.grad_score
             grad_temp += done.grad_temp
             grad_sums = done.grad_sums
@@ -279,15 +280,24 @@ def causal_backward(
 
 
 def _chunk_codes(
-    w: torch.Tensor, chunks: list[slice], dtype: torch.dtype, compiled: CompiledChunks | None, backward: bool
-) -> dict[int, Callable]:
-    """For each length of chunk, what computes it: `_forward_chunk` or `_backward_chunk`, or compiled code for it."""
+    tokens: ForwardTokens | BackwardTokens, chunks: list[slice], dtype: torch.dtype, compiled: CompiledChunks | None
+) -> list[Callable]:
+    """For each chunk what computes it: `_forward_chunk` or `_backward_chunk`, or compiled code for its length."""
+    backward = isinstance(tokens, BackwardTokens)
     eager = _backward_chunk if backward else _forward_chunk
     code = None if compiled is None else compiled.backward if backward else compiled.forward
-    codes = {} if compiled is None or code is None else {compiled.tokens: code}
-    lengths = {chunk.stop - chunk.start for chunk in chunks} - codes.keys()
-    spaces = {size: _Workspace(w, size, dtype, backward) for size in map(_round_up, lengths)}
-    return codes | {length: functools.partial(eager, spaces[_round_up(length)]) for length in lengths}
+    codes: list[Callable] = []
+    for length, same in itertools.groupby(chunks, lambda chunk: chunk.stop - chunk.start):
+        parts = list(same)
+        if compiled is not None and code is not None and length == compiled.tokens:
+            codes += [code] * len(parts)
+            continue
+        space = _Workspace(tokens.w, round_up(length), dtype, backward)
+        factors: Sequence[Factors | None] = [None] * len(parts)
+        if tokens.log_decay is not None:
+            factors = factors_of(tokens.log_decay[:, parts[0].start : parts[-1].stop], len(parts), length, backward)
+        codes += [functools.partial(eager, space, x) for x in factors]
+    return codes
 
 
 # One chunk --------------------------------------------------------------------------------------------------------------
@@ -307,26 +317,26 @@ class _Workspace:
 
         self.x, self.sq, self.sum_sq = new(), new(), new()
         self.add_up_sq = RunningSum(self.sum_sq, source=self.sq)
-        count = w.new_empty(rows, tokens, H, 1, dtype=dtype)
-        self.add_up_count = RunningSum(count)
+        self.add_up_count = RunningSum(w.new_empty(rows, tokens, H, 1, dtype=dtype))
         if not backward:
             self.add_up_weighted_sq = RunningSum(self.sq)
             return
         self.grad, self.sum_weighted_sq, self.grad_quotient, self.inverse = new(), new(), new(), new()
         self.add_up_weighted_sq = RunningSum(self.sum_weighted_sq)
         self.add_up_grad_sq = RunningSum(self.sum_sq, reverse=True)
-        self.add_up_grad_count = RunningSum(count, reverse=True)
+        self.add_up_grad_count = RunningSum(w.new_empty(rows, tokens, H, 1, dtype=dtype), reverse=True)
         self.add_up_grad_weighted_sq = RunningSum(self.grad_quotient, reverse=True)
 
 
-def _forward_chunk(space: _Workspace, tokens: ForwardTokens, temp: torch.Tensor, sums: TSSAState) -> ForwardChunk:
+def _forward_chunk(
+    space: _Workspace, factors: Factors | None, tokens: ForwardTokens, temp: torch.Tensor, sums: TSSAState
+) -> ForwardChunk:
     """One chunk: fills the output, goes on from `sums`."""
     padding, count_tokens = tokens.padding, tokens.w.shape[1]
     x = _load(tokens.w, padding, space.x)
-    factors = factors_of(tokens.log_decay, x.shape[1])
     sq = torch.mul(x, x, out=space.sq)
     sum_sq = space.add_up_sq(sums.sum_sq, factors)
-    if _may_be_floored(sums.sum_sq if factors is None else space.sum_sq):
+    if _may_be_floored(space, sums.sum_sq, factors):
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
     ratio = torch.div(sq, space.sum_sq, out=space.sum_sq)
     score = ratio.sum(-1)[:, :count_tokens].add_(tokens.bias, alpha=tokens.w.shape[-1])
@@ -345,7 +355,12 @@ def _forward_chunk(space: _Workspace, tokens: ForwardTokens, temp: torch.Tensor,
 
 
 def _backward_chunk(
-    space: _Workspace, tokens: BackwardTokens, temp: torch.Tensor, sums: TSSAState, grad_sums: TSSAState
+    space: _Workspace,
+    factors: Factors | None,
+    tokens: BackwardTokens,
+    temp: torch.Tensor,
+    sums: TSSAState,
+    grad_sums: TSSAState,
 ) -> BackwardChunk:
     """One chunk: fills the gradients of w and `log_decay`; `grad_sums` are the gradients of the sums after the chunk."""
     padding, count_tokens, size = tokens.padding, tokens.w.shape[1], space.sq.shape[1]
@@ -353,8 +368,7 @@ def _backward_chunk(
     membership, score = pad_tokens(tokens.membership, size), pad_tokens(tokens.score, size)
     weight = membership.unsqueeze(-1)
     sq = torch.mul(x, x, out=space.sq)
-    factors = _ChunkFactors(*(factors_of(tokens.log_decay, size, reverse) for reverse in (False, True)))
-    decay = None if tokens.grad_log_decay is None else DecayGrad(membership)
+    decay = None if tokens.grad_log_decay is None else _DecayTerms()
 
     by_output = _output_to_membership(space, x, grad, membership, sums, grad_sums, factors, decay)
     grad_membership = by_output.membership
@@ -368,7 +382,7 @@ def _backward_chunk(
 
     grad_sq, grad_sum_sq = _score_to_squares(space, sq, grad_score, sums, grad_sums, factors, decay)
     if decay is not None and tokens.grad_log_decay is not None:
-        tokens.grad_log_decay.copy_(decay.grad()[:, :count_tokens])
+        tokens.grad_log_decay.copy_(decay_grad(decay.terms, decay.after_groups)[:, :count_tokens])
     grad_sq.addcmul_(space.grad_quotient, weight)
     weighted_count = (membership * by_output.counted).unsqueeze(-1)
     grad_x = space.grad.mul_(weighted_count.neg_()).addcmul_(grad_sq, x, value=2)[:, :count_tokens]
@@ -377,9 +391,11 @@ def _backward_chunk(
     return BackwardChunk(grad_score[:, :count_tokens], grad_temp, grads)
 
 
-class _ChunkFactors(NamedTuple):
-    forward: Factors | None
-    backward: Factors | None
+class _DecayTerms:
+    """What `decay_grad` takes, gathered on the way back."""
+
+    terms: torch.Tensor  # (rows, tokens, H)
+    after_groups: torch.Tensor  # (rows, groups, H)
 
 
 class _OutputGrads(NamedTuple):
@@ -398,18 +414,18 @@ def _output_to_membership(
     membership: torch.Tensor,
     sums: TSSAState,
     grad_sums: TSSAState,
-    factors: _ChunkFactors,
-    decay: DecayGrad | None,
+    factors: Factors | None,
+    decay: _DecayTerms | None,
 ) -> _OutputGrads:
     """From the output to the running sums N and D (`count`) and the membership.
 
     Leaves g / (N + D) in `space.grad` and the gradients of N's terms in `space.grad_quotient`.
     """
     weight = membership.unsqueeze(-1)
-    counted, _ = space.add_up_count.of_column(membership, sums.sum_membership, factors.forward)
+    counted, _ = space.add_up_count.of_column(membership, sums.sum_membership, factors)
     count = counted + EPS_MEMBERSHIP
     sum_weighted_sq = torch.mul(space.sq, weight, out=space.sum_weighted_sq)
-    space.add_up_weighted_sq(sums.sum_weighted_sq, factors.forward)
+    space.add_up_weighted_sq(sums.sum_weighted_sq, factors)
     ends = None if decay is None else space.add_up_weighted_sq.last_sums()
     inverse = torch.add(sum_weighted_sq, count.unsqueeze(-1), out=space.inverse).reciprocal_()
     torch.mul(grad, inverse, out=space.grad)
@@ -419,18 +435,14 @@ def _output_to_membership(
     product = torch.mul(quotient, sum_weighted_sq, out=sum_weighted_sq)
     grad_count = product.sum(-1).mul_(membership).neg_()
     quotient.mul_((membership * count).unsqueeze(-1))
-    grad_weighted_sq = space.add_up_grad_weighted_sq(grad_sums.sum_weighted_sq, factors.backward)
-    grad_counts, grad_sum_membership = space.add_up_grad_count.of_column(
-        grad_count, grad_sums.sum_membership, factors.backward
-    )
-    by_sum = torch.mul(space.sq, quotient, out=product).sum(-1)
-    grad_membership += by_sum + grad_counts
-    if decay is not None:
-        decay.terms.sub_(grad_count * count).sub_(by_sum.mul_(membership))
+    grad_weighted_sq = space.add_up_grad_weighted_sq(grad_sums.sum_weighted_sq, factors)
+    grad_counts, grad_sum_membership = space.add_up_grad_count.of_column(grad_count, grad_sums.sum_membership, factors)
+    by_sums = torch.mul(space.sq, quotient, out=product).sum(-1).add_(grad_counts)
+    grad_membership += by_sums
+    if decay is not None:  # dN N and dD D cancel, but for the floor in count
+        decay.terms = by_sums.mul_(membership).add_(grad_count, alpha=EPS_MEMBERSHIP)
         decay.after_groups = (ends * space.add_up_grad_weighted_sq.before_groups).sum(-1)
-        before = torch.cat([sums.sum_membership.unsqueeze(1), counted[:, :-1]], 1)
-        assert factors.forward is not None  # as there is decay
-        decay.alone = before * grad_counts * factors.forward.each
+        decay.after_groups += (space.add_up_count.groups[:, :, -1] * space.add_up_grad_count.before_groups).squeeze(-1)
     return _OutputGrads(grad_membership, grad_weighted_sq, grad_sum_membership, count)
 
 
@@ -440,38 +452,39 @@ def _score_to_squares(
     grad_score: torch.Tensor,
     sums: TSSAState,
     grad_sums: TSSAState,
-    factors: _ChunkFactors,
-    decay: DecayGrad | None,
+    factors: Factors | None,
+    decay: _DecayTerms | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From the score to the squares, by way of their running sums: their gradient, and that of the sum before the chunk."""
-    space.add_up_sq(sums.sum_sq, factors.forward)
+    space.add_up_sq(sums.sum_sq, factors)
     ends = None if decay is None else space.add_up_sq.last_sums()
-    looked_at = sums.sum_sq if factors.forward is None else space.sum_sq
-    floored = space.sum_sq < EPS_SUM_SQ if _may_be_floored(looked_at) else None
+    floored = space.sum_sq < EPS_SUM_SQ if _may_be_floored(space, sums.sum_sq, factors) else None
     if floored is not None:
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
     inverse = space.sum_sq.reciprocal_()
     grad_ratio = torch.mul(inverse, grad_score.unsqueeze(-1), out=space.inverse)
     if decay is not None and floored is not None:
-        decay.terms += (sq * grad_ratio).masked_fill_(~floored, 0).sum(-1)
+        decay.terms -= (sq * grad_ratio).masked_fill_(~floored, 0).sum(-1)
     loss = inverse.mul_(sq).mul_(grad_ratio)  # minus the gradient of a running sum, in the same tensor
     if floored is not None:
         loss.masked_fill_(floored, 0)
-    grad_sum_sq = space.add_up_grad_sq(grad_sums.sum_sq.neg(), factors.backward).neg()
+    grad_sum_sq = space.add_up_grad_sq(grad_sums.sum_sq.neg(), factors).neg()
     grad_sq = grad_ratio.sub_(loss)
     if decay is not None:
-        decay.terms -= torch.mul(sq, grad_sq, out=loss).sum(-1)
+        decay.terms += torch.mul(sq, grad_sq, out=loss).sum(-1)
         decay.after_groups -= (ends * space.add_up_grad_sq.before_groups).sum(-1)
     return grad_sq, grad_sum_sq
 
 
-def _may_be_floored(sum_sq: torch.Tensor) -> bool:
-    """Whether sums of squares, or running sums that only grow from them, lie below the floor; true where looking is costly."""
-    return sum_sq.device.type != "cpu" or sum_sq.amin().item() < EPS_SUM_SQ  # elsewhere a look would wait for the device
-
-
-def _round_up(tokens: int) -> int:
-    return -(-tokens // GROUP_TOKENS) * GROUP_TOKENS
+def _may_be_floored(space: _Workspace, sum_sq: torch.Tensor, factors: Factors | None) -> bool:
+    """Whether running sums of squares on from `sum_sq` lie below the floor; true where looking is costly."""
+    if sum_sq.device.type != "cpu":
+        return True  # a look would wait for the device
+    if factors is None:  # they only grow
+        return sum_sq.amin().item() < EPS_SUM_SQ
+    # within a group what was there before decays to this at least; twice the floor, for rounding
+    least = space.add_up_sq.before_groups * factors.onwards.inside[:, :, -1]
+    return least.amin().item() < 2 * EPS_SUM_SQ and space.sum_sq.amin().item() < EPS_SUM_SQ
 
 
 def _load(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:

@@ -11,47 +11,52 @@ from torch.nn import functional as F
 GROUP_TOKENS = 16  # tokens summed one after the other within a chunk
 
 
+class Way(NamedTuple):
+    """Factors on the way through a chunk, onwards for sums or back for their gradients."""
+
+    inside: torch.Tensor  # (rows, groups, tokens, H or 1, 1) from outside a group to each token
+    to_groups: torch.Tensor  # (rows, groups, H or 1, 1) from outside the chunk to each group
+
+
 class Factors(NamedTuple):
-    """By what decayed sums are multiplied on their way through a chunk; each but the first (rows, ..., H or 1, 1)."""
+    """By what decayed sums are multiplied in a chunk; their gradients a token's factor multiplies once they have passed it."""
 
-    each: torch.Tensor  # (rows, tokens, H or 1), of the tokens
-    tokens: list[torch.Tensor]  # (rows, groups, ...) from each token of a group to the next
-    inside: torch.Tensor  # (rows, groups, tokens, ...) from before the group to each token
-    ends: torch.Tensor | None  # (rows, groups, ...) from the group's last token out of it; None for 1
-    groups: list[torch.Tensor]  # (rows, ...) through each group
-    before_groups: torch.Tensor  # (rows, groups, ...) from before the chunk to each group
-    chunk: torch.Tensor  # through the chunk
+    tokens: tuple[torch.Tensor, ...]  # of the tokens by place in a group, (rows, groups, H or 1, 1)
+    groups: tuple[torch.Tensor, ...]  # (rows, H or 1, 1) through each group
+    chunk: torch.Tensor  # the same through the chunk
+    onwards: Way
+    back: Way | None
 
 
-def factors_of(log_decay: torch.Tensor | None, tokens: int, reverse: bool = False) -> Factors | None:
-    """Factors from `log_decay` (rows, up to `tokens`, H or 1), each exp of a sum that is at most 0.
+def factors_of(log_decay: torch.Tensor, chunks: int, tokens: int, backward: bool) -> list[Factors]:
+    """For each chunk of `log_decay` (rows, chunks * tokens, H or 1) its factors, exp of sums that are at most 0.
 
-    In reverse they are those of gradients, which a token's factor multiplies once they have passed the token.
+    Chunks are made up to whole groups with factors of 1; `back` is there if asked for.
     """
-    if log_decay is None:
-        return None
-    logs = pad_tokens(log_decay, tokens).unflatten(1, (-1, GROUP_TOKENS)).unsqueeze(-1)
-    each = logs.exp()
-    factors, each = each.unbind(2), each.flatten(1, 2).squeeze(-1)
-    if not reverse:
-        inside = logs.cumsum(2)
-        through = inside[:, :, -1]
-        before = _exclusive(through.cumsum(1), 1)
-        product = through.exp()
-        chunk = (before + through)[:, -1].exp()
-        return Factors(each, factors[1:], inside.exp(), None, product.unbind(1), before.exp(), chunk)
-    inside = logs.flip(2).cumsum(2).flip(2)
-    through = inside[:, :, 0]
-    before = _exclusive(through.flip(1).cumsum(1), 1)
-    chunk = (before[:, -1] + through[:, 0]).exp()
-    inside = torch.cat([inside[:, :, 1:], torch.zeros_like(inside[:, :, :1])], 2).exp()
-    return Factors(each, factors[:0:-1], inside, factors[0], through.exp().unbind(1)[::-1], before.flip(1).exp(), chunk)
+    rows = log_decay.shape[0]
+    logs = log_decay.unflatten(1, (chunks, tokens)).transpose(0, 1).flatten(0, 1)
+    logs = pad_tokens(logs, round_up(tokens)).unflatten(1, (-1, GROUP_TOKENS)).unsqueeze(-1)
+    sums = logs.cumsum(2)
+    through, inside = sums[:, :, -1], sums.exp()
+    before = _sums_before(through).exp()
+    fields = [logs.exp(), inside[:, :, -1], before[:, -1], inside, before[:, :-1]]
+    if backward:
+        fields.append(_sums_before(logs.flip(2).flatten(0, 1))[:, :-1].flip(1).view_as(logs).exp())
+        fields.append(_sums_before(through.flip(1))[:, :-1].flip(1).exp())
+    return [
+        Factors(each.unbind(2), groups.unbind(1), chunk, Way(*ways[:2]), Way(*ways[2:]) if backward else None)
+        for each, groups, chunk, *ways in zip(*(x.split(rows) for x in fields))
+    ]
 
 
-def _exclusive(sums: torch.Tensor, dim: int) -> torch.Tensor:
-    """Each the one before it, and 0 first."""
-    count = sums.shape[dim]
-    return torch.cat([torch.zeros_like(sums.narrow(dim, 0, 1)), sums.narrow(dim, 0, count - 1)], dim)
+def round_up(tokens: int) -> int:
+    """To whole groups."""
+    return -(-tokens // GROUP_TOKENS) * GROUP_TOKENS
+
+
+def _sums_before(x: torch.Tensor) -> torch.Tensor:
+    """Sums over dimension 1 of (..., n, H or 1, 1) before each and after the last, n + 1."""
+    return F.pad(x.cumsum(1), (0, 0, 0, 0, 1, 0))
 
 
 class RunningSum:
@@ -103,50 +108,53 @@ class RunningSum:
             self.before_groups = self.before + carry.to(self.total.dtype).unsqueeze(1)
             self.groups.add_(self.before_groups.unsqueeze(2))
             return carry + self.total
-        for (total, term, result), factor in zip(self.inside, factors.tokens):
+        way, tokens, over = factors.onwards, factors.tokens[1:], self.over
+        if self.order < 0:
+            assert factors.back is not None  # as they were asked for
+            way, tokens, over = factors.back, factors.tokens[:0:-1], self.over_scaled
+        for (total, term, result), factor in zip(self.inside, tokens):
             torch.addcmul(term, total, factor, out=result)
-        if factors.ends is not None:
-            torch.mul(self.ends, factors.ends, out=self.scaled_ends)
-        over = self.over if factors.ends is None else self.over_scaled
-        for (total, term, result), factor in zip(over, factors.groups):
+        if self.order < 0:
+            torch.mul(self.ends, factors.tokens[0], out=self.scaled_ends)
+        for (total, term, result), factor in zip(over, factors.groups[:: self.order]):
             torch.addcmul(term, total, factor, out=result)
-        self.before_groups = torch.addcmul(self.before, carry.to(self.total.dtype).unsqueeze(1), factors.before_groups)
-        self.groups.addcmul_(self.before_groups.unsqueeze(2), factors.inside)
+        self.before_groups = torch.addcmul(self.before, carry.to(self.total.dtype).unsqueeze(1), way.to_groups)
+        self.groups.addcmul_(self.before_groups.unsqueeze(2), way.inside)
         return torch.addcmul(self.total.to(carry.dtype), carry, factors.chunk.to(carry.dtype))
 
     def of_column(self, x: torch.Tensor, carry: torch.Tensor, factors: Factors | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of x (rows, tokens, H) on from `carry` (rows, H): the sums, and the last in the carry's dtype."""
+        """The same of x (rows, tokens, H) on from `carry` (rows, H): the sums, and the last in the carry's dtype.
+
+        With factors the sums lie in the tensor that the next call writes over.
+        """
         if factors is None:
             sums = suffix_sum(x) if self.order < 0 else x.cumsum(1)
             total = carry + sums[:, 0 if self.order < 0 else -1]
             return sums.add_(carry.to(x.dtype).unsqueeze(1)), total
         self.groups.copy_(x.unsqueeze(-1).view_as(self.groups))
         total = self(carry.unsqueeze(-1), factors).squeeze(-1)
-        return self.groups.flatten(1, 2).squeeze(-1).clone(), total
+        return self.groups.flatten(1, 2).squeeze(-1), total
 
     def last_sums(self) -> torch.Tensor:
         """Of each group the sum at its last token in order of time, (rows, groups, H, p)."""
         return self.groups[:, :, -1].clone()
 
 
-class DecayGrad:
-    """Gathers the gradient of a chunk's `log_decay`, (rows, tokens, H).
+def decay_grad(terms: torch.Tensor, after_groups: torch.Tensor) -> torch.Tensor:
+    """The gradient of a chunk's `log_decay`, (rows, tokens, H), from the gradients of running sums.
 
     With U the gradient of a running sum N, and dN what of it comes from its own token, log gamma_t has the gradient
     G_t = gamma_t U_t N_{t-1}. Since N_t = gamma_t N_{t-1} + x_t and U_t = dN_t + gamma_{t+1} U_{t+1}, that is as well
     G_{t+1} + dN_t N_t - U_t x_t: a sum over tokens, from the end of each group of them, of what the other gradients need
     anyway.
+
+    Args:
+        terms: U x - dN N, of all sums and channels, (rows, tokens, H).
+        after_groups: G of the token after each group, (rows, groups, H).
     """
-
-    def __init__(self, like: torch.Tensor):
-        self.terms = torch.zeros_like(like)  # dN N - U x, of both large sums
-        self.after_groups = like.new_zeros(())  # (rows, groups, H)
-        self.alone = like.new_zeros(())  # G of the sum of memberships
-
-    def grad(self) -> torch.Tensor:
-        terms = self.terms.unflatten(1, (-1, GROUP_TOKENS))
-        terms[:, :, -1] += self.after_groups
-        return terms.flip(2).cumsum(2).flip(2).flatten(1, 2) + self.alone
+    terms = terms.neg().unflatten(1, (-1, GROUP_TOKENS))
+    terms[:, :, -1] += after_groups
+    return terms.flip(2).cumsum(2).flip(2).flatten(1, 2)
 
 
 def pad_tokens(x: torch.Tensor, tokens: int) -> torch.Tensor:
