@@ -23,6 +23,7 @@ KERNEL_FILES = (
     "tssa_sums.py",
     "tssa_chunks.py",
     "tssa_compiled.py",
+    "tssa_bidirectional.py",
     "tssa_triton.py",
     "convolution_tost.py",
     "tssa.py",

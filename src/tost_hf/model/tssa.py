@@ -8,7 +8,8 @@ float64 inputs, whatever comes in.
 Two backends: the *reference* in PyTorch, for every device and dtype, and the *triton* kernels of tssa_triton.py. `backend=`
 or, without it, the environment variable TOST_HF_BACKEND chooses: "auto" takes the kernels on a GPU, where they can run. The
 causal reference is the eager engine of tssa_chunks.py; under torch.compile on a CPU it is the operator of tssa_compiled.py;
-under torch.export, and for other compilers, it is the formulas themselves, as the bidirectional reference always is.
+under torch.export, and for other compilers, it is the formulas themselves. The bidirectional reference is the eager engine of
+tssa_bidirectional.py on a CPU, and else, and for all compilers, the formulas.
 """
 
 import functools
@@ -23,8 +24,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from .convolution_tost import ShortConvolution, convolve
+from .tssa_bidirectional import bidirectional_tssa
 from .tssa_chunks import causal_tssa
-from .tssa_formulas import bidirectional
+from .tssa_formulas import bidirectional as bidirectional_formulas
 from .tssa_formulas import causal as causal_formulas
 from .tssa_formulas import step as step_formulas
 from .tssa_state import TSSAState, as_state, compute_dtype, state_shapes, zero_state
@@ -91,7 +93,9 @@ def tssa(
     dtype = compute_dtype(w.dtype)
     temp, padding = temp.to(dtype), None if mask is None else ~mask
     if not causal:
-        output, membership = bidirectional(w, temp, padding, seq_idx)
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        engine = bidirectional_tssa if w.device.type == "cpu" and not traced else bidirectional_formulas
+        output, membership = engine(w, temp, padding, seq_idx)
         return TSSAOutput(output, membership.transpose(1, 2), None)
     bias = None if bias is None else bias.to(dtype)
     state = None if initial_state is None else as_state(initial_state, w)
@@ -437,7 +441,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         dtype = compute_dtype(w.dtype)
         temp, padding = self.temp.reshape(-1).to(dtype), None if mask is None else ~mask.bool()
         if not self.causal:
-            output, membership = bidirectional(w, temp, padding, seq_idx, normalize_scores=False)
+            output, membership = bidirectional_formulas(w, temp, padding, seq_idx, normalize_scores=False)
             return TSSAOutput(output, membership.transpose(1, 2), None)
         bias = None if bias is None else bias.to(dtype)
         log_decay = _decay_of_tokens(log_decay, mask, w.shape[:3], dtype)
