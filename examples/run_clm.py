@@ -12,22 +12,18 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, field
-from itertools import chain
 
 from datasets import Dataset
 from scripting import (
-    LOADERS,
     HubArguments,
-    check_limits,
-    ending,
     load_pretrained,
-    load_rows,
     override_config,
     parse_args,
     run,
     set_up_logging,
     train_and_report,
 )
+from texts import DataTrainingArguments, load_blocks
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,12 +33,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
-    default_data_collator,
     set_seed,
 )
 
 from tost_hf import PRESETS, ToSTConfig, ToSTTrainer, ToSTTrainingArguments
 from tost_hf.training.metrics import TokenAccuracy, perplexity
+from tost_hf.training.streams import collate_blocks
+from tost_hf.training.trainer_stream import StreamingTrainer
 
 
 logger = logging.getLogger("run_clm")
@@ -84,88 +81,6 @@ class ModelArguments(HubArguments):
     def __post_init__(self):
         if self.config_overrides is not None and self.model_name_or_path is not None:
             raise ValueError("--config_overrides is for a model trained from scratch, not for --model_name_or_path.")
-
-
-@dataclass
-class DataTrainingArguments:
-    """Which text, and how it is cut into blocks."""
-
-    dataset_name: str | None = field(default=None, metadata={"help": "The dataset, a Hub id or a folder."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "The configuration of the dataset."})
-    train_file: str | None = field(default=None, metadata={"help": f"The training text ({', '.join(LOADERS)})."})
-    validation_file: str | None = field(default=None, metadata={"help": f"The validation text ({', '.join(LOADERS)})."})
-    validation_split_percentage: int = field(
-        default=5, metadata={"help": "The part of the training rows held out where there is no validation text."}
-    )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use so many training blocks only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use so many validation blocks only."})
-    streaming: bool = field(default=False, metadata={"help": "Read the data while training, without preparing all of it."})
-    block_size: int | None = field(
-        default=None, metadata={"help": "Tokens of one block. Default: what the model can take, up to 1,024."}
-    )
-    add_eos_token: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to end each row with the tokenizer's eos token. Default: yes, as a row is a document, but not "
-            "for txt, where a row is a line; there, write the eos token's text between documents yourself.",
-            "nargs": "?",
-            "const": True,
-        },
-    )
-    keep_linebreaks: bool = field(default=True, metadata={"help": "Whether to keep the line breaks of txt files."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again even if the result is cached."})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-
-    def __post_init__(self):
-        if self.dataset_name is None and self.train_file is None and self.validation_file is None:
-            raise ValueError("There is no text to work on: give --dataset_name, --train_file or --validation_file.")
-        check_limits(self)
-        if not 0 <= self.validation_split_percentage < 100:
-            raise ValueError(
-                f"--validation_split_percentage must be at least 0 and below 100, got {self.validation_split_percentage}."
-            )
-        for file in filter(None, (self.train_file, self.validation_file)):
-            if ending(file) not in LOADERS:
-                raise ValueError(f"The text file {file!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
-            if "://" in file:  # a URL, which datasets fetches
-                continue
-            if not os.path.isfile(file):
-                raise FileNotFoundError(f"The text file {file!r} does not exist.")
-            if os.path.getsize(file) == 0:
-                raise ValueError(f"The text file {file!r} is empty.")
-
-
-def load_texts(model_args: ModelArguments, data_args: DataTrainingArguments) -> dict:
-    """The rows of text of "train" and "validation", each a `Dataset` or, streaming, an `IterableDataset`."""
-    options = {"cache_dir": model_args.cache_dir, "token": model_args.token, "streaming": data_args.streaming}
-    if data_args.dataset_name is not None:
-        texts = dict(load_rows(data_args.dataset_name, data_args.dataset_config_name, **options))
-    else:
-        texts = {}
-        for split, file in (("train", data_args.train_file), ("validation", data_args.validation_file)):
-            if file is not None:
-                lines = {"keep_linebreaks": data_args.keep_linebreaks} if ending(file) == "txt" else {}
-                texts[split] = load_rows(LOADERS[ending(file)], data_files=file, split="train", **options, **lines)
-    percentage = data_args.validation_split_percentage
-    if "validation" not in texts and "train" in texts and percentage > 0:
-        texts["train"], texts["validation"] = hold_out(texts["train"], percentage)
-    return texts
-
-
-def hold_out(rows, percentage: int) -> tuple:
-    """Splits rows into those to train on and those to validate on: the first ones, or those of every 100 in a stream."""
-    if not isinstance(rows, Dataset):
-        return (
-            rows.filter(lambda _, index: index % 100 >= percentage, with_indices=True),
-            rows.filter(lambda _, index: index % 100 < percentage, with_indices=True),
-        )
-    if len(rows) < 2:
-        raise ValueError(
-            "The training text has a single row, of which none can be held out: give --validation_file, or "
-            "--validation_split_percentage 0."
-        )
-    held_out = max(1, len(rows) * percentage // 100)
-    return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
 
 
 def load_config(model_args: ModelArguments) -> PreTrainedConfig:
@@ -224,56 +139,6 @@ def choose_block_size(block_size: int | None, config: PreTrainedConfig) -> int:
     return block_size
 
 
-def cut_into_blocks(
-    rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, column: str, block_size: int, eos_token_id: int | None
-) -> dict[str, list[list[int]]]:
-    """Tokenizes rows, joins them, and cuts the result into blocks; what is left over, less than a block, is dropped."""
-    texts = [text for text in rows[column] if text]
-    token_lists = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"] if texts else []
-    if eos_token_id is not None:
-        token_lists = [ids if ids[-1:] == [eos_token_id] else [*ids, eos_token_id] for ids in token_lists]
-    tokens = list(chain.from_iterable(token_lists))
-    blocks = [tokens[i : i + block_size] for i in range(0, len(tokens) - block_size + 1, block_size)]
-    return {"input_ids": blocks, "labels": [list(block) for block in blocks]}
-
-
-def prepare_blocks(split: str, rows, tokenizer: PreTrainedTokenizerBase, block_size: int, max_samples: int | None, data_args):
-    """Blocks of tokens to train on or to evaluate."""
-    columns = rows.column_names or list(next(iter(rows)))
-    column = "text" if "text" in columns else columns[0]
-    first = next(iter(rows), {}).get(column)
-    if not isinstance(first, str | None):
-        raise ValueError(f"The column {column!r} of the {split} data holds no text but values such as {first!r}.")
-    file = data_args.train_file if split == "train" else data_args.validation_file or data_args.train_file
-    rows_are_lines = data_args.dataset_name is None and ending(file) == "txt"
-    add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not rows_are_lines
-    if add_eos and tokenizer.eos_token_id is None:
-        raise ValueError("The tokenizer has no eos token to end a document with; set one, or use --add_eos_token false.")
-    options = {}
-    if not data_args.streaming:  # a stream has no workers, cache or length
-        options["num_proc"] = data_args.preprocessing_num_workers
-        options["load_from_cache_file"] = not data_args.overwrite_cache
-        options["desc"] = f"Cutting the {split} text into blocks of {block_size}"
-    blocks = rows.map(
-        cut_into_blocks,
-        batched=True,
-        batch_size=10_000 if rows_are_lines else 1_000,  # each such batch loses less than a block
-        remove_columns=columns,
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "column": column,
-            "block_size": block_size,
-            "eos_token_id": tokenizer.eos_token_id if add_eos else None,
-        },
-        **options,
-    )
-    if next(iter(blocks), None) is None:
-        raise ValueError(f"The {split} text is shorter than one block of {block_size} tokens; choose a smaller --block_size.")
-    if max_samples is not None:
-        blocks = blocks.take(max_samples)
-    return blocks
-
-
 def most_likely(logits, labels):
     """The predicted tokens, kept in place of the logits, which would not fit in memory."""
     logits = logits[0] if isinstance(logits, tuple) else logits
@@ -286,27 +151,13 @@ def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
     return accuracy | {"perplexity": perplexity(float(evaluated.losses.mean()))}
 
 
-def load_blocks(model_args, data_args, training_args, tokenizer: PreTrainedTokenizerBase, block_size: int) -> dict:
-    """The blocks of "train" and "validation" that are wanted."""
-    blocks = {}
-    with training_args.main_process_first(desc="preparing the text"):
-        texts = load_texts(model_args, data_args)
-        for split, wanted, max_samples in (
-            ("train", training_args.do_train, data_args.max_train_samples),
-            ("validation", training_args.do_eval, data_args.max_eval_samples),
-        ):
-            if wanted and split not in texts:
-                raise ValueError(f"There is no {split} text; give --{split}_file, or a dataset that has one.")
-            if wanted:
-                blocks[split] = prepare_blocks(split, texts[split], tokenizer, block_size, max_samples, data_args)
-    return blocks
-
-
 def main(args: list[str] | None = None) -> None:
     args = sys.argv[1:] if args is None else args
     model_args, data_args, training_args = parse_args(
         args, ModelArguments, DataTrainingArguments, ToSTTrainingArguments, description=__doc__
     )
+    if data_args.streaming and training_args.do_train and training_args.max_steps < 0:
+        raise ValueError("How long an epoch of a stream is nobody knows before: give --max_steps with --streaming.")
     set_up_logging(training_args, logger)
     set_seed(training_args.seed)
 
@@ -317,14 +168,17 @@ def main(args: list[str] | None = None) -> None:
     blocks = load_blocks(model_args, data_args, training_args, tokenizer, block_size)
 
     training_args.include_for_metrics = ["loss"]  # for the perplexity
-    trainer_class = ToSTTrainer if model.config.model_type == ToSTConfig.model_type else Trainer
+    if model.config.model_type == ToSTConfig.model_type:
+        trainer_class = ToSTTrainer
+    else:
+        trainer_class = StreamingTrainer if data_args.streaming else Trainer
     trainer = trainer_class(
         model=model,
         args=training_args,
         train_dataset=blocks.get("train"),
         eval_dataset=blocks.get("validation"),
         processing_class=tokenizer,
-        data_collator=default_data_collator,
+        data_collator=collate_blocks,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=most_likely,
     )

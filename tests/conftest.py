@@ -122,4 +122,4 @@ def text_model():
 # they import from here, so at the end
 from card_folders import bare_folder, labelled_folder, trained_folder  # noqa: E402, F401
 from image_runs import digit_folder, image_args  # noqa: E402, F401
-from text_runs import clm_args, text_folder  # noqa: E402, F401
+from text_runs import clm_args, text_folder, text_parts  # noqa: E402, F401

@@ -54,14 +54,18 @@ def random_state(checkpoint: Path) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["run_clm", "run_image_classification"])
-def test_killed_at_random_moments(clients, clm_args, image_args, tmp_path, script):
+@pytest.mark.parametrize("data, kills", [("text", KILLS), ("stream", 5), ("images", KILLS)])
+def test_killed_at_random_moments(clients, clm_args, image_args, text_parts, tmp_path, data, kills):
     """With dropout, accumulation and epochs' ends on the way, a save at every step, and old checkpoints deleted."""
+    script = "run_image_classification" if data == "images" else "run_clm"
     arguments = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
     arguments |= {"gradient_accumulation_steps": 2, "disable_tqdm": "true"}
-    if script == "run_clm":
+    if data != "images":
         sizes = text_runs.TINY + ",hidden_dropout=0.1,embedding_dropout=0.1"
         make, arguments = clm_args, arguments | {"config_overrides": sizes, "max_train_samples": 60}
+        if data == "stream":
+            arguments |= {"max_train_samples": None, "train_file": text_parts, "streaming": True}
+            arguments |= {"shuffle_buffer": 10, "dataloader_num_workers": 2}
     else:
         sizes = image_runs.TINY + ",hidden_dropout=0.1,drop_path_rate=0.1"
         make, arguments = image_args, arguments | {"config_overrides": sizes, "max_train_samples": 60, "ema_decay": 0.9}
@@ -71,9 +75,9 @@ def test_killed_at_random_moments(clients, clm_args, image_args, tmp_path, scrip
 
     clients.wait(start(tmp_path / "whole")).check()
     expected = contents(tmp_path / "whole")
-    assert len(expected["losses"]) == STEPS and len(expected) == (4 if script == "run_clm" else 5)
+    assert len(expected["losses"]) == STEPS and len(expected) == (5 if data == "images" else 4)
     chance = random.Random(0)
-    for number in range(KILLS):
+    for number in range(kills):
         folder = tmp_path / f"killed-{number}"
         for latest in [STEPS // 2, STEPS - 2][number % 2 :]:  # every other one twice
             begun = max([int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")], default=0)

@@ -30,6 +30,7 @@ from transformers.utils import (
 )
 
 from ..files import TRAINER_STATE
+from .streams import PackedStream
 
 
 logger = logging.getLogger(__name__)
@@ -175,6 +176,14 @@ def _state_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
         yield from _zip_problem(folder / SCALER)
     if not _processes_differ(trainer, folder):
         yield from _zip_problem(folder / _random_state_name(trainer))
+        if (name := stream_state_name(trainer)) is not None:
+            yield from _json_problem(folder / name)
+
+
+def stream_state_name(trainer: Trainer) -> str | None:
+    """The file with this process's place in a stream of text; None if there is no stream, or it is to begin anew."""
+    needed = isinstance(trainer.train_dataset, PackedStream) and not trainer.args.ignore_data_skip
+    return f"stream_{trainer.args.process_index}.json" if needed else None
 
 
 def _random_state_name(trainer: Trainer) -> str:
@@ -319,4 +328,4 @@ def _check_model(trainer: Trainer, folder: Path) -> None:
             )
 
 
-__all__ = ["checkpoints", "choose_checkpoint", "delete_old_checkpoints"]
+__all__ = ["checkpoints", "choose_checkpoint", "delete_old_checkpoints", "stream_state_name"]

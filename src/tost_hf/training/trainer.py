@@ -17,6 +17,7 @@ from ..model.tssa import KEPT_IN_FLOAT32
 from .trainer_context import ContextTrainer
 from .trainer_guard import GuardedTrainer
 from .trainer_hub import PublishingTrainer
+from .trainer_stream import StreamingTrainer
 
 
 RECIPE_MAX_STEPS = 600_000
@@ -161,10 +162,11 @@ class ToSTTrainingArguments(RecipeArguments):
         return min(steps, num_training_steps // 10) if self._shorten_warmup else steps
 
 
-class ToSTTrainer(ContextTrainer, GuardedTrainer, PublishingTrainer):
+class ToSTTrainer(ContextTrainer, GuardedTrainer, StreamingTrainer, PublishingTrainer):
     """transformers' `Trainer` with the authors' parameter groups; without `args`, with their settings too.
 
-    It resumes from complete checkpoints only, and stops when the loss becomes NaN (see `GuardedTrainer`).
+    It resumes from complete checkpoints only, stops when the loss becomes NaN (see `GuardedTrainer`), and goes on with a
+    stream of text where it was (see `StreamingTrainer`).
 
     Weight decay applies to tensors of two or more dimensions except `temp` and `denom_bias`, which set the sharpness and the
     bias of a membership. Tensors of one dimension (norms, biases, LayerScale) are not decayed. The embeddings are.

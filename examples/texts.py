@@ -1,0 +1,337 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Text to train on: which files, tokenized and cut into blocks beforehand, or streamed while training goes on."""
+
+import glob
+import os
+import zlib
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from datasets import Dataset
+from scripting import LOADERS, check_limits, load_rows
+from scripting import ending as last_ending
+from transformers import PreTrainedTokenizerBase
+
+from tost_hf.training.streams import PackedStream
+from tost_hf.training.token_shards import check_prepared, is_prepared, load_prepared, tokenizer_mark
+
+
+COMPRESSED = ("gz", "bz2", "xz", "zst", "lz4")
+READ_FROM = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSED)}"
+
+
+@dataclass
+class TextArguments:
+    """Which text, and how it is tokenized."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "The dataset, a Hub id or a folder."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "The configuration of the dataset."})
+    train_file: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": f"The training text: files of one kind ({READ_FROM}), patterns such as 'data/*.jsonl.gz', folders of "
+            "them, or a folder that prepare_tokens.py wrote."
+        },
+    )
+    text_column: str | None = field(
+        default=None, metadata={"help": "The column with the text. Default: 'text', or the only one there is."}
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens of one block. Default: what the model can take, up to 1,024."}
+    )
+    add_eos_token: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to end each row with the tokenizer's eos token. Default: yes, as a row is a document, but not "
+            "for txt, where a row is a line; there, write the eos token's text between documents yourself.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
+    keep_linebreaks: bool = field(default=True, metadata={"help": "Whether to keep the line breaks of txt files."})
+
+    def __post_init__(self):
+        self.train_file = expand_files(self.train_file)
+
+
+@dataclass
+class DataTrainingArguments(TextArguments):
+    """Which text, and how it is cut into blocks."""
+
+    validation_file: list[str] | None = field(default=None, metadata={"help": "The validation text, of the same kinds."})
+    validation_split_percentage: int = field(
+        default=5, metadata={"help": "The part of the training rows held out where there is no validation text."}
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use so many training blocks only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use so many validation blocks only."})
+    streaming: bool = field(default=False, metadata={"help": "Read the data while training, without preparing all of it."})
+    shuffle_buffer: int = field(
+        default=1_000,
+        metadata={"help": "Blocks of a stream that are shuffled at a time; 0 leaves blocks and files in their order."},
+    )
+    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again even if the result is cached."})
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+
+    def __post_init__(self):
+        if self.dataset_name is None and self.train_file is None and self.validation_file is None:
+            raise ValueError("There is no text to work on: give --dataset_name, --train_file or --validation_file.")
+        check_limits(self)
+        if not 0 <= self.validation_split_percentage < 100:
+            raise ValueError(
+                f"--validation_split_percentage must be at least 0 and below 100, got {self.validation_split_percentage}."
+            )
+        if self.shuffle_buffer < 0:
+            raise ValueError(f"--shuffle_buffer must be at least 0, got {self.shuffle_buffer}.")
+        if self.streaming and self.max_train_samples is not None:
+            raise ValueError("--max_train_samples is for text prepared beforehand; --max_steps ends a run with --streaming.")
+        super().__post_init__()
+        self.validation_file = expand_files(self.validation_file)
+        if self.streaming and any(is_prepared(files[0]) for files in (self.train_file, self.validation_file) if files):
+            raise ValueError("--streaming is for text; a folder that prepare_tokens.py wrote is read without it.")
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def ending(file: str) -> str:
+    """What kind of file it is, compressed or not."""
+    name, _, last = file.rpartition(".")
+    return last_ending(name) if last.lower() in COMPRESSED else last_ending(file)
+
+
+def expand_files(given: str | list[str] | None) -> list[str] | None:
+    """The files that names, patterns and folders stand for; a folder of prepared tokens, alone, stands for itself.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: a file is empty or of an unknown kind, or they are of several kinds.
+    """
+    if given is None:
+        return None
+    given = [given] if isinstance(given, str) else given
+    if any(is_prepared(name) for name in given):
+        if len(given) > 1:
+            raise ValueError(f"A folder that prepare_tokens.py wrote is given alone, not as one of {given}.")
+        return given
+    files = list(chain.from_iterable(map(_files_of, given)))
+    for file in files:
+        if ending(file) not in LOADERS:
+            raise ValueError(f"The text file {file!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
+        if "://" in file:  # a URL, which datasets fetches
+            continue
+        if not os.path.isfile(file):
+            raise FileNotFoundError(f"The text file {file!r} does not exist.")
+        if os.path.getsize(file) == 0:
+            raise ValueError(f"The text file {file!r} is empty.")
+    kinds = sorted({LOADERS[ending(file)] for file in files})
+    if len(kinds) > 1:
+        raise ValueError(f"Text files must be of one kind to be read together, not of several: {', '.join(kinds)}.")
+    return files
+
+
+def _files_of(name: str) -> list[str]:
+    if os.path.isdir(name):
+        files = sorted(str(path) for path in Path(name).iterdir() if path.is_file() and ending(path.name) in LOADERS)
+        if not files:
+            raise FileNotFoundError(f"The folder {name!r} has no text files ({READ_FROM}).")
+        return files
+    if glob.has_magic(name) and not os.path.exists(name) and "://" not in name:
+        files = sorted(glob.glob(name, recursive=True))
+        if not files:
+            raise FileNotFoundError(f"No text file is called {name!r}.")
+        return files
+    return [name]
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def load_texts(model_args, data_args) -> dict:
+    """The rows of text of "train" and "validation", each a `Dataset` or, streaming, an `IterableDataset`.
+
+    Args:
+        model_args: `HubArguments`.
+        data_args: `DataTrainingArguments`.
+    """
+    options = {"cache_dir": model_args.cache_dir, "token": model_args.token, "streaming": data_args.streaming}
+    if data_args.dataset_name is not None:
+        texts = dict(load_rows(data_args.dataset_name, data_args.dataset_config_name, **options))
+    else:
+        texts = {}
+        for split, files in (("train", data_args.train_file), ("validation", data_args.validation_file)):
+            if files is not None:
+                texts[split] = load_files(files, data_args, **options)
+    percentage = data_args.validation_split_percentage
+    if "validation" not in texts and "train" in texts and percentage > 0:
+        texts["train"], texts["validation"] = hold_out(texts["train"], percentage, data_args.text_column)
+    return texts
+
+
+def load_files(files: list[str], data_args: TextArguments, **options):
+    """The rows of files, or the blocks of a folder of prepared tokens."""
+    if is_prepared(files[0]):
+        return load_prepared(files[0])
+    lines = {"keep_linebreaks": data_args.keep_linebreaks} if ending(files[0]) == "txt" else {}
+    return load_rows(LOADERS[ending(files[0])], data_files=files, split="train", **options, **lines)
+
+
+def hold_out(rows, percentage: int, column: str | None = None) -> tuple:
+    """Splits rows into those to train on and those to validate on: the first ones, or by their text in a stream.
+
+    By their text, because a stream is dealt out to processes: its rows have no number that all of them know.
+    """
+    if not isinstance(rows, Dataset):
+        column = text_column("train", rows, column)
+        part = partial(_is_held_out, column=column, percentage=percentage)
+        return rows.filter(partial(part, wanted=False)), rows.filter(partial(part, wanted=True))
+    if len(rows) < 2:
+        raise ValueError(
+            "The training text has a single row, of which none can be held out: give --validation_file, or "
+            "--validation_split_percentage 0."
+        )
+    held_out = max(1, len(rows) * percentage // 100)
+    return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
+
+
+def _is_held_out(row: dict, column: str, percentage: int, wanted: bool) -> bool:
+    return (zlib.crc32(str(row[column]).encode()) % 100 < percentage) == wanted
+
+
+def text_column(split: str, rows, column: str | None = None) -> str:
+    """The column that holds the text.
+
+    Raises:
+        ValueError: it is not there, or holds something else.
+    """
+    first = first_row(split, rows)
+    columns = rows.column_names or list(first)
+    if column is None and "text" not in columns and len(columns) > 1:
+        raise ValueError(f"The {split} data has no column 'text' but {', '.join(columns)}: name one with --text_column.")
+    column = column or ("text" if "text" in columns else next(iter(columns), "text"))
+    if column not in columns:
+        raise ValueError(f"The {split} data has no column {column!r} but: {', '.join(columns) or 'no rows'}.")
+    if not isinstance(first.get(column), str | None):
+        raise ValueError(f"The column {column!r} of the {split} data holds no text but values such as {first[column]!r}.")
+    return column
+
+
+def first_row(split: str, rows) -> dict:
+    """The first row, empty if there is none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return next(iter(rows), {})
+    except Exception as error:  # datasets raises whatever the readers of many formats raise
+        raise ValueError(f"The {split} text cannot be read: {error.__cause__ or error}") from error
+
+
+# Blocks --------------------------------------------------------------------------------------------------------------
+
+
+def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, eos_token_id: int | None) -> list[int]:
+    """The tokens of texts, joined; each text ends with the eos token unless that is None."""
+    token_lists = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"] if texts else []
+    if eos_token_id is not None:
+        token_lists = [ids if ids[-1:] == [eos_token_id] else [*ids, eos_token_id] for ids in token_lists]
+    return list(chain.from_iterable(token_lists))
+
+
+def cut_into_blocks(
+    rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, column: str, block_size: int, eos_token_id: int | None
+) -> dict[str, list[list[int]]]:
+    """Tokenizes rows, joins them, and cuts the result into blocks; what is left over, less than a block, is dropped."""
+    tokens = encode([text for text in rows[column] if text], tokenizer, eos_token_id)
+    return {"input_ids": [tokens[i : i + block_size] for i in range(0, len(tokens) - block_size + 1, block_size)]}
+
+
+def rows_are_lines(files: list[str] | None) -> bool:
+    return files is not None and ending(files[0]) == "txt"
+
+
+def chosen_eos(files: list[str] | None, tokenizer: PreTrainedTokenizerBase, data_args: TextArguments) -> int | None:
+    """The token that ends a row, if any."""
+    add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not rows_are_lines(files)
+    if add_eos and tokenizer.eos_token_id is None:
+        raise ValueError("The tokenizer has no eos token to end a document with; set one, or use --add_eos_token false.")
+    return tokenizer.eos_token_id if add_eos else None
+
+
+def prepare_blocks(split: str, rows, tokenizer: PreTrainedTokenizerBase, block_size: int, max_samples: int | None, data_args):
+    """Blocks of tokens to train on or to evaluate, those of a stream as well with an end."""
+    files = data_args.train_file if split == "train" else data_args.validation_file or data_args.train_file
+    files = None if data_args.dataset_name is not None else files
+    if files is not None and is_prepared(files[0]):
+        check_prepared(files[0], tokenizer, block_size)
+        blocks = rows
+    else:
+        blocks = _cut_rows(split, rows, files, tokenizer, block_size, data_args)
+    return blocks if max_samples is None else blocks.take(max_samples)
+
+
+def _cut_rows(split: str, rows, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, data_args):
+    column = text_column(split, rows, data_args.text_column)
+    options = {}
+    if not data_args.streaming:  # a stream has no workers, cache or length
+        options["num_proc"] = data_args.preprocessing_num_workers
+        options["load_from_cache_file"] = not data_args.overwrite_cache
+        options["desc"] = f"Cutting the {split} text into blocks of {block_size}"
+    blocks = rows.map(
+        cut_into_blocks,
+        batched=True,
+        batch_size=10_000 if rows_are_lines(files) else 1_000,  # each such batch loses less than a block
+        remove_columns=rows.column_names or list(first_row(split, rows)),
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": column,
+            "block_size": block_size,
+            "eos_token_id": chosen_eos(files, tokenizer, data_args),
+        },
+        **options,
+    )
+    if not first_row(split, blocks):
+        raise ValueError(f"The {split} text is shorter than one block of {block_size} tokens; choose a smaller --block_size.")
+    return blocks
+
+
+def stream_blocks(rows, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, data_args) -> PackedStream:
+    """Blocks of training text, read while training goes on, without end."""
+    files = None if data_args.dataset_name is not None else data_args.train_file
+    _cut_rows("train", rows, files, tokenizer, block_size, data_args)  # refuses what cannot be used
+    eos = chosen_eos(files, tokenizer, data_args)
+    return PackedStream(
+        rows,
+        partial(encode, tokenizer=tokenizer, eos_token_id=eos),
+        text_column("train", rows, data_args.text_column),
+        block_size,
+        shuffle_buffer=data_args.shuffle_buffer,
+        seed=seed,
+        terms={
+            "tokenizer": tokenizer_mark(tokenizer),
+            "eos_token": eos,
+            "names": data_args.dataset_name or sorted(os.path.basename(file) for file in data_args.train_file),
+            "validation_split_percentage": data_args.validation_split_percentage,
+        },
+    )
+
+
+def load_blocks(model_args, data_args, training_args, tokenizer: PreTrainedTokenizerBase, block_size: int) -> dict:
+    """The blocks of "train" and "validation" that are wanted."""
+    blocks = {}
+    with training_args.main_process_first(desc="preparing the text"):
+        texts = load_texts(model_args, data_args)
+        for split, wanted, max_samples in (
+            ("train", training_args.do_train, data_args.max_train_samples),
+            ("validation", training_args.do_eval, data_args.max_eval_samples),
+        ):
+            if wanted and split not in texts:
+                raise ValueError(f"There is no {split} text; give --{split}_file, or a dataset that has one.")
+            if wanted and split == "train" and data_args.streaming:
+                seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+                blocks[split] = stream_blocks(texts[split], tokenizer, block_size, seed, data_args)
+            elif wanted:
+                blocks[split] = prepare_blocks(split, texts[split], tokenizer, block_size, max_samples, data_args)
+    return blocks
