@@ -196,7 +196,7 @@ def hold_out(rows, percentage: int, column: str | None = None) -> tuple:
 
 
 def _is_held_out(row: dict, column: str, percentage: int, wanted: bool) -> bool:
-    return (zlib.crc32(str(row[column]).encode()) % 100 < percentage) == wanted
+    return (zlib.crc32(str(row[column]).encode(errors="replace")) % 100 < percentage) == wanted
 
 
 def text_column(split: str, rows, column: str | None = None) -> str:

@@ -7,14 +7,17 @@ from collections import Counter
 from functools import partial
 from itertools import islice
 
+import prepare_tokens
 import pytest
 import run_clm
 import texts
 from datasets import Dataset
 from scripting import load_rows
-from scripts import EXAMPLES, launch, losses
+from scripts import EXAMPLES, command_line, launch, losses
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
+from tost_hf.training import token_shards
 from tost_hf.training.streams import PLACE, PackedStream, StreamCollator, collate_blocks
 
 
@@ -174,3 +177,70 @@ def test_bad_input(tmp_path, clm_args, text_parts, monkeypatch, changes, sentenc
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(sentence)) as caught:
         run_clm.main(clm_args(**{"streaming": True, "train_file": text_parts, "max_steps": 9, **changes}))
     assert "Traceback" not in str(caught.value)
+
+
+# Tokens prepared once ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepare(text_folder, text_parts, tmp_path):
+    def prepare(**changes):
+        values = {"tokenizer_name": text_folder / "tokenizer", "train_file": text_parts, "block_size": 32, "num_shards": 2}
+        prepare_tokens.main(command_line(values | {"output_dir": tmp_path / "tokens"} | changes))
+        return tmp_path / "tokens"
+
+    return prepare
+
+
+def test_prepared_tokens_are_trained_on(prepare, tmp_path, clm_args, text_folder, text_parts):
+    folder = prepare(num_proc=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens"]
+    found = [row["input_ids"].tolist() for row in token_shards.load_prepared(folder)]
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    documents = load_rows("json", data_files=f"{text_parts}/*.gz", split="train", cache_dir=str(tmp_path / "cache"))["text"]
+    tokens = sum(len(texts.encode([document], tokenizer, 0)) for document in documents)
+    assert tokens - 2 * 32 < 32 * len(found) <= tokens  # less than a block lost per file
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "tokens-00000-of-00002.arrow",
+        "tokens-00001-of-00002.arrow",
+        "tokens.json",
+    ]
+    run_clm.main(clm_args(train_file=folder, max_steps=None, num_train_epochs=2, validation_file=None, do_eval=True))
+    held_out = len(found) * 5 // 100
+    assert len(losses(tmp_path / "out")) == 2 * -(-(len(found) - held_out) // 4)
+
+
+def test_preparing_goes_on_with_what_is_missing(prepare, tmp_path, monkeypatch):
+    whole = {path.name: path.read_bytes() for path in prepare().iterdir()}
+    shutil.move(tmp_path / "tokens", tmp_path / "tokens.partial")
+    (tmp_path / "tokens.partial/tokens-00001-of-00002.arrow").unlink()
+    kept = (tmp_path / "tokens.partial/tokens-00000-of-00002.arrow").stat().st_mtime_ns
+    with pytest.raises(ValueError, match="was begun with another block_size"):
+        prepare(block_size=16)
+    assert {path.name: path.read_bytes() for path in prepare().iterdir()} == whole
+    assert (tmp_path / "tokens/tokens-00000-of-00002.arrow").stat().st_mtime_ns == kept
+
+
+def test_bad_tokens(prepare, tmp_path, clm_args, text_parts):
+    folder = prepare()
+    with pytest.raises(FileExistsError, match="tokens exists"):
+        prepare()
+    with pytest.raises(ValueError, match="is prepared already"):
+        prepare(train_file=folder, output_dir=tmp_path / "more")
+    with pytest.raises(ValueError, match="shorter than one block of 100000 tokens"):
+        prepare(block_size=100_000, output_dir=tmp_path / "more")
+    with pytest.raises(ValueError, match="Give --output_dir"):
+        prepare(output_dir=None)
+    with pytest.raises(ValueError, match="--streaming is for text"):
+        run_clm.main(clm_args(train_file=folder, streaming=True))
+    with pytest.raises(ValueError, match="are in blocks of 32, not 16: use --block_size 32"):
+        run_clm.main(clm_args(train_file=folder, block_size=16))
+    settings = folder / "tokens.json"
+    for old, new, sentence in (('"tokenizer": "', '"tokenizer": "0', "by another tokenizer"), ("{", "", "is damaged")):
+        settings.write_text(settings.read_text().replace(old, new, 1))
+        with pytest.raises(ValueError, match=sentence):
+            run_clm.main(clm_args(train_file=folder))
+    prepare(output_dir=tmp_path / "torn")
+    (tmp_path / "torn/tokens-00001-of-00002.arrow").write_bytes(b"torn")
+    with pytest.raises(ValueError, match="are damaged"):
+        run_clm.main(clm_args(train_file=tmp_path / "torn"))
