@@ -30,15 +30,20 @@ def environment(tmp_path) -> dict[str, str]:
     }
 
 
-def launch(script: Path, tmp_path, args: list[str], processes: int, fails: bool = False) -> str:
-    """Runs `accelerate launch` and returns what it printed; a run that `fails` must end on its own and in time."""
+def launch_command(script: Path, args: list[str], processes: int) -> list[str]:
+    """The command line of `accelerate launch`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # without --multi_gpu one process starts; ACCELERATE_USE_CPU makes the several ones find each other through gloo
     several = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(script), *args]
+    return [*command, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(script), *args]
+
+
+def launch(script: Path, tmp_path, args: list[str], processes: int, fails: bool = False) -> str:
+    """Runs `accelerate launch` and returns what it printed; a run that `fails` must end on its own and in time."""
+    command = launch_command(script, args, processes)
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
     assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr * fails
