@@ -3,6 +3,9 @@
 import heads_cases
 import pytest
 from processes import run_cases
+from transformers.distributed import DistributedConfig
+
+import tost_hf
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -45,3 +48,10 @@ def test_heads_that_do_not_divide_are_refused(answers):
     processes, answers = answers
     for model in heads_cases.REFUSED[processes]:
         assert all(answer.startswith(SENTENCES[model]) for answer in answers[f"refused, {model}"])
+
+
+@pytest.mark.parametrize("config", [{"pp_size": 2}, DistributedConfig(pp_size=2)], ids=["a dict", "an object"])
+def test_a_pipeline_of_layers_is_refused(tmp_path, tiny_model, config):
+    tiny_model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="cannot be cut by layers"):
+        tost_hf.ToSTForCausalLM.from_pretrained(tmp_path, distributed_config=config)

@@ -58,11 +58,12 @@ class ToSTBaseModel(PreTrainedModel):
         """As `PreTrainedModel.from_pretrained`, from safetensors files only: weights are never unpickled.
 
         Raises:
-            ValueError: `use_safetensors=False`.
+            ValueError: `use_safetensors=False`, or a `distributed_config` that cuts the model by layers.
             OSError: there are no safetensors weights, or they are damaged.
         """
         if use_safetensors is False:
             raise ValueError("ToST models load safetensors weights only; convert pickled ones with `tost-hf convert`.")
+        _refuse_pipeline(kwargs.get("distributed_config"))
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs)
         except SafetensorError as error:
@@ -134,3 +135,14 @@ class ToSTBaseModel(PreTrainedModel):
             card = ModelCard(f"---\n{data.to_yaml()}\n---\n\nA {type(self).__name__}, pushed without a model card.\n")
         card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *(tags or [])])) or None
         return card
+
+
+def _refuse_pipeline(distributed_config) -> None:
+    """Refuses transformers' pipelines: their later stages take what comes in for embedded tokens, and add positions again."""
+    is_dict = isinstance(distributed_config, dict)  # as transformers takes it, too
+    size = distributed_config.get("pp_size") if is_dict else getattr(distributed_config, "pp_size", None)
+    if (size or 1) > 1:
+        raise ValueError(
+            "A ToST model cannot be cut by layers (pp_size of distributed_config): use tp_size, which cuts it by heads, or "
+            "fully_shard."
+        )

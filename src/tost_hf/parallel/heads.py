@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from ..model.tssa import TSSAOutput
@@ -28,8 +29,6 @@ class HeadsParallel(TensorParallelLayer):
         return True
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         whole = module._parameters.get(param)
         if whole is not None:
             cut = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
