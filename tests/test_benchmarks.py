@@ -287,6 +287,14 @@ def test_resolution(tmp_path, capsys):
     assert "four times the tokens" in capsys.readouterr().out
 
 
+def test_training_on_images(tmp_path):
+    rows = run(resolution, tmp_path, "--training", "--sizes", 32, "--layers", 1, "--repeats", 1)
+    assert {(row["model"], row["metric"]) for row in rows} == {
+        (name, metric) for name in ("ToST", "formulas") for metric in ("training images/s", "formulas / this")
+    }
+    assert all(float(row["value"]) > 0 for row in rows)
+
+
 @pytest.mark.slow
 def test_scaling(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scaling, "SLOPE_FROM", 32)

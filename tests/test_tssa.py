@@ -17,7 +17,7 @@ from tost_hf import (
     tssa,
     tssa_step,
 )
-from tost_hf.model import tssa_chunks, tssa_compiled, tssa_formulas
+from tost_hf.model import tssa_chunks, tssa_compiled, tssa_formulas, tssa_state
 
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -411,6 +411,26 @@ def test_a_million_tokens():
         outputs.append(out.output)
     assert error(torch.stack(outputs[-1000:], 1), exact[:, -1000:]) < 1e-6
     assert layer.sum_membership.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "files, size",
+    [
+        ({}, 2**20),
+        ({"index0": ("1", "48K"), "index2": ("2", "1024K"), "index3": ("3", "32768K")}, 2**20),
+        ({"index0": ("1", "48K"), "index1": ("2", "2048K\n")}, 2**21),
+        ({"index0": ("2", "16K")}, 2**18),
+        ({"index0": ("2", "65536K")}, 2**22),
+        ({"index0": ("2", "unknown")}, 2**20),
+        ({"index0": ("1", "48K")}, 2**20),
+    ],
+)
+def test_chunks_fit_the_cache(tmp_path, files, size):
+    for name, (level, text) in files.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "level").write_text(f"{level}\n")
+        (tmp_path / name / "size").write_text(text)
+    assert tssa_state.cache_bytes(tmp_path) == size
 
 
 # Bad input, and the layer --------------------------------------------------------------------------------------------

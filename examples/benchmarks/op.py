@@ -5,9 +5,9 @@
     python examples/benchmarks/op.py --memory      # peak memory of a forward pass over 131,072 tokens
 
 `literal` is the plain formulas (tssa_formulas.py) with autograd's backward, as the authors' eager code computes them: in
-float32 inside whatever the input's dtype, as in their training under bfloat16 autocast. On a CPU the bidirectional `eager` is
-the same. `sdpa` is PyTorch's attention (flash where the GPU has it) on queries, keys and values of the same shape, and
-`fla ...` are operators of flash-linear-attention where it is installed.
+float32 inside whatever the input's dtype, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention (flash
+where the GPU has it) on queries, keys and values of the same shape, and `fla ...` are operators of flash-linear-attention
+where it is installed.
 
 `x floor` is the time over that of the least memory traffic: w read and the output written, and in the backward pass w and
 the gradient read and w's gradient written, at the bandwidth of a large copy that takes turns with the operators. Every TSSA

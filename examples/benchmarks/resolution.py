@@ -2,13 +2,19 @@
 """What an image costs at 224 to 2,048 pixels per side: ToST-small beside transformers' ViT-small, both with 16-pixel patches.
 
     python examples/benchmarks/resolution.py
+    python examples/benchmarks/resolution.py --training --sizes 224   # images per second of training steps
 
 Random weights (they do not change the cost), batch 1, eager, forward only; ViT with PyTorch's scaled dot product attention,
 and an `image_size` of its own at every resolution. The two models take turns, with a C library that keeps freed memory.
 Prints the time of a forward pass, its peak memory beyond the loaded model (on a CPU measured in a process of its own, with
 an ordinary C library), the first size from which on ToST is the faster, and the ratios of times at four times the
 tokens: 4 is linear growth, 16 quadratic.
+
+With --training it is steps of ToST on batches of 8 images (forward, backward, AdamW), beside the same model whose operator is
+the plain formulas with autograd's backward ("formulas"), as it was on CPUs before there was an engine for it.
 """
+
+import contextlib
 
 import torch
 from rows import Panel, parse_arguments, plot
@@ -29,11 +35,15 @@ from timing import (
 )
 from transformers import ViTConfig, ViTModel
 
+import tost_hf.model.tssa as operators
 from tost_hf import ToSTVisionConfig, ToSTVisionModel
+from tost_hf.model import tssa_formulas
 
 
 PATCH = 16
 MODELS = ("ToST", "ViT")
+TRAINED = ("ToST", "formulas")
+TRAINING_BATCH = 8
 
 
 def build(name: str, side: int, layers: int, device: str, dtype):
@@ -76,11 +86,53 @@ def find_seconds(side: int, layers: int, repeats: int, device: str, dtype) -> di
     return measure(runs, repeats, device=device, warm_up=1 if device == "cpu" else 3)
 
 
+@contextlib.contextmanager
+def plain_formulas():
+    """Within it, bidirectional layers on a CPU are computed by the formulas."""
+    engine = operators.bidirectional_tssa
+    operators.bidirectional_tssa = tssa_formulas.bidirectional
+    try:
+        yield
+    finally:
+        operators.bidirectional_tssa = engine
+
+
+def make_training_step(name: str, side: int, layers: int, device: str, dtype):
+    model = build("ToST", side, layers, device, dtype).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    pixels = torch.randn(TRAINING_BATCH, 3, side, side, device=device, dtype=dtype)
+
+    def step():
+        with plain_formulas() if name == "formulas" else contextlib.nullcontext():
+            model(pixels).last_hidden_state.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def report_training(sides, dtype, args, report: Report) -> None:
+    for side in sides:
+        steps = {name: make_training_step(name, side, args.layers, args.device, dtype) for name in TRAINED}
+        runs = {name: lambda step=step: step for name, step in steps.items()}
+        seconds = measure(runs, args.repeats, device=args.device, warm_up=1 if args.device == "cpu" else 3)
+        for name, times in seconds.items():
+            speed = spread(TRAINING_BATCH / s for s in times)
+            metrics = {"training images/s": speed, "formulas / this": ratio(seconds["formulas"], times)}
+            report.add(case_of(name, side, args.layers, dtype), metrics)
+
+
+def case_of(name: str, side: int, layers: int, dtype) -> dict[str, object]:
+    dtype = str(dtype).removeprefix("torch.")
+    return {"model": name, "pixels": side, "tokens": (side // PATCH) ** 2, "layers": layers, "dtype": dtype}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     dtype_argument(parser)
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 448, 512, 896, 1024, 2048], help="sides in pixels")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--training", action="store_true", help="images per second of training steps instead")
     args = parse_arguments(parser, argv, __file__)
     for side in args.sizes:
         if side < PATCH or side % PATCH:
@@ -89,6 +141,9 @@ def main(argv: list[str] | None = None) -> None:
     print_header(args.device)
     report = Report(args)
     sides = sorted(set(args.sizes))
+    if args.training:
+        report_training(sides, dtype, args, report)
+        return
     peaks = {}
     for name in MODELS:
         where = (name, sides, args.layers, args.device, dtype)
@@ -97,8 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     for side in sides:
         seconds[side] = find_seconds(side, args.layers, args.repeats, args.device, dtype)
         for name, times in seconds[side].items():
-            case = {"model": name, "pixels": side, "tokens": (side // PATCH) ** 2, "layers": args.layers}
-            case["dtype"] = str(dtype).removeprefix("torch.")
+            case = case_of(name, side, args.layers, dtype)
             gain = ratio(seconds[side]["ViT"], times)
             report.add(case, {"ms": spread(times) * 1e3, "peak MiB": peaks[name][side] / 2**20, "ViT / this": gain})
         gains[side] = ratio(seconds[side]["ViT"], seconds[side]["ToST"]).value

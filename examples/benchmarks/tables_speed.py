@@ -79,12 +79,10 @@ def operator(measured: Measured) -> str:
             def time(variant, metric="ms", case=case):
                 return measured.spread("op", variant=variant, metric=metric, **case)
 
-            eager, compiled, sdpa = (ms(time(variant)) for variant in ("eager", "compiled", "sdpa"))
-            cells = ["", eager, "", compiled, "", "", sdpa]  # the bidirectional form is the plain formulas
-            if form == "causal":
-                cells[0], cells[5] = ms(time("literal")), ms(time("literal compiled"))
-                cells[2], cells[4] = (with_range(time(variant, "literal / this")) for variant in ("eager", "compiled"))
-            lines.append([f"{form}, {which}", *cells])
+            cells = [ms(time("literal"))]
+            for variant in ("eager", "compiled"):
+                cells += [ms(time(variant)), with_range(time(variant, "literal / this"))]
+            lines.append([f"{form}, {which}", *cells, ms(time("literal compiled")), ms(time("sdpa"))])
     return with_source(measured, markdown([*head, "attention (SDPA)"], lines), "op", metric="ms", **OP_SHAPE)
 
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .tssa_state import EPS_MEMBERSHIP, EPS_NORM, membership_of, real_tokens, sequence_starts
+from .tssa_state import EPS_MEMBERSHIP, EPS_NORM, cache_bytes, membership_of, real_tokens, sequence_starts
 
 
-GROUP_NUMBERS = 2**20  # size of a group's work tensors
+GROUP_NUMBERS = cache_bytes()  # size of a group's work tensors
 
 
 class _Sums(NamedTuple):

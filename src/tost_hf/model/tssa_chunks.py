@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, membership_of, sequence_starts, state_shapes, zero_state
-from .tssa_sums import Factors, RunningSum, decay_grad, factors_of, pad_tokens, round_up
+from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, cache_bytes, membership_of, state_shapes, zero_state
+from .tssa_sums import Factors, RunningSum, decay_grad, factors_of, pad_tokens, round_up, with_borders
 
 
 CHUNK_TOKENS = 256  # of a chunk: enough for the operations to be worth spreading over threads
-CHUNK_NUMBERS = 2**20  # size of a chunk's tensors, several rows together: the working set stays in the cache
+CHUNK_NUMBERS = cache_bytes()  # size of a chunk's tensors, several rows together: the working set stays in the caches
 
 
 # What goes in and comes out -------------------------------------------------------------------------------------------
@@ -172,15 +171,6 @@ def causal_tssa(
     log_decay = with_borders(log_decay, seq_idx, temp.dtype)
     output, membership, *final = _CausalTSSA.apply(w, temp, bias, padding, log_decay, *state)
     return output, membership, TSSAState(*final)
-
-
-def with_borders(log_decay: torch.Tensor | None, seq_idx: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """`log_decay` (B, T, H), or (B, T, 1) where there was none, that forgets all before a later packed sequence of a row."""
-    if seq_idx is None:
-        return log_decay
-    starts = F.pad(sequence_starts(seq_idx)[:, 1:], (1, 0)).unsqueeze(-1)  # the first goes on from the state
-    log_decay = torch.zeros(starts.shape, dtype=dtype, device=seq_idx.device) if log_decay is None else log_decay
-    return log_decay.masked_fill(starts, float("-inf"))
 
 
 class _CausalTSSA(torch.autograd.Function):

@@ -25,16 +25,15 @@ from .tssa_chunks import (
     OutputGrads,
     causal_backward,
     causal_forward,
-    with_borders,
 )
-from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, custom_operator, membership_of, state_shapes
-from .tssa_sums import suffix_sum
+from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, cache_bytes, custom_operator, membership_of, state_shapes
+from .tssa_sums import suffix_sum, with_borders
 
 
 UNROLLED_TOKENS = 8  # of a group: their sums are unrolled
 BLOCK_GROUPS = 8  # groups of a block: their sums are masked ones, block by block
 SHORTEST_CHUNK = 2 * UNROLLED_TOKENS * BLOCK_GROUPS  # tokens; longer ones have twice as many, and so on
-COMPILED_CHUNK_NUMBERS = 2**19  # size of a chunk's tensors, which stay in the cache
+COMPILED_CHUNK_NUMBERS = cache_bytes() // 2  # size of a chunk's tensors, which stay in the caches
 
 
 # Running sums over a chunk -------------------------------------------------------------------------------------------

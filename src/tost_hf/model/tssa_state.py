@@ -7,11 +7,15 @@ Pi the membership.
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+
+USUAL_CACHE_BYTES = 2**20
+LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 2**18, 2**22  # beyond which a reading is no guide
 
 EPS_SUM_SQ = 1e-12  # floor of a causal running sum of squares
 EPS_NORM = 1e-12  # floor of a channel's norm over the tokens (bidirectional)
@@ -80,6 +84,16 @@ def per_head(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
     """Whether a packed sequence starts at a token, (B, T), by the tokens' sequence numbers (B, T)."""
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+
+
+def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of a core's second-level cache, to which engines on CPUs fit their chunks; 1 MiB where Linux does not tell it."""
+    try:
+        level = next(index for index in sorted(folder.glob("index*")) if (index / "level").read_text().strip() == "2")
+        size = 1024 * int((level / "size").read_text().strip().removesuffix("K"))
+    except (OSError, StopIteration, ValueError):
+        return USUAL_CACHE_BYTES
+    return min(max(size, LEAST_CACHE_BYTES), MOST_CACHE_BYTES)
 
 
 def _operator_namespace(package: str) -> str:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from .tssa_state import sequence_starts
+
 
 GROUP_TOKENS = 16  # tokens summed one after the other within a chunk
 
@@ -155,6 +157,15 @@ def decay_grad(terms: torch.Tensor, after_groups: torch.Tensor) -> torch.Tensor:
     terms = terms.neg().unflatten(1, (-1, GROUP_TOKENS))
     terms[:, :, -1] += after_groups
     return terms.flip(2).cumsum(2).flip(2).flatten(1, 2)
+
+
+def with_borders(log_decay: torch.Tensor | None, seq_idx: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """`log_decay` (B, T, H), or (B, T, 1) where there was none, that forgets all before a later packed sequence of a row."""
+    if seq_idx is None:
+        return log_decay
+    starts = F.pad(sequence_starts(seq_idx)[:, 1:], (1, 0)).unsqueeze(-1)  # the first goes on from the state
+    log_decay = torch.zeros(starts.shape, dtype=dtype, device=seq_idx.device) if log_decay is None else log_decay
+    return log_decay.masked_fill(starts, float("-inf"))
 
 
 def pad_tokens(x: torch.Tensor, tokens: int) -> torch.Tensor:
