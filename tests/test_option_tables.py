@@ -39,12 +39,15 @@ CASES = {
         ["| ToST conv | 1,234 | | | 1.600 ± 0.141 | | |", "| GPT-2 | 1,234 | | | | 2.250 | |"],
     ),
     "options, copying": (
-        [results_row("locality.py", "ToST conv", "copy 1", 300, 96, "accuracy", 0.995)],
-        ["| ToST conv | 1,234 | 99.5 | | | | |"],
+        [
+            results_row("locality.py", "ToST conv", "copy 1", 1500, 96, "accuracy", 0.995),
+            results_row("locality.py", "ToST conv", "copy 1", 5000, 96, "accuracy", 0.999),
+        ],
+        ["| ToST conv | 1,234 | 1,500 | 99.5 | | | | |", "| ToST conv | 1,234 | 5,000 | 99.9 | | | | |"],
     ),
     "options, recall": (
         [results_row("recall.py", "ToST token", "8 pairs", 6000, 32, "accuracy", 0.5)],
-        ["| ToST token | 1,234 | | 50.0 | |"],
+        ["| ToST token | 1,234 | 6,000 | | 50.0 | |"],
     ),
     "options, long texts": (
         [
@@ -82,7 +85,7 @@ def test_a_table_shows_the_rows_there_are(name):
 def test_without_rows_of_options_it_says_so(name):
     published = [
         results_row("compare_lm.py", "ToST", "books", 400, 128, "loss", 2.5),
-        results_row("locality.py", "ToST", "copy 1", 300, 96, "accuracy", 0.06),
+        results_row("locality.py", "ToST", "copy 1", 1500, 96, "accuracy", 0.06),
         results_row("recall.py", "ToST", "8 pairs", 6000, 32, "accuracy", 0.1),
         results_row("long_context.py", "ToST, no positions", "0 to 64", 400, 1024, "loss", 4.5),
     ]
@@ -90,3 +93,13 @@ def test_without_rows_of_options_it_says_so(name):
         tables_options.TABLES[name](Rows(published, [decode_row("ToST", 10, "ms a step", 1, models="")]))
         == "*Not measured yet.*"
     )
+
+
+def test_in_short_leaves_empty_what_was_not_measured():
+    found = [
+        results_row("locality.py", "ToST hybrid", "copy 1", 300, 96, "accuracy", 0.995),
+        results_row("compare_lm.py", "ToST conv token", "books", 2000, 128, "loss", 1.5),
+    ]
+    table = tables_options.in_short(Rows(found))
+    assert "| copying the token before, accuracy | | | | 99.5 % | |" in table
+    assert "| books, 2,000 steps, equal parameters, nats per byte | | 1.500 | | | |" in table

@@ -29,7 +29,7 @@ MARKED = re.compile(
     r"(?P<open><!--|\{#) (?P<kind>results|figure): (?P<name>[^>#]+?) (?P<close>-->|#\}).*?(?P=open) end (?P=close)", re.DOTALL
 )
 KINDS = {
-    "results": tables_ability.TABLES | tables_speed.TABLES | tables_options.TABLES,
+    "results": tables_ability.TABLES | tables_speed.TABLES | tables_options.TABLES | tables_options.IN_SHORT,
     "figure": tables_ability.FIGURES | tables_speed.FIGURES,
 }
 PLOTS: dict[str, Callable[[Measured], list[Panel]]] = tables_ability.PLOTS | tables_speed.PLOTS

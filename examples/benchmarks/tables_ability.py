@@ -14,6 +14,7 @@ RECALL = {  # steps to what is said of them
     "600": ("4 to 64 pairs, 600 steps", (4, 8, 16, 32, 64)),
 }
 PAIRS = (4, 8, 16, 32, 64)
+COPY_STEPS = 300
 LANGUAGE_STEPS = 400
 PUBLISHED_FREE = "ToST, no positions"  # as published, but for the positions
 LANGUAGE = ("tiny Shakespeare", "books")
@@ -63,11 +64,11 @@ def with_source(measured: Measured, table: str, models: tuple[str, ...] = (), **
 def copying(measured: Measured) -> str:
     lines = []
     for model in MODELS:
-        case = {"script": "locality.py", "context": 96, "model": model}
+        case = {"script": "locality.py", "context": 96, "steps": COPY_STEPS, "model": model}
         cells = [accuracy(measured, task=task, **case) for task in COPY_TASKS]
         lines.append([model, parameters(measured, **case), *cells])
     table = markdown(["accuracy, %", "parameters", *COPY_TASKS], lines)
-    return with_source(measured, table, MODELS, script="locality.py", context=96)
+    return with_source(measured, table, MODELS, script="locality.py", context=96, steps=COPY_STEPS)
 
 
 def short_copying(measured: Measured) -> str:
@@ -230,23 +231,7 @@ def observed_flattening(measured: Measured) -> str:
     return markdown(["distance from uniform", "", *(f"layer {i}" for i in LAYERS)], lines)
 
 
-# In short -------------------------------------------------------------------------------------------------------------
-
-
-def worse(measured: Measured) -> str:
-    """What small ToSTs do worse than GPT-2s of equal width, for the top README."""
-    lines = []
-    for title, case in (
-        ("copying the token before, 96 tokens", {"script": "locality.py", "context": 96, "task": "copy 1"}),
-        ("recalling one of 4 pairs", {"script": "recall.py", "steps": 6000, "task": "4 pairs"}),
-        ("recalling one of 16 pairs", {"script": "recall.py", "steps": 6000, "task": "16 pairs"}),
-    ):
-        lines.append([f"{title}, accuracy", *(f"{accuracy(measured, model=name, **case)} %" for name in ("ToST", "GPT-2"))])
-    for task in LANGUAGE:
-        case = {"script": "compare_lm.py", "steps": LANGUAGE_STEPS, "metric": "loss", "task": task}
-        losses = (measured.seeds(model=name, **case) for name in ("ToST", "GPT-2"))
-        lines.append([f"{task}, nats per byte (less is better)", *(plus_minus(x, ".3f") for x in losses)])
-    return markdown(["small models of equal width", "ToST", "GPT-2"], lines)
+# Figures --------------------------------------------------------------------------------------------------------------
 
 
 def figure(metric: str = "accuracy", **wanted):
@@ -260,7 +245,6 @@ def figure(metric: str = "accuracy", **wanted):
 
 
 TABLES = {
-    "worse": worse,
     "copying": copying,
     "short copying": short_copying,
     "recall": recall,
@@ -272,7 +256,10 @@ TABLES = {
     "observed flattening": observed_flattening,
 }
 FIGURES = {
-    **{f"copy 1, {name}": figure(script="locality.py", context=96, task="copy 1", model=name) for name in ("ToST", "GPT-2")},
+    **{
+        f"copy 1, {name}": figure(script="locality.py", context=96, steps=COPY_STEPS, task="copy 1", model=name)
+        for name in ("ToST", "GPT-2")
+    },
     **{f"16 pairs, {name}": figure(script="recall.py", steps=6000, task="16 pairs", model=name) for name in ("ToST", "GPT-2")},
     **{
         f"tiny Shakespeare, {name}": figure(

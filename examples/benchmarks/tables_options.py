@@ -3,16 +3,24 @@
 
 from language_models import MODELS, OPTIONS
 from rows import Measured, commands, markdown, plus_minus, select
-from tables_ability import COPY_TASKS, LANGUAGE, PUBLISHED_FREE, percent, settings
+from tables_ability import COPY_STEPS, COPY_TASKS, LANGUAGE, LANGUAGE_STEPS, PUBLISHED_FREE, percent, settings
 from tables_speed import OPTION_POSITIONS, with_options
 
 
 PENDING = "*Not measured yet.*"
 STEPS = 2000
 EARLY = 400
+LONGER_COPY_STEPS = (1500, 5000)
 RECALL_STEPS = 6000
 PAIRS = (4, 8, 16)
 ORDER = (*(name for name in MODELS if name not in OPTIONS), *OPTIONS)
+SHORT = {  # columns of the top README
+    "ToST": "ToST as published",
+    "ToST conv token": "conv token",
+    "ToST conv, no statistics": "the same without statistics",
+    "ToST hybrid": "hybrid",
+    "GPT-2": "GPT-2",
+}
 
 
 class Cases:
@@ -28,6 +36,9 @@ class Cases:
         """The models that have rows, GPT-2 and the like first."""
         there = {row["model"] for row in self.rows}
         return [name for name in ORDER if name in there]
+
+    def steps(self, model: str) -> list[str]:
+        return list(dict.fromkeys(row["steps"] for row in select(self.rows, model=model)))
 
     def parameters(self, model: str) -> str:
         return f"{int(select(self.rows, model=model)[0]['parameters']):,}"
@@ -57,6 +68,7 @@ def language(measured: Measured) -> str:
 
 def copying(measured: Measured) -> str:
     cases = Cases(measured, script="locality.py", context=96)
+    cases.rows = [row for row in cases.rows if int(row["steps"]) in LONGER_COPY_STEPS]
     return accuracies(cases, COPY_TASKS)
 
 
@@ -71,9 +83,10 @@ def accuracies(cases: Cases, tasks: tuple[str, ...]) -> str:
         return PENDING
     lines = []
     for model in cases.models():
-        cells = [percent(cases.seeds(model=model, task=task, metric="accuracy")) for task in tasks]
-        lines.append([model, cases.parameters(model), *cells])
-    return cases.page(["accuracy, %", "parameters", *tasks], lines)
+        for steps in cases.steps(model):
+            cells = (percent(cases.seeds(model=model, task=task, steps=steps, metric="accuracy")) for task in tasks)
+            lines.append([model, cases.parameters(model), f"{int(steps):,}", *cells])
+    return cases.page(["accuracy, %", "parameters", "steps", *tasks], lines)
 
 
 def long_texts(measured: Measured) -> str:
@@ -120,6 +133,29 @@ def decode(measured: Measured) -> str:
     return f"{markdown(['', *head], lines)}\n\n{commands(rows)}"
 
 
+def in_short(measured: Measured) -> str:
+    """What small ToSTs do worse and better than GPT-2s, as published and with the options, for the top README."""
+    copying, recalling = {"script": "locality.py", "context": 96, "steps": COPY_STEPS}, {"script": "recall.py"}
+    accuracies = {
+        "copying the token before": copying | {"task": "copy 1"},
+        "copying the token 16 before": copying | {"task": "copy 16"},
+        "recalling one of 4 pairs": recalling | {"task": "4 pairs", "steps": RECALL_STEPS},
+        "recalling one of 16 pairs": recalling | {"task": "16 pairs", "steps": RECALL_STEPS},
+    }
+    lines = []
+    for title, case in accuracies.items():
+        cases = Cases(measured, metric="accuracy", **case)
+        values = (percent(cases.seeds(model=model)) for model in SHORT)
+        lines.append([f"{title}, accuracy", *(f"{value} %" if value else "" for value in values)])
+    for task in LANGUAGE:
+        for steps, equal in ((LANGUAGE_STEPS, "width"), (STEPS, "parameters")):
+            cases = Cases(measured, script="compare_lm.py", steps=steps, metric="loss", task=task)
+            values = (plus_minus(cases.seeds(model=model), ".3f") for model in SHORT)
+            lines.append([f"{task}, {steps:,} steps, equal {equal}, nats per byte", *values])
+    return markdown(["small models", *SHORT.values()], lines)
+
+
+IN_SHORT = {"worse": in_short}
 TABLES = {
     "options, language": language,
     "options, copying": copying,
