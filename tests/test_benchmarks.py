@@ -20,6 +20,7 @@ import decode  # noqa: E402
 import op  # noqa: E402
 import resolution  # noqa: E402
 import scaling  # noqa: E402
+import serving  # noqa: E402
 import timing  # noqa: E402
 import train_lm  # noqa: E402
 
@@ -261,6 +262,15 @@ def test_decode_leaves_out_a_model_whose_first_step_fails(tmp_path, monkeypatch,
     reason = "cudagraph_skips is 3; not timed" if trouble == "skipped CUDA graphs" else "the compiler gave up"
     printed = capsys.readouterr().out
     assert "GPT-2: not available here (RuntimeError: " in printed and reason in printed
+
+
+@pytest.mark.slow
+def test_serving(tmp_path):
+    pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
+    rows = run(serving, tmp_path, "--layers", 1, "--clients", 1, 3, "--prompt", 5, "--tokens", 4)
+    rates = {(row["clients"], row["metric"]): float(row["value"]) for row in rows}
+    assert set(rates) == {(clients, metric) for clients in "13" for metric in ("tokens/s", "this / 1 client")}
+    assert rates["1", "this / 1 client"] == 1 and min(rates.values()) > 0
 
 
 def test_decode_refuses_compiling_a_growing_cache(tmp_path):

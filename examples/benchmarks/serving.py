@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What a server gives its clients: tokens per second of `tost-hf serve`, asked by 1, 8 and 32 clients at once.
 
-    python examples/benchmarks/serving.py    # CPU: a ToST-base-sized model, answers of 64 tokens to prompts of 16
+    python examples/benchmarks/serving.py    # CPU: a ToST-base-sized model, answers of 32 tokens to prompts of 16
     python examples/benchmarks/serving.py --models "ToST conv token"  # options beyond the paper
 
 Random weights (they do not change the cost). The server is a process of its own; each client is a thread that sends a request
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
     args = parse_arguments(parser, argv, __file__)
     print_header(args.device)
     report = Report(args, labels=2)
