@@ -30,7 +30,7 @@ MARKED = re.compile(
 )
 KINDS = {
     "results": tables_ability.TABLES | tables_speed.TABLES | tables_options.TABLES | tables_options.IN_SHORT,
-    "figure": tables_ability.FIGURES | tables_speed.FIGURES,
+    "figure": tables_ability.FIGURES | tables_speed.FIGURES | tables_options.FIGURES,
 }
 PLOTS: dict[str, Callable[[Measured], list[Panel]]] = tables_ability.PLOTS | tables_speed.PLOTS
 

@@ -3,7 +3,7 @@
 
 from language_models import MODELS, OPTIONS
 from rows import Measured, commands, markdown, plus_minus, select
-from tables_ability import COPY_STEPS, COPY_TASKS, LANGUAGE, LANGUAGE_STEPS, PUBLISHED_FREE, percent, settings
+from tables_ability import COPY_STEPS, COPY_TASKS, LANGUAGE, LANGUAGE_STEPS, PUBLISHED_FREE, figure, percent, settings
 from tables_speed import OPTION_POSITIONS, with_options
 
 
@@ -162,4 +162,12 @@ TABLES = {
     "options, recall": recall,
     "options, long texts": long_texts,
     "options, decode": decode,
+}
+LONGER = {"script": "compare_lm.py", "steps": STEPS, "task": "tiny Shakespeare", "metric": "loss"}
+FIGURES = {
+    "copy 1, conv token": figure(script="locality.py", context=96, steps=COPY_STEPS, task="copy 1", model="ToST conv token"),
+    "16 pairs, hybrid": figure(script="recall.py", steps=RECALL_STEPS, task="16 pairs", model="ToST hybrid"),
+    "tiny Shakespeare, conv token": figure(**LONGER, model="ToST conv token"),
+    "tiny Shakespeare, no statistics": figure(**LONGER, model="ToST conv, no statistics"),
+    "tiny Shakespeare, GPT-2 longer": figure(**LONGER, model="GPT-2"),
 }
