@@ -20,7 +20,7 @@ from transformers import (
     AutoModelForImageClassification,
 )
 
-from tost_hf import ToSTVisionModel
+from tost_hf import ToSTVisionConfig, ToSTVisionModel
 from tost_hf.image_processing import make_image_processor
 
 
@@ -65,6 +65,16 @@ def test_evaluation_alone(tmp_path, image_args):
     changes = {"config_name": None, "config_overrides": None, "train_dir": None, "do_train": None, "do_eval": True}
     script.main(image_args(model_name_or_path=tmp_path / "out", output_dir=tmp_path / "again", ema_decay=0, **changes))
     assert results(tmp_path / "again")["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("mlp_type", ["mlp", "ista"])
+@pytest.mark.parametrize("normalize_scores", [True, False])
+def test_the_papers_ablations_are_overrides(tmp_path, image_args, mlp_type, normalize_scores):
+    overrides = f"{TINY},mlp_type={mlp_type},normalize_scores={str(normalize_scores).lower()}"
+    script.main(image_args(config_overrides=overrides, max_steps=1, do_eval=True))
+    config = ToSTVisionConfig.from_pretrained(tmp_path / "out")
+    assert (config.mlp_type, config.normalize_scores) == (mlp_type, normalize_scores)
+    assert results(tmp_path / "out")["eval_loss"] < 10
 
 
 @pytest.mark.parametrize("names", [["zero", "one", "two"], ["cat", "dog", "owl"], ["cat", "dog"]])
