@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache, TextStreamer
 
 from tost_hf import CausalStatisticsCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, save_cache
 from tost_hf.model.cache_tost import state_bytes
+from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
 NEW = 24
@@ -120,6 +121,45 @@ def test_assisted_decoding_is_greedy(tiny_model, prompt, same):
         for kwargs in ({}, {"attention_mask": torch.tensor([[0, 0] + [1] * 9])}):
             assisted = generate(tiny_model, prompt[:1], assistant_model=assistant, **kwargs)
             assert torch.equal(assisted, generate(tiny_model, prompt[:1], **kwargs))
+
+
+HYBRID = {"max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION, CAUSAL_STATISTICS]}
+KINDS = {"published": {}, "forgetful": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_early_exit_is_greedy_and_leaves_the_model_as_it_was(prompt, options, layers):
+    model = randomize(ToSTForCausalLM(small_config(num_hidden_layers=3, **options))).eval()
+    greedy = generate(model, prompt[:1])
+    assert torch.equal(generate(model, prompt[:1], assistant_early_exit=layers), greedy)
+    assert model.config.num_hidden_layers == 3 and len(model.config.layer_types) == 3
+
+
+def test_early_exit_that_fails_leaves_the_model_as_it_was(tiny_model, prompt):
+    def fail(module, args, output):
+        if tiny_model.config.num_hidden_layers == 1:
+            raise RuntimeError("out of memory")
+
+    hook = tiny_model.model.layers[0].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generate(tiny_model, prompt[:1], assistant_early_exit=1)
+    hook.remove()
+    assert tiny_model.config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("options, layers, least", [({}, 0, 1), ({}, 4, 1), (HYBRID, 4, 1)])
+def test_early_exit_where_there_is_no_layer(prompt, options, layers, least):
+    model = ToSTForCausalLM(small_config(num_hidden_layers=3, **options))
+    with pytest.raises(ValueError, match=f"assistant_early_exit must be from {least} to 3, .* got {layers}"):
+        generate(model, prompt[:1], assistant_early_exit=layers)
+
+
+def test_early_exit_before_the_first_statistics(prompt):
+    kinds = [FULL_ATTENTION, CAUSAL_STATISTICS, CAUSAL_STATISTICS]
+    model = ToSTForCausalLM(small_config(num_hidden_layers=3, max_position_embeddings=None, layer_types=kinds))
+    with pytest.raises(ValueError, match="from 2 to 3"):
+        generate(model, prompt[:1], assistant_early_exit=1)
 
 
 @pytest.mark.parametrize("make", [DynamicCache, StaticCache, CausalStatisticsCache])

@@ -45,8 +45,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
     of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost. In a layer with
     a convolution `recent_inputs` (B, conv_kernel - 1, D) holds the layer's last inputs, oldest first; else it is None.
 
-    With `max_cache_len` (as `StaticCache` passes it) or `static=True` the tensors keep their addresses and the number
-    of tokens seen is a tensor, so that a compiled decode step is neither recompiled nor skipped by CUDA graphs; the
+    With `max_cache_len` (as `StaticCache` passes it) or `static=True` the tensors keep their addresses, the number of tokens
+    seen included, so that a compiled decode step is neither recompiled nor skipped by CUDA graphs; the
     cached sums then carry no gradient. The number itself limits nothing: the state is of one size at any length.
 
     While recording is on (`activate_past_recording`), the tokens since the last `crop`, and up to 64 before it, can be
@@ -66,8 +66,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
         self.sum_weighted_sq: torch.Tensor | None = None
         self.sum_membership: torch.Tensor | None = None
         self.recent_inputs: torch.Tensor | None = None
-        # a tensor where static, as in transformers' StaticLayer, else a number
-        self.cumulative_length: Any = torch.tensor(0, dtype=torch.long) if self.static else 0
+        # a tensor, not a number: a number is part of an exported program, which would then be one for caches of that length
+        self.cumulative_length: Any = torch.zeros((), dtype=torch.long, device="cpu")
         self.device: torch.device | None = None
         self.record_past = False
         self._base: LayerPast | None = None  # before the first recorded token
@@ -91,6 +91,13 @@ class CausalStatisticsLayer(CacheLayerMixin):
         return self.recent_inputs
 
     @property
+    def batch_size(self) -> int:
+        """Number of sequences; AttributeError before the first token, as in transformers' own lazy layers."""
+        if self.sum_sq is None:
+            raise AttributeError("The layer has seen no token yet, so its batch size is unknown.")
+        return self.sum_sq.shape[0]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the layer's sums and recent inputs take in memory; those of recorded tokens come on top."""
         return sum(x.nbytes for x in self.tensors().values())
@@ -109,7 +116,6 @@ class CausalStatisticsLayer(CacheLayerMixin):
         """Takes over new sums: in place where addresses are static, and for the same batch size."""
         for name, new in zip(STATE_NAMES, as_state(state, state.sum_sq)):
             self._store(name, new)
-        self.batch_size = state.sum_sq.shape[0]
 
     def set_recent_inputs(self, recent_inputs: torch.Tensor | None) -> None:
         """Takes over new last inputs, as `set_state` does with sums."""
@@ -131,7 +137,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
     def lazy_initialization(self, state: TSSAState) -> None:  # type: ignore[override]  # declared for keys and values alone
         """Makes room for sums of the given state's shapes, dtype and device."""
         self.device = state.sum_sq.device
-        if self.static:
+        if self.static or torch.compiler.is_compiling():  # else on the CPU, where reading it waits for no device
             self.cumulative_length = self.cumulative_length.to(self.device)
             self._mark_static(self.cumulative_length)
         self.set_state(TSSAState(*(torch.zeros_like(x) for x in state)))
@@ -172,16 +178,18 @@ class CausalStatisticsLayer(CacheLayerMixin):
         if self.static:
             self.cumulative_length.add_(w.shape[1])
         else:
-            self.cumulative_length += w.shape[1]
+            self.cumulative_length = self.cumulative_length + w.shape[1]
 
     def update(self, key_states, value_states, *args, **kwargs):
         raise NotImplementedError(
             f"{type(self).__name__} keeps statistics, not keys and values: use it with a ToST model, which calls update_state."
         )
 
-    def get_seq_length(self) -> int:
-        """Tokens seen, padding included (a 0-dimensional tensor where static)."""
-        return self.cumulative_length if self.is_initialized else 0
+    def get_seq_length(self) -> Any:
+        """Tokens seen, padding included: a number; a 0-dimensional tensor where static or compiled."""
+        if not self.is_initialized:
+            return 0
+        return self.cumulative_length if self.static or torch.compiler.is_compiling() else int(self.cumulative_length)
 
     def get_max_length(self) -> int:
         return -1 if self.max_cache_len is None else self.max_cache_len
@@ -256,10 +264,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         for x in self.tensors().values():
             x.detach().zero_()
         self._forget()
-        if self.static:
-            self.cumulative_length.zero_()
-        else:
-            self.cumulative_length = 0
+        self.cumulative_length.zero_()
 
     # Devices ----------------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def layer_type_of(layer: object) -> str | None:
 
 
 def cached_length(cache: Cache) -> int | torch.Tensor:
-    """Tokens seen by a cache of a ToST model, padding included (a 0-dimensional tensor where static)."""
+    """Tokens seen by a cache of a ToST model, padding included (a 0-dimensional tensor where static or compiled)."""
     return _statistics_layer(cache).get_seq_length()
 
 
@@ -168,9 +168,14 @@ def join_rows(caches: Sequence[Cache], longest: int) -> Cache:
             kept = min(longest, joined.sliding_window - 1) if joined.is_sliding else longest
             for name in ("keys", "values"):
                 setattr(joined, name, torch.cat([_last_tokens(getattr(layer, name), kept) for layer in layers]))
-        if hasattr(joined, "cumulative_length"):
-            joined.cumulative_length = longest
+        _set_length(joined, longest)
     return caches[0]
+
+
+def _set_length(layer: Any, length: int) -> None:
+    """Says how many tokens a layer has seen, where it does not tell that from its tensors: in a number or a tensor."""
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length += length - int(layer.cumulative_length)
 
 
 def _last_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -286,5 +291,4 @@ def _fill(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
         layer.set_recent_inputs(tensors.get("recent_inputs"))
     else:
         layer.update(tensors["keys"], tensors["values"])
-    if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length += length - int(layer.cumulative_length)
+    _set_length(layer, length)

@@ -295,7 +295,8 @@ class ToSTConfig(CodeCarryingConfig):
             raise ValueError(f"{causal[0]} is for causal models; an encoder (is_causal=False) does not have it.")
 
     def _check_attention_layers(self):
-        kinds, own = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION), self.all_layer_types
+        kinds = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
+        own = self.__dict__.get("_layer_types") or self.all_layer_types  # as given, however many
         if unknown := [kind for kind in own if kind not in kinds]:
             raise ValueError(f"layer_types must hold {', '.join(kinds)} and nothing else, got {unknown[0][:40]!r}.")
         if len(own) != self.num_hidden_layers:
@@ -363,7 +364,7 @@ class ToSTConfig(CodeCarryingConfig):
 def _get_layer_types(config: ToSTConfig) -> list[str]:
     check_largest(config)  # transformers asks for this list before the other checks
     given = config.__dict__.get("_layer_types")
-    return [CAUSAL_STATISTICS] * config.num_hidden_layers if given is None else given
+    return [CAUSAL_STATISTICS] * config.num_hidden_layers if given is None else given[: config.num_hidden_layers]
 
 
 def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:

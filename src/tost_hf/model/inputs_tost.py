@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from .attention_tost import build_attention_masks
@@ -96,6 +97,33 @@ def _refuse_ring_attention() -> None:
         )
 
 
+def check_prompt(inputs: torch.Tensor | None, options: dict) -> None:
+    """Refuses (ValueError) a prompt, in `inputs` or among the options of `generate`, that is in the cache as a whole."""
+    cache, mask = options.get("past_key_values"), options.get("attention_mask")
+    prompt = next((x for x in (inputs, options.get("input_ids"), options.get("inputs_embeds")) if x is not None), None)
+    cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+    # a mask that is longer covers what is in the cache: the prompt is what comes after
+    if prompt is not None and (mask is None or mask.shape[1] == prompt.shape[1]) and 0 < prompt.shape[1] <= cached:
+        raise ValueError(
+            f"past_key_values holds {cached} tokens already, and the prompt has {prompt.shape[1]}: give the whole text, "
+            "what is in the cache included, with at least one token more; or the new tokens alone, with an attention_mask "
+            "that covers those in the cache as well."
+        )
+
+
+def check_early_exit(config: ToSTConfig, defaults: GenerationConfig, options: dict) -> None:
+    """Refuses (ValueError) `assistant_early_exit` at a layer that the model does not have, or without statistics before it."""
+    layers = options.get("assistant_early_exit", defaults.assistant_early_exit)
+    if layers is None:
+        return
+    least = 1 + config.all_layer_types.index(CAUSAL_STATISTICS)
+    if not least <= layers <= config.num_hidden_layers:
+        raise ValueError(
+            f"assistant_early_exit must be from {least} to {config.num_hidden_layers}, the layers of this model of which at "
+            f"least one is of type {CAUSAL_STATISTICS}; got {layers}."
+        )
+
+
 def _can_look(x: torch.Tensor) -> bool:
     """Whether looking at a tensor's values costs nothing."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -162,7 +190,7 @@ def _find_sequences(stated_idx, position_ids, mask, B: int, T: int, *, cached: b
     """Sequence numbers (B, T) where rows are packed, by statement or by positions that restart; else None."""
     found_idx = None
     if position_ids is not None:
-        if position_ids.ndim != 2 or position_ids.shape[0] not in (1, B) or position_ids.shape[1] != T:
+        if position_ids.ndim != 2 or position_ids.shape[0] not in (B, 1) or position_ids.shape[1] != T:
             raise ValueError(f"position_ids must have shape ({B}, {T}), got {tuple(position_ids.shape)}.")
         if position_ids.is_floating_point():
             raise ValueError(f"position_ids must hold integers, got {position_ids.dtype}.")

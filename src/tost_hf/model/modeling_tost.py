@@ -23,7 +23,7 @@ from .batching_tost import BatchedGenerationMixin
 from .cache_tost import cached_length
 from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
 from .convolution_tost import ShortConvolution
-from .inputs_tost import resolve_inputs
+from .inputs_tost import check_early_exit, check_prompt, resolve_inputs
 from .ista_tost import ISTAStep
 from .modeling_tost_base import ToSTBaseModel
 from .tssa import KEPT_IN_FLOAT32, TokenStatisticsSelfAttention, initial_forget_bias
@@ -291,7 +291,7 @@ class ToSTModel(ToSTPreTrainedModel):
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
         rotations = None if self.rotary_emb is None else self.rotary_emb(hidden_states, inputs.position_ids)
         hidden_states = self.embedding_dropout(hidden_states)
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers that number meanwhile
             hidden_states = layer(hidden_states, position_embeddings=rotations, **inputs._asdict())
         return ToSTModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
@@ -412,19 +412,17 @@ class ToSTForCausalLM(ToSTPreTrainedModel, BatchedGenerationMixin):
         """As `GenerationMixin.generate`.
 
         Raises:
-            ValueError: `past_key_values` holds the whole prompt already, so that there is no token to go on from.
+            ValueError: `past_key_values` holds the whole prompt already, so that there is no token to go on from; or the
+                model has no such layer at which to exit early.
         """
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        prompt = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-        cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-        # a mask that is longer covers what is in the cache: the prompt is what comes after
-        if prompt is not None and (mask is None or mask.shape[1] == prompt.shape[1]) and 0 < prompt.shape[1] <= cached:
-            raise ValueError(
-                f"past_key_values holds {cached} tokens already, and the prompt has {prompt.shape[1]}: give the whole text, "
-                "what is in the cache included, with at least one token more; or the new tokens alone, with an attention_mask "
-                "that covers those in the cache as well."
-            )
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]  # its self is declared as a class that is none
+        check_prompt(inputs, kwargs)
+        check_early_exit(self.config, kwargs.get("generation_config") or self.generation_config, kwargs)
+        config = cast("ToSTModel", self.base_model).config
+        layers = config.num_hidden_layers
+        try:
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]  # its self is declared as a class that is none
+        finally:  # an early exit that ends in an error leaves its own number behind
+            config.num_hidden_layers = layers
 
     @staticmethod
     def create_masks_for_generate(

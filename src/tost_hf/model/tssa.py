@@ -209,7 +209,10 @@ def _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state) -> 
     if seq_idx is not None and seq_idx.is_floating_point():
         raise ValueError(f"seq_idx must hold integers, got {seq_idx.dtype}.")
     _check_mask(mask)
-    if denom_bias is not None and denom_bias.shape not in ((T, H), (1, T, H), (B, T, H)):
+    # dimension by dimension: two shapes compared as a whole would have an exporter compare the batch with the tokens
+    if denom_bias is not None and (
+        denom_bias.shape[-2:] != (T, H) or any(rows not in (B, 1) for rows in denom_bias.shape[:-2])
+    ):
         raise ValueError(
             f"denom_bias must have shape (tokens, heads) = ({T}, {H}), with or without the batch in front, got "
             f"{tuple(denom_bias.shape)}."

@@ -1,0 +1,86 @@
+"""torch.export of language models with a cache: one program for every batch, length and number of cached tokens."""
+
+import copy
+
+import pytest
+import torch
+from conftest import randomize, small_config
+from transformers import DynamicCache, StaticCache
+from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes, register_cache_pytrees_for_model
+
+from tost_hf import CausalStatisticsCache, ToSTForCausalLM
+from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
+
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+CACHES = {
+    "transformers": lambda config: DynamicCache(config=config),
+    "own": CausalStatisticsCache,
+    "static": lambda config: StaticCache(config=config, max_cache_len=64),
+}
+HYBRID = {"max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
+MODELS = {"published": {}, "forgetful": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
+
+
+def language_model(**fields) -> ToSTForCausalLM:
+    return randomize(ToSTForCausalLM(small_config(**fields))).eval()
+
+
+@torch.no_grad()
+def inputs(model, batch: int, tokens: int, cached: int, make_cache=None) -> dict:
+    """Tokens of which the last row's first two are padding, and a cache of those before them."""
+    mask = torch.ones(batch, cached + tokens, dtype=torch.long)
+    mask[-1, : 2 if cached + tokens > 2 else 0] = 0
+    given = {"input_ids": torch.randint(1, 97, (batch, tokens)), "attention_mask": mask}
+    if make_cache is not None:
+        cache = make_cache(model.config)
+        model(torch.randint(1, 97, (batch, cached)), attention_mask=mask[:, :cached], past_key_values=cache)
+        given["past_key_values"] = cache
+    return given
+
+
+def exported(model, given: dict, dynamic: bool):
+    register_cache_pytrees_for_model(model)
+    shapes = get_auto_dynamic_shapes(copy.deepcopy(given)) if dynamic else None
+    return torch.export.export(model, (), copy.deepcopy(given), dynamic_shapes=shapes, strict=False).module()
+
+
+@torch.no_grad()
+def assert_same(program, model, given: dict) -> None:
+    expected, got = model(**copy.deepcopy(given)), program(**copy.deepcopy(given))
+    torch.testing.assert_close(got.logits, expected.logits, **CLOSE)
+    if "past_key_values" in given:
+        for theirs, ours in zip(got.past_key_values.layers, expected.past_key_values.layers):
+            if hasattr(ours, "sum_sq"):
+                torch.testing.assert_close(theirs.tensors(), ours.tensors(), **CLOSE)
+                assert int(theirs.get_seq_length()) == int(ours.get_seq_length())
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["transformers", "own"])
+def test_tokens_after_a_cache(fields, tokens, kind):
+    """Among them as many tokens as rows, and as many cached ones; then other numbers of each."""
+    model = language_model(**fields)
+    program = exported(model, inputs(model, 2, tokens, 6, CACHES[kind]), dynamic=True)
+    more = tokens + 3 * (tokens > 1)
+    for batch, count, cached in ((2, tokens, 6), (3, more, 9), (2, tokens, 3)):
+        assert_same(program, model, inputs(model, batch, count, cached, CACHES[kind]))
+
+
+@pytest.mark.parametrize("fields", [MODELS["published"], MODELS["forgetful"]], ids=["published", "forgetful"])
+@pytest.mark.parametrize("batch, tokens", [(1, 1), (2, 1), (2, 2), (2, 5)])
+def test_tokens_after_a_static_cache(fields, batch, tokens):
+    model = language_model(**fields)
+    program = exported(model, inputs(model, batch, tokens, 6, CACHES["static"]), dynamic=False)
+    assert_same(program, model, inputs(model, batch, tokens, 6, CACHES["static"]))
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("batch, tokens", [(4, 4), (2, 7)])
+def test_prompts(fields, batch, tokens):
+    """Also with as many tokens as rows, which once made a program that took no other shapes."""
+    model = language_model(**fields, use_cache=False)
+    program = exported(model, inputs(model, batch, tokens, 0), dynamic=True)
+    for shape in ((batch, tokens), (3, 9), (5, 8)):
+        assert_same(program, model, inputs(model, *shape, 0))
