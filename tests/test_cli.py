@@ -11,7 +11,13 @@ import torch
 from conftest import needs_auto_processor
 from hub_clients import language_folder
 from huggingface_hub import ModelCard
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoProcessor
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoProcessor,
+    pipeline,
+)
 
 import tost_hf
 from tost_hf.cli import main
@@ -74,6 +80,43 @@ def test_init(small_presets, tmp_path, capsys):
     assert main(["init", "tost-huge", str(tmp_path / "d")]) == 1
     assert "tost-base, tost-medium" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
+
+
+def test_init_with_a_tokenizer(small_presets, tmp_path):
+    tokenizer = language_folder(tmp_path / "other")
+    assert main(["init", "tost-base", str(tmp_path / "model"), "--tokenizer", str(tokenizer)]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)
+    writer = pipeline("text-generation", model=str(tmp_path / "model"))
+    assert writer("import os", max_new_tokens=3)[0]["generated_text"].startswith("import os")
+
+
+def damage_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+
+
+def empty_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+
+
+UNFIT = {
+    "too many tokens": (lambda folder: None, "its last token is number 256, and the model has 200 tokens", 200),
+    "damaged": (damage_tokenizer, "cannot be loaded", 50304),
+    "empty": (empty_tokenizer, "has no vocabulary", 50304),
+    "missing": (shutil.rmtree, "cannot be loaded", 50304),
+}
+
+
+@pytest.mark.parametrize("damage, sentence, vocab_size", UNFIT.values(), ids=UNFIT)
+def test_init_with_a_tokenizer_that_does_not_fit(small_presets, tmp_path, capsys, damage, sentence, vocab_size):
+    tost_hf.PRESETS["tost-base"]["vocab_size"] = vocab_size
+    tokenizer = language_folder(tmp_path / "other")
+    damage(tokenizer)
+    assert main(["init", "tost-base", str(tmp_path / "model"), "--tokenizer", str(tokenizer)]) == 1
+    assert sentence in capsys.readouterr().err and not (tmp_path / "model").exists()
+    assert main(["init", "tost-vision-tiny-patch16", str(tmp_path / "model"), "--tokenizer", str(tokenizer)]) == 1
+    assert "reads images" in capsys.readouterr().err and not (tmp_path / "model").exists()
 
 
 @needs_auto_processor

@@ -74,10 +74,10 @@ def _add_init(commands) -> None:
         summary="a new model of one of the paper's sizes, with random weights",
         description=(
             "Writes a folder with the configuration and freshly initialised float32 weights of a preset. A vision model "
-            "gets its image processor; a text model needs a tokenizer beside it, which this does not write."
+            "gets its image processor, a text model the tokenizer that --tokenizer names."
         ),
         examples=(
-            "tost-base ./my-tost",
+            "tost-base ./my-tost --tokenizer gpt2",
             "tost-vision-small-patch16 ./my-tost-vision --seed 1",
             "tost-lra-listops ./my-classifier",
         ),
@@ -86,6 +86,11 @@ def _add_init(commands) -> None:
     parser.add_argument("output", metavar="OUT", help="the folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is already at OUT")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER|REPO_ID",
+        help="write this tokenizer beside a text model, which takes over its special tokens",
+    )
 
 
 def _init(args: argparse.Namespace) -> None:
@@ -95,6 +100,7 @@ def _init(args: argparse.Namespace) -> None:
 
     from .files import check_folder, staged_folder
     from .hub.checks import model_class
+    from .hub.loading import load_fitting_tokenizer
     from .image_processing import save_image_processor
 
     presets = [*tost_hf.PRESETS, *tost_hf.LRA_PRESETS, *tost_hf.VISION_PRESETS]
@@ -102,19 +108,27 @@ def _init(args: argparse.Namespace) -> None:
         raise ValueError(f"There is no preset {args.preset!r}; choose one of {', '.join(presets)}.")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed must be from 0 to {2**63 - 1}, got {args.seed}.")
-    target = Path(args.output)
+    target, tokenizer = Path(args.output), None
     check_folder(target, args.overwrite)
     torch.manual_seed(args.seed)
-    with staged_folder(target) as folder:
-        if args.preset in tost_hf.PRESETS:
-            tost_hf.ToSTForCausalLM(tost_hf.ToSTConfig.from_preset(args.preset)).save_pretrained(folder)
-        elif args.preset in tost_hf.LRA_PRESETS:
-            encoder = tost_hf.ToSTConfig.from_preset(args.preset)
-            model_class(encoder)(encoder).save_pretrained(folder)
-        else:
-            config = tost_hf.ToSTVisionConfig.from_preset(args.preset, num_labels=1000)
-            tost_hf.ToSTForImageClassification(config).save_pretrained(folder)
-            save_image_processor(config, folder)
+    if args.preset in tost_hf.VISION_PRESETS:
+        if args.tokenizer is not None:
+            raise ValueError(f"{args.preset} reads images; --tokenizer is for text models.")
+        vision = tost_hf.ToSTVisionConfig.from_preset(args.preset, num_labels=1000)
+        with staged_folder(target) as folder:
+            tost_hf.ToSTForImageClassification(vision).save_pretrained(folder)
+            save_image_processor(vision, folder)
+    else:
+        config = tost_hf.ToSTConfig.from_preset(args.preset)
+        if args.tokenizer is not None:
+            tokenizer = load_fitting_tokenizer(args.tokenizer, config)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config, name, getattr(tokenizer, name))
+        with staged_folder(target) as folder:
+            wanted = model_class(config) if config.architectures else tost_hf.ToSTForCausalLM
+            wanted(config).save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
     print(f"Wrote {target}")
 
 

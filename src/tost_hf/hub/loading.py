@@ -94,18 +94,43 @@ def check_output(model: PreTrainedModel, config: PreTrainedConfig) -> str:
     return f"gives finite {'logits' if 'logits' in output else 'features'} of shape {tuple(output[0].shape)}"
 
 
+def load_fitting_tokenizer(source: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or repository, none of whose code runs, for a language model of this configuration.
+
+    Raises:
+        ValueError: it cannot be loaded, has no vocabulary, or has more tokens than the model.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise whatever a damaged file leads to
+        raise ValueError(f"The tokenizer of {source} cannot be loaded: {_reason(error)}") from error
+    _check_vocabulary(tokenizer, source)
+    last, most = max(tokenizer.get_vocab().values()), config.vocab_size
+    if last >= most:
+        raise ValueError(
+            f"The tokenizer of {source} does not fit: its last token is number {last}, and the model has {most} tokens, the "
+            f"last one number {most - 1}. Take another tokenizer, or build the model with "
+            f"ToSTConfig.from_preset(..., vocab_size={-(-(last + 1) // 64) * 64})."
+        )
+    return tokenizer
+
+
 def _check_tokenizer(folder: Path) -> None:
     tokenizer: PreTrainedTokenizerBase = _load(
         "the tokenizer", lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     )
+    _check_vocabulary(tokenizer, folder)
+    _load("the tokenizer", lambda: tokenizer("A few words."))
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> None:
     ordinary = len(tokenizer) - len(tokenizer.get_added_vocab())
     if ordinary < 1:
         names = ", ".join(sorted(set(tokenizer.vocab_files_names.values())))
         raise ValueError(
-            f"The tokenizer in {folder} has no vocabulary: it is a {type(tokenizer).__name__}, "
+            f"The tokenizer in {source} has no vocabulary: it is a {type(tokenizer).__name__}, "
             f"whose files ({names}) are missing. Save the tokenizer again."
         )
-    _load("the tokenizer", lambda: tokenizer("A few words."))
 
 
 def _check_image_processor(folder: Path) -> None:
@@ -121,8 +146,13 @@ def _load(what: str, load: Callable[[], Loaded]) -> Loaded:
     try:
         return load()
     except Exception as error:  # transformers and tokenizers raise whatever a damaged file leads to
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"transformers cannot load {what} back: {reason}. Save it again with save_pretrained.") from error
+        raise ValueError(
+            f"transformers cannot load {what} back: {_reason(error)}. Save it again with save_pretrained."
+        ) from error
 
 
-__all__ = ["check_loading", "check_output", "load_model"]
+def _reason(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+__all__ = ["check_loading", "check_output", "load_fitting_tokenizer", "load_model"]
