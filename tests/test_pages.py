@@ -8,6 +8,7 @@ import sys
 import tomllib
 from contextlib import redirect_stdout
 from functools import cache
+from importlib.util import find_spec
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
@@ -62,11 +63,17 @@ def demo_folders(tmp_path, monkeypatch):
     tost_hf.make_image_processor(config).save_pretrained("tost-digits")
 
 
+def missing_libraries(block: str) -> list[str]:
+    """Other projects' libraries that a block needs and that are not installed."""
+    optional = {"trl": "from trl ", "peft": "from peft ", "bitsandbytes": "BitsAndBytesConfig"}
+    return [library for library, sign in optional.items() if sign in block and find_spec(library) is None]
+
+
 def run_blocks(name: str) -> dict:
-    """Runs every Python block of a page, in its order, in one namespace."""
+    """Runs every Python block of a page that can run here, in its order, in one namespace."""
     namespace = {}
     for block in code_blocks(name, "python"):
-        if not (auto_processor_missing and "AutoImageProcessor" in block):
+        if not missing_libraries(block) and not (auto_processor_missing and "AutoImageProcessor" in block):
             exec(compile(block, name, "exec"), namespace)
     return namespace
 
