@@ -166,7 +166,7 @@ def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.T
     for name, x in (("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens_q)):
         if x is not None and (x.is_floating_point() or x.is_complex()):
             raise ValueError(f"{name} must hold integers, got {x.dtype}.")
-    if seq_idx is not None and seq_idx.shape not in ((1, T), (B, T)):
+    if seq_idx is not None and seq_idx.shape not in ((B, T), (1, T)):
         raise ValueError(f"seq_idx must have shape ({B}, {T}), got {tuple(seq_idx.shape)}.")
     if seq_idx is not None:
         seq_idx = seq_idx.to(device).expand(B, T)

@@ -211,7 +211,7 @@ def _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state) -> 
     _check_mask(mask)
     # dimension by dimension: two shapes compared as a whole would have an exporter compare the batch with the tokens
     if denom_bias is not None and (
-        denom_bias.shape[-2:] != (T, H) or any(rows not in (B, 1) for rows in denom_bias.shape[:-2])
+        denom_bias.ndim > 3 or denom_bias.shape[-2:] != (T, H) or (denom_bias.ndim == 3 and denom_bias.shape[0] not in (B, 1))
     ):
         raise ValueError(
             f"denom_bias must have shape (tokens, heads) = ({T}, {H}), with or without the batch in front, got "
@@ -245,8 +245,9 @@ def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bo
     if not causal:
         raise ValueError("log_decay belongs to the causal form; bidirectional TSSA has no order in which to forget.")
     *tokens, _ = w.shape
-    shapes = [tuple(tokens[start:]) for start in reversed(range(len(tokens)))]
-    if tuple(log_decay.shape) not in shapes:
+    dims = log_decay.ndim
+    if not 0 < dims <= len(tokens) or tuple(log_decay.shape) != tuple(tokens[-dims:]):
+        shapes = [tuple(tokens[start:]) for start in reversed(range(len(tokens)))]
         raise ValueError(f"log_decay must have one of the shapes {', '.join(map(str, shapes))}, got {tuple(log_decay.shape)}.")
     if log_decay.device.type == "cpu" and not torch.compiler.is_compiling() and bool((log_decay > 0).any()):
         raise ValueError(f"log_decay must be at most 0, or the sums grow without end; got {log_decay.max().item():.3g}.")
