@@ -34,12 +34,12 @@ def text_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def text_parts(text_folder):
-    """A folder of four compressed files with a few documents each, 500 characters a file."""
+    """A folder of four compressed files with a few documents each, 400 characters a file."""
     folder = text_folder / "parts"
     folder.mkdir()
     text = (text_folder / "train.txt").read_text(encoding="utf-8")
     for number in range(4):
-        part = text[500 * number : 500 * (number + 1)]
+        part = text[400 * number : 400 * (number + 1)]
         Dataset.from_dict({"text": part.split("\n\n")}).to_json(folder / f"{number}.jsonl.gz", compression="gzip")
     return folder
 
