@@ -416,7 +416,7 @@ class TestKernels:
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="TestKernels runs in this process")
 def test_kernels_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "TestKernels"]
-    command += [__file__, str(Path(__file__).with_name("test_triton_forgetting.py"))]
+    command += [str(Path(__file__).with_name(f"test_triton{part}.py")) for part in ("", "_forgetting", "_check")]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     print(done.stdout)

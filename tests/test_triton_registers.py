@@ -12,12 +12,13 @@ from tost_hf.model import tssa_triton
 
 
 # Registers a thread: the most measured below, with ptxas of Triton 3.9, and up to two steps of 8 (they come by eights)
-# to spare. At 8 warps a program, 128 let two programs share a multiprocessor: the score gradient has nothing to spare.
+# to spare. At 8 warps a program, 128 let two programs share a multiprocessor: the score gradient has nothing to spare. The
+# forward's programs are one warp, or four for 12 heads.
 REGISTERS = {
-    "_totals_kernel": 48,
+    "_totals_kernel": 80,
     "_scan_kernel": 80,
-    "_membership_kernel": 88,
-    "_output_kernel": 64,
+    "_membership_kernel": 96,
+    "_output_kernel": 96,
     "_moment_grad_kernel": 72,
     "_score_grad_kernel": 128,
     "_input_grad_kernel": 120,
@@ -25,8 +26,9 @@ REGISTERS = {
 }
 REGISTERS_FORGETTING = REGISTERS | {
     "_scan_kernel": 88,
-    "_membership_kernel": 104,
-    "_output_kernel": 72,
+    "_totals_kernel": 80,
+    "_membership_kernel": 128,
+    "_output_kernel": 128,
     "_moment_grad_kernel": 80,
     "_input_grad_kernel": 160,
 }
@@ -43,7 +45,9 @@ def compile_ahead(kernel, H, p, dtype, capability, causal, absent=()):
 
     blocks = tssa_triton._blocks(H, p)
     sizes = {"H": H, "P": p, "CAUSAL": causal, "REVERSE": False, "WIDTH": H * p, "WIDTH2": H}
-    sizes |= {"BLOCK_T": blocks.tokens, "BLOCK_H": blocks.heads, "BLOCK_P": blocks.channels}
+    whole = kernel.__name__ in ("_membership_kernel", "_step_kernel")
+    sizes |= {"BLOCK_T": blocks.tokens, "BLOCK_H": blocks.heads, "BLOCK_P": blocks.channels, "CHUNK": blocks.tokens}
+    sizes |= {"TILE": blocks.tile, "HEADS": blocks.heads if whole else blocks.group}
     sizes |= {"BLOCK_N": tssa_triton._SCAN_CHUNKS, "BLOCK_C": tssa_triton._SCAN_CHANNELS} | dict.fromkeys(absent)
     types = {"eps": "fp32", "floor": "fp32", "mask": "*u8"}
     types |= dict.fromkeys(("T", "bias_tokens", "bias_stride", "decay_stride"), "i32")
@@ -53,7 +57,9 @@ def compile_ahead(kernel, H, p, dtype, capability, causal, absent=()):
     signature = {name: "constexpr" if name in sizes else types.get(name, "*fp32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, {name: value for name, value in sizes.items() if name in names}, aligned)
-    warps = {"_step_kernel": blocks.step_warps, "_scan_kernel": 4}.get(kernel.__name__, blocks.warps)
+    in_turn = 8 if max(blocks.heads, blocks.channels) >= 32 else 4  # of the backward's kernels
+    warps = blocks.warps if whole else blocks.group_warps if "HEADS" in names else in_turn
+    warps = 4 if kernel.__name__ == "_scan_kernel" else warps
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     cubin = Path(triton.knobs.cache.dir) / f"{kernel.__name__}.cubin"
     cubin.write_bytes(binary.asm["cubin"])

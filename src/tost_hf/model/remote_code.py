@@ -25,6 +25,7 @@ KERNEL_FILES = (
     "tssa_compiled.py",
     "tssa_bidirectional.py",
     "tssa_triton.py",
+    "tssa_check.py",
     "convolution_tost.py",
     "tssa.py",
 )

@@ -77,13 +77,16 @@ def tssa(
     Raises:
         ValueError: shapes disagree, `initial_state` / `denom_bias` / `log_decay` is given to the bidirectional form,
             `log_decay` is above 0, or the backend is unknown or cannot take these tokens.
+        RuntimeError: the backend "triton" is asked for, and its kernels fail or are wrong on this device.
     """
     temp = _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state)
     _check_log_decay(log_decay, w, causal)
     bias = None if denom_bias is None else denom_bias.reshape(-1, *denom_bias.shape[-2:])
     mask = None if mask is None else mask.bool()
     log_decay = _decay_of_tokens(log_decay, mask, w.shape[:3], compute_dtype(w.dtype))
-    if _choose_backend(backend, w.device.type, w.dtype) == "triton":
+    form, forgets = "causal" if causal else "bidirectional", log_decay is not None
+    needs_grad = _needs_grad(w, temp, bias, log_decay, *(initial_state or ()))
+    if _runs_on_kernels(w, backend, form, forgets=forgets, gradients=needs_grad):
         from .tssa_triton import tssa_triton
 
         output, membership, *sums = tssa_triton(w, temp, bias, mask, seq_idx, initial_state, causal, log_decay)
@@ -143,6 +146,7 @@ def tssa_step(
 
     Raises:
         ValueError: `log_decay` has another shape or is above 0, or the backend is unknown or cannot take these tokens.
+        RuntimeError: as in `tssa`.
     """
     _check_log_decay(log_decay, w, causal=True)
     dtype = compute_dtype(w.dtype)
@@ -150,9 +154,8 @@ def tssa_step(
     temp = temp.reshape(-1).to(dtype)
     mask = None if mask is None else mask.bool()
     log_decay = _decay_of_tokens(log_decay, mask, w.shape[:2], dtype)
-    tensors = (w, temp, denom_bias, log_decay, *state)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
-    if _choose_backend(backend, w.device.type, w.dtype) == "triton" and not needs_grad:
+    needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *state)
+    if _runs_on_kernels(w, backend, "step", forgets=log_decay is not None) and not needs_grad:
         from .tssa_triton import tssa_step_triton
 
         bias = None if denom_bias is None else denom_bias.reshape(-1, w.shape[1])
@@ -160,6 +163,25 @@ def tssa_step(
         return TSSAOutput(*tssa_step_triton(w, temp, bias, mask, *state, log_decay), state)
     bias = None if denom_bias is None else denom_bias.to(dtype)
     return TSSAOutput(*step_formulas(w, temp, bias, None if mask is None else ~mask, state, log_decay))
+
+
+def _needs_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
+
+
+def _runs_on_kernels(w: torch.Tensor, backend: str | None, form: str, **parts: bool) -> bool:
+    """Whether the kernels are chosen for tokens w (..., H, p), can run, and compute there what they should."""
+    if _choose_backend(backend, w.device.type, w.dtype) == "reference":
+        return False
+    from .tssa_check import kernel_problem
+
+    problem = kernel_problem(w, form, **parts)
+    if problem is None:
+        return True
+    if (backend or os.environ.get("TOST_HF_BACKEND")) == "triton":
+        raise RuntimeError(f"The TSSA backend 'triton' cannot run: {problem}; choose 'auto' or 'reference'.")
+    _warn_of_fallback(problem)
+    return False
 
 
 @functools.cache

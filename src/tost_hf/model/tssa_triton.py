@@ -41,31 +41,28 @@ except ImportError:
 
 _jit = (lambda fn: fn) if triton is None else triton.jit
 _jit_any_length = (lambda fn: fn) if triton is None else triton.jit(do_not_specialize=["T", "bias_tokens"])
+# where the kernels are compiled for NVIDIA's devices, and so may name one of their instructions
+_NVIDIA = None if triton is None else tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels. Tensors are contiguous: w, grad, output, dw (B, T, H, p); membership, dscore, log_decay, dlog_decay (B, T, H);
 # chunk totals and carries (chunks, H, p) or (chunks, H), where carries of the bidirectional form have one row a sequence.
-# Blocks: BLOCK_T tokens, BLOCK_H >= H heads, BLOCK_P >= P channels of one head. Addresses are 64-bit.
+#
+# A program takes one chunk and either a group of heads or all of them, and goes through the chunk by tiles of TILE tokens x
+# HEADS heads x BLOCK_P >= P channels. A thread has 8 neighbouring channels of all of a tile's tokens, so running sums are
+# plain additions in its registers; what is the same for all channels of a head is written for each, and computed once.
+# Chunks are placed by 64-bit addresses, what is inside them by 32-bit ones.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @_jit
-def _real(mask, tokens, exists):
-    """Which of the tokens exist and are not padding."""
-    if mask is not None:
-        exists = exists & (tl.load(mask + tokens, mask=exists, other=0) != 0)
-    return exists
-
-
-@_jit
-def _chunk(index, mask, chunk_table, T, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
-    """A chunk's tokens (places in the flattened batch), which of them exist, are real, and have a next one in the chunk; and
-    its row of carries."""
+def _chunk(index, chunk_table, T, CAUSAL: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk's first token (its place in the flattened batch), how many it has, and its row of carries."""
     if chunk_table is None:
-        per_row = tl.cdiv(T, BLOCK_T)
+        per_row = tl.cdiv(T, CHUNK)
         row = index // per_row
-        start = (index % per_row) * BLOCK_T
+        start = (index % per_row) * CHUNK
         stop = T.to(tl.int64)
         sequence = row
     else:
@@ -73,51 +70,110 @@ def _chunk(index, mask, chunk_table, T, CAUSAL: tl.constexpr, BLOCK_T: tl.conste
         start = tl.load(chunk_table + 4 * index + 1)
         stop = tl.load(chunk_table + 4 * index + 2)
         sequence = tl.load(chunk_table + 4 * index + 3)
-    t = start + tl.arange(0, BLOCK_T)
-    exists = t < stop
-    tokens = row * T + t
     if CAUSAL:
         carry = index
     else:
         carry = sequence
-    return tokens, exists, _real(mask, tokens, exists), (t + 1 < stop) & (tl.arange(0, BLOCK_T) < BLOCK_T - 1), carry
+    return row * T + start, tl.minimum(stop - start, CHUNK).to(tl.int32), carry
 
 
 @_jit
-def _load(pointer, tokens, head, real, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """One head of a chunk's tokens, (BLOCK_T, BLOCK_P) in float32; padding is 0 and is not read."""
-    p = tl.arange(0, BLOCK_P)
-    places = (tokens * H + head)[:, None] * P + p[None, :]
-    return tl.load(pointer + places, mask=real[:, None] & (p < P)[None, :], other=0.0).to(tl.float32)
+def _group(H: tl.constexpr, HEADS: tl.constexpr):
+    """The chunk and the heads of a program that takes a group of heads."""
+    groups: tl.constexpr = (H + HEADS - 1) // HEADS
+    return tl.program_id(0).to(tl.int64) // groups, tl.program_id(0) % groups * HEADS + tl.arange(0, HEADS)
 
 
 @_jit
-def _store(pointer, value, tokens, head, exists, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    p = tl.arange(0, BLOCK_P)
-    places = (tokens * H + head)[:, None] * P + p[None, :]
-    tl.store(pointer + places, value, mask=exists[:, None] & (p < P)[None, :])
+def _real(mask, first, t, exists):
+    """Which of a chunk's tokens t exist and are not padding."""
+    if mask is not None:
+        exists = exists & (tl.load(mask + first + t, mask=exists, other=0) != 0)
+    return exists
 
 
 @_jit
-def _load_row(pointer, row, head, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """One head of a row of carries, (BLOCK_P,)."""
-    p = tl.arange(0, BLOCK_P)
-    return tl.load(pointer + (row * H + head) * P + p, mask=p < P, other=0.0)
+def _of_heads(exists, heads, H: tl.constexpr):
+    """`exists` (TILE,) for each of the heads, (TILE, HEADS), where there is such a head."""
+    if tl.constexpr(H) % heads.shape[0] == 0:
+        return exists[:, None] & tl.full(heads.shape, True, tl.int1)[None, :]
+    else:
+        return exists[:, None] & (heads < H)[None, :]
 
 
 @_jit
-def _store_row(pointer, value, row, head, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    p = tl.arange(0, BLOCK_P)
-    tl.store(pointer + (row * H + head) * P + p, value, mask=p < P)
+def _of_channels(of_heads, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """`of_heads` (..., HEADS) for each of the channels, (..., HEADS, BLOCK_P), where there is such a channel."""
+    of_heads = tl.expand_dims(of_heads, -1)
+    if P == BLOCK_P:
+        return of_heads
+    else:
+        return of_heads & (tl.arange(0, BLOCK_P) < P)
 
 
 @_jit
-def _decay(log_decay, tokens, head, exists, H: tl.constexpr):
-    """Logarithms of one head's factors (BLOCK_T,), 0 where no token is; None if nothing is forgotten."""
+def _load(pointer, first, t, heads, exists, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """A tile of tokens, (TILE, HEADS, BLOCK_P) in float32; where none `exists`, 0 and not read."""
+    places = (t[:, None] * H + heads[None, :])[:, :, None] * P + tl.arange(0, BLOCK_P)[None, None, :]
+    here = _of_channels(_of_heads(exists, heads, H), P, BLOCK_P)
+    return tl.load(pointer + first * (H * P) + places, mask=here, other=0.0).to(tl.float32)
+
+
+@_jit
+def _store(pointer, value, first, t, heads, exists, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    places = (t[:, None] * H + heads[None, :])[:, :, None] * P + tl.arange(0, BLOCK_P)[None, None, :]
+    tl.store(pointer + first * (H * P) + places, value, mask=_of_channels(_of_heads(exists, heads, H), P, BLOCK_P))
+
+
+@_jit
+def _load_heads(pointer, first, t, heads, exists, H: tl.constexpr):
+    """A number of each token and head, (TILE, HEADS); where none `exists`, 0 and not read."""
+    places = t[:, None] * H + heads[None, :]
+    return tl.load(pointer + first * H + places, mask=_of_heads(exists, heads, H), other=0.0)
+
+
+@_jit
+def _store_heads(pointer, value, first, t, heads, exists, H: tl.constexpr):
+    places = t[:, None] * H + heads[None, :]
+    tl.store(pointer + first * H + places, value, mask=_of_heads(exists, heads, H))
+
+
+@_jit
+def _load_row(pointer, row, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The heads' part of a row of carries, (HEADS, BLOCK_P)."""
+    places = heads[:, None] * P + tl.arange(0, BLOCK_P)[None, :]
+    return tl.load(pointer + row * (H * P) + places, mask=_of_channels(heads < H, P, BLOCK_P), other=0.0)
+
+
+@_jit
+def _store_row(pointer, value, row, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    places = heads[:, None] * P + tl.arange(0, BLOCK_P)[None, :]
+    tl.store(pointer + row * (H * P) + places, value, mask=_of_channels(heads < H, P, BLOCK_P))
+
+
+@_jit
+def _load_sum(pointer, row, heads, H: tl.constexpr, BLOCK_P: tl.constexpr):
+    """A number of each head in a row of carries, for each channel: (HEADS, BLOCK_P)."""
+    x = tl.load(pointer + row * H + heads, mask=heads < H, other=0.0)
+    return tl.broadcast_to(x[:, None], [heads.shape[0], BLOCK_P])
+
+
+@_jit
+def _decay(log_decay, first, t, heads, exists, H: tl.constexpr):
+    """Logarithms of the factors (TILE, HEADS), 0 where no token is; None if nothing is forgotten."""
     if log_decay is None:
         return None
     else:
-        return tl.load(log_decay + tokens * H + head, mask=exists, other=0.0)
+        return _load_heads(log_decay, first, t, heads, exists, H)
+
+
+@_jit
+def _inverse(x):
+    """1 / x, of a normal number: one instruction where it can be named, eight for a quotient."""
+    if _NVIDIA:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / x
 
 
 @_jit
@@ -152,65 +208,50 @@ def _join_chunks(decay, total, next_decay, next_total):
 
 @_jit
 def _per_token(x, values):
-    """(BLOCK_T,) with as many dimensions as `values`."""
-    if len(values.shape) == 2:
-        return x[:, None]
+    """(TILE,) or (TILE, HEADS) with as many dimensions as `values`."""
+    missing: tl.constexpr = len(values.shape) - len(x.shape)
+    if missing == 2:
+        return x[:, None, None]
+    elif missing == 1:
+        return tl.expand_dims(x, -1)
     else:
         return x
 
 
 @_jit
-def _running(values, carry, decay, CAUSAL: tl.constexpr, REVERSE: tl.constexpr):
-    """Sums over tokens (axis 0): the carry plus those inside the chunk, or the carry alone, which is then the total.
+def _running(values, carry, decay, CAUSAL: tl.constexpr):
+    """Sums over tokens (axis 0): those of the tile on top of the carry, or the carry alone, which is then the total.
 
     With `decay`, a sum is multiplied by exp(decay) before the token's own value is added to it.
     """
+    carry = tl.broadcast_to(tl.expand_dims(carry, 0), values.shape)
     if not CAUSAL:
-        return carry + tl.zeros_like(values)
-    elif decay is None:
-        return carry + tl.cumsum(values, 0, reverse=REVERSE)
-    else:
-        factor = _per_token(_factor(decay), values) + tl.zeros_like(values)
-        factor, values = tl.associative_scan((factor, values), 0, _join, reverse=REVERSE)
-        return factor * carry + values
-
-
-@_jit
-def _share(decay, REVERSE: tl.constexpr):
-    """How much of each token's value is in the chunk's total; None for all of it."""
+        return carry
+    is_first = _per_token(tl.arange(0, values.shape[0]) == 0, values)
     if decay is None:
-        return None
+        return tl.cumsum(tl.where(is_first, carry + values, values), 0)
     else:
-        return tl.exp(tl.cumsum(decay, 0, reverse=REVERSE))
+        factor = tl.broadcast_to(_per_token(_factor(decay), values), values.shape)
+        values = tl.where(is_first, carry * factor + values, values)
+        _, values = tl.associative_scan((factor, values), 0, _join)
+        return values
 
 
 @_jit
-def _total(values, share):
-    """Sum over tokens (axis 0)."""
-    if share is not None:
-        values *= _per_token(share, values)
-    return tl.sum(values, 0)
+def _last(values):
+    """The last token's numbers. Picked as integers: adding a float 0 is an instruction, adding an integer one is none."""
+    is_last = _per_token(tl.arange(0, values.shape[0]) == values.shape[0] - 1, values)
+    bits = tl.where(is_last, values.to(tl.int32, bitcast=True), 0)
+    return tl.sum(bits, 0).to(tl.float32, bitcast=True)
 
 
 @_jit
-def _column(values, heads, head):
-    """Column `head` of (BLOCK_T, BLOCK_H)."""
-    return tl.sum(tl.where((heads == head)[None, :], values, 0.0), 1)
-
-
-@_jit
-def _moment(x, pi, weighted_sq, count, decay, eps, CAUSAL: tl.constexpr):
-    """The second moment N / D of the head's tokens, and 1 / D."""
-    N = _running(x * x * pi[:, None], weighted_sq[None, :], decay, CAUSAL, False)
-    inverse = 1.0 / (_running(pi, count, decay, CAUSAL, False) + eps)
-    return N * inverse[:, None], inverse
-
-
-@_jit
-def _moment_grad(g, x, pi, moment, inverse):
-    """1 / (1 + moment), and the gradient of N by way of it, from the output's gradient g."""
-    shrink = 1.0 / (1.0 + moment)
-    return shrink, g * x * shrink * shrink * (pi * inverse)[:, None]
+def _total(values, carry, decay):
+    """The sum after the tile's last token."""
+    if decay is None:
+        return carry + tl.sum(values, 0)
+    else:
+        return _last(_running(values, carry, decay, True))
 
 
 @_jit_any_length
@@ -227,26 +268,39 @@ def _totals_kernel(
     T,
     H: tl.constexpr,
     P: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """Chunk totals of w^2, of the factors' logarithms and, where the membership is known, of Pi w^2 and Pi.
 
-    One program a chunk and head.
+    One program a chunk and group of heads.
     """
-    index = tl.program_id(0).to(tl.int64) // H
-    head = tl.program_id(0) % H
-    tokens, exists, real, follows, _ = _chunk(index, mask, chunk_table, T, True, BLOCK_T)
-    x = _load(w, tokens, head, real, H, P, BLOCK_P)
-    sq = x * x
-    share = _share(_decay(log_decay, tokens + 1, head, follows, H), True)
-    _store_row(total_sq, _total(sq, share), index, head, H, P, BLOCK_P)
+    index, heads = _group(H, HEADS)
+    first, count, _ = _chunk(index, chunk_table, T, True, CHUNK)
+    sum_sq = tl.zeros([HEADS, BLOCK_P], tl.float32)
+    weighted_sq = tl.zeros([HEADS, BLOCK_P], tl.float32)
+    pi_sum = tl.zeros([HEADS], tl.float32)
+    decay_sum = tl.zeros([HEADS], tl.float32)
+    for start in range(0, count, TILE):
+        t = start + tl.arange(0, TILE)
+        real = _real(mask, first, t, t < count)
+        x = _load(w, first, t, heads, real, H, P, BLOCK_P)
+        decay = _decay(log_decay, first, t, heads, t < count, H)
+        sum_sq = _total(x * x, sum_sq, decay)
+        if log_decay is not None:
+            decay_sum += tl.sum(decay, 0)
+        if membership is not None:
+            pi = _load_heads(membership, first, t, heads, real, H)
+            weighted_sq = _total(x * x * pi[:, :, None], weighted_sq, decay)
+            pi_sum = _total(pi, pi_sum, decay)
+    _store_row(total_sq, sum_sq, index, heads, H, P, BLOCK_P)
     if log_decay is not None:
-        tl.store(total_decay + index * H + head, tl.sum(_decay(log_decay, tokens, head, exists, H), 0))
+        tl.store(total_decay + index * H + heads, decay_sum, mask=heads < H)
     if membership is not None:
-        pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
-        _store_row(total_weighted_sq, _total(sq * pi[:, None], share), index, head, H, P, BLOCK_P)
-        tl.store(total_membership + index * H + head, _total(pi, share))
+        _store_row(total_weighted_sq, weighted_sq, index, heads, H, P, BLOCK_P)
+        tl.store(total_membership + index * H + heads, pi_sum, mask=heads < H)
 
 
 @_jit
@@ -360,6 +414,15 @@ def _scan_kernel(
             )  # fmt: skip
 
 
+@_jit
+def _softmax_over_heads(score, temp, heads, real, H: tl.constexpr):
+    """The membership (TILE, HEADS); 0 where no real token or no such head is."""
+    score *= tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
+    score = tl.where((heads < H)[None, :], score, float("-inf"))
+    pi = tl.exp(score - tl.max(score, 1)[:, None])
+    return tl.where(_of_heads(real, heads, H), pi * (1.0 / tl.sum(pi, 1))[:, None], 0.0)
+
+
 @_jit_any_length
 def _membership_kernel(
     w,
@@ -378,39 +441,35 @@ def _membership_kernel(
     H: tl.constexpr,
     P: tl.constexpr,
     CAUSAL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """Softmax over the heads, and the chunk totals that need it. One program a chunk, all heads."""
     index = tl.program_id(0).to(tl.int64)
-    tokens, exists, real, follows, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
-    heads = tl.arange(0, BLOCK_H)
-    score = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
-    for head in range(H):
-        x = _load(w, tokens, head, real, H, P, BLOCK_P)
-        decay = _decay(log_decay, tokens, head, exists, H)
-        S = _running(x * x, _load_row(sum_sq, carry, head, H, P, BLOCK_P)[None, :], decay, CAUSAL, False)
-        z = tl.sum(x * x / tl.maximum(S, floor), 1)
-        score = tl.where((heads == head)[None, :], z[:, None], score)
-    real_heads = real[:, None] & (heads < H)[None, :]
-    places = tokens[:, None] * H + heads[None, :]
-    if bias is not None:
-        score += P * tl.load(bias + (tokens % bias_tokens)[:, None] * H + heads[None, :], mask=real_heads, other=0.0)
-    score *= tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
-    score = tl.where((heads < H)[None, :], score, float("-inf"))
-    pi = tl.exp(score - tl.max(score, 1)[:, None])
-    pi = tl.where(real_heads, pi / tl.sum(pi, 1)[:, None], 0.0)
-    tl.store(membership + places, pi, mask=exists[:, None] & (heads < H)[None, :])
-    if log_decay is None:
-        tl.store(total_membership + index * H + heads, tl.sum(pi, 0), mask=heads < H)
-    for head in range(H):
-        x = _load(w, tokens, head, real, H, P, BLOCK_P)
-        weighted = x * x * _column(pi, heads, head)[:, None]
-        share = _share(_decay(log_decay, tokens + 1, head, follows, H), True)
-        _store_row(total_weighted_sq, _total(weighted, share), index, head, H, P, BLOCK_P)
-        if log_decay is not None:
-            tl.store(total_membership + index * H + head, _total(_column(pi, heads, head), share))
+    heads = tl.arange(0, HEADS)
+    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
+    before = _load_row(sum_sq, carry, heads, H, P, BLOCK_P)
+    weighted_sq = tl.zeros([HEADS, BLOCK_P], tl.float32)
+    pi_sum = tl.zeros([HEADS], tl.float32)
+    for start in range(0, count, TILE):
+        t = start + tl.arange(0, TILE)
+        real = _real(mask, first, t, t < count)
+        x = _load(w, first, t, heads, real, H, P, BLOCK_P)
+        decay = _decay(log_decay, first, t, heads, t < count, H)
+        S = _running(x * x, before, decay, CAUSAL)
+        score = tl.sum(x * x * _inverse(tl.maximum(S, floor)), 2)
+        if bias is not None:
+            score += P * _load_heads(bias, first % bias_tokens, t, heads, real, H)
+        pi = _softmax_over_heads(score, temp, heads, real, H)
+        _store_heads(membership, pi, first, t, heads, t < count, H)
+        weighted_sq = _total(x * x * pi[:, :, None], weighted_sq, decay)
+        pi_sum = _total(pi, pi_sum, decay)
+        if CAUSAL:
+            before = _last(S)
+    _store_row(total_weighted_sq, weighted_sq, index, heads, H, P, BLOCK_P)
+    tl.store(total_membership + index * H + heads, pi_sum, mask=heads < H)
 
 
 @_jit_any_length
@@ -428,19 +487,157 @@ def _output_kernel(
     H: tl.constexpr,
     P: tl.constexpr,
     CAUSAL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The output. One program a chunk and head."""
-    index = tl.program_id(0).to(tl.int64) // H
-    head = tl.program_id(0) % H
-    tokens, exists, real, _, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
-    x = _load(w, tokens, head, real, H, P, BLOCK_P)
-    pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
-    weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
-    count = tl.load(sum_membership + carry * H + head)
-    moment, _ = _moment(x, pi, weighted_sq, count, _decay(log_decay, tokens, head, exists, H), eps, CAUSAL)
-    _store(output, -(x * pi[:, None]) / (1.0 + moment), tokens, head, exists, H, P, BLOCK_P)
+    """The output -w Pi / (1 + N / D), as -w Pi D / (D + N). One program a chunk and group of heads."""
+    index, heads = _group(H, HEADS)
+    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
+    weighted_sq = _load_row(sum_weighted_sq, carry, heads, H, P, BLOCK_P)
+    pi_sum = _load_sum(sum_membership, carry, heads, H, BLOCK_P)
+    for start in range(0, count, TILE):
+        t = start + tl.arange(0, TILE)
+        real = _real(mask, first, t, t < count)
+        x = _load(w, first, t, heads, real, H, P, BLOCK_P)
+        pi = tl.broadcast_to(_load_heads(membership, first, t, heads, real, H)[:, :, None], x.shape)
+        decay = _decay(log_decay, first, t, heads, t < count, H)
+        N = _running(x * x * pi, weighted_sq, decay, CAUSAL)
+        D = _running(pi, pi_sum, decay, CAUSAL)
+        output_of_w = -pi * (D + eps) * _inverse(N + (D + eps))
+        _store(output, x * output_of_w, first, t, heads, t < count, H, P, BLOCK_P)
+        if CAUSAL:
+            weighted_sq = _last(N)
+            pi_sum = _last(D)
+
+
+# The backward's kernels take one head at a time, all tokens of a chunk at once: tiles of BLOCK_T tokens x BLOCK_P channels,
+# or x BLOCK_H >= H heads.
+
+
+@_jit
+def _real_of_head(mask, tokens, exists):
+    """Which of the tokens exist and are not padding."""
+    if mask is not None:
+        exists = exists & (tl.load(mask + tokens, mask=exists, other=0) != 0)
+    return exists
+
+
+@_jit
+def _chunk_of_head(index, mask, chunk_table, T, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
+    """A chunk's tokens (places in the flattened batch), which of them exist, are real, and have a next one in the chunk; and
+    its row of carries."""
+    if chunk_table is None:
+        per_row = tl.cdiv(T, BLOCK_T)
+        row = index // per_row
+        start = (index % per_row) * BLOCK_T
+        stop = T.to(tl.int64)
+        sequence = row
+    else:
+        row = tl.load(chunk_table + 4 * index)
+        start = tl.load(chunk_table + 4 * index + 1)
+        stop = tl.load(chunk_table + 4 * index + 2)
+        sequence = tl.load(chunk_table + 4 * index + 3)
+    t = start + tl.arange(0, BLOCK_T)
+    exists = t < stop
+    tokens = row * T + t
+    if CAUSAL:
+        carry = index
+    else:
+        carry = sequence
+    return tokens, exists, _real_of_head(mask, tokens, exists), (t + 1 < stop) & (tl.arange(0, BLOCK_T) < BLOCK_T - 1), carry
+
+
+@_jit
+def _load_of_head(pointer, tokens, head, real, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """One head of a chunk's tokens, (BLOCK_T, BLOCK_P) in float32; padding is 0 and is not read."""
+    p = tl.arange(0, BLOCK_P)
+    places = (tokens * H + head)[:, None] * P + p[None, :]
+    return tl.load(pointer + places, mask=real[:, None] & (p < P)[None, :], other=0.0).to(tl.float32)
+
+
+@_jit
+def _store_of_head(pointer, value, tokens, head, exists, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    p = tl.arange(0, BLOCK_P)
+    places = (tokens * H + head)[:, None] * P + p[None, :]
+    tl.store(pointer + places, value, mask=exists[:, None] & (p < P)[None, :])
+
+
+@_jit
+def _load_row_of_head(pointer, row, head, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """One head of a row of carries, (BLOCK_P,)."""
+    p = tl.arange(0, BLOCK_P)
+    return tl.load(pointer + (row * H + head) * P + p, mask=p < P, other=0.0)
+
+
+@_jit
+def _store_row_of_head(pointer, value, row, head, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    p = tl.arange(0, BLOCK_P)
+    tl.store(pointer + (row * H + head) * P + p, value, mask=p < P)
+
+
+@_jit
+def _decay_of_head(log_decay, tokens, head, exists, H: tl.constexpr):
+    """Logarithms of one head's factors (BLOCK_T,), 0 where no token is; None if nothing is forgotten."""
+    if log_decay is None:
+        return None
+    else:
+        return tl.load(log_decay + tokens * H + head, mask=exists, other=0.0)
+
+
+@_jit
+def _running_of_head(values, carry, decay, CAUSAL: tl.constexpr, REVERSE: tl.constexpr):
+    """Sums over tokens (axis 0): the carry plus those inside the chunk, or the carry alone, which is then the total.
+
+    With `decay`, a sum is multiplied by exp(decay) before the token's own value is added to it.
+    """
+    if not CAUSAL:
+        return carry + tl.zeros_like(values)
+    elif decay is None:
+        return carry + tl.cumsum(values, 0, reverse=REVERSE)
+    else:
+        factor = _per_token(_factor(decay), values) + tl.zeros_like(values)
+        factor, values = tl.associative_scan((factor, values), 0, _join, reverse=REVERSE)
+        return factor * carry + values
+
+
+@_jit
+def _share_of_head(decay, REVERSE: tl.constexpr):
+    """How much of each token's value is in the chunk's total; None for all of it."""
+    if decay is None:
+        return None
+    else:
+        return tl.exp(tl.cumsum(decay, 0, reverse=REVERSE))
+
+
+@_jit
+def _total_of_head(values, share):
+    """Sum over tokens (axis 0)."""
+    if share is not None:
+        values *= _per_token(share, values)
+    return tl.sum(values, 0)
+
+
+@_jit
+def _column_of_head(values, heads, head):
+    """Column `head` of (BLOCK_T, BLOCK_H)."""
+    return tl.sum(tl.where((heads == head)[None, :], values, 0.0), 1)
+
+
+@_jit
+def _moment_of_head(x, pi, weighted_sq, count, decay, eps, CAUSAL: tl.constexpr):
+    """The second moment N / D of the head's tokens, and 1 / D."""
+    N = _running_of_head(x * x * pi[:, None], weighted_sq[None, :], decay, CAUSAL, False)
+    inverse = 1.0 / (_running_of_head(pi, count, decay, CAUSAL, False) + eps)
+    return N * inverse[:, None], inverse
+
+
+@_jit
+def _moment_grad_of_head(g, x, pi, moment, inverse):
+    """1 / (1 + moment), and the gradient of N by way of it, from the output's gradient g."""
+    shrink = 1.0 / (1.0 + moment)
+    return shrink, g * x * shrink * shrink * (pi * inverse)[:, None]
 
 
 @_jit
@@ -449,13 +646,13 @@ def _output_grad(
     P: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Of one head's tokens: w, the gradient of the output, the moment, 1 / (1 + moment) and the gradient of N."""
-    x = _load(w, tokens, head, real, H, P, BLOCK_P)
-    g = _load(grad, tokens, head, real, H, P, BLOCK_P)
+    x = _load_of_head(w, tokens, head, real, H, P, BLOCK_P)
+    g = _load_of_head(grad, tokens, head, real, H, P, BLOCK_P)
     pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
-    weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
+    weighted_sq = _load_row_of_head(sum_weighted_sq, carry, head, H, P, BLOCK_P)
     count = tl.load(sum_membership + carry * H + head)
-    moment, inverse = _moment(x, pi, weighted_sq, count, decay, eps, CAUSAL)
-    shrink, dN = _moment_grad(g, x, pi, moment, inverse)
+    moment, inverse = _moment_of_head(x, pi, weighted_sq, count, decay, eps, CAUSAL)
+    shrink, dN = _moment_grad_of_head(g, x, pi, moment, inverse)
     return x, g, moment, shrink, dN
 
 
@@ -483,14 +680,14 @@ def _moment_grad_kernel(
     """Chunk totals of the gradients of N and D. One program a chunk and head."""
     index = tl.program_id(0).to(tl.int64) // H
     head = tl.program_id(0) % H
-    tokens, exists, real, _, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
-    decay = _decay(log_decay, tokens, head, exists, H)
+    tokens, exists, real, _, carry = _chunk_of_head(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
+    decay = _decay_of_head(log_decay, tokens, head, exists, H)
     _, _, moment, _, dN = _output_grad(
         w, grad, membership, sum_weighted_sq, sum_membership, decay, tokens, head, real, carry, eps, H, P, CAUSAL, BLOCK_P
     )
-    share = _share(decay, False)
-    _store_row(total_dN, _total(dN, share), index, head, H, P, BLOCK_P)
-    tl.store(total_dD + index * H + head, -_total(tl.sum(dN * moment, 1), share))
+    share = _share_of_head(decay, False)
+    _store_row_of_head(total_dN, _total_of_head(dN, share), index, head, H, P, BLOCK_P)
+    tl.store(total_dD + index * H + head, -_total_of_head(tl.sum(dN * moment, 1), share))
     if log_decay is not None:
         tl.store(total_decay + index * H + head, tl.sum(decay, 0))
 
@@ -535,17 +732,17 @@ def _score_grad_kernel(
 ):
     """Backward of the softmax over the heads, and the chunk totals that need it. One program a chunk, all heads."""
     index = tl.program_id(0).to(tl.int64)
-    tokens, exists, real, follows, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
+    tokens, exists, real, follows, carry = _chunk_of_head(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
     heads, dpi = tl.arange(0, BLOCK_H), tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for head in range(H):
-        decay = _decay(log_decay, tokens, head, exists, H)
+        decay = _decay_of_head(log_decay, tokens, head, exists, H)
         x, g, moment, shrink, dN = _output_grad(
             w, grad, membership, sum_weighted_sq, sum_membership, decay, tokens, head, real, carry, eps, H, P, CAUSAL, BLOCK_P
         )
         dD = -tl.sum(dN * moment, 1)
-        next_decay = _decay(log_decay, tokens + 1, head, follows, H)
-        U = _running(dN, _load_row(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], next_decay, CAUSAL, True)
-        V = _running(dD, tl.load(suffix_dD + carry * H + head), next_decay, CAUSAL, True)
+        next_decay = _decay_of_head(log_decay, tokens + 1, head, follows, H)
+        U = _running_of_head(dN, _load_row_of_head(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], next_decay, CAUSAL, True)
+        V = _running_of_head(dD, tl.load(suffix_dD + carry * H + head), next_decay, CAUSAL, True)
         dpi = tl.where((heads == head)[None, :], (tl.sum(x * (x * U - g * shrink), 1) + V)[:, None], dpi)
     real_heads, places = real[:, None] & (heads < H)[None, :], tokens[:, None] * H + heads[None, :]
     if grad_membership is not None:
@@ -555,14 +752,14 @@ def _score_grad_kernel(
     q = dlogit * tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
     tl.store(dscore + places, q, mask=exists[:, None] & (heads < H)[None, :])
     for head in range(H):
-        x = _load(w, tokens, head, real, H, P, BLOCK_P)
-        decay = _decay(log_decay, tokens, head, exists, H)
-        S = _running(x * x, _load_row(sum_sq, carry, head, H, P, BLOCK_P)[None, :], decay, CAUSAL, False)
-        z, dS = _score_grad(x, S, _column(q, heads, head), floor)
+        x = _load_of_head(w, tokens, head, real, H, P, BLOCK_P)
+        decay = _decay_of_head(log_decay, tokens, head, exists, H)
+        S = _running_of_head(x * x, _load_row_of_head(sum_sq, carry, head, H, P, BLOCK_P)[None, :], decay, CAUSAL, False)
+        z, dS = _score_grad(x, S, _column_of_head(q, heads, head), floor)
         if bias is not None:
             z += P * tl.load(bias + (tokens % bias_tokens) * H + head, mask=real, other=0.0)
-        tl.store(dtemp + index * H + head, tl.sum(_column(dlogit, heads, head) * z, 0))
-        _store_row(total_dS, _total(dS, _share(decay, False)), index, head, H, P, BLOCK_P)
+        tl.store(dtemp + index * H + head, tl.sum(_column_of_head(dlogit, heads, head) * z, 0))
+        _store_row_of_head(total_dS, _total_of_head(dS, _share_of_head(decay, False)), index, head, H, P, BLOCK_P)
 
 
 @_jit
@@ -575,7 +772,7 @@ def _left(
         return None, None, None
     else:
         earlier = exists & (tl.arange(0, BLOCK_T) > 0)
-        x = _load(w, tokens - 1, head, _real(mask, tokens - 1, earlier), H, P, BLOCK_P)
+        x = _load_of_head(w, tokens - 1, head, _real_of_head(mask, tokens - 1, earlier), H, P, BLOCK_P)
         pi = tl.load(membership + (tokens - 1) * H + head, mask=earlier, other=0.0)
         factor = _factor(decay)
         sq = x * x * factor[:, None]
@@ -586,9 +783,9 @@ def _left(
 def _running_and_left(values, left, carry, decay, CAUSAL: tl.constexpr):
     """Sums up to each token, and what its factor left of the sum before it, for which `sum - value` would cancel digits."""
     if decay is None:
-        return _running(values, carry, None, CAUSAL, False), None
+        return _running_of_head(values, carry, None, CAUSAL, False), None
     else:
-        left = _running(left, carry, decay, CAUSAL, False)
+        left = _running_of_head(left, carry, decay, CAUSAL, False)
         return left + values, left
 
 
@@ -621,34 +818,34 @@ def _input_grad_kernel(
     """The gradients of w and of the factors' logarithms. One program a chunk and head."""
     index = tl.program_id(0).to(tl.int64) // H
     head = tl.program_id(0) % H
-    tokens, exists, real, follows, carry = _chunk(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
-    decay = _decay(log_decay, tokens, head, exists, H)
-    next_decay = _decay(log_decay, tokens + 1, head, follows, H)
-    x = _load(w, tokens, head, real, H, P, BLOCK_P)
+    tokens, exists, real, follows, carry = _chunk_of_head(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
+    decay = _decay_of_head(log_decay, tokens, head, exists, H)
+    next_decay = _decay_of_head(log_decay, tokens + 1, head, follows, H)
+    x = _load_of_head(w, tokens, head, real, H, P, BLOCK_P)
     left_sq, left_weighted, left_pi = _left(w, membership, mask, decay, tokens, head, exists, H, P, BLOCK_T, BLOCK_P)
-    carry_sq = _load_row(sum_sq, carry, head, H, P, BLOCK_P)
+    carry_sq = _load_row_of_head(sum_sq, carry, head, H, P, BLOCK_P)
     S, left_S = _running_and_left(x * x, left_sq, carry_sq[None, :], decay, CAUSAL)
     inverse = 1.0 / tl.maximum(S, floor)
     q = tl.load(dscore + tokens * H + head, mask=real, other=0.0)[:, None]
     dS = tl.where(S < floor, 0.0, -q * x * x * inverse * inverse)
-    Q = _running(dS, _load_row(suffix_dS, carry, head, H, P, BLOCK_P)[None, :], next_decay, CAUSAL, True)
+    Q = _running_of_head(dS, _load_row_of_head(suffix_dS, carry, head, H, P, BLOCK_P)[None, :], next_decay, CAUSAL, True)
     dsq = q * inverse + Q
     if decay is not None:
         ddecay = tl.sum(Q * left_S, 1)
-    g = _load(grad, tokens, head, real, H, P, BLOCK_P)
+    g = _load_of_head(grad, tokens, head, real, H, P, BLOCK_P)
     pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
-    weighted_sq = _load_row(sum_weighted_sq, carry, head, H, P, BLOCK_P)
+    weighted_sq = _load_row_of_head(sum_weighted_sq, carry, head, H, P, BLOCK_P)
     count = tl.load(sum_membership + carry * H + head)
     N, left_N = _running_and_left(x * x * pi[:, None], left_weighted, weighted_sq[None, :], decay, CAUSAL)
     D, left_D = _running_and_left(pi, left_pi, count, decay, CAUSAL)
     inverse_count = 1.0 / (D + eps)
     moment = N * inverse_count[:, None]
-    shrink, dN = _moment_grad(g, x, pi, moment, inverse_count)
-    U = _running(dN, _load_row(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], next_decay, CAUSAL, True)
+    shrink, dN = _moment_grad_of_head(g, x, pi, moment, inverse_count)
+    U = _running_of_head(dN, _load_row_of_head(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], next_decay, CAUSAL, True)
     dsq += pi[:, None] * U
-    _store(dw, 2.0 * x * dsq - g * shrink * pi[:, None], tokens, head, exists, H, P, BLOCK_P)
+    _store_of_head(dw, 2.0 * x * dsq - g * shrink * pi[:, None], tokens, head, exists, H, P, BLOCK_P)
     if decay is not None:
-        V = _running(-tl.sum(dN * moment, 1), tl.load(suffix_dD + carry * H + head), next_decay, CAUSAL, True)
+        V = _running_of_head(-tl.sum(dN * moment, 1), tl.load(suffix_dD + carry * H + head), next_decay, CAUSAL, True)
         ddecay += tl.sum(U * left_N, 1) + V * left_D
         tl.store(dlog_decay + tokens * H + head, ddecay, mask=exists)
 
@@ -716,22 +913,26 @@ def _step_kernel(
 
 class _Blocks(NamedTuple):
     tokens: int  # of a chunk
-    heads: int
-    channels: int
-    warps: int
-    step_warps: int  # of the decode step, whose one tile is heads x channels
+    tile: int  # tokens of a tile
+    heads: int  # of a program that takes them all: a power of 2, at least H
+    group: int  # of one that does not
+    channels: int  # a power of 2, at least p
+    warps: int  # of a program that takes all heads
+    group_warps: int  # of one that does not
 
 
 def _blocks(H: int, p: int) -> _Blocks:
     """Block sizes, from the shape of a token alone: depending on T, they would let outputs depend on later tokens.
 
-    Tiles of tokens x channels and of tokens x heads hold up to 2,048 numbers where 16 tokens allow it, 8 a thread: about
-    as much as leaves the backward's ten or so tiles in registers, with two programs or more on a multiprocessor.
+    A warp takes 256 channels, 8 a thread: in bfloat16 those are the 16 bytes that a thread reads at once. With fewer,
+    threads would share a tile's tokens.
     """
-    heads, channels = _power_of_2(H), _power_of_2(p)
-    widest = max(heads, channels)
-    tokens, step_warps = max(16, min(64, 2048 // widest)), max(1, min(16, heads * channels // 256))
-    return _Blocks(tokens, heads, channels, 8 if widest >= 32 else 4, step_warps)
+    channels = _power_of_2(p)
+    group = max(1, 256 // channels)
+    heads = max(group, _power_of_2(H))
+    warps, group_warps = (min(16, h * channels // 256) for h in (heads, group))
+    tokens = max(16, min(64, 2048 // max(heads, channels)))
+    return _Blocks(tokens, 4, heads, group, channels, warps, group_warps)
 
 
 def _power_of_2(n: int) -> int:
@@ -803,8 +1004,10 @@ class _Call:
         log_decay = _contiguous(log_decay)
         self.total_decay = None if log_decay is None else self.new(self.layout.chunks, self.H)
         self.where = (log_decay, self.mask, self.layout.chunk_table)
-        self.sizes = {"H": self.H, "P": self.p, "BLOCK_T": self.blocks.tokens, "BLOCK_P": self.blocks.channels}
-        self.sizes["num_warps"] = self.blocks.warps
+        self.sizes = {"H": self.H, "P": self.p, "CHUNK": self.blocks.tokens, "TILE": self.blocks.tile}
+        self.sizes["BLOCK_P"] = self.blocks.channels
+        self.head_sizes = {"H": self.H, "P": self.p, "BLOCK_T": self.blocks.tokens, "BLOCK_P": self.blocks.channels}
+        self.head_sizes["num_warps"] = 8 if max(self.blocks.heads, self.blocks.channels) >= 32 else 4
 
     def new(self, *shape: int) -> torch.Tensor:
         return self.w.new_empty(shape, dtype=torch.float32)
@@ -815,17 +1018,27 @@ class _Call:
     def new_state(self) -> tuple[torch.Tensor, ...]:
         return tuple(self.new(*shape) for shape in state_shapes(self.w))
 
-    def per_head(self, kernel, *args, **sizes) -> None:
-        kernel[(self.layout.chunks * self.H,)](*args, **self.sizes, **sizes)
+    def by_group(self, kernel, *args, **sizes) -> None:
+        """Launches a kernel whose programs take a group of heads each."""
+        group = self.blocks.group
+        grid = (self.layout.chunks * _cdiv(self.H, group),)
+        kernel[grid](*args, HEADS=group, num_warps=self.blocks.group_warps, **self.sizes, **sizes)
 
     def all_heads(self, kernel, *args) -> None:
-        kernel[(self.layout.chunks,)](*args, CAUSAL=self.causal, BLOCK_H=self.blocks.heads, **self.sizes)
+        sizes = self.sizes | {"HEADS": self.blocks.heads, "num_warps": self.blocks.warps}
+        kernel[(self.layout.chunks,)](*args, CAUSAL=self.causal, **sizes)
+
+    def per_head(self, kernel, *args, **sizes) -> None:
+        kernel[(self.layout.chunks * self.H,)](*args, **self.head_sizes, **sizes)
+
+    def all_heads_in_turn(self, kernel, *args) -> None:
+        kernel[(self.layout.chunks,)](*args, CAUSAL=self.causal, BLOCK_H=self.blocks.heads, **self.head_sizes)
 
     def totals(self, membership: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Chunk totals of w^2 and, given the membership, of Pi w^2 and Pi."""
         total_sq = self.new_totals()[0]
         weighted = (None, None) if membership is None else self.new_totals()
-        self.per_head(_totals_kernel, self.w, membership, *self.where, total_sq, *weighted, self.total_decay, self.T)
+        self.by_group(_totals_kernel, self.w, membership, *self.where, total_sq, *weighted, self.total_decay, self.T)
         return [total_sq, *weighted]
 
     def scan(self, totals, initial, final, reverse: bool = False) -> list[torch.Tensor]:
@@ -910,7 +1123,7 @@ def _forward(
             *(call.w, temp, bias, *call.where, *sums, membership, *totals, call.T, _bias_tokens(bias), _floor(causal)),
         )
         sums += call.scan(totals, initial[1:], final[1:])
-        call.per_head(
+        call.by_group(
             _output_kernel,
             *(call.w, membership, *call.where, *sums[1:], output, call.T, EPS_MEMBERSHIP),
             CAUSAL=causal,
@@ -969,7 +1182,7 @@ def _backward(
         )
         suffix_dN, suffix_dD = call.scan(totals, (dN, dD), dstate[1:], reverse=True)
         total_dS = call.new_totals()[0]
-        call.all_heads(
+        call.all_heads_in_turn(
             _score_grad_kernel,
             *(call.w, grad, grad_membership, temp, bias, membership, *call.where, *sums, suffix_dN, suffix_dD),
             *(dscore, dtemp, total_dS, call.T, _bias_tokens(bias), _floor(causal), EPS_MEMBERSHIP),
@@ -1044,7 +1257,7 @@ def _step(
             P=p,
             BLOCK_H=blocks.heads,
             BLOCK_P=blocks.channels,
-            num_warps=blocks.step_warps,
+            num_warps=blocks.warps,
         )
     return output, membership
 
