@@ -1,6 +1,7 @@
 """Runs cases in several processes at once, joined by gloo; what each returns comes back, one place per process."""
 
 import json
+import os
 import traceback
 
 import torch
@@ -26,6 +27,7 @@ def run_cases(cases, names: list[str], processes: int, folder) -> dict[str, list
 
 def _run(rank: int, cases, names: list[str], processes: int, folder: str) -> None:
     torch.set_num_threads(1)
+    os.environ["TOST_TEST_MODELS"] = folder  # the process forked from may be older
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     answers = {}
     for name in names:
