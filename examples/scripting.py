@@ -162,8 +162,9 @@ def load_rows(kind: str, config_name: str | None = None, **options):
         reason = error.__cause__ or error  # datasets says no more than that an error occurred
         if "corresponds to no data" in str(reason):
             reason = "it has no rows"
-        name = options.get("data_files") or kind
-        raise ValueError(f"The data of {name!r} cannot be read: {reason}") from error
+        files = options.get("data_files") or kind
+        names = ", ".join(map(repr, [files] if isinstance(files, str) else files))
+        raise ValueError(f"The data of {names} cannot be read: {reason}") from error
 
 
 def check_limits(data_args) -> None:

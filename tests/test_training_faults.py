@@ -97,7 +97,7 @@ def overrides(change: str) -> dict[str, str]:
 TEXT = [
     ({"train_file": "bytes.txt"}, "bytes.txt' cannot be read: 'utf-8' codec can't decode"),
     ({"train_file": "lines.txt"}, "The train text is shorter than one block of 32 tokens"),
-    ({"train_file": "folder.txt"}, "folder.txt' does not exist"),
+    ({"train_file": "folder.txt"}, "folder.txt' has no text files"),
     ({"train_file": "broken.json"}, "broken.json' cannot be read"),
     ({"train_file": "broken.jsonl"}, "broken.jsonl' cannot be read"),
     ({"train_file": "numbers.jsonl"}, "The column 'text' of the train data holds no text but values such as 3"),

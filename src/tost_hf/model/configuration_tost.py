@@ -330,7 +330,7 @@ class ToSTConfig(CodeCarryingConfig):
         return self.pooling or ("last" if self.is_causal else "mean")
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # of a class in transformers
+    def base_model_tp_plan(self) -> dict[str, str]:
         """How transformers' tensor parallelism cuts the model by heads; "tost_heads" is a style of tost_hf.parallel."""
         has_mlp = self.mlp_type == "mlp"  # an ISTA step is done whole by every process
         columns = ["self_attn.in_proj", "mlp.up_proj"] if has_mlp else ["self_attn.in_proj"]
@@ -343,6 +343,10 @@ class ToSTConfig(CodeCarryingConfig):
             styles["mlp.down_proj"] = "rowwise"
         styles["self_attn"] = "tost_heads"
         return {"embed_tokens": "embedding_rowwise"} | {f"layers.*.{name}": style for name, style in styles.items()}
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]):
+        """Nothing: the plan follows from the fields, though transformers 5.18 sets one for tied embeddings."""
 
     @property
     def rotates(self) -> bool:

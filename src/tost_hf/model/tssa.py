@@ -96,14 +96,19 @@ def tssa(
     dtype = compute_dtype(w.dtype)
     temp, padding = temp.to(dtype), None if mask is None else ~mask
     if not causal:
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        engine = bidirectional_tssa if w.device.type == "cpu" and not traced else bidirectional_formulas
-        output, membership = engine(w, temp, padding, seq_idx)
+        output, membership = _bidirectional_reference(w, temp, padding, seq_idx)
         return TSSAOutput(output, membership.transpose(1, 2), None)
     bias = None if bias is None else bias.to(dtype)
     state = None if initial_state is None else as_state(initial_state, w)
     output, membership, final = _causal_reference(w, temp, bias, padding, seq_idx, state, log_decay)
     return TSSAOutput(output, membership.transpose(1, 2), final)
+
+
+def _bidirectional_reference(w, temp, padding, seq_idx) -> tuple[torch.Tensor, torch.Tensor]:
+    """The eager engine on a CPU; the formulas for compilers and other devices."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    engine = bidirectional_tssa if w.device.type == "cpu" and not traced else bidirectional_formulas
+    return engine(w, temp, padding, seq_idx)
 
 
 def _causal_reference(w, temp, bias, padding, seq_idx, state, log_decay) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
