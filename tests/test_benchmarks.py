@@ -18,6 +18,7 @@ sys.path.append(str(BENCHMARKS))  # and it stays: processes that the scripts sta
 
 import decode  # noqa: E402
 import op  # noqa: E402
+import options  # noqa: E402
 import resolution  # noqa: E402
 import scaling  # noqa: E402
 import serving  # noqa: E402
@@ -223,6 +224,14 @@ def test_op_memory(tmp_path):
     peaks = {row["variant"]: float(row["value"]) for row in rows if row["metric"] == "peak / bytes of w"}
     assert 1 <= peaks["eager"] < 2  # the output, the memberships and one chunk
     assert peaks["literal"] > 3
+
+
+@pytest.mark.parametrize("code", ["eager", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow])])
+def test_options_beside_the_plain(tmp_path, code):
+    rows = run(options, tmp_path, "--shape", 1, 40, 2, 8, "--code", code)
+    quotients = {(row["what"], row["option"], row["pass"]) for row in rows if row["metric"] == "this / plain"}
+    kinds = {"operator": ("none", "head", "token"), "layer": ("none", "convolution of 4")}
+    assert quotients == {(what, kind, which) for what in kinds for kind in kinds[what] for which in op.PASSES}
 
 
 # Models ---------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 from language_models import MODELS, OPTIONS
 from rows import Measured, commands, markdown, plus_minus, select
 from tables_ability import COPY_STEPS, COPY_TASKS, LANGUAGE, LANGUAGE_STEPS, PUBLISHED_FREE, figure, percent, settings
-from tables_speed import OPTION_POSITIONS, with_options
+from tables_speed import OP_PASSES, OPTION_POSITIONS, with_options, with_range
 
 
 PENDING = "*Not measured yet.*"
@@ -156,12 +156,32 @@ def in_short(measured: Measured) -> str:
 
 
 IN_SHORT = {"worse": in_short}
+
+
+def cost(measured: Measured) -> str:
+    rows = measured.rows.get("options", [])
+    if not rows:
+        return PENDING
+    names = {"head": "the operator, forgetting per head", "token": "the operator, forgetting per token"}
+    lines = []
+    for option in dict.fromkeys(row["option"] for row in rows if row["option"] != "none"):
+        cells = []
+        for code in ("eager", "compiled"):
+            for which in OP_PASSES:
+                case = {"option": option, "code": code, "pass": which}
+                cells.append(with_range(measured.spread("options", metric="this / plain", **case)))
+        lines.append([names.get(option, f"an attention layer, {option}"), *cells])
+    head = [f"{code}, {which}" for code in ("eager", "compiled") for which in OP_PASSES]
+    return f"{markdown(['times the plain time', *head], lines)}\n\n{commands(rows)}"
+
+
 TABLES = {
     "options, language": language,
     "options, copying": copying,
     "options, recall": recall,
     "options, long texts": long_texts,
     "options, decode": decode,
+    "options, cost": cost,
 }
 LONGER = {"script": "compare_lm.py", "steps": STEPS, "task": "tiny Shakespeare", "metric": "loss"}
 FIGURES = {
