@@ -26,6 +26,12 @@ def decode_row(model: str, position: int, metric: str, value: float, models: str
     return ORIGIN | {"model": model, "position": str(position), "metric": metric, "value": str(value), "command": command}
 
 
+def cost_row(code: str, which: str, value: float):
+    case = {"option": "head", "code": code, "pass": which, "metric": "this / plain"}
+    spread = {"value": str(value), "low": str(value - 0.1), "high": str(value + 0.1)}
+    return ORIGIN | case | spread | {"command": "python examples/benchmarks/options.py"}
+
+
 LANGUAGE = ("compare_lm.py", "ToST conv", "tiny Shakespeare", 2000, 128)
 CASES = {
     "options, language": (
@@ -58,6 +64,15 @@ CASES = {
         ],
         ["| positions | nats per token, ToST | nats per token, ToST token |", "| 0 to 64 | 4.500 | 4.125 | | 2e-03 |"],
     ),
+    "options, cost": (
+        [
+            cost_row(code, which, 1.1 + 0.1 * i)
+            for i, (code, which) in enumerate(
+                (code, which) for code in ("eager", "compiled") for which in ("forward", "forward + backward")
+            )
+        ],
+        ["per head | 1.10 (1.00 to 1.20) | 1.20 (1.10 to 1.30) | 1.30 (1.20 to 1.40) | 1.40 (1.30 to 1.50) |"],
+    ),
     "options, decode": (
         [decode_row("ToST token", 10, "ms a step", 12.34), decode_row("ToST token", 10_000, "cache bytes", 74_304)],
         ["| ToST token | 12.3 ms | | | 74,304 bytes |"],
@@ -68,14 +83,15 @@ CASES = {
 class Rows(rows.Measured):
     """Rows of a test."""
 
-    def __init__(self, results=(), decode=()):
-        self.rows = {"results": list(results), "decode": list(decode)}
+    def __init__(self, **found):
+        self.rows = {"results": [], "decode": [], "options": []} | found
 
 
 @pytest.mark.parametrize("name", tables_options.TABLES)
 def test_a_table_shows_the_rows_there_are(name):
     found, lines = CASES[name]
-    measured = Rows(decode=found) if name == "options, decode" else Rows(results=found)
+    file = {"options, decode": "decode", "options, cost": "options"}.get(name, "results")
+    measured = Rows(**{file: found})
     table = tables_options.TABLES[name](measured)
     assert all(line in table for line in lines), table
     assert all(row["command"] in table for row in found)
@@ -90,7 +106,7 @@ def test_without_rows_of_options_it_says_so(name):
         results_row("long_context.py", "ToST, no positions", "0 to 64", 400, 1024, "loss", 4.5),
     ]
     assert (
-        tables_options.TABLES[name](Rows(published, [decode_row("ToST", 10, "ms a step", 1, models="")]))
+        tables_options.TABLES[name](Rows(results=published, decode=[decode_row("ToST", 10, "ms a step", 1, models="")]))
         == "*Not measured yet.*"
     )
 
@@ -100,6 +116,6 @@ def test_in_short_leaves_empty_what_was_not_measured():
         results_row("locality.py", "ToST hybrid", "copy 1", 300, 96, "accuracy", 0.995),
         results_row("compare_lm.py", "ToST conv token", "books", 2000, 128, "loss", 1.5),
     ]
-    table = tables_options.in_short(Rows(found))
+    table = tables_options.in_short(Rows(results=found))
     assert "| copying the token before, accuracy | | | | 99.5 % | |" in table
     assert "| books, 2,000 steps, equal parameters, nats per byte | | 1.500 | | | |" in table

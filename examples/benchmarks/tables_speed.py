@@ -12,6 +12,8 @@ SHORT_LENGTHS = (16, 32, 64, 128, 256)
 OP_PASSES = ("forward", "forward + backward")
 TRAINING_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 DECODE = {"command": "python examples/benchmarks/decode.py"}  # not that of options
+SERVING = {"command": "python examples/benchmarks/serving.py"}
+CLIENTS = (1, 8, 32)
 DECODE_POSITIONS = (10, 100, 1000)
 OPTION_POSITIONS = (10, 10_000)
 SIDES = (224, 448, 512, 896, 1024, 2048)
@@ -64,6 +66,20 @@ def decode(measured: Measured) -> str:
     gains = [measured.spread("decode", **DECODE, model="ToST", position=x, metric="GPT-2 / this") for x in DECODE_POSITIONS]
     lines.append(["GPT-2 / ToST", *map(with_range, gains), "", ""])
     return with_source(measured, markdown(head, lines), "decode", **DECODE)
+
+
+# Many clients ---------------------------------------------------------------------------------------------------------
+
+
+def serving(measured: Measured) -> str:
+    lines = []
+    for clients in CLIENTS:
+        case = {**SERVING, "clients": clients}
+        rate = measured.spread("serving", **case, metric="tokens/s")
+        gain = measured.spread("serving", **case, metric="this / 1 client")
+        lines.append([str(clients), f"{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f})", with_range(gain)])
+    table = markdown(["clients at once", "tokens/s, all together", "times those of one"], lines)
+    return with_source(measured, table, "serving", **SERVING)
 
 
 # The operator ---------------------------------------------------------------------------------------------------------
@@ -270,6 +286,7 @@ TABLES = {
     "short inputs": short_inputs,
     "long inputs": long_inputs,
     "decode": decode,
+    "serving": serving,
     "operator": operator,
     "operator memory": operator_memory,
     "short texts": short_texts,
