@@ -5,12 +5,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-fast test-lowest lint results clean
 
 demo: $(VENV)/ready  ## trains a small ToST on the Python standard library, reloads it and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
+
+# a thread for each process of the tests
+test test-fast test-lowest: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/ready  ## all tests
 	$(BIN)/python $(PYTEST)
