@@ -17,6 +17,7 @@ HYBRID = ["tost_causal_statistics", "full_attention"]
 MODELS = OPTIONS | {
     "hybrid": {"layer_types": HYBRID, "num_key_value_heads": 4, "max_position_embeddings": None},
     "uneven vocabulary": {"vocab_size": 98, "max_position_embeddings": 64},
+    "raw scores": {"normalize_scores": False},
     "six heads": {"hidden_size": 48, "num_attention_heads": 6},
     "two groups of keys": {"layer_types": HYBRID, "num_key_value_heads": 1},
 }

@@ -22,7 +22,6 @@ from tost_hf.hub.checks import empty_model
 from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
 from tost_hf.model.ista_tost import ISTAStep
-from tost_hf.model.tssa import LayerOperators
 from tost_hf.parallel import parallelize
 
 
@@ -148,14 +147,11 @@ def test_card_info_inspect_and_convert_know_them(kind, images, tmp_path):
         convert_to_original(tmp_path, tmp_path / "checkpoint.pth")
 
 
-def test_raw_scores_are_not_spread_over_processes():
-    """The processes would each make memberships of their own heads or tokens."""
-    config = small_config(normalize_scores=False)
+def test_texts_of_raw_scores_are_not_cut():
     with pytest.raises(ValueError, match="cannot cut texts for normalize_scores=False"):
-        parallelize(ToSTModel(config), SimpleNamespace(ndim=1))
-    model = ToSTModel(config)
-    model.layers[0].self_attn.operators = LayerOperators(step=None)
-    with pytest.raises(ValueError, match="cannot be spread over processes"):
-        model(torch.ones(1, 4, dtype=torch.long))
+        parallelize(ToSTModel(small_config(normalize_scores=False)), SimpleNamespace(ndim=1))
+
+
+def test_dictionaries_are_not_cut():
     plan = small_config(mlp_type="ista").base_model_tp_plan
     assert not [name for name in plan if "mlp" in name] and "layers.*.mlp.down_proj" in small_config().base_model_tp_plan

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Mamba2Config, Mamba2ForCau
 
 from tost_hf import ToSTConfig, ToSTForCausalLM
 from tost_hf.model.convolution_tost import ShortConvolution
-from tost_hf.model.tssa import TokenStatisticsSelfAttention
+from tost_hf.model.tssa_layer import TokenStatisticsSelfAttention
 
 
 KERNEL = 4  # tokens of a convolution

@@ -33,7 +33,8 @@ from .model.modeling_tost_heads import (
     ToSTForTokenClassification,
 )
 from .model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
-from .model.tssa import TokenStatisticsSelfAttention, TSSAOutput, tssa, tssa_step
+from .model.tssa import TSSAOutput, tssa, tssa_step
+from .model.tssa_layer import TokenStatisticsSelfAttention
 from .model.tssa_state import TSSAState
 from .version import __version__
 

@@ -17,7 +17,8 @@ BACKENDS = ("cuda", "cpu")  # on a CPU the operator's reference path runs
 INIT = '''\
 """Token Statistics Self-Attention (arXiv 2412.17810), from tost_hf {version}."""
 
-from .tssa import TokenStatisticsSelfAttention, TSSAOutput, tssa, tssa_step
+from .tssa_layer import TokenStatisticsSelfAttention
+from .tssa import TSSAOutput, tssa, tssa_step
 from .tssa_state import TSSAState
 
 

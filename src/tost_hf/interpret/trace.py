@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..model.modeling_tost_vision import ToSTVisionClassAttention, ToSTVisionPatchEmbeddings
-from ..model.tssa import TokenStatisticsSelfAttention
+from ..model.tssa_layer import TokenStatisticsSelfAttention
 
 
 if TYPE_CHECKING:

@@ -18,7 +18,11 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_tost import ToSTAttention, ToSTRotaryEmbedding, build_attention_masks
+from .attention_tost import (
+    ToSTAttention,
+    ToSTRotaryEmbedding,
+    build_attention_masks,
+)
 from .batching_tost import BatchedGenerationMixin
 from .cache_tost import cached_length
 from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
@@ -26,7 +30,7 @@ from .convolution_tost import ShortConvolution
 from .inputs_tost import check_early_exit, check_prompt, resolve_inputs
 from .ista_tost import ISTAStep
 from .modeling_tost_base import ToSTBaseModel
-from .tssa import KEPT_IN_FLOAT32, TokenStatisticsSelfAttention, initial_forget_bias
+from .tssa_layer import KEPT_IN_FLOAT32, TokenStatisticsSelfAttention, initial_forget_bias
 
 
 @dataclass

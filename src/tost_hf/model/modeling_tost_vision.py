@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_tost_vision import ToSTVisionConfig
 from .ista_tost import ISTAStep
 from .modeling_tost_base import ToSTBaseModel
-from .tssa import TokenStatisticsSelfAttention
+from .tssa_layer import TokenStatisticsSelfAttention
 from .tssa_state import compute_dtype
 
 

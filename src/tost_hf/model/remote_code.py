@@ -28,6 +28,7 @@ KERNEL_FILES = (
     "tssa_check.py",
     "convolution_tost.py",
     "tssa.py",
+    "tssa_layer.py",
 )
 _SHARED_FILES = ("remote_code.py", "configuration_tost.py", *KERNEL_FILES, "ista_tost.py", "modeling_tost_base.py")
 CODE_FILES = {  # by model type; siblings of this file, here and in every published folder

@@ -23,7 +23,8 @@ from ..model.configuration_tost import CAUSAL_STATISTICS
 from ..model.convolution_tost import ShortConvolution, find_taps
 from ..model.inputs_tost import resolve_inputs
 from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
-from ..model.tssa import LayerOperators, TokenStatisticsSelfAttention, TSSAOutput, tssa
+from ..model.tssa import TSSAOutput, tssa
+from ..model.tssa_layer import LayerOperators, TokenStatisticsSelfAttention
 from ..model.tssa_state import TSSAState, compute_dtype, real_tokens, sequence_starts, zero_state
 from .exchange import gather
 

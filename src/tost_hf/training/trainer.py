@@ -13,7 +13,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.utils import is_torch_bf16_gpu_available
 
 from ..model.modeling_tost import ToSTForCausalLM
-from ..model.tssa import KEPT_IN_FLOAT32
+from ..model.tssa_layer import KEPT_IN_FLOAT32
 from .trainer_context import ContextTrainer
 from .trainer_guard import GuardedTrainer
 from .trainer_hub import PublishingTrainer

@@ -1,0 +1,194 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The attention layer: TSSA between its two projections, with forgetting and a short convolution."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .convolution_tost import ShortConvolution, convolve
+from .tssa import TSSAOutput, step_by_formulas, tssa, tssa_by_formulas, tssa_step
+from .tssa_state import TSSAState, compute_dtype
+
+
+KEPT_IN_FLOAT32 = ("temp", "denom_bias", "forget_bias")
+SHORTEST_MEMORY, LONGEST_MEMORY = 4, 1024  # tokens
+
+
+def initial_forget_bias(num_heads: int) -> torch.Tensor:
+    """The logits (H,) of forget factors 1 - 1 / tau, tau from 4 to 1,024 tokens, evenly spaced in log over the heads."""
+    tau = torch.logspace(math.log2(SHORTEST_MEMORY), math.log2(LONGEST_MEMORY), num_heads, base=2)
+    return torch.log(tau - 1)
+
+
+class LayerOperators(NamedTuple):
+    """What a layer computes with. Where tokens or heads are spread over processes, others stand here, called alike."""
+
+    tssa: Callable[..., TSSAOutput] = tssa
+    step: Callable[..., TSSAOutput] = tssa_step
+    convolve: Callable[..., tuple[torch.Tensor, torch.Tensor]] = convolve
+
+
+RAW_SCORES = LayerOperators(
+    tssa=functools.partial(tssa_by_formulas, normalize_scores=False),
+    step=functools.partial(step_by_formulas, normalize_scores=False),
+)
+
+
+class TokenStatisticsSelfAttention(nn.Module):
+    """One TSSA layer with its two projections, for language (causal) and vision (bidirectional) alike.
+
+    Args:
+        hidden_size: width D of the tokens.
+        num_attention_heads: number of heads H; divides `hidden_size`.
+        causal: whether a token sees only itself and the tokens before it.
+        layer_idx: the layer's place in a cache; needed for `past_key_values`.
+        max_position_embeddings: rows of the learned score bias `denom_bias`; None for none (bidirectional, position-free).
+        in_bias, out_bias: whether the input and the output projection have a bias.
+        attention_dropout: dropout on 1 / (1 + moment), as in the paper's code.
+        hidden_dropout: dropout after the output projection.
+        forgetting: "none", "head" (a learned forget factor per head) or "token" (one per token and head); causal form only.
+        conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
+        normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
+            paper's ablation) the formulas of tssa_formulas.py run, whatever the backend.
+        backend: as in `tssa`; may be set later as well.
+
+    `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
+    module is moved to.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        *,
+        causal: bool,
+        layer_idx: int | None = None,
+        max_position_embeddings: int | None = None,
+        in_bias: bool = False,
+        out_bias: bool = False,
+        attention_dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
+        forgetting: str = "none",
+        conv_kernel: int | None = None,
+        normalize_scores: bool = True,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        self.operators = LayerOperators() if normalize_scores else RAW_SCORES
+        if not causal and (forgetting != "none" or conv_kernel is not None):
+            raise ValueError("forgetting and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
+        self.backend = backend
+        self.normalize_scores = normalize_scores
+        self.num_heads = num_attention_heads
+        self.head_dim = hidden_size // num_attention_heads
+        self.causal = causal
+        self.layer_idx = layer_idx
+        self.attention_dropout = attention_dropout
+        self.convolution = None if conv_kernel is None else ShortConvolution(hidden_size, conv_kernel)
+        self.in_proj = nn.Linear(hidden_size, hidden_size, bias=in_bias)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=out_bias)
+        self.out_dropout = nn.Dropout(hidden_dropout)
+        dtype = compute_dtype(torch.get_default_dtype())  # whatever dtype the other weights are built in
+        self.temp = nn.Parameter(torch.ones(num_attention_heads, 1, dtype=dtype))
+        self.denom_bias = None
+        if max_position_embeddings is not None:
+            self.denom_bias = nn.Parameter(torch.zeros(num_attention_heads, max_position_embeddings, 1, dtype=dtype))
+        self.forget_bias = self.forget_proj = None
+        if forgetting != "none":
+            self.forget_bias = nn.Parameter(initial_forget_bias(num_attention_heads).to(dtype))
+        if forgetting == "token":
+            self.forget_proj = nn.Linear(hidden_size, num_attention_heads, bias=False)
+            nn.init.zeros_(self.forget_proj.weight)
+
+    def _apply(self, fn, recurse=True):
+        # model.to(dtype) and model.half() come through here; the statistics' own parameters keep their float32 values
+        kept = {name: getattr(self, name) for name in KEPT_IN_FLOAT32 if getattr(self, name) is not None}
+        kept = {name: param.data for name, param in kept.items() if param.dtype in (torch.float32, torch.float64)}
+        super()._apply(fn, recurse)
+        for name, data in kept.items():
+            param = getattr(self, name)
+            if param.dtype in (torch.float16, torch.bfloat16):
+                param.data = data.to(device=param.device)
+        return self
+
+    def log_decay(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Logarithm of the forget factors (B, T, H) at convolved tokens (B, T, D); None where nothing is forgotten."""
+        if self.forget_bias is None:
+            return None
+        dtype = compute_dtype(hidden_states.dtype)
+        logit = self.forget_bias.to(dtype).expand(*hidden_states.shape[:2], -1)
+        if self.forget_proj is not None:
+            logit = logit + self.forget_proj(hidden_states)
+        return F.logsigmoid(logit)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values=None,
+        conv_taps: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attends.
+
+        Args:
+            hidden_states: (B, T, D).
+            attention_mask: (B, T), true or 1 at real tokens; these tokens only, not those in the cache.
+            position_ids: (B, T), rows of `denom_bias`; needed where the layer has one.
+            seq_idx: (B, T), packed rows; see `tssa`.
+            past_key_values: a cache of `CausalStatisticsLayer`s; read, then updated.
+            conv_taps: what `find_taps` gives for the convolution; found here where left out.
+
+        Returns:
+            The attended tokens (B, T, D) and the membership (B, H, T).
+        """
+        B, T, _ = hidden_states.shape
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        inputs, recent = hidden_states, None
+        if self.convolution is not None:
+            past = None if layer is None else layer.past_inputs
+            hidden_states, recent = self.operators.convolve(
+                self.convolution, inputs, attention_mask, seq_idx, taps=conv_taps, recent=past
+            )
+        w = self.in_proj(hidden_states).view(B, T, -1, self.head_dim)
+        log_decay = self.log_decay(hidden_states)
+        bias = None
+        if self.denom_bias is not None:
+            assert position_ids is not None  # a layer with positions is told them
+            # a look-up, not an index: the gradient of an index adds up in whatever order threads come
+            bias = F.embedding(position_ids, self.denom_bias[..., 0].t())
+        out, membership, state = self._statistics(w, bias, log_decay, attention_mask, seq_idx, layer)
+        if layer is not None:
+            assert state is not None  # only causal layers have a cache
+            layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
+        if self.training and self.attention_dropout > 0:
+            keep = torch.ones_like(out) if self.causal else out.new_ones(B, 1, self.num_heads, self.head_dim)
+            out = out * F.dropout(keep, self.attention_dropout)
+        return self.out_dropout(self.out_proj(out.reshape(B, T, -1))), membership
+
+    def _statistics(self, w, bias, log_decay, mask, seq_idx, layer) -> TSSAOutput:
+        """The operator, or its step where a cache layer goes on by one token."""
+        state = None if layer is None else layer.state
+        if layer is None or w.shape[1] > 1:
+            return self.operators.tssa(
+                w,
+                self.temp,
+                bias,
+                causal=self.causal,
+                mask=mask,
+                seq_idx=seq_idx,
+                initial_state=state,
+                log_decay=log_decay,
+                backend=self.backend,
+            )
+        bias, log_decay, mask = (None if x is None else x[:, 0] for x in (bias, log_decay, mask))
+        out, membership, state = self.operators.step(
+            w[:, 0], self.temp, bias, state, mask=mask, log_decay=log_decay, backend=self.backend
+        )
+        return TSSAOutput(out.unsqueeze(1), membership.unsqueeze(-1), state)
