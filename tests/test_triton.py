@@ -37,11 +37,13 @@ if INTERPRETED and tssa_triton.is_available():
 
     def scan_rows(self, inputs):
         """A scan over the first axis, row by row, where the interpreter goes number by number."""
-        outputs = [x.handle.data.copy() for x in inputs]
+        outputs, as_arrays = [x.handle.data.copy() for x in inputs], "_join_chunks" not in self.combine_fn.fn.__name__
         for i in range(1, len(outputs[0])):
-            pair = [self.to_tensor(x[j], y.dtype) for j in (i - 1, i) for x, y in zip(outputs, inputs)]
+            pair = [x[j] for j in (i - 1, i) for x in outputs]
+            if not as_arrays:  # a function of Triton's, not of sums and products alone
+                pair = [self.to_tensor(x, y.dtype) for x, y in zip(pair, [*inputs, *inputs])]
             for x, joined in zip(outputs, self.combine_fn.fn(*pair)):
-                x[i] = joined.handle.data.reshape(x[i].shape)
+                x[i] = joined if as_arrays else joined.handle.data.reshape(x[i].shape)
         return [self.to_tensor(x, y.dtype) for x, y in zip(outputs, inputs)]
 
     interpreter.ScanOps.generic_scan = scan_rows

@@ -11,10 +11,11 @@ scan over the chunk totals after the first and the second:
 with S = sum w^2, N = sum Pi w^2, D = sum Pi: running sums in the causal form, totals in the bidirectional one (`CAUSAL`).
 A running sum's gradient is a suffix sum, so the backward scans run the other way. A causal form that forgets (`log_decay`)
 multiplies its sums by a factor before each token is added: totals are then of what is left at the chunk's end (of gradients,
-at its start), and the scans take in each chunk's sum of the factors' logarithms. Statistics are float32 whatever comes in,
-no sum is formed by subtraction, and there are no atomics: two runs agree to the last bit.
+at its start), and the scans take in each chunk's sum of the factors' logarithms. The backward goes through a chunk from its
+end, and needs the forward's sums on the way: its first kernel keeps them every 8 tokens. Statistics are float32 whatever
+comes in, no sum is formed by subtraction, and there are no atomics: two runs agree to the last bit.
 
-Chunks are cut at fixed places, by (H, p) alone, so an output never depends on the tokens after it. In packed rows a
+Chunks are cut at fixed places, every 64 tokens, so an output never depends on the tokens after it. In packed rows a
 chunk ends where its sequence does; a table made on the host lists the chunks, which are the same as if each sequence
 were alone.
 
@@ -51,8 +52,7 @@ _NVIDIA = None if triton is None else tl.constexpr(not triton.knobs.runtime.inte
 #
 # A program takes one chunk and either a group of heads or all of them, and goes through the chunk by tiles of TILE tokens x
 # HEADS heads x BLOCK_P >= P channels. A thread has 8 neighbouring channels of all of a tile's tokens, so running sums are
-# plain additions in its registers; what is the same for all channels of a head is written for each, and computed once.
-# Chunks are placed by 64-bit addresses, what is inside them by 32-bit ones.
+# plain additions in its registers. Chunks are placed by 64-bit addresses, what is inside them by 32-bit ones.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -152,13 +152,6 @@ def _store_row(pointer, value, row, heads, H: tl.constexpr, P: tl.constexpr, BLO
 
 
 @_jit
-def _load_sum(pointer, row, heads, H: tl.constexpr, BLOCK_P: tl.constexpr):
-    """A number of each head in a row of carries, for each channel: (HEADS, BLOCK_P)."""
-    x = tl.load(pointer + row * H + heads, mask=heads < H, other=0.0)
-    return tl.broadcast_to(x[:, None], [heads.shape[0], BLOCK_P])
-
-
-@_jit
 def _decay(log_decay, first, t, heads, exists, H: tl.constexpr):
     """Logarithms of the factors (TILE, HEADS), 0 where no token is; None if nothing is forgotten."""
     if log_decay is None:
@@ -241,6 +234,8 @@ def _running(values, carry, decay, CAUSAL: tl.constexpr):
 def _last(values):
     """The last token's numbers. Picked as integers: adding a float 0 is an instruction, adding an integer one is none."""
     is_last = _per_token(tl.arange(0, values.shape[0]) == values.shape[0] - 1, values)
+    if len(values.shape) == 2:
+        return tl.sum(tl.where(is_last, values, 0.0), 0)  # in threads that may share the tokens
     bits = tl.where(is_last, values.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits, 0).to(tl.float32, bitcast=True)
 
@@ -252,6 +247,14 @@ def _total(values, carry, decay):
         return carry + tl.sum(values, 0)
     else:
         return _last(_running(values, carry, decay, True))
+
+
+@_jit
+def _tile(w, mask, first, start, count, heads, H: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, BLOCK_P: tl.constexpr):
+    """A chunk's tokens from `start` on: which they are, which are real, and w."""
+    t = start + tl.arange(0, TILE)
+    real = _real(mask, first, t, t < count)
+    return t, real, _load(w, first, t, heads, real, H, P, BLOCK_P)
 
 
 @_jit_any_length
@@ -268,6 +271,7 @@ def _totals_kernel(
     T,
     H: tl.constexpr,
     P: tl.constexpr,
+    CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -278,15 +282,13 @@ def _totals_kernel(
     One program a chunk and group of heads.
     """
     index, heads = _group(H, HEADS)
-    first, count, _ = _chunk(index, chunk_table, T, True, CHUNK)
+    first, count, _ = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
     sum_sq = tl.zeros([HEADS, BLOCK_P], tl.float32)
     weighted_sq = tl.zeros([HEADS, BLOCK_P], tl.float32)
     pi_sum = tl.zeros([HEADS], tl.float32)
     decay_sum = tl.zeros([HEADS], tl.float32)
     for start in range(0, count, TILE):
-        t = start + tl.arange(0, TILE)
-        real = _real(mask, first, t, t < count)
-        x = _load(w, first, t, heads, real, H, P, BLOCK_P)
+        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
         decay = _decay(log_decay, first, t, heads, t < count, H)
         sum_sq = _total(x * x, sum_sq, decay)
         if log_decay is not None:
@@ -454,9 +456,7 @@ def _membership_kernel(
     weighted_sq = tl.zeros([HEADS, BLOCK_P], tl.float32)
     pi_sum = tl.zeros([HEADS], tl.float32)
     for start in range(0, count, TILE):
-        t = start + tl.arange(0, TILE)
-        real = _real(mask, first, t, t < count)
-        x = _load(w, first, t, heads, real, H, P, BLOCK_P)
+        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
         decay = _decay(log_decay, first, t, heads, t < count, H)
         S = _running(x * x, before, decay, CAUSAL)
         score = tl.sum(x * x * _inverse(tl.maximum(S, floor)), 2)
@@ -496,164 +496,83 @@ def _output_kernel(
     index, heads = _group(H, HEADS)
     first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
     weighted_sq = _load_row(sum_weighted_sq, carry, heads, H, P, BLOCK_P)
-    pi_sum = _load_sum(sum_membership, carry, heads, H, BLOCK_P)
+    pi_sum = tl.load(sum_membership + carry * H + heads, mask=heads < H, other=0.0)
     for start in range(0, count, TILE):
-        t = start + tl.arange(0, TILE)
-        real = _real(mask, first, t, t < count)
-        x = _load(w, first, t, heads, real, H, P, BLOCK_P)
-        pi = tl.broadcast_to(_load_heads(membership, first, t, heads, real, H)[:, :, None], x.shape)
+        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
+        pi = _load_heads(membership, first, t, heads, real, H)
         decay = _decay(log_decay, first, t, heads, t < count, H)
-        N = _running(x * x * pi, weighted_sq, decay, CAUSAL)
+        N = _running(x * x * pi[:, :, None], weighted_sq, decay, CAUSAL)
         D = _running(pi, pi_sum, decay, CAUSAL)
-        output_of_w = -pi * (D + eps) * _inverse(N + (D + eps))
-        _store(output, x * output_of_w, first, t, heads, t < count, H, P, BLOCK_P)
+        value = x * (-pi * (D + eps))[:, :, None] * _inverse(N + (D + eps)[:, :, None])
+        _store(output, value, first, t, heads, t < count, H, P, BLOCK_P)
         if CAUSAL:
             weighted_sq = _last(N)
             pi_sum = _last(D)
 
 
-# The backward's kernels take one head at a time, all tokens of a chunk at once: tiles of BLOCK_T tokens x BLOCK_P channels,
-# or x BLOCK_H >= H heads.
+@_jit
+def _swap(bits, distance: tl.constexpr):
+    """A tile (TILE, HEADS, ...) with each two neighbouring blocks of `distance` tokens swapped."""
+    pairs = tl.reshape(bits, [bits.shape[0] // (2 * distance), 2, distance, bits.shape[1], bits.shape[2]])
+    return tl.reshape(tl.sum(pairs, 1, keep_dims=True) - pairs, bits.shape)
 
 
 @_jit
-def _real_of_head(mask, tokens, exists):
-    """Which of the tokens exist and are not padding."""
-    if mask is not None:
-        exists = exists & (tl.load(mask + tokens, mask=exists, other=0) != 0)
-    return exists
+def _flip(x):
+    """A tile with its tokens in reverse order.
 
-
-@_jit
-def _chunk_of_head(index, mask, chunk_table, T, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
-    """A chunk's tokens (places in the flattened batch), which of them exist, are real, and have a next one in the chunk; and
-    its row of carries."""
-    if chunk_table is None:
-        per_row = tl.cdiv(T, BLOCK_T)
-        row = index // per_row
-        start = (index % per_row) * BLOCK_T
-        stop = T.to(tl.int64)
-        sequence = row
-    else:
-        row = tl.load(chunk_table + 4 * index)
-        start = tl.load(chunk_table + 4 * index + 1)
-        stop = tl.load(chunk_table + 4 * index + 2)
-        sequence = tl.load(chunk_table + 4 * index + 3)
-    t = start + tl.arange(0, BLOCK_T)
-    exists = t < stop
-    tokens = row * T + t
-    if CAUSAL:
-        carry = index
-    else:
-        carry = sequence
-    return tokens, exists, _real_of_head(mask, tokens, exists), (t + 1 < stop) & (tl.arange(0, BLOCK_T) < BLOCK_T - 1), carry
-
-
-@_jit
-def _load_of_head(pointer, tokens, head, real, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """One head of a chunk's tokens, (BLOCK_T, BLOCK_P) in float32; padding is 0 and is not read."""
-    p = tl.arange(0, BLOCK_P)
-    places = (tokens * H + head)[:, None] * P + p[None, :]
-    return tl.load(pointer + places, mask=real[:, None] & (p < P)[None, :], other=0.0).to(tl.float32)
-
-
-@_jit
-def _store_of_head(pointer, value, tokens, head, exists, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    p = tl.arange(0, BLOCK_P)
-    places = (tokens * H + head)[:, None] * P + p[None, :]
-    tl.store(pointer + places, value, mask=exists[:, None] & (p < P)[None, :])
-
-
-@_jit
-def _load_row_of_head(pointer, row, head, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """One head of a row of carries, (BLOCK_P,)."""
-    p = tl.arange(0, BLOCK_P)
-    return tl.load(pointer + (row * H + head) * P + p, mask=p < P, other=0.0)
-
-
-@_jit
-def _store_row_of_head(pointer, value, row, head, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    p = tl.arange(0, BLOCK_P)
-    tl.store(pointer + (row * H + head) * P + p, value, mask=p < P)
-
-
-@_jit
-def _decay_of_head(log_decay, tokens, head, exists, H: tl.constexpr):
-    """Logarithms of one head's factors (BLOCK_T,), 0 where no token is; None if nothing is forgotten."""
-    if log_decay is None:
-        return None
-    else:
-        return tl.load(log_decay + tokens * H + head, mask=exists, other=0.0)
-
-
-@_jit
-def _running_of_head(values, carry, decay, CAUSAL: tl.constexpr, REVERSE: tl.constexpr):
-    """Sums over tokens (axis 0): the carry plus those inside the chunk, or the carry alone, which is then the total.
-
-    With `decay`, a sum is multiplied by exp(decay) before the token's own value is added to it.
+    By integers, where a + b - b is b: that compiles to no instruction at all, and a scan in reverse would shuffle between
+    threads.
     """
+    bits = x.to(tl.int32, bitcast=True)
+    if len(x.shape) == 2:
+        bits = bits[:, :, None]
+    for power in tl.static_range(5):
+        if x.shape[0] > 2**power:
+            bits = _swap(bits, 2**power)
+    return tl.reshape(bits, x.shape).to(tl.float32, bitcast=True)
+
+
+@_jit
+def _suffix(values, carry, next_decay, CAUSAL: tl.constexpr):
+    """As `_running`, over the tokens in reverse; `next_decay` is that of the token after each."""
     if not CAUSAL:
-        return carry + tl.zeros_like(values)
-    elif decay is None:
-        return carry + tl.cumsum(values, 0, reverse=REVERSE)
+        return tl.broadcast_to(tl.expand_dims(carry, 0), values.shape)
+    elif next_decay is None:
+        return _flip(_running(_flip(values), carry, None, True))
     else:
-        factor = _per_token(_factor(decay), values) + tl.zeros_like(values)
-        factor, values = tl.associative_scan((factor, values), 0, _join, reverse=REVERSE)
-        return factor * carry + values
+        return _flip(_running(_flip(values), carry, _flip(next_decay), True))
 
 
 @_jit
-def _share_of_head(decay, REVERSE: tl.constexpr):
-    """How much of each token's value is in the chunk's total; None for all of it."""
-    if decay is None:
-        return None
+def _first(values):
+    return _last(_flip(values))
+
+
+@_jit
+def _total_back(values, carry, next_decay):
+    """The sum before the tile's first token, from that of the tokens after it."""
+    if next_decay is None:
+        return carry + tl.sum(values, 0)
     else:
-        return tl.exp(tl.cumsum(decay, 0, reverse=REVERSE))
+        return _first(_suffix(values, carry, next_decay, True))
 
 
 @_jit
-def _total_of_head(values, share):
-    """Sum over tokens (axis 0)."""
-    if share is not None:
-        values *= _per_token(share, values)
-    return tl.sum(values, 0)
+def _next_decay(log_decay, first, t, heads, count, H: tl.constexpr):
+    """Logarithm of the next token's factor; 0 where the chunk ends, since carries are decayed by then."""
+    return _decay(log_decay, first, t + 1, heads, t + 1 < count, H)
 
 
 @_jit
-def _column_of_head(values, heads, head):
-    """Column `head` of (BLOCK_T, BLOCK_H)."""
-    return tl.sum(tl.where((heads == head)[None, :], values, 0.0), 1)
+def _output_grad(x, g, N, D):
+    """From the output's gradient g: the gradient of -w Pi times Pi, and that of N, both still without the factor Pi D.
 
-
-@_jit
-def _moment_of_head(x, pi, weighted_sq, count, decay, eps, CAUSAL: tl.constexpr):
-    """The second moment N / D of the head's tokens, and 1 / D."""
-    N = _running_of_head(x * x * pi[:, None], weighted_sq[None, :], decay, CAUSAL, False)
-    inverse = 1.0 / (_running_of_head(pi, count, decay, CAUSAL, False) + eps)
-    return N * inverse[:, None], inverse
-
-
-@_jit
-def _moment_grad_of_head(g, x, pi, moment, inverse):
-    """1 / (1 + moment), and the gradient of N by way of it, from the output's gradient g."""
-    shrink = 1.0 / (1.0 + moment)
-    return shrink, g * x * shrink * shrink * (pi * inverse)[:, None]
-
-
-@_jit
-def _output_grad(
-    w, grad, membership, sum_weighted_sq, sum_membership, decay, tokens, head, real, carry, eps, H: tl.constexpr,
-    P: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Of one head's tokens: w, the gradient of the output, the moment, 1 / (1 + moment) and the gradient of N."""
-    x = _load_of_head(w, tokens, head, real, H, P, BLOCK_P)
-    g = _load_of_head(grad, tokens, head, real, H, P, BLOCK_P)
-    pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
-    weighted_sq = _load_row_of_head(sum_weighted_sq, carry, head, H, P, BLOCK_P)
-    count = tl.load(sum_membership + carry * H + head)
-    moment, inverse = _moment_of_head(x, pi, weighted_sq, count, decay, eps, CAUSAL)
-    shrink, dN = _moment_grad_of_head(g, x, pi, moment, inverse)
-    return x, g, moment, shrink, dN
+    The output is -w Pi D / (N + D). The gradient of D is -Pi times the sum over channels of N and what is returned last.
+    """
+    inverse = _inverse(N + D[:, :, None])
+    of_w = g * inverse
+    return of_w, of_w * x * inverse
 
 
 @_jit_any_length
@@ -664,40 +583,92 @@ def _moment_grad_kernel(
     log_decay,
     mask,
     chunk_table,
+    sum_sq,
     sum_weighted_sq,
     sum_membership,
+    span_sq,
+    span_weighted_sq,
+    span_membership,
     total_dN,
     total_dD,
     total_decay,
     T,
     eps,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Chunk totals of the gradients of N and D. One program a chunk and head."""
-    index = tl.program_id(0).to(tl.int64) // H
-    head = tl.program_id(0) % H
-    tokens, exists, real, _, carry = _chunk_of_head(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
-    decay = _decay_of_head(log_decay, tokens, head, exists, H)
-    _, _, moment, _, dN = _output_grad(
-        w, grad, membership, sum_weighted_sq, sum_membership, decay, tokens, head, real, carry, eps, H, P, CAUSAL, BLOCK_P
-    )
-    share = _share_of_head(decay, False)
-    _store_row_of_head(total_dN, _total_of_head(dN, share), index, head, H, P, BLOCK_P)
-    tl.store(total_dD + index * H + head, -_total_of_head(tl.sum(dN * moment, 1), share))
+    H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Chunk totals of the gradients of N and D; the forward's sums before each span, for the two kernels that go back.
+
+    One program a chunk and group of heads.
+    """
+    index, heads = _group(H, HEADS)
+    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
+    before_sq = _load_row(sum_sq, carry, heads, H, P, BLOCK_P)
+    weighted_sq = _load_row(sum_weighted_sq, carry, heads, H, P, BLOCK_P)
+    pi_sum = tl.load(sum_membership + carry * H + heads, mask=heads < H, other=0.0)
+    dN_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
+    dD_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
+    decay_sum = tl.zeros([HEADS], tl.float32)
+    for start in range(0, count, TILE):
+        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
+        pi = _load_heads(membership, first, t, heads, real, H)
+        decay = _decay(log_decay, first, t, heads, t < count, H)
+        g = _load(grad, first, t, heads, real, H, P, BLOCK_P)
+        N = _running(x * x * pi[:, :, None], weighted_sq, decay, CAUSAL)
+        D = _running(pi, pi_sum, decay, CAUSAL)
+        _, dmoment = _output_grad(x, g, N, D + eps)
+        dN = dmoment * (pi * (D + eps))[:, :, None]
+        dD = dmoment * pi[:, :, None] * N
+        if log_decay is not None:  # last: with a strong factor, those of small memberships would be no normal numbers
+            left = tl.exp(decay_sum[None, :] + tl.cumsum(decay, 0))[:, :, None]
+            dN, dD = dN * left, dD * left
+            decay_sum += tl.sum(decay, 0)
+        dN_sum += tl.sum(dN, 0)
+        dD_sum -= tl.sum(dD, 0)
+        if CAUSAL:
+            if start % SPAN == 0:
+                row = index * (CHUNK // SPAN) + start // SPAN
+                _store_row(span_sq, before_sq, row, heads, H, P, BLOCK_P)
+                _store_row(span_weighted_sq, weighted_sq, row, heads, H, P, BLOCK_P)
+                tl.store(span_membership + row * H + heads, pi_sum, mask=heads < H)
+            before_sq = _total(x * x, before_sq, decay)
+            weighted_sq = _last(N)
+            pi_sum = _last(D)
+    _store_row(total_dN, dN_sum, index, heads, H, P, BLOCK_P)
+    tl.store(total_dD + index * H + heads, tl.sum(dD_sum, 1), mask=heads < H)
     if log_decay is not None:
-        tl.store(total_decay + index * H + head, tl.sum(decay, 0))
+        tl.store(total_decay + index * H + heads, decay_sum, mask=heads < H)
+
+
+@_jit
+def _sums_before(
+    span_sq, span_weighted_sq, span_membership, w, membership, log_decay, mask, index, first, start, count, carry, heads,
+    H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The forward's sums before a tile: those before its span, and the tiles between. Never by taking off what came later."""
+    row = carry
+    if CAUSAL:
+        row = index * (CHUNK // SPAN) + start // SPAN
+    S = _load_row(span_sq, row, heads, H, P, BLOCK_P)
+    N = _load_row(span_weighted_sq, row, heads, H, P, BLOCK_P)
+    D = tl.load(span_membership + row * H + heads, mask=heads < H, other=0.0)
+    if CAUSAL:
+        for earlier in range(start // SPAN * SPAN, start, TILE):
+            t, real, x = _tile(w, mask, first, earlier, count, heads, H, P, TILE, BLOCK_P)
+            pi = _load_heads(membership, first, t, heads, real, H)
+            decay = _decay(log_decay, first, t, heads, t < count, H)
+            S = _total(x * x, S, decay)
+            N = _total(x * x * pi[:, :, None], N, decay)
+            D = _total(pi, D, decay)
+    return S, N, D
 
 
 @_jit
 def _score_grad(x, S, q, floor):
-    """The score without its bias, and the gradient of S by way of it, from the score's gradient q."""
-    inverse = 1.0 / tl.maximum(S, floor)
-    ratio = x * x * inverse
-    return tl.sum(ratio, 1), tl.where(S < floor, 0.0, -q[:, None] * ratio * inverse)
+    """1 / S, and the gradient of S by way of the score, from the score's gradient q (TILE, HEADS)."""
+    inverse = _inverse(tl.maximum(S, floor))
+    return inverse, tl.where(S < floor, 0.0, -q[:, :, None] * inverse * inverse * (x * x))
 
 
 @_jit_any_length
@@ -708,85 +679,77 @@ def _score_grad_kernel(
     temp,
     bias,
     membership,
-    log_decay,
-    mask,
-    chunk_table,
-    sum_sq,
-    sum_weighted_sq,
-    sum_membership,
-    suffix_dN,
-    suffix_dD,
-    dscore,
-    dtemp,
-    total_dS,
-    T,
-    bias_tokens,
-    floor,
-    eps,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    log_decay, mask, chunk_table,
+    span_sq, span_weighted_sq, span_membership,
+    suffix_dN, suffix_dD,
+    dscore, dtemp, total_dS,
+    T, bias_tokens, floor, eps,
+    H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """Backward of the softmax over the heads, and the chunk totals that need it. One program a chunk, all heads."""
     index = tl.program_id(0).to(tl.int64)
-    tokens, exists, real, follows, carry = _chunk_of_head(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
-    heads, dpi = tl.arange(0, BLOCK_H), tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
-    for head in range(H):
-        decay = _decay_of_head(log_decay, tokens, head, exists, H)
-        x, g, moment, shrink, dN = _output_grad(
-            w, grad, membership, sum_weighted_sq, sum_membership, decay, tokens, head, real, carry, eps, H, P, CAUSAL, BLOCK_P
-        )
-        dD = -tl.sum(dN * moment, 1)
-        next_decay = _decay_of_head(log_decay, tokens + 1, head, follows, H)
-        U = _running_of_head(dN, _load_row_of_head(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], next_decay, CAUSAL, True)
-        V = _running_of_head(dD, tl.load(suffix_dD + carry * H + head), next_decay, CAUSAL, True)
-        dpi = tl.where((heads == head)[None, :], (tl.sum(x * (x * U - g * shrink), 1) + V)[:, None], dpi)
-    real_heads, places = real[:, None] & (heads < H)[None, :], tokens[:, None] * H + heads[None, :]
-    if grad_membership is not None:
-        dpi += tl.load(grad_membership + places, mask=real_heads, other=0.0)
-    pi = tl.load(membership + places, mask=real_heads, other=0.0)
-    dlogit = pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
-    q = dlogit * tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
-    tl.store(dscore + places, q, mask=exists[:, None] & (heads < H)[None, :])
-    for head in range(H):
-        x = _load_of_head(w, tokens, head, real, H, P, BLOCK_P)
-        decay = _decay_of_head(log_decay, tokens, head, exists, H)
-        S = _running_of_head(x * x, _load_row_of_head(sum_sq, carry, head, H, P, BLOCK_P)[None, :], decay, CAUSAL, False)
-        z, dS = _score_grad(x, S, _column_of_head(q, heads, head), floor)
+    heads = tl.arange(0, HEADS)
+    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
+    after_dN = _load_row(suffix_dN, carry, heads, H, P, BLOCK_P)
+    after_dD = tl.load(suffix_dD + carry * H + heads, mask=heads < H, other=0.0)
+    dS_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
+    dtemp_sum = tl.zeros([HEADS], tl.float32)
+    scale = tl.load(temp + heads, mask=heads < H, other=0.0)
+    for back in range(0, tl.cdiv(count, TILE)):
+        start = (tl.cdiv(count, TILE) - 1 - back) * TILE
+        S, N, D = _sums_before(
+            span_sq, span_weighted_sq, span_membership, w, membership, log_decay, mask, index, first, start, count, carry,
+            heads, H, P, CAUSAL, CHUNK, SPAN, TILE, BLOCK_P,
+        )  # fmt: skip
+        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
+        pi = _load_heads(membership, first, t, heads, real, H)
+        decay = _decay(log_decay, first, t, heads, t < count, H)
+        next_decay = _next_decay(log_decay, first, t, heads, count, H)
+        g = _load(grad, first, t, heads, real, H, P, BLOCK_P)
+        N = _running(x * x * pi[:, :, None], N, decay, CAUSAL)
+        D = _running(pi, D, decay, CAUSAL) + eps
+        of_w, dmoment = _output_grad(x, g, N, D)
+        U = _suffix(dmoment * (pi * D)[:, :, None], after_dN, next_decay, CAUSAL)
+        V = _suffix(-pi * tl.sum(dmoment * N, 2), after_dD, next_decay, CAUSAL)
+        dpi = tl.sum(x * (x * U - of_w * D[:, :, None]), 2) + V
+        if grad_membership is not None:
+            dpi += _load_heads(grad_membership, first, t, heads, real, H)
+        dlogit = pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
+        _store_heads(dscore, dlogit * scale[None, :], first, t, heads, t < count, H)
+        S = _running(x * x, S, decay, CAUSAL)
+        inverse, dS = _score_grad(x, S, dlogit * scale[None, :], floor)
+        score = tl.sum(x * x * inverse, 2)
         if bias is not None:
-            z += P * tl.load(bias + (tokens % bias_tokens) * H + head, mask=real, other=0.0)
-        tl.store(dtemp + index * H + head, tl.sum(_column_of_head(dlogit, heads, head) * z, 0))
-        _store_row_of_head(total_dS, _total_of_head(dS, _share_of_head(decay, False)), index, head, H, P, BLOCK_P)
+            score += P * _load_heads(bias, first % bias_tokens, t, heads, real, H)
+        dtemp_sum += tl.sum(dlogit * score, 0)
+        if CAUSAL:
+            after_dN = _first(U)
+            after_dD = _first(V)
+        dS_sum = _total_back(dS, dS_sum, next_decay)
+    if log_decay is not None:
+        dS_sum *= _factor(tl.load(log_decay + first * H + heads, mask=heads < H, other=0.0))[:, None]
+    tl.store(dtemp + index * H + heads, dtemp_sum, mask=heads < H)
+    _store_row(total_dS, dS_sum, index, heads, H, P, BLOCK_P)
 
 
 @_jit
-def _left(
-    w, membership, mask, decay, tokens, head, exists, H: tl.constexpr, P: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """The token before each one of a chunk: what the factor leaves of its w^2, Pi w^2 and Pi; None if nothing is forgotten."""
-    if decay is None:
-        return None, None, None
-    else:
-        earlier = exists & (tl.arange(0, BLOCK_T) > 0)
-        x = _load_of_head(w, tokens - 1, head, _real_of_head(mask, tokens - 1, earlier), H, P, BLOCK_P)
-        pi = tl.load(membership + (tokens - 1) * H + head, mask=earlier, other=0.0)
-        factor = _factor(decay)
-        sq = x * x * factor[:, None]
-        return sq, sq * pi[:, None], pi * factor
+def _join_and_left(factor, total, left, next_factor, next_total, next_left):
+    """As `_join`, and what the last factor leaves of the sum before it."""
+    return factor * next_factor, total * next_factor + next_total, total * next_factor + next_left
 
 
 @_jit
-def _running_and_left(values, left, carry, decay, CAUSAL: tl.constexpr):
+def _running_and_left(values, carry, decay, CAUSAL: tl.constexpr):
     """Sums up to each token, and what its factor left of the sum before it, for which `sum - value` would cancel digits."""
     if decay is None:
-        return _running_of_head(values, carry, None, CAUSAL, False), None
+        return _running(values, carry, None, CAUSAL), None
     else:
-        left = _running_of_head(left, carry, decay, CAUSAL, False)
-        return left + values, left
+        is_first = _per_token(tl.arange(0, values.shape[0]) == 0, values)
+        factor = tl.broadcast_to(_per_token(_factor(decay), values), values.shape)
+        left = tl.where(is_first, factor * tl.expand_dims(carry, 0), 0.0)
+        _, values, left = tl.associative_scan((factor, left + values, left), 0, _join_and_left)
+        return values, left
 
 
 @_jit_any_length
@@ -798,9 +761,9 @@ def _input_grad_kernel(
     log_decay,
     mask,
     chunk_table,
-    sum_sq,
-    sum_weighted_sq,
-    sum_membership,
+    span_sq,
+    span_weighted_sq,
+    span_membership,
     suffix_dN,
     suffix_dD,  # None where nothing is forgotten
     suffix_dS,
@@ -809,45 +772,46 @@ def _input_grad_kernel(
     T,
     floor,
     eps,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """The gradients of w and of the factors' logarithms. One program a chunk and head."""
-    index = tl.program_id(0).to(tl.int64) // H
-    head = tl.program_id(0) % H
-    tokens, exists, real, follows, carry = _chunk_of_head(index, mask, chunk_table, T, CAUSAL, BLOCK_T)
-    decay = _decay_of_head(log_decay, tokens, head, exists, H)
-    next_decay = _decay_of_head(log_decay, tokens + 1, head, follows, H)
-    x = _load_of_head(w, tokens, head, real, H, P, BLOCK_P)
-    left_sq, left_weighted, left_pi = _left(w, membership, mask, decay, tokens, head, exists, H, P, BLOCK_T, BLOCK_P)
-    carry_sq = _load_row_of_head(sum_sq, carry, head, H, P, BLOCK_P)
-    S, left_S = _running_and_left(x * x, left_sq, carry_sq[None, :], decay, CAUSAL)
-    inverse = 1.0 / tl.maximum(S, floor)
-    q = tl.load(dscore + tokens * H + head, mask=real, other=0.0)[:, None]
-    dS = tl.where(S < floor, 0.0, -q * x * x * inverse * inverse)
-    Q = _running_of_head(dS, _load_row_of_head(suffix_dS, carry, head, H, P, BLOCK_P)[None, :], next_decay, CAUSAL, True)
-    dsq = q * inverse + Q
-    if decay is not None:
-        ddecay = tl.sum(Q * left_S, 1)
-    g = _load_of_head(grad, tokens, head, real, H, P, BLOCK_P)
-    pi = tl.load(membership + tokens * H + head, mask=real, other=0.0)
-    weighted_sq = _load_row_of_head(sum_weighted_sq, carry, head, H, P, BLOCK_P)
-    count = tl.load(sum_membership + carry * H + head)
-    N, left_N = _running_and_left(x * x * pi[:, None], left_weighted, weighted_sq[None, :], decay, CAUSAL)
-    D, left_D = _running_and_left(pi, left_pi, count, decay, CAUSAL)
-    inverse_count = 1.0 / (D + eps)
-    moment = N * inverse_count[:, None]
-    shrink, dN = _moment_grad_of_head(g, x, pi, moment, inverse_count)
-    U = _running_of_head(dN, _load_row_of_head(suffix_dN, carry, head, H, P, BLOCK_P)[None, :], next_decay, CAUSAL, True)
-    dsq += pi[:, None] * U
-    _store_of_head(dw, 2.0 * x * dsq - g * shrink * pi[:, None], tokens, head, exists, H, P, BLOCK_P)
-    if decay is not None:
-        V = _running_of_head(-tl.sum(dN * moment, 1), tl.load(suffix_dD + carry * H + head), next_decay, CAUSAL, True)
-        ddecay += tl.sum(U * left_N, 1) + V * left_D
-        tl.store(dlog_decay + tokens * H + head, ddecay, mask=exists)
+    H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The gradients of w and of the factors' logarithms. One program a chunk and group of heads."""
+    index, heads = _group(H, HEADS)
+    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
+    after_dN = _load_row(suffix_dN, carry, heads, H, P, BLOCK_P)
+    after_dS = _load_row(suffix_dS, carry, heads, H, P, BLOCK_P)
+    if log_decay is not None:
+        after_dD = tl.load(suffix_dD + carry * H + heads, mask=heads < H, other=0.0)
+    for back in range(0, tl.cdiv(count, TILE)):
+        start = (tl.cdiv(count, TILE) - 1 - back) * TILE
+        S, N, D = _sums_before(
+            span_sq, span_weighted_sq, span_membership, w, membership, log_decay, mask, index, first, start, count, carry,
+            heads, H, P, CAUSAL, CHUNK, SPAN, TILE, BLOCK_P,
+        )  # fmt: skip
+        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
+        pi = _load_heads(membership, first, t, heads, real, H)
+        decay = _decay(log_decay, first, t, heads, t < count, H)
+        next_decay = _next_decay(log_decay, first, t, heads, count, H)
+        g = _load(grad, first, t, heads, real, H, P, BLOCK_P)
+        q = _load_heads(dscore, first, t, heads, real, H)
+        N, left_N = _running_and_left(x * x * pi[:, :, None], N, decay, CAUSAL)
+        D, left_D = _running_and_left(pi, D, decay, CAUSAL)
+        of_w, dmoment = _output_grad(x, g, N, D + eps)
+        pi_D = (pi * (D + eps))[:, :, None]
+        U = _suffix(dmoment * pi_D, after_dN, next_decay, CAUSAL)
+        S, left_S = _running_and_left(x * x, S, decay, CAUSAL)
+        inverse, dS = _score_grad(x, S, q, floor)
+        W = _suffix(dS, after_dS, next_decay, CAUSAL)
+        dsq = q[:, :, None] * inverse + W + pi[:, :, None] * U
+        _store(dw, 2.0 * x * dsq - of_w * pi_D, first, t, heads, t < count, H, P, BLOCK_P)
+        if log_decay is not None:
+            V = _suffix(-pi * tl.sum(dmoment * N, 2), after_dD, next_decay, CAUSAL)
+            ddecay = tl.sum(U * left_N + W * left_S, 2) + V * left_D
+            _store_heads(dlog_decay, ddecay, first, t, heads, t < count, H)
+            after_dD = _first(V)
+        if CAUSAL:
+            after_dN = _first(U)
+            after_dS = _first(W)
 
 
 @_jit
@@ -912,8 +876,6 @@ def _step_kernel(
 
 
 class _Blocks(NamedTuple):
-    tokens: int  # of a chunk
-    tile: int  # tokens of a tile
     heads: int  # of a program that takes them all: a power of 2, at least H
     group: int  # of one that does not
     channels: int  # a power of 2, at least p
@@ -931,8 +893,7 @@ def _blocks(H: int, p: int) -> _Blocks:
     group = max(1, 256 // channels)
     heads = max(group, _power_of_2(H))
     warps, group_warps = (min(16, h * channels // 256) for h in (heads, group))
-    tokens = max(16, min(64, 2048 // max(heads, channels)))
-    return _Blocks(tokens, 4, heads, group, channels, warps, group_warps)
+    return _Blocks(heads, group, channels, warps, group_warps)
 
 
 def _power_of_2(n: int) -> int:
@@ -940,7 +901,7 @@ def _power_of_2(n: int) -> int:
 
 
 class _Layout(NamedTuple):
-    """How rows are cut. Without packing both tables are None, and the kernels reckon."""
+    """How rows are cut. Without packing both tables are None: the kernels find a chunk from its number."""
 
     chunks: int
     sequences: int
@@ -989,6 +950,8 @@ def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
+# Tokens of a chunk; of a span, before which the backward keeps the forward's sums; of a tile, which a thread holds at once.
+_CHUNK, _SPAN, _TILE = 64, 8, 4
 _SCAN_CHUNKS, _SCAN_CHANNELS = 64, 32  # block of the scans over chunk totals
 
 
@@ -1000,20 +963,28 @@ class _Call:
         self.mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
         self.B, self.T, self.H, self.p = w.shape
         self.blocks = _blocks(self.H, self.p)
-        self.layout = _layout(w, seq_idx, self.blocks.tokens)
+        self.layout = _layout(w, seq_idx, _CHUNK)
         log_decay = _contiguous(log_decay)
         self.total_decay = None if log_decay is None else self.new(self.layout.chunks, self.H)
         self.where = (log_decay, self.mask, self.layout.chunk_table)
-        self.sizes = {"H": self.H, "P": self.p, "CHUNK": self.blocks.tokens, "TILE": self.blocks.tile}
-        self.sizes["BLOCK_P"] = self.blocks.channels
-        self.head_sizes = {"H": self.H, "P": self.p, "BLOCK_T": self.blocks.tokens, "BLOCK_P": self.blocks.channels}
-        self.head_sizes["num_warps"] = 8 if max(self.blocks.heads, self.blocks.channels) >= 32 else 4
+        self.sizes = {
+            "H": self.H,
+            "P": self.p,
+            "CHUNK": _CHUNK,
+            "TILE": _TILE,
+            "BLOCK_P": self.blocks.channels,
+            "CAUSAL": causal,
+        }
 
     def new(self, *shape: int) -> torch.Tensor:
         return self.w.new_empty(shape, dtype=torch.float32)
 
     def new_totals(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.new(self.layout.chunks, self.H, self.p), self.new(self.layout.chunks, self.H)
+
+    def new_span_sums(self) -> tuple[torch.Tensor, ...]:
+        spans = self.layout.chunks * (_CHUNK // _SPAN)
+        return self.new(spans, self.H, self.p), self.new(spans, self.H, self.p), self.new(spans, self.H)
 
     def new_state(self) -> tuple[torch.Tensor, ...]:
         return tuple(self.new(*shape) for shape in state_shapes(self.w))
@@ -1024,15 +995,10 @@ class _Call:
         grid = (self.layout.chunks * _cdiv(self.H, group),)
         kernel[grid](*args, HEADS=group, num_warps=self.blocks.group_warps, **self.sizes, **sizes)
 
-    def all_heads(self, kernel, *args) -> None:
-        sizes = self.sizes | {"HEADS": self.blocks.heads, "num_warps": self.blocks.warps}
-        kernel[(self.layout.chunks,)](*args, CAUSAL=self.causal, **sizes)
-
-    def per_head(self, kernel, *args, **sizes) -> None:
-        kernel[(self.layout.chunks * self.H,)](*args, **self.head_sizes, **sizes)
-
-    def all_heads_in_turn(self, kernel, *args) -> None:
-        kernel[(self.layout.chunks,)](*args, CAUSAL=self.causal, BLOCK_H=self.blocks.heads, **self.head_sizes)
+    def all_heads(self, kernel, *args, **sizes) -> None:
+        """Launches a kernel whose programs take all heads."""
+        heads, num_warps = self.blocks.heads, self.blocks.warps
+        kernel[(self.layout.chunks,)](*args, HEADS=heads, num_warps=num_warps, **self.sizes, **sizes)
 
     def totals(self, membership: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Chunk totals of w^2 and, given the membership, of Pi w^2 and Pi."""
@@ -1060,7 +1026,7 @@ class _Call:
             H=self.H,
             CAUSAL=self.causal,
             REVERSE=reverse,
-            BLOCK_T=self.blocks.tokens,
+            BLOCK_T=_CHUNK,
             BLOCK_N=_SCAN_CHUNKS,
             BLOCK_C=_SCAN_CHANNELS,
         )
@@ -1078,7 +1044,7 @@ def _carry_sizes(w: torch.Tensor, seq_idx: torch.Tensor | None, causal: bool) ->
     Flat, because a compiler would ask of a dimension of its own whether it is 1, and fix the number of tokens by that.
     """
     B, T, H, p = w.shape
-    rows = 0 if seq_idx is not None else B * _cdiv(T, _blocks(H, p).tokens) if causal else B
+    rows = 0 if seq_idx is not None else B * _cdiv(T, _CHUNK) if causal else B
     return [(rows * H * p,), (rows * H * p,), (rows * H,)]
 
 
@@ -1126,7 +1092,6 @@ def _forward(
         call.by_group(
             _output_kernel,
             *(call.w, membership, *call.where, *sums[1:], output, call.T, EPS_MEMBERSHIP),
-            CAUSAL=causal,
         )
     after_sq, after_weighted_sq, after_membership = (call.new(0) if x is None else x for x in final)
     carry_sq, carry_weighted_sq, carry_membership = (call.new(0) if seq_idx is not None else x.flatten() for x in sums)
@@ -1173,27 +1138,27 @@ def _backward(
         dS, dN, dD = (_contiguous(x) for x in (grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership))
         dstate = (None,) * 3 if sum_sq is None else call.new_state()
         dw, dscore, dtemp = torch.empty_like(call.w), torch.empty_like(membership), call.new(call.layout.chunks, call.H)
-
-        totals = call.new_totals()
-        call.per_head(
+        before, totals = call.new_span_sums() if causal else sums, call.new_totals()
+        call.by_group(
             _moment_grad_kernel,
-            *(call.w, grad, membership, *call.where, *sums[1:], *totals, call.total_decay, call.T, EPS_MEMBERSHIP),
-            CAUSAL=causal,
+            *(call.w, grad, membership, *call.where, *sums, *before, *totals, call.total_decay, call.T, EPS_MEMBERSHIP),
+            SPAN=_SPAN,
         )
         suffix_dN, suffix_dD = call.scan(totals, (dN, dD), dstate[1:], reverse=True)
         total_dS = call.new_totals()[0]
-        call.all_heads_in_turn(
+        call.all_heads(
             _score_grad_kernel,
-            *(call.w, grad, grad_membership, temp, bias, membership, *call.where, *sums, suffix_dN, suffix_dD),
+            *(call.w, grad, grad_membership, temp, bias, membership, *call.where, *before, suffix_dN, suffix_dD),
             *(dscore, dtemp, total_dS, call.T, _bias_tokens(bias), _floor(causal), EPS_MEMBERSHIP),
+            SPAN=_SPAN,
         )
         (suffix_dS,) = call.scan((total_dS,), (dS,), dstate[:1], reverse=True)
         for_decay, dlog_decay = (None, None) if log_decay is None else (suffix_dD, torch.empty_like(membership))
-        call.per_head(
+        call.by_group(
             _input_grad_kernel,
-            *(call.w, grad, membership, dscore, *call.where, *sums, suffix_dN, for_decay, suffix_dS, dw, dlog_decay, call.T),
-            *(_floor(causal), EPS_MEMBERSHIP),
-            CAUSAL=causal,
+            *(call.w, grad, membership, dscore, *call.where, *before, suffix_dN, for_decay, suffix_dS, dw, dlog_decay),
+            *(call.T, _floor(causal), EPS_MEMBERSHIP),
+            SPAN=_SPAN,
         )
     dbias = call.new(0) if bias is None else dscore.mul_(call.p)
     if bias is not None and bias.shape[0] != call.B:
