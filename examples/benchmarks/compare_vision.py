@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Image, load_dataset
-from experiments import Results, make_parser, over_seeds, train
+from experiments import Results, make_parser, train
 from rows import parse_arguments
 from torch.nn import functional as F
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -123,7 +123,7 @@ def train_classifier(model, training: Images, args, *, learning_rate: float, see
 
 
 def compare(args, results: Results, task: str, makers: dict) -> None:
-    """Trains what each maker makes with every seed, and adds its test accuracy to the results.
+    """Trains what each maker makes with every seed that has no rows yet, and adds its test accuracy to the results.
 
     Args:
         makers: name to a function of (names of the classes, side of the images) that returns a new model.
@@ -139,10 +139,10 @@ def compare(args, results: Results, task: str, makers: dict) -> None:
             print(f"{name}, seed {seed}, learning rate {learning_rate}: {metrics}", flush=True)
             return model, metrics
 
-        # by the training loss: the test images choose nothing
-        found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["training_loss"])
         patches = (training.pixels.shape[-1] // args.patch_size) ** 2
-        results.add_seeds(found, task=task, model=name, steps=args.steps, batch=args.batch, context=patches)
+        case = {"task": task, "model": name, "steps": args.steps, "batch": args.batch, "context": patches}
+        # by the training loss: the test images choose nothing
+        results.add_missing(run, args, lambda metrics: -metrics["training_loss"], width=args.width, **case)
     print(results.table("accuracy", [task], scale=100))
 
 
