@@ -69,6 +69,7 @@ with torch.no_grad():
             results["generated"] = model.generate(tokens, max_new_tokens=5, do_sample=False)
     else:
         results = dict(model(torch.linspace(-1, 1, 2 * 3 * 256).reshape(2, 3, 16, 16)).items())
+        results |= {f"map {i}": x for i, x in enumerate(results.pop("feature_maps", ()))}
 save_file({name: x.contiguous() for name, x in results.items() if isinstance(x, torch.Tensor)}, output)
 """
 

@@ -130,6 +130,13 @@ def test_both_codes_agree_to_the_last_bit(clients, strangers, published, auto_cl
     assert same(strangers.load(f"tost/{auto_class}", "AutoModel", **TRUST), clients.load(f"tost/{auto_class}", "AutoModel"))
 
 
+def test_a_published_classifier_is_a_backbone(clients, strangers, published):
+    published("AutoModelForImageClassification")
+    case = ("tost/AutoModelForImageClassification", "AutoBackbone")
+    found = strangers.load(*case, out_indices=[0, 2], **TRUST)
+    assert found.keys() == {"map 0", "map 1"} and same(found, clients.load(*case, out_indices=[0, 2]))
+
+
 IN_DETAIL = """
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 name = argv[0]

@@ -2,6 +2,7 @@
 """The three trunks of the vision model trained alike on CIFAR-10: TSSA, cross-covariance (XCA) and softmax attention.
 
     python examples/benchmarks/compare_vision.py --images CIFAR10_FOLDER
+    python examples/benchmarks/compare_vision.py --images CIFAR10_FOLDER --steps 2400 --every 300 --seeds 0
 
 Same stem, positions, class attention, width, depth, data and steps; only the attention over the patches differs. The folder
 (or Hub id, uoft-cs/cifar10) holds a training and a test split with an image and a label column. Pictures are flipped and
@@ -16,6 +17,7 @@ from datasets import ClassLabel, Dataset, Image, load_dataset
 from experiments import Results, make_parser, train
 from rows import parse_arguments
 from torch.nn import functional as F
+from transformers import TrainerCallback
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
@@ -79,6 +81,7 @@ def make_parser_of_images(description: str, steps: int):
     parser.add_argument("--patch_size", type=int, default=4)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--test_images", type=int, default=None, help="test on the first ones only")
+    parser.add_argument("--every", type=int, default=None, help="test after every so many steps as well, for the curve")
     return parser
 
 
@@ -105,7 +108,19 @@ def accuracy(model: ToSTForImageClassification, images: Images, batch: int = 250
     return right / len(images.labels)
 
 
-def train_classifier(model, training: Images, args, *, learning_rate: float, seed: int):
+class Curve(TrainerCallback):
+    """The accuracy on the images after every so many steps, {steps: accuracy}."""
+
+    def __init__(self, images: Images, every: int):
+        self.images, self.every, self.points = images, every, {}
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step % self.every == 0:
+            self.points[state.global_step] = accuracy(model, self.images)
+            model.train()
+
+
+def train_classifier(model, training: Images, args, *, learning_rate: float, seed: int, callbacks=()):
     """The trained model, and the mean loss of its last tenth of steps."""
     trainer = train(
         model,
@@ -118,6 +133,7 @@ def train_classifier(model, training: Images, args, *, learning_rate: float, see
         weight_decay=0.05,
         remove_unused_columns=False,
         logging_steps=max(1, args.steps // 10),
+        callbacks=callbacks,
     )
     return trainer.model, next(log["loss"] for log in reversed(trainer.state.log_history) if "loss" in log)
 
@@ -132,10 +148,18 @@ def compare(args, results: Results, task: str, makers: dict) -> None:
     for name, make in makers.items():
 
         def run(seed, learning_rate, name=name, make=make):
+            curve = Curve(test, args.every) if args.every else None
             model, loss = train_classifier(
-                make(training.names, training.pixels.shape[-1]), training, args, learning_rate=learning_rate, seed=seed
+                make(training.names, training.pixels.shape[-1]),
+                training,
+                args,
+                learning_rate=learning_rate,
+                seed=seed,
+                callbacks=[curve] if curve else [],
             )
             metrics = {"accuracy": accuracy(model, test), "training_loss": loss}
+            if curve:
+                metrics |= {f"accuracy after {steps} steps": value for steps, value in curve.points.items()}
             print(f"{name}, seed {seed}, learning rate {learning_rate}: {metrics}", flush=True)
             return model, metrics
 

@@ -16,6 +16,7 @@ RECALL = {  # steps to what is said of them
 PAIRS = (4, 8, 16, 32, 64)
 COPY_STEPS = 300
 LANGUAGE_STEPS = 400
+IMAGE_STEPS = 300
 PUBLISHED_FREE = "ToST, no positions"  # as published, but for the positions
 LANGUAGE = ("tiny Shakespeare", "books")
 LAYERS = (1, 2, 3, 4)
@@ -185,13 +186,16 @@ def images(measured: Measured) -> str:
     cases = [("compare_vision.py", "TSSA", "TSSA, 32 channels per head")]
     cases += [("compare_vision.py", name, name) for name in ("XCA", "softmax")]
     cases += [("ablations.py", f"{n} channels a head", f"TSSA, {n} channels per head") for n in (16, 64, 128)]
-    cases.append(("ablations.py", "32 channels a head, raw scores", "TSSA, 32 channels per head, raw scores"))
+    ablations = ("raw scores", "ISTA", "raw scores, ISTA")
+    cases += [("ablations.py", f"32 channels a head, {x}", f"TSSA, 32 channels per head, {x}") for x in ablations]
     lines = []
     for script, model, name in cases:
-        case = {"script": script, "model": model}
+        case = {"script": script, "model": model, "steps": IMAGE_STEPS}
         lines.append([name, parameters(measured, **case), accuracy(measured, **case)])
-    table = markdown(["trunk or head", "parameters", "accuracy, %"], lines)
-    rows = measured.find("results", script="compare_vision.py") + measured.find("results", script="ablations.py")
+    table = markdown(["trunk, channels per head", "parameters", "accuracy, %"], lines)
+    rows = [
+        row for x in ("compare_vision.py", "ablations.py") for row in measured.find("results", script=x, steps=IMAGE_STEPS)
+    ]
     return f"{settings(rows)}\n\n{table}\n\n{commands(rows)}"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed
 from transformers import (
+    AutoBackbone,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -33,6 +34,7 @@ from .model.modeling_tost_heads import (
     ToSTForTokenClassification,
 )
 from .model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
+from .model.modeling_tost_vision_backbone import ToSTBackbone
 from .model.tssa import TSSAOutput, tssa, tssa_step
 from .model.tssa_layer import TokenStatisticsSelfAttention
 from .model.tssa_state import TSSAState
@@ -89,6 +91,7 @@ for auto_class, class_names, config_class, model_class in (
         ToSTForSequenceClassification,
     ),
     (AutoModel, "MODEL_MAPPING_NAMES", ToSTVisionConfig, ToSTVisionModel),
+    (AutoBackbone, "MODEL_FOR_BACKBONE_MAPPING_NAMES", ToSTVisionConfig, ToSTBackbone),
     (
         AutoModelForImageClassification,
         "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
@@ -128,6 +131,7 @@ __all__ = [
     "Publication",
     "TSSAOutput",
     "TSSAState",
+    "ToSTBackbone",
     "ToSTConfig",
     "ToSTForCausalLM",
     "ToSTForImageClassification",

@@ -22,6 +22,7 @@ from ..model.modeling_tost_heads import (
     ToSTForTokenClassification,
 )
 from ..model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel
+from ..model.modeling_tost_vision_backbone import ToSTBackbone
 from .records import CARD, Card, load_card, open_safetensors, read_json
 from .secrets import is_secret_name, secrets_in, secrets_in_file
 
@@ -118,6 +119,7 @@ MODEL_CLASSES = {
         ToSTForSequenceClassification,
         ToSTForTokenClassification,
         ToSTVisionModel,
+        ToSTBackbone,
         ToSTForImageClassification,
     )
 }

@@ -2,12 +2,14 @@
 """Configuration of ToST vision models, and the sizes of the paper."""
 
 from huggingface_hub.dataclasses import strict
+from transformers.backbone_utils import BackboneConfigMixin
 
 from .configuration_tost import ABLATIONS, check_fields, leave_out
 from .remote_code import CodeCarryingConfig
 
 
 LARGEST_SIDE = 2**16  # pixels
+FEATURES = {"out_features": None, "out_indices": None}
 ATTENTION_TYPES = ("tssa", "xca", "softmax")
 
 _SIZES = {  # width, layers, heads, initial LayerScale
@@ -32,7 +34,7 @@ VISION_PRESETS = {
 
 
 @strict
-class ToSTVisionConfig(CodeCarryingConfig):
+class ToSTVisionConfig(BackboneConfigMixin, CodeCarryingConfig):
     r"""Configuration of a ToST vision model. The defaults are the paper's ToST-S with 16-pixel patches.
 
     Args:
@@ -66,6 +68,8 @@ class ToSTVisionConfig(CodeCarryingConfig):
         drop_path_rate: probability of leaving out a residual branch for an image in training, the same in every block.
         initializer_range: standard deviation of the truncated normal that Linear weights and the class token start from.
         initializer_factor: factor on the stem's initial weights, which are PyTorch's default for convolutions; leave it at 1.
+        out_features, out_indices: which of `stage_names` a `ToSTBackbone` gives as feature maps, by name or by number; the
+            last if neither is given.
 
     Raises:
         ValueError: a value is impossible; the sentence names it.
@@ -98,6 +102,13 @@ class ToSTVisionConfig(CodeCarryingConfig):
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02
     initializer_factor: float | int = 1.0
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
+
+    @property
+    def stage_names(self) -> list[str]:
+        """ "stem", the embedded patches, and "stage1", "stage2", ..., one for each block over the patches."""
+        return ["stem", *(f"stage{number}" for number in range(1, self.num_hidden_layers + 1))]
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ToSTVisionConfig":
@@ -107,10 +118,13 @@ class ToSTVisionConfig(CodeCarryingConfig):
         return cls(**(VISION_PRESETS[name] | overrides))
 
     def __post_init__(self, **kwargs):
+        wanted = {name: kwargs.pop(name, getattr(self, f"_{name}")) for name in FEATURES}
         super().__post_init__(**kwargs)
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         self.validate_architecture()  # as in ToSTConfig
+        if any(value is not None for value in wanted.values()):  # else a backbone takes the last of as many as it has
+            self.set_output_features_output_indices(**wanted)
 
     def validate_architecture(self):
         check_fields(
@@ -135,13 +149,19 @@ class ToSTVisionConfig(CodeCarryingConfig):
         if self.attention_type != "tssa" and not self.normalize_scores:
             raise ValueError(f"normalize_scores=False is for TSSA; attention_type {self.attention_type!r} has no memberships.")
 
+    def set_output_features_output_indices(self, out_features: list | None, out_indices: list | None):
+        """As transformers has it; not for no feature at all."""
+        if any(value is not None and not value for value in (out_features, out_indices)):
+            raise ValueError("out_features and out_indices must name at least one of stage_names, or be left out.")
+        super().set_output_features_output_indices(out_features, out_indices)
+
     def options(self) -> dict[str, object]:
         """Those of the options of the paper's ablation that are on."""
         return {name: value for name, value in self.to_dict().items() if name in ABLATIONS}
 
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without the options that are off: a published model's file stays as it was."""
-        return leave_out(super().to_dict(), ABLATIONS)
+        return leave_out(super().to_dict(), ABLATIONS | FEATURES)
 
 
 __all__ = ["ATTENTION_TYPES", "VISION_PRESETS", "ToSTVisionConfig"]

@@ -119,9 +119,12 @@ class ToSTVisionEmbeddings(nn.Module):
         self.position_embeddings = ToSTVisionPositionEmbeddings(config)
         self.dropout = nn.Dropout(config.embedding_dropout)
 
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+    def forward(self, pixel_values: torch.Tensor | None) -> torch.Tensor:
         """The patches of an image, row by row, (B, N, D)."""
-        patches = self.patch_embeddings(pixel_values)
+        if pixel_values is None:
+            raise ValueError("Give pixel_values, of shape (batch, channels, height, width).")
+        first = cast(nn.Conv2d, self.patch_embeddings.convolutions[0])
+        patches = self.patch_embeddings(pixel_values.to(first.weight.dtype))
         positions = self.position_embeddings(*patches.shape[-2:], patches.device, patches.dtype)
         patches = patches.flatten(2).transpose(1, 2).contiguous()  # or every block would inherit the strides of an image
         return self.dropout(patches + positions)
@@ -303,6 +306,11 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
         "class_attentions": OutputRecorder(ToSTVisionClassAttention, index=1),
     }
 
+    def keep_temperatures_exact(self) -> None:
+        """TSSA's temperatures stay float32 in a model of half precision."""
+        if self.config.attention_type == "tssa":  # only then is there one
+            self._keep_in_fp32_modules_strict = {"attention.temp"}
+
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):
@@ -341,12 +349,8 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
         )
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
-        if config.attention_type == "tssa":  # only then is there one
-            self._keep_in_fp32_modules_strict = {"attention.temp"}
+        self.keep_temperatures_exact()
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings.patch_embeddings
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
@@ -366,10 +370,7 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
             `last_hidden_state` (B, 1 + N, D), the class token first, then the patches row by row, all after the final norm;
             `pooler_output` (B, D), the class token.
         """
-        if pixel_values is None:
-            raise ValueError("Give pixel_values, of shape (batch, channels, height, width).")
-        first = cast(nn.Conv2d, self.embeddings.patch_embeddings.convolutions[0])
-        hidden_states = self.embeddings(pixel_values.to(first.weight.dtype))
+        hidden_states = self.embeddings(pixel_values)
         for layer in self.layers:
             hidden_states = layer(hidden_states)
         hidden_states = torch.cat([self.class_token.expand(hidden_states.shape[0], -1, -1), hidden_states], 1)

@@ -44,7 +44,12 @@ CODE_FILES = {  # by model type; siblings of this file, here and in every publis
         "modeling_tost.py",
         "modeling_tost_heads.py",
     ),
-    "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
+    "tost_vision": (
+        *_SHARED_FILES,
+        "configuration_tost_vision.py",
+        "modeling_tost_vision.py",
+        "modeling_tost_vision_backbone.py",
+    ),
 }
 AUTO_MAPS = {
     "tost": {
@@ -58,6 +63,7 @@ AUTO_MAPS = {
     },
     "tost_vision": {
         "AutoConfig": "configuration_tost_vision.ToSTVisionConfig",
+        "AutoBackbone": "modeling_tost_vision_backbone.ToSTBackbone",
         "AutoModel": "modeling_tost_vision.ToSTVisionModel",
         "AutoModelForImageClassification": "modeling_tost_vision.ToSTForImageClassification",
     },
