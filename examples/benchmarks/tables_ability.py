@@ -192,7 +192,7 @@ def images(measured: Measured) -> str:
     for script, model, name in cases:
         case = {"script": script, "model": model, "steps": IMAGE_STEPS}
         lines.append([name, parameters(measured, **case), accuracy(measured, **case)])
-    table = markdown(["trunk, channels per head", "parameters", "accuracy, %"], lines)
+    table = markdown(["trunk or head", "parameters", "accuracy, %"], lines)
     rows = [
         row for x in ("compare_vision.py", "ablations.py") for row in measured.find("results", script=x, steps=IMAGE_STEPS)
     ]
