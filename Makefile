@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-fast test-lowest lint results clean
+.PHONY: demo test test-fast test-lowest lint results browser clean
 
 demo: $(VENV)/ready  ## trains a small ToST on the Python standard library, reloads it and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
@@ -31,6 +31,10 @@ lint: $(VENV)/ready  ## the linter and the type checker
 results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows of examples/benchmarks/results
 	$(BIN)/python examples/benchmarks/tables.py
 	$(BIN)/tost-hf card --presets model_cards
+
+browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries from npm
+	command -v chromium chromedriver || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver)
+	$(BIN)/python -c "from tost_hf.space.packages import RUNTIME, TOKENIZERS, find; print(find(RUNTIME), find(TOKENIZERS))"
 
 $(VENV)/ready: pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)

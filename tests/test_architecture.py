@@ -18,7 +18,7 @@ FLOORS = (
     ("model", "files", "version"),
     ("image_processing",),
     ("hub", "interpret", "parallel"),
-    ("training", "convert", "serving"),
+    ("training", "convert", "serving", "space"),
     ("__init__",),
     ("cli",),
 )

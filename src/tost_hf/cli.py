@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_info,
         _add_inspect,
         _add_serve,
+        _add_space,
         _add_export_kernel,
     ):
         add(commands)
@@ -404,6 +405,41 @@ def _serve(args: argparse.Namespace) -> None:
     from .serving import serve
 
     serve(args.rest)
+
+
+def _add_space(commands) -> None:
+    parser = _command(
+        commands,
+        "space",
+        _space,
+        summary="a web page that runs the model in the browser, ready to be a Space of the Hub",
+        description=(
+            "Writes a folder with a page, the model as ONNX and the JavaScript libraries, which come from the npm registry "
+            "once and are checked by their hashes. The page needs no network: `python -m http.server` in the folder shows "
+            "it. `tost-hf publish --space OUT OWNER/NAME` sends it to the Hub."
+        ),
+        examples=(
+            "./tost-demo ./tost-page",
+            "me/my-tost ./tost-page --title 'My ToST'",
+        ),
+    )
+    parser.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
+    parser.add_argument("output", metavar="OUT", help="the folder to write")
+    parser.add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the model's tokenizer, where MODEL has none")
+    parser.add_argument("--title", help="the page's title (default: the model's name)")
+    parser.add_argument(
+        "--npm",
+        metavar="FOLDER|URL",
+        help="take the JavaScript libraries from this folder of `npm pack` tarballs, or from this registry",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is already at OUT")
+
+
+def _space(args: argparse.Namespace) -> None:
+    from .space import write_space
+
+    options = {name: getattr(args, name) for name in ("tokenizer", "title", "npm", "overwrite")}
+    print(f"Wrote {write_space(args.model, args.output, **options)}")
 
 
 def _add_export_kernel(commands) -> None:

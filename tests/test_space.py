@@ -1,0 +1,134 @@
+"""The page that `tost-hf space` writes, in Chromium on loopback: it computes what the model computes."""
+
+import functools
+import shutil
+import threading
+import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from conftest import randomize, small_config
+from hub_clients import save_tokenizer
+
+import tost_hf
+from tost_hf.space import write_space
+from tost_hf.space.packages import RUNTIME, TOKENIZERS, find
+
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+
+FORGETFUL = {"max_position_embeddings": None, "forgetting": "token", "conv_kernel": 4}
+PROMPT = "Grüße, 2 ✓ tokens"
+
+
+class Pages(SimpleHTTPRequestHandler):
+    """Files of a folder, with the kinds that browsers ask for."""
+
+    extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript", ".wasm": "application/wasm"}
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+class Page:
+    """A Space's page in a browser."""
+
+    def __init__(self, driver, folder):
+        self.driver, self.folder = driver, folder
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Pages, directory=folder))
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def __enter__(self) -> "Page":
+        self.driver.get(f"http://127.0.0.1:{self.server.server_port}/")
+        self.wait(lambda: not self["status"].startswith("Loading"))
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def __getitem__(self, name: str) -> str:
+        return self.find(name).text
+
+    def find(self, name: str):
+        return self.driver.find_element("id", name)
+
+    def wait(self, condition, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self["status"]
+            time.sleep(0.02)
+
+    def enter(self, name: str, value: str) -> None:
+        self.find(name).clear()
+        self.find(name).send_keys(value)
+
+    def press(self, button: str, tokens: int) -> None:
+        """Lets the model write this many tokens, each the likeliest."""
+        self.enter("count", str(tokens))
+        self.enter("temperature", "0")
+        self.find(button).click()
+        self.wait(lambda: self["status"] != "Writing …" and self.find("write").is_enabled())
+
+    def ids(self) -> list[int]:
+        return self.driver.execute_script("return [...document.querySelectorAll('#text span')].map(x => +x.dataset.id)")
+
+    def errors(self) -> list:
+        return [entry for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.fixture(scope="module")
+def driver():
+    browser, service = shutil.which("chromium"), shutil.which("chromedriver")
+    if not (browser and service):
+        pytest.skip("Chromium and its driver are not installed (`make browser` installs them)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(service))
+    yield started
+    started.quit()
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    """Skips where the JavaScript libraries are not at hand."""
+    for package in (RUNTIME, TOKENIZERS):
+        try:
+            find(package)
+        except OSError as error:
+            pytest.skip(f"{error} (`make browser` fetches it)")
+
+
+def language_folder(folder, **fields):
+    """A model that writes, whose end of text never comes."""
+    sizes = {"vocab_size": 320, "hidden_size": 64, "bos_token_id": 0, "eos_token_id": None}
+    model = randomize(tost_hf.ToSTForCausalLM(small_config(**(sizes | fields)))).eval()
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model
+
+
+def written(model, prompt: list[int], count: int) -> list[int]:
+    return model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0].tolist()
+
+
+def test_text(tmp_path, driver, libraries):
+    """500 greedy tokens are the model's own, and the state has as many bytes after them as after 10."""
+    model = language_folder(tmp_path / "model", **FORGETFUL)
+    prompt = list(PROMPT.encode())
+    with Page(driver, write_space(tmp_path / "model", tmp_path / "page", title="A page")) as page:
+        assert driver.title == page["title"] == "A page"
+        page.enter("prompt", PROMPT)
+        page.press("write", 10)
+        after_ten, ids = page["state"], page.ids()
+        page.press("more", 490)
+        assert page["state"] == after_ten == "2,592 bytes"
+        assert page["tokens"] == str(len(page.ids())) and float(page["speed"]) > 0
+        assert page.ids()[: len(ids)] == ids and page.ids() == written(model, ids[: len(ids) - 10], 500)
+        assert page["text"].startswith(PROMPT) and len(ids) == len(prompt) + 10
+        assert not page.errors()
