@@ -18,7 +18,8 @@ FLOORS = (
     ("model", "files", "version"),
     ("image_processing",),
     ("hub", "interpret", "parallel"),
-    ("training", "convert", "serving", "space"),
+    ("training", "convert", "serving", "exporting"),
+    ("space",),
     ("__init__",),
     ("cli",),
 )

@@ -43,6 +43,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .convert import convert_from_original, convert_to_original
+    from .exporting import export_model
     from .hub.cards import build_card, write_card
     from .hub.publishing import Publication, publish
     from .hub.verification import verify
@@ -60,6 +61,7 @@ _LAZY = {
     "make_image_processor": "image_processing",
     "convert_from_original": "convert",
     "convert_to_original": "convert",
+    "export_model": "exporting",
     "build_card": "hub.cards",
     "write_card": "hub.cards",
     "inspect_model": "interpret",
@@ -153,6 +155,7 @@ __all__ = [
     "build_card",
     "convert_from_original",
     "convert_to_original",
+    "export_model",
     "inspect_model",
     "inspect_path",
     "load_cache",

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_info,
         _add_inspect,
         _add_serve,
+        _add_export,
         _add_space,
         _add_export_kernel,
     ):
@@ -405,6 +406,39 @@ def _serve(args: argparse.Namespace) -> None:
     from .serving import serve
 
     serve(args.rest)
+
+
+def _add_export(commands) -> None:
+    parser = _command(
+        commands,
+        "export",
+        _export,
+        summary="a model for ONNX Runtime, checked against the model",
+        description=(
+            "Writes the model as a program for another runtime, with what runs it there without this package. A text's state "
+            "goes in and comes out as tensors: one program reads prompts and single tokens. It is run beside the model "
+            "first; where they differ nothing is written."
+        ),
+        examples=(
+            "./tost-demo ./tost-onnx",
+            "me/my-tost ./tost-onnx --dtype int8",
+        ),
+    )
+    parser.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
+    parser.add_argument("output", metavar="OUT", help="the folder to write")
+    parser.add_argument("--format", default="onnx", metavar="FORMAT", help="onnx (the default)")
+    parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
+    parser.add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the tokenizer to write, where MODEL has none")
+    parser.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
+    parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from .exporting import export_model
+
+    options = {name: getattr(args, name) for name in ("format", "dtype", "tokenizer", "revision", "overwrite")}
+    done = export_model(args.model, args.output, **options)
+    print(f"{done.agreement}\nWrote {done.folder}")
 
 
 def _add_space(commands) -> None:

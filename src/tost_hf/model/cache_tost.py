@@ -245,7 +245,7 @@ def load_cache(
     if not stated.isascii() or not stated.isdecimal():
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {stated!r} as the number of cached tokens.")
     length = int(stated)
-    layers = [_shapes_of(config, kind, length) for kind in config.layer_types]
+    layers = [layer_shapes(config, kind, length) for kind in config.layer_types]
     expected = {f"layers.{i}.{name}": shape for i, shapes in enumerate(layers) for name, shape in shapes.items()}
     if {key: tuple(x.shape[1:]) for key, x in tensors.items()} != expected:
         raise ValueError(
@@ -273,7 +273,7 @@ def _tensors_of(layer: Any, length: int) -> dict[str, torch.Tensor]:
     return {"keys": layer.keys[:, :, first:length], "values": layer.values[:, :, first:length]}
 
 
-def _shapes_of(config: PreTrainedConfig, kind: str, length: int) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: PreTrainedConfig, kind: str, length: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes, without the batch, of what a layer holds after `length` tokens."""
     heads, width = config.num_attention_heads, config.head_dim
     if kind == CAUSAL_STATISTICS:

@@ -169,11 +169,12 @@ def _per_token(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _prefix_sums(seq_idx: torch.Tensor | None, log_decay: torch.Tensor | None) -> Callable:
     """What sums tokens (B, T, H, ...) up to each one, on from a sum before the first (B, H, ...) or None."""
     if log_decay is not None:
-        factor = log_decay.exp()
         if seq_idx is not None:  # the first sequence goes on from the sums before it, a later one from none
             starts = sequence_starts(seq_idx)[:, 1:, None]
-            factor = torch.cat([factor[:, :1], factor[:, 1:].masked_fill(starts, 0)], 1)
-        return functools.partial(_decayed_sum, factor)
+            log_decay = torch.cat([log_decay[:, :1], log_decay[:, 1:].masked_fill(starts, float("-inf"))], 1)
+        if torch.compiler.is_exporting():
+            return functools.partial(_decayed_sum_by_products, log_decay)
+        return functools.partial(_decayed_sum, log_decay.exp())
     offset = None if seq_idx is None else _offset_in_sequence(seq_idx)
 
     def prefix_sums(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
@@ -219,6 +220,33 @@ def _double(total: torch.Tensor, product: torch.Tensor, offset: torch.Tensor, st
 def _go_on(before: torch.Tensor, factor: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
     factor = per_head(factor, term)
     return term + factor * before.masked_fill(factor == 0, 0)
+
+
+def _decayed_sum_by_products(log_factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """`_decayed_sum` of factors exp(log_factor) (B, T, H), in few operations: what exported programs run, for any T.
+
+    Within groups of tokens, and then over the groups, a matrix of decays multiplies the terms: one row per token.
+    """
+    T = x.shape[1]
+    groups = T // GROUP_TOKENS + 1
+    missing = groups * GROUP_TOKENS - T
+    terms = F.pad(x.reshape(*x.shape[:3], -1), (0, 0, 0, 0, 0, missing)).unflatten(1, (groups, GROUP_TOKENS)).transpose(2, 3)
+    logs = F.pad(log_factor, (0, 0, 0, missing)).unflatten(1, (groups, GROUP_TOKENS)).transpose(2, 3)
+    inside = _decay_matrix(logs) @ terms  # (B, groups, H, tokens, p)
+    total, through = inside[..., -1, :].transpose(1, 2), logs.sum(-1).transpose(1, 2)  # of the groups: (B, H, groups, p)
+    first = torch.zeros_like(total[:, :, 0]) if before is None else before.reshape(total[:, :, 0].shape)
+    carried = torch.cat([first.unsqueeze(2), total[:, :, :-1]], 2)
+    before_groups = _decay_matrix(F.pad(through[..., :-1], (1, 0))) @ carried
+    sums = inside + logs.cumsum(-1).exp().unsqueeze(-1) * before_groups.transpose(1, 2).unsqueeze(-2)
+    return sums.transpose(2, 3).flatten(1, 2)[:, :T].view(x.shape)
+
+
+def _decay_matrix(logs: torch.Tensor) -> torch.Tensor:
+    """(..., n, n): at [t, s] the product of the factors after s up to t, of logarithms (..., n); 0 where s is later."""
+    place = torch.arange(logs.shape[-1], device=logs.device)
+    after = place.unsqueeze(1) > place
+    sums = torch.where(after, logs.unsqueeze(-1), 0).cumsum(-2)  # nothing is subtracted: no digit cancels
+    return sums.masked_fill(place.unsqueeze(1) < place, float("-inf")).exp()
 
 
 def _running_sum(x: torch.Tensor, offset: torch.Tensor | None, before: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,0 +1,213 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""`tost-hf export`: a model's program in a format, checked against the model, with all that is needed to run it."""
+
+import importlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import HfApi, snapshot_download
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..files import check_folder, staged_folder
+from ..hub.checks import load_config
+from ..hub.connection import hub_calls, listing
+from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model
+from ..hub.records import IMAGE_PROCESSOR_FILES
+from ..model.cache_tost import state_bytes
+from .comparing import Agreement, compare
+from .programs import LanguageProgram, ModelProgram, TensorSpec, VisionProgram, program_of
+
+
+FACTS = "export.json"
+DTYPES = ("float32", "float16", "int8")
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.2}  # see `compare`
+
+
+class Format(NamedTuple):
+    """A kind of file that programs are written as."""
+
+    needs: tuple[str, ...]  # modules, besides those of this package
+    dtypes: tuple[str, ...]
+
+
+FORMATS = {"onnx": Format(("onnx", "onnxscript", "onnxruntime"), DTYPES)}
+
+
+class Exported(NamedTuple):
+    """What `export_model` wrote."""
+
+    folder: Path
+    agreement: Agreement
+
+
+def export_model(
+    source: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    *,
+    format: str = "onnx",
+    dtype: str = "float32",
+    tokenizer: str | os.PathLike | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Writes a model for another runtime, after checking that it computes the same there.
+
+    The folder gets the program, `export.json` (inputs, outputs, the state of a language model, and how closely the program
+    agrees with the model), the tokenizer or image processor, a script that runs it without this package, and a README.md.
+
+    Args:
+        source: a model folder, or a repository of the Hub.
+        format: one of `FORMATS`. "onnx" is one graph for all batches, lengths and image sizes; a language model's takes a
+            prompt, in parts or whole, and single tokens, and its state goes in and comes out as float32.
+        dtype: "float32", "float16" (statistics stay in float32) or "int8" (weights of matrix products, by ONNX Runtime).
+        tokenizer: a folder or repository to take the tokenizer from; by default the model's own, if it has one.
+        overwrite: write into a folder that is not empty.
+
+    Raises:
+        ValueError: the model cannot be exported, or gives other numbers there; or the tokenizer does not fit it.
+        ImportError: the format's packages are not installed.
+        OSError: the model is not there, or the folder cannot be written.
+    """
+    _check_format(format, dtype)
+    target = Path(output_dir)
+    check_folder(target, overwrite)
+    folder = model_folder(source, revision)
+    config = load_config(folder)
+    found = _tokenizer(folder, config, tokenizer)
+    program = program_of(_in_dtype(load_model(folder, config), dtype))
+    from . import onnx_files
+
+    traced = onnx_files.trace(program)
+    with staged_folder(target) as staged:
+        run = onnx_files.run_of(onnx_files.write(traced, staged, dtype))
+        agreement = compare(program, run, TOLERANCES[dtype])
+        facts = describe(program, format, dtype, onnx_files.MODEL_FILE, agreement)
+        (staged / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        if found is not None:
+            found.save_pretrained(staged)
+        for name in IMAGE_PROCESSOR_FILES:
+            if isinstance(program, VisionProgram) and (folder / name).is_file():
+                shutil.copyfile(folder / name, staged / name)
+        _write_script_and_page(staged, program, facts, agreement)
+    return Exported(target, agreement)
+
+
+def _check_format(format: str, dtype: str) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"There is no export format {format!r}; choose one of {', '.join(FORMATS)}.")
+    if dtype not in FORMATS[format].dtypes:
+        raise ValueError(f"The format {format} is written in {', '.join(FORMATS[format].dtypes)}, not in {dtype!r}.")
+    for module in FORMATS[format].needs:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ImportError(
+                f"Exporting to {format} needs {module.split('.')[0]}, which is missing: pip install 'tost-hf[export]'."
+            ) from error
+
+
+def model_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """The folder of a model: as it is, or of a repository after downloading it.
+
+    Raises:
+        OSError: there is no such folder or repository, or the Hub cannot be reached.
+    """
+    if os.path.isdir(source):
+        return Path(source)
+    if os.path.isabs(source) or os.fspath(source).startswith(".") or os.path.exists(source):
+        raise FileNotFoundError(f"There is no model folder {os.fspath(source)!r}.")
+    with hub_calls():
+        sha = listing(HfApi(), os.fspath(source), revision).sha
+        return Path(snapshot_download(os.fspath(source), revision=sha))
+
+
+def _tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.PathLike | None) -> Any:
+    if config.model_type != "tost":
+        if source is not None:
+            raise ValueError("This model reads images; a tokenizer is for text models.")
+        return None
+    if source is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return load_fitting_tokenizer(os.fspath(folder if source is None else source), config)
+
+
+def _in_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
+    return model.half() if dtype == "float16" else model.float()
+
+
+def describe(program: ModelProgram, format: str, dtype: str, file: str, agreement: Agreement) -> dict:
+    """What `export.json` holds: all that a runtime has to know.
+
+    `state` lists the tensors of a language model's state with the names under which they go in and come out. Before the
+    first token they are zeros, and a dimension "cached" is 0.
+    """
+    config: Any = program.model.config
+    facts: dict[str, Any] = {
+        "format": format,
+        "model": file,
+        "dtype": dtype,
+        "architecture": type(program.model).__name__,
+        "agreement": agreement._asdict(),
+        "inputs": [_tensor(spec) for spec in program.inputs],
+        "outputs": [_tensor(spec) for spec in program.outputs],
+    }
+    if isinstance(program, LanguageProgram):
+        names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+        facts |= {name: getattr(config, name) for name in names}
+        facts["statistics_layers"] = [i for i, kind in enumerate(config.all_layer_types) if "statistics" in kind]
+        facts["num_attention_heads"] = config.num_attention_heads
+        size = state_bytes(config)
+        facts |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}
+        facts["state"] = [
+            _tensor(spec) | {"input": came.name, "output": left.name}
+            for spec, came, left in zip(program.state, program.inputs[-len(program.state) :], program.outputs[2:])
+        ]
+    elif isinstance(program, VisionProgram):
+        facts |= {name: getattr(config, name) for name in ("image_size", "patch_size", "num_attention_heads", "num_labels")}
+        facts["labels"] = [config.id2label[i] for i in range(config.num_labels)]
+    return facts
+
+
+def _tensor(spec: TensorSpec) -> dict:
+    return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
+
+
+SCRIPTS = {"generate.py": "run_language_model.py", "classify.py": "run_vision_model.py"}
+PAGE = """\
+# {architecture} for ONNX Runtime
+
+`{model}` is a {architecture} in {dtype}, written by `tost-hf export` (https://arxiv.org/abs/2412.17810). It takes {takes}.
+`export.json` names its inputs and outputs.
+
+{agreement}
+"""
+
+
+def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agreement: Agreement) -> None:
+    takes = "texts (`input_ids`, `attention_mask`) of any length"
+    name, needs = None, "onnxruntime numpy"
+    if isinstance(program, LanguageProgram):
+        takes = "a prompt or single tokens, of any batch and length, and the state of the text before them"
+        name, needs = "generate.py", f"{needs} tokenizers"
+    elif isinstance(program, VisionProgram):
+        takes = f"images whose sides are multiples of {facts['patch_size']} pixels, of any batch"
+        name, needs = "classify.py" if "logits" in (spec.name for spec in program.outputs) else None, f"{needs} pillow"
+    words = {key: facts[key] for key in ("architecture", "model", "dtype")}
+    page = PAGE.format(**words, takes=takes, agreement=agreement)
+    if isinstance(program, LanguageProgram):
+        grows = facts["state_bytes_per_token"] > 0
+        page += f"\nThe state takes {facts['state_bytes']:,} bytes"
+        page += (
+            f", and {facts['state_bytes_per_token']:,} more for each token.\n" if grows else ", whatever the text's length.\n"
+        )
+    if name is not None:
+        shutil.copyfile(Path(__file__).with_name(SCRIPTS[name]), folder / name)
+        argument = '"Once upon a time"' if name == "generate.py" else "picture.png"
+        page += f"\n```bash\npip install {needs}\npython {name} {argument}\n```\n"
+    (folder / "README.md").write_text(page, encoding="utf-8")
+
+
+__all__ = ["DTYPES", "FACTS", "FORMATS", "Exported", "describe", "export_model", "model_folder"]

@@ -1,0 +1,115 @@
+"""`tost-hf export`: what is written computes what the model computes, runs without this package, and nothing wrong is kept."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from byte_models import byte_tokenizer, make_model
+from conftest import randomize, small_config, small_vision_config
+
+import tost_hf
+from tost_hf.cli import main
+from tost_hf.image_processing import save_image_processor
+from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
+
+
+for module in ("onnx", "onnxscript", "onnxruntime"):
+    pytest.importorskip(module, reason="an export to ONNX needs the extra `export`")
+
+FORGETFUL = {"forgetting": "token", "conv_kernel": 4}
+HYBRID = {**FORGETFUL, "max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
+LANGUAGE = {"published": {}, "plus": {**FORGETFUL, "max_position_embeddings": None}, "hybrid": HYBRID}
+
+
+def language_folder(folder: Path, **changes) -> Path:
+    make_model(**changes).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run_script(folder: Path, *arguments: str) -> str:
+    """A script of an exported folder, in an interpreter that does not find this package."""
+    command = [sys.executable, "-I", str(folder / arguments[0]), *arguments[1:]]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("published", "float32"),
+        pytest.param("plus", "float32", marks=pytest.mark.slow),
+        pytest.param("hybrid", "float32", marks=pytest.mark.slow),
+        pytest.param("published", "int8", marks=pytest.mark.slow),
+        pytest.param("plus", "float16", marks=pytest.mark.slow),
+    ],
+)
+def test_language_models(tmp_path, name, dtype):
+    """`export_model` itself compares logits and greedy tokens; its script then writes what `generate` writes."""
+    source = language_folder(tmp_path / "model", **LANGUAGE[name])
+    done = tost_hf.export_model(source, tmp_path / "onnx", dtype=dtype)
+    assert done.agreement.difference < {"float32": 1e-5, "float16": 1e-2, "int8": 0.1}[dtype]
+    facts = json.loads((tmp_path / "onnx" / "export.json").read_text())
+    assert [spec["name"] for spec in facts["inputs"]][:2] == ["input_ids", "attention_mask"]
+    assert all(spec["dtype"] == "float32" and spec["shape"][0] == "batch" for spec in facts["state"])
+    sizes = {"batch": 1, "cached": 0}
+    state = sum(4 * np.prod([sizes.get(n, n) for n in spec["shape"]]) for spec in facts["state"])
+    assert state == facts["state_bytes"]
+    content = (tmp_path / "onnx" / "model.onnx").read_bytes()
+    assert os.path.dirname(tost_hf.__file__).encode() not in content  # nor any other path of this machine
+    if dtype != "float32":
+        return
+    assert done.agreement.equal_tokens == done.agreement.greedy_tokens > 20
+    model, tokenizer = tost_hf.ToSTForCausalLM.from_pretrained(source), byte_tokenizer()
+    prompt = tokenizer("To be", return_tensors="pt")
+    expected = tokenizer.decode(model.generate(**prompt, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True)
+    assert run_script(tmp_path / "onnx", "generate.py", "To be", "--tokens", "20") == f"{expected}\n"
+
+
+def test_vision_models(tmp_path):
+    config = small_vision_config(num_labels=3, id2label={0: "cat", 1: "dog", 2: "bird"})
+    model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
+    model.save_pretrained(tmp_path / "model")
+    save_image_processor(config, tmp_path / "model")
+    done = tost_hf.export_model(tmp_path / "model", tmp_path / "onnx")
+    assert done.agreement.difference < 1e-5
+    from PIL import Image
+    from transformers import ViTImageProcessorPil
+
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 30, 3), np.uint8))
+    picture.save(tmp_path / "picture.png")
+    processor = ViTImageProcessorPil.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        weights = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
+    best = f"{weights.max().item():6.1%}  {config.id2label[int(weights.argmax())]}"
+    assert run_script(tmp_path / "onnx", "classify.py", str(tmp_path / "picture.png")).splitlines()[0] == best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ToSTForSequenceClassification", "ToSTForQuestionAnswering"])
+def test_models_that_read_whole_texts(tmp_path, kind):
+    randomize(getattr(tost_hf, kind)(small_config(is_causal=False))).save_pretrained(tmp_path / "model")
+    assert tost_hf.export_model(tmp_path / "model", tmp_path / "onnx").agreement.difference < 1e-5
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["{tmp}/nothing"], "There is no model folder"),
+        (["{model}", "--format", "caffe"], "There is no export format 'caffe'; choose one of onnx"),
+        (["{model}", "--dtype", "int2"], "is written in float32, float16, int8, not in 'int2'"),
+        (["{model}", "--tokenizer", "{large}"], "does not fit: its last token is number 256, and the model has 97 tokens"),
+    ],
+)
+def test_refused(tmp_path, capsys, arguments, sentence):
+    tost_hf.ToSTForCausalLM(small_config()).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "large")
+    places = {"tmp": tmp_path, "model": tmp_path / "model", "large": tmp_path / "large"}
+    source, *options = (argument.format(**places) for argument in arguments)
+    assert main(["export", source, str(tmp_path / "out"), *options]) == 1
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
