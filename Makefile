@@ -33,7 +33,7 @@ results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows 
 	$(BIN)/tost-hf card --presets model_cards
 
 browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries from npm
-	command -v chromium chromedriver || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver)
+	command -v chromium && command -v chromedriver || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver)
 	$(BIN)/python -c "from tost_hf.space.packages import RUNTIME, TOKENIZERS, find; print(find(RUNTIME), find(TOKENIZERS))"
 
 $(VENV)/ready: pyproject.toml tests/constraints.txt

@@ -1,6 +1,7 @@
 """The page that `tost-hf space` writes, in Chromium on loopback: it computes what the model computes."""
 
 import functools
+import re
 import shutil
 import threading
 import time
@@ -8,7 +9,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import randomize, small_config
+from conftest import randomize, small_config, small_vision_config
 from hub_clients import save_tokenizer
 
 import tost_hf
@@ -16,6 +17,7 @@ from tost_hf.space import write_space
 from tost_hf.space.packages import RUNTIME, TOKENIZERS, find
 
 
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
@@ -113,6 +115,20 @@ def language_folder(folder, **fields):
     return model
 
 
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """A folder and its model."""
+    folder = tmp_path_factory.mktemp("classifier")
+    config = small_vision_config(num_labels=6, id2label={i: f"kind <{i}>" for i in range(6)})
+    model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def percents(text: str) -> list[float]:
+    return [float(x) for x in re.findall(r"([\d.]+) %", text)]
+
+
 def written(model, prompt: list[int], count: int) -> list[int]:
     return model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0].tolist()
 
@@ -131,4 +147,29 @@ def test_text(tmp_path, driver, libraries):
         assert page["tokens"] == str(len(page.ids())) and float(page["speed"]) > 0
         assert page.ids()[: len(ids)] == ids and page.ids() == written(model, ids[: len(ids) - 10], 500)
         assert page["text"].startswith(PROMPT) and len(ids) == len(prompt) + 10
+        assert not page.errors()
+
+
+@pytest.mark.parametrize("crop, shapes", [("center", [(16, 16), (50, 37)]), ("squash", [(21, 64)])])
+def test_pictures(tmp_path, driver, libraries, crop, shapes, classifier):
+    """Of any shape: the classes and memberships are the model's own, of the same pixels."""
+    folder, model = classifier
+    labels = model.config.id2label
+    processor = tost_hf.make_image_processor(model.config, crop=crop)
+    processor.save_pretrained(folder)
+    with Page(driver, write_space(folder, tmp_path / "page")) as page:
+        for i, shape in enumerate(shapes):
+            picture = Image.fromarray(torch.randint(256, (*shape, 3), dtype=torch.uint8).numpy())
+            picture.save(tmp_path / f"{i}.png")
+            with torch.no_grad():
+                expected = model(**processor(picture, return_tensors="pt"), output_memberships=True)
+            shares, best = expected.logits[0].softmax(-1).sort(descending=True)
+            page.find("file").send_keys(str(tmp_path / f"{i}.png"))
+            page.wait(lambda wanted=f"{i}.png: {labels[int(best[0])]}": page["status"] == wanted)
+            rows = [row.text.split("\n") for row in page.find("classes").find_elements("tag name", "li")]
+            assert [row[0] for row in rows] == [labels[int(i)] for i in best[:5]]
+            assert percents("\n".join(row[1] for row in rows)) == pytest.approx((100 * shares[:5]).tolist(), abs=0.2)
+            captions = page.driver.find_elements("tag name", "figcaption")
+            for caption, head in zip(captions, expected.memberships[-1][0], strict=True):
+                assert percents(caption.text) == pytest.approx([100 * float(head.min()), 100 * float(head.max())], abs=0.5)
         assert not page.errors()

@@ -21,9 +21,11 @@ from ..hub.records import CARD, load_card
 from ..interpret.colors import head_style
 from ..model.configuration_tost import CAUSAL_STATISTICS
 from ..model.modeling_tost import ToSTForCausalLM
+from ..model.modeling_tost_vision import ToSTForImageClassification
 from ..version import __version__
-from .graphs import write_language_graph
+from .graphs import write_language_graph, write_vision_graph
 from .packages import RUNTIME, TOKENIZERS, unpack
+from .pictures import read_preparation
 
 
 PAGE_FILES = ("index.html", "tost.js")
@@ -44,7 +46,7 @@ def write_space(
     """Writes a folder with a page that runs the model in the browser: `python -m http.server` shows it, the Hub as a Space.
 
     Args:
-        model: a folder or a repository of the Hub, with a causal language model.
+        model: a folder or a repository of the Hub, with a causal language model or an image classifier.
         tokenizer: folder or repository of its tokenizer, where it is not beside the model.
         title: of the page; the model's name by default.
         npm: where the JavaScript libraries come from: a folder with their tarballs, or the address of a registry.
@@ -65,9 +67,17 @@ def write_space(
     title = title or Path(model).name or "ToST"
     with staged_folder(target) as folder:
         (folder / VENDOR).mkdir()
-        if not isinstance(loaded, ToSTForCausalLM):
-            raise ValueError(f"{model} is a {type(loaded).__name__}; the page runs models that write (ToSTForCausalLM).")
-        facts = _write_language(loaded, tokenizer or str(source), folder, npm)
+        if isinstance(loaded, ToSTForCausalLM):
+            facts = _write_language(loaded, tokenizer or str(source), folder, npm)
+        elif isinstance(loaded, ToSTForImageClassification):
+            if tokenizer is not None:
+                raise ValueError(f"{model} reads images; --tokenizer is for text models.")
+            facts = _write_vision(loaded, source, folder, npm)
+        else:
+            raise ValueError(
+                f"{model} is a {type(loaded).__name__}; the page runs models that write (ToSTForCausalLM) or classify "
+                "pictures (ToSTForImageClassification)."
+            )
         facts |= {"title": title, "about": _about(loaded), "graph": GRAPH, "version": __version__}
         (folder / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         for name in PAGE_FILES:
@@ -108,6 +118,23 @@ def _write_language(model: ToSTForCausalLM, tokenizer: str, folder: Path, npm) -
         "eos": [] if ends is None else [ends] if isinstance(ends, int) else list(ends),
         "width": config.hidden_size,
         **_heads(config.num_hidden_layers, config.num_attention_heads),
+    }
+
+
+def _write_vision(model: ToSTForImageClassification, source: Path, folder: Path, npm) -> dict[str, Any]:
+    """Writes what classifying needs, and returns what the page has to know."""
+    config = model.config
+    preparation = read_preparation(config, source)
+    unpack((RUNTIME,), folder / VENDOR, npm)
+    height, width = preparation.height, preparation.width
+    write_vision_graph(model, folder / GRAPH, height, width)
+    layers = config.num_hidden_layers if config.attention_type == "tssa" else 0
+    return {
+        "kind": "vision",
+        "image": preparation._asdict(),
+        "grid": [height // config.patch_size, width // config.patch_size],
+        "labels": [str(label) for _, label in sorted((config.id2label or {}).items())],
+        **_heads(layers, config.num_attention_heads),
     }
 
 

@@ -291,6 +291,173 @@ class Writing {
   }
 }
 
+// Vision ------------------------------------------------------------------------------------------------------------
+
+const FILTERS = { // as Pillow's, with how far they reach
+  bilinear: [1, (x) => Math.max(1 - Math.abs(x), 0)],
+  bicubic: [2, (x) => {
+    const d = Math.abs(x);
+    if (d < 1) return (1.5 * d - 2.5) * d * d + 1;
+    return d < 2 ? ((-0.5 * d + 2.5) * d - 4) * d + 2 : 0;
+  }],
+};
+
+/** For each pixel of a resized line: the first pixel it is made of, and their weights. */
+function weights(before, after, [reach, filter]) {
+  const scale = before / after;
+  const wide = Math.max(scale, 1);
+  return Array.from({ length: after }, (_, i) => {
+    const center = (i + 0.5) * scale;
+    const first = Math.max(Math.trunc(center - reach * wide + 0.5), 0);
+    const last = Math.min(Math.trunc(center + reach * wide + 0.5), before);
+    const found = Array.from({ length: last - first }, (_, k) => filter((k + first - center + 0.5) / wide));
+    const sum = found.reduce((total, weight) => total + weight, 0);
+    return [first, found.map((weight) => weight / sum)];
+  });
+}
+
+/** Resizes along one side; pixels are RGBA bytes, `step` apart on a line, lines `stride` apart. */
+function resizeLines(pixels, lines, stride, step, taps, newStride, newStep) {
+  const resized = new Uint8ClampedArray(4 * lines * taps.length); // which rounds
+  for (let line = 0; line < lines; line++) {
+    taps.forEach(([first, found], i) => {
+      for (let channel = 0; channel < 4; channel++) {
+        let sum = 0;
+        for (let k = 0; k < found.length; k++) sum += found[k] * pixels[4 * (line * stride + (first + k) * step) + channel];
+        resized[4 * (line * newStride + i * newStep) + channel] = sum;
+      }
+    });
+  }
+  return resized;
+}
+
+/** A resized image as Pillow makes it, which canvases do not. */
+function resize({ data, width, height }, newWidth, newHeight, filter) {
+  if (newWidth !== width) {
+    data = resizeLines(data, height, width, 1, weights(width, newWidth, filter), newWidth, 1);
+  }
+  if (newHeight !== height) {
+    data = resizeLines(data, newWidth, 1, newWidth, weights(height, newHeight, filter), 1, newWidth);
+  }
+  return new ImageData(data, newWidth, newHeight);
+}
+
+/** The picture as the model sees it: resized, and its centre cut out. */
+function prepare(picture, { shortest_edge, resized, filter, height, width }) {
+  let sides = resized;
+  if (!sides) {
+    const { width: w, height: h } = picture;
+    const long = Math.trunc(shortest_edge * Math.max(w, h) / Math.min(w, h));
+    sides = h <= w ? [shortest_edge, long] : [long, shortest_edge];
+  }
+  const whole = resize(picture, sides[1], sides[0], FILTERS[filter]);
+  const canvas = element("canvas", { width, height });
+  const [left, top] = [Math.floor((sides[1] - width) / 2), Math.floor((sides[0] - height) / 2)];
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  context.fillRect(0, 0, width, height); // black where the picture does not reach
+  context.putImageData(whole, -left, -top);
+  return context.getImageData(0, 0, width, height);
+}
+
+/** Colours from dark to bright for shares from 0 to 1 (viridis, in five steps). */
+function shade(share) {
+  const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
+  const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
+  const below = Math.min(Math.floor(place), stops.length - 2);
+  return stops[below].map((from, i) => from + (place - below) * (stops[below + 1][i] - from));
+}
+
+/** What the user does with a vision model. */
+class Seeing {
+  constructor(session, facts) {
+    Object.assign(this, { session, facts });
+    $("vision").hidden = false;
+    $("file").disabled = false;
+    $("membership").hidden = !facts.layers;
+    fillLayers($("depth"), facts.layers, () => this.showMaps());
+    $("file").addEventListener("change", () => this.take($("file").files[0]));
+    addEventListener("paste", (event) => this.take(event.clipboardData.files[0]));
+    for (const kind of ["dragover", "dragleave", "drop"]) {
+      addEventListener(kind, (event) => {
+        event.preventDefault();
+        $("drop").classList.toggle("over", kind === "dragover");
+        if (kind === "drop") this.take(event.dataTransfer.files[0]);
+      });
+    }
+    say("Ready.");
+  }
+
+  async take(file) {
+    if (!file) return;
+    say("Looking …");
+    try {
+      await this.classify(await this.open(file));
+      say(`${file.name}: ${this.facts.labels[this.best]}`);
+    } catch (error) {
+      say(`${file.name} cannot be classified: ${error.message}`);
+    }
+  }
+
+  async open(file) {
+    let bitmap;
+    try {
+      bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" });
+    } catch {
+      throw new Error("it is not a picture that this browser can read.");
+    }
+    const canvas = element("canvas", { width: bitmap.width, height: bitmap.height });
+    const context = canvas.getContext("2d", { willReadFrequently: true });
+    context.drawImage(bitmap, 0, 0);
+    return context.getImageData(0, 0, bitmap.width, bitmap.height);
+  }
+
+  async classify(picture) {
+    const { height, width, scale, mean, std } = this.facts.image;
+    const seen = prepare(picture, this.facts.image);
+    const values = new Float32Array(3 * height * width);
+    for (let i = 0; i < height * width; i++) {
+      for (let c = 0; c < 3; c++) values[c * height * width + i] = (seen.data[4 * i + c] * scale - mean[c]) / std[c];
+    }
+    await new Promise((resolve) => setTimeout(resolve)); // time to draw what was said
+    const results = await this.session.run({ pixel_values: new ort.Tensor("float32", values, [1, 3, height, width]) });
+    this.memberships = results.memberships?.data;
+    $("found").hidden = false;
+    Object.assign($("seen"), { width, height });
+    $("seen").getContext("2d").putImageData(seen, 0, 0);
+    this.showClasses(results.logits.data);
+    if (this.memberships) this.showMaps();
+  }
+
+  showClasses(logits) {
+    const most = Math.max(...logits);
+    const odds = Array.from(logits, (x) => Math.exp(x - most));
+    const sum = odds.reduce((total, x) => total + x, 0);
+    const order = [...odds.keys()].sort((a, b) => odds[b] - odds[a]);
+    this.best = order[0];
+    $("classes").replaceChildren(...order.slice(0, 5).map((i) => bar(this.facts.labels[i], odds[i] / sum)));
+  }
+
+  showMaps() {
+    if (!this.memberships) return;
+    const { grid: [rows, columns], heads } = this.facts;
+    const layer = Number($("depth").value);
+    const size = rows * columns;
+    const shares = this.memberships.subarray(layer * heads * size, (layer + 1) * heads * size);
+    const least = shares.reduce((a, b) => Math.min(a, b)), most = shares.reduce((a, b) => Math.max(a, b));
+    $("maps").replaceChildren(...Array.from({ length: heads }, (_, head) => {
+      const own = shares.subarray(head * size, (head + 1) * size);
+      const image = new ImageData(columns, rows);
+      own.forEach((share, i) => image.data.set([...shade((share - least) / Math.max(most - least, 1e-12)), 255], 4 * i));
+      const canvas = element("canvas", { width: columns, height: rows, role: "img" });
+      canvas.getContext("2d").putImageData(image, 0, 0);
+      const percent = (x) => `${(100 * x).toFixed(1)} %`;
+      const words = `Head ${head + 1}: ${percent(own.reduce((a, b) => Math.min(a, b)))} to ${percent(own.reduce((a, b) => Math.max(a, b)))}`;
+      canvas.ariaLabel = `${words} of a patch, in layer ${layer + 1}`;
+      return element("figure", {}, canvas, element("figcaption", { textContent: words }));
+    }));
+  }
+}
+
 // Start -------------------------------------------------------------------------------------------------------------
 
 async function main() {
@@ -302,6 +469,8 @@ async function main() {
     const { Tokenizer } = await import("./vendor/tokenizers.min.mjs");
     const files = await Promise.all(["tokenizer.json", "tokenizer_config.json"].map(readJson));
     new Writing(session, new Tokenizer(...files), facts);
+  } else {
+    new Seeing(session, facts);
   }
 }
 
