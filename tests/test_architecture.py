@@ -21,6 +21,7 @@ FLOORS = (
     ("training", "convert", "serving", "exporting"),
     ("space",),
     ("__init__",),
+    ("commands",),
     ("cli",),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

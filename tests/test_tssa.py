@@ -117,19 +117,6 @@ def test_the_formulas_are_the_definition(causal, forgetting, dead):
             torch.testing.assert_close((output[row, part], membership[row, part]), expected, **F64)
 
 
-@pytest.mark.parametrize("forgetting", [False, True])
-def test_a_sequence_that_is_not_finite_spoils_no_other(forgetting, monkeypatch):
-    """Not even one of zeros, whose sums stay below the floor through several chunks of both rows."""
-    monkeypatch.setattr(tssa_chunks, "CHUNK_NUMBERS", 2 * 32 * 12)
-    w = torch.randn(2, 600, 3, 4)
-    w[0, :550], w[1, 0] = 0, torch.nan
-    w.requires_grad_()
-    out = tssa(w, torch.ones(3), log_decay=-torch.rand(2, 600, 3) if forgetting else None)
-    (grad,) = torch.autograd.grad(out.output[0].square().sum(), w)
-    for x in (out.output[0], out.membership[0], grad[0], *(x[0] for x in out.final_state)):
-        assert x.isfinite().all()
-
-
 @pytest.mark.parametrize("T", [1, 8, 63, 64, 65, 150])
 @pytest.mark.parametrize("H, p", [(1, 4), (3, 5), (12, 8)])
 def test_causal_forward(op, T, H, p):

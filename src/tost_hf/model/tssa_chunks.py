@@ -326,7 +326,7 @@ def _forward_chunk(
     x = _load(tokens.w, padding, space.x)
     sq = torch.mul(x, x, out=space.sq)
     sum_sq = space.add_up_sq(sums.sum_sq, factors)
-    if factors is not None or _may_be_floored(space, sums.sum_sq, factors):  # sums that decay take longer to look at
+    if _may_be_floored(space, sums.sum_sq, factors):
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
     ratio = torch.div(sq, space.sum_sq, out=space.sum_sq)
     score = ratio.sum(-1)[:, :count_tokens].add_(tokens.bias, alpha=tokens.w.shape[-1])
@@ -471,10 +471,10 @@ def _may_be_floored(space: _Workspace, sum_sq: torch.Tensor, factors: Factors | 
     if sum_sq.device.type != "cpu":
         return True  # a look would wait for the device
     if factors is None:  # they only grow
-        return not sum_sq.amin().item() >= EPS_SUM_SQ
+        return sum_sq.amin().item() < EPS_SUM_SQ
     # within a group what was there before decays to this at least; twice the floor, for rounding
-    least = space.add_up_sq.before_groups.amin().item() * factors.onwards.inside[:, :, -1].amin().item()
-    return not least >= 2 * EPS_SUM_SQ and not space.sum_sq.amin().item() >= EPS_SUM_SQ
+    least = space.add_up_sq.before_groups * factors.onwards.inside[:, :, -1]
+    return least.amin().item() < 2 * EPS_SUM_SQ and space.sum_sq.amin().item() < EPS_SUM_SQ
 
 
 def _load(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:

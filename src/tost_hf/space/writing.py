@@ -9,47 +9,48 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.utils import validate_repo_id
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
+from ..exporting import export_model
+from ..exporting.writing import model_folder
 from ..files import check_folder, staged_folder
-from ..hub.checks import load_config
-from ..hub.connection import hub_calls, listing
-from ..hub.loading import load_fitting_tokenizer, load_model
+from ..hub.checks import load_config, parameter_count
 from ..hub.records import CARD, load_card
 from ..interpret.colors import head_style
-from ..model.configuration_tost import CAUSAL_STATISTICS
-from ..model.modeling_tost import ToSTForCausalLM
-from ..model.modeling_tost_vision import ToSTForImageClassification
+from ..model.configuration_tost import ToSTConfig
+from ..model.configuration_tost_vision import ToSTVisionConfig
 from ..version import __version__
-from .graphs import write_language_graph, write_vision_graph
 from .packages import RUNTIME, TOKENIZERS, unpack
 from .pictures import read_preparation
 
 
 PAGE_FILES = ("index.html", "tost.js")
 VENDOR = "vendor"
-GRAPH = "model.onnx"
-FACTS = "space.json"  # what the page knows of its model
+MODEL = "model"  # the folder of what `export_model` writes
+FACTS = "space.json"  # what else the page knows of its model
+KINDS = {"ToSTForCausalLM": "language", "ToSTForImageClassification": "vision"}
 
 
 def write_space(
     model: str | os.PathLike,
     output_dir: str | os.PathLike,
     *,
+    dtype: str = "float32",
     tokenizer: str | None = None,
     title: str | None = None,
     npm: str | os.PathLike | None = None,
+    revision: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Writes a folder with a page that runs the model in the browser: `python -m http.server` shows it, the Hub as a Space.
 
     Args:
         model: a folder or a repository of the Hub, with a causal language model or an image classifier.
+        dtype: of the weights, as `export_model` takes it: "int8" makes the smallest folder.
         tokenizer: folder or repository of its tokenizer, where it is not beside the model.
         title: of the page; the model's name by default.
         npm: where the JavaScript libraries come from: a folder with their tarballs, or the address of a registry.
+        revision: branch, tag or commit of the repository.
 
     Returns:
         The folder.
@@ -61,103 +62,45 @@ def write_space(
     """
     target = Path(output_dir)
     check_folder(target, overwrite)
-    source = _local_folder(os.fspath(model))
+    source = model_folder(model, revision)
     config = load_config(source)
-    loaded = load_model(source, config).float()
-    title = title or Path(model).name or "ToST"
+    architecture = (config.architectures or ["model without a head"])[0]
+    if architecture not in KINDS:
+        raise ValueError(f"{model} is a {architecture}; the page runs {' and '.join(KINDS)}.")
+    facts: dict[str, Any] = {
+        "title": title or Path(model).resolve().name,
+        "about": f"{architecture}, {parameter_count(config):,} parameters, {dtype}",
+        "kind": KINDS[architecture],
+        "version": __version__,
+        "depth": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "heads": _heads(config.num_attention_heads),
+    }
+    if isinstance(config, ToSTVisionConfig):
+        facts["image"] = read_preparation(config, source)._asdict()
     with staged_folder(target) as folder:
         (folder / VENDOR).mkdir()
-        if isinstance(loaded, ToSTForCausalLM):
-            facts = _write_language(loaded, tokenizer or str(source), folder, npm)
-        elif isinstance(loaded, ToSTForImageClassification):
-            if tokenizer is not None:
-                raise ValueError(f"{model} reads images; --tokenizer is for text models.")
-            facts = _write_vision(loaded, source, folder, npm)
-        else:
-            raise ValueError(
-                f"{model} is a {type(loaded).__name__}; the page runs models that write (ToSTForCausalLM) or classify "
-                "pictures (ToSTForImageClassification)."
-            )
-        facts |= {"title": title, "about": _about(loaded), "graph": GRAPH, "version": __version__}
+        unpack((RUNTIME,) if "image" in facts else (RUNTIME, TOKENIZERS), folder / VENDOR, npm)
+        export_model(source, folder / MODEL, dtype=dtype, tokenizer=tokenizer)
+        _check_files(folder / MODEL, config, tokenizer or os.fspath(model))
         (folder / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         for name in PAGE_FILES:
             shutil.copyfile(str(resources.files(__package__) / "page" / name), folder / name)
-        (folder / CARD).write_text(_card(title, os.fspath(model), source), encoding="utf-8")
+        (folder / CARD).write_text(_card(facts["title"], os.fspath(model), source), encoding="utf-8")
     return target
 
 
-def _local_folder(source: str) -> Path:
-    """The folder, or a repository's snapshot in the Hub's cache."""
-    if os.path.isdir(source):
-        return Path(source)
-    if os.path.exists(source):
-        raise ValueError(f"{source} is a file; name a model folder, or a repository of the Hub.")
-    with hub_calls():
-        validate_repo_id(source)
-        return Path(snapshot_download(source, revision=listing(HfApi(), source).sha))
+def _check_files(folder: Path, config: PreTrainedConfig, tokenizer: str) -> None:
+    """Refuses an exported model that a browser cannot load."""
+    if isinstance(config, ToSTConfig) and not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{tokenizer} has no tokenizer.json, which the page needs: name a fast tokenizer (--tokenizer).")
+    if len(list(folder.glob("*.onnx*"))) > 1:
+        raise ValueError("The model takes more than 2 GB, which a browser cannot hold; write it in int8 (--dtype int8).")
 
 
-def _write_language(model: ToSTForCausalLM, tokenizer: str, folder: Path, npm) -> dict[str, Any]:
-    """Writes what writing needs, and returns what the page has to know."""
-    config = model.config
-    others = sorted({kind for kind in config.all_layer_types if kind != CAUSAL_STATISTICS})
-    if others:
-        raise ValueError(
-            f"The page runs models whose state has a constant size; this one has layers of type {', '.join(others)}, which "
-            "keep every token."
-        )
-    _save_tokenizer(load_fitting_tokenizer(tokenizer, config), tokenizer, folder)
-    unpack((RUNTIME, TOKENIZERS), folder / VENDOR, npm)
-    states = write_language_graph(model, folder / GRAPH)
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else config.eos_token_id
-    return {
-        "kind": "language",
-        "states": [state._asdict() for state in states],
-        "positions": config.max_position_embeddings,
-        "bos": config.bos_token_id,
-        "eos": [] if ends is None else [ends] if isinstance(ends, int) else list(ends),
-        "width": config.hidden_size,
-        **_heads(config.num_hidden_layers, config.num_attention_heads),
-    }
-
-
-def _write_vision(model: ToSTForImageClassification, source: Path, folder: Path, npm) -> dict[str, Any]:
-    """Writes what classifying needs, and returns what the page has to know."""
-    config = model.config
-    preparation = read_preparation(config, source)
-    unpack((RUNTIME,), folder / VENDOR, npm)
-    height, width = preparation.height, preparation.width
-    write_vision_graph(model, folder / GRAPH, height, width)
-    layers = config.num_hidden_layers if config.attention_type == "tssa" else 0
-    return {
-        "kind": "vision",
-        "image": preparation._asdict(),
-        "grid": [height // config.patch_size, width // config.patch_size],
-        "labels": [str(label) for _, label in sorted((config.id2label or {}).items())],
-        **_heads(layers, config.num_attention_heads),
-    }
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str, folder: Path) -> None:
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"The tokenizer of {source} is a {type(tokenizer).__name__}, which has no tokenizer.json; the page needs one. "
-            "Name a fast tokenizer (--tokenizer)."
-        )
-    tokenizer.save_pretrained(folder)
-
-
-def _heads(layers: int, heads: int) -> dict[str, Any]:
-    styles = [head_style(head) for head in range(heads)]
-    return {"layers": layers, "heads": heads, "colors": [{"color": color, "mark": mark} for color, mark in styles]}
-
-
-def _about(model: PreTrainedModel) -> str:
-    config = model.config
-    return (
-        f"{config.num_hidden_layers} layers of {config.num_attention_heads} heads, {model.num_parameters():,} parameters, "
-        "float32"
-    )
+def _heads(count: int) -> list[dict[str, Any]]:
+    styles = [head_style(head) for head in range(count)]
+    return [{"color": color, "mark": mark} for color, mark in styles]
 
 
 def _card(title: str, model: str, source: Path) -> str:

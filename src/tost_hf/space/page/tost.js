@@ -33,27 +33,30 @@ function bar(what, share, color) {
     element("b", { textContent: `${(100 * share).toFixed(1)} %` }));
 }
 
-function fillLayers(select, count, redraw) {
-  for (let layer = 1; layer <= count; layer++) select.append(new Option(layer, layer - 1));
-  select.value = count - 1;
+/** A choice of layers, by their numbers from 0; its value is the place in the list. */
+function fillLayers(select, numbers, redraw) {
+  numbers.forEach((layer, i) => select.append(new Option(layer + 1, i)));
+  select.value = numbers.length - 1;
   select.addEventListener("change", redraw);
 }
 
 // Language ----------------------------------------------------------------------------------------------------------
 
-/** The model with its state, the only thing it knows of the tokens before. */
+/** The model with its state, all that it keeps of the tokens before. */
 class Reader {
   constructor(session, facts) {
     Object.assign(this, { session, facts });
+    this.inputs = Object.fromEntries(facts.inputs.map(({ name, shape }) => [name, shape]));
     this.reset();
   }
 
   reset() {
     this.seen = 0;
     this.state = {};
-    for (const { input, shape } of this.facts.states) {
-      const size = shape.reduce((product, side) => product * side, 1);
-      this.state[input] = new ort.Tensor("float32", new Float32Array(size), shape);
+    for (const { input, shape } of this.facts.state) {
+      const sides = shape.map((side) => ({ batch: 1, cached: 0 })[side] ?? side);
+      const size = sides.reduce((product, side) => product * side, 1);
+      this.state[input] = new ort.Tensor("float32", new Float32Array(size), sides);
     }
   }
 
@@ -61,17 +64,23 @@ class Reader {
     return Object.values(this.state).reduce((sum, tensor) => sum + tensor.data.byteLength, 0);
   }
 
-  /** Reads a token; gives the logits of the next one, and this one's memberships (layers, heads). */
-  async read(id) {
-    const feeds = {
-      input_ids: new ort.Tensor("int64", BigInt64Array.of(BigInt(id)), [1, 1]),
-      position: new ort.Tensor("int64", BigInt64Array.of(BigInt(this.seen)), [1]),
-      ...this.state,
+  /** Reads tokens; gives the logits of the next one, and the memberships (layers, heads, tokens) of these. */
+  async read(ids) {
+    const whole = this.inputs.attention_mask.includes("cached+tokens"); // layers of attention see the tokens before, too
+    const values = {
+      input_ids: ids,
+      attention_mask: Array(ids.length + (whole ? this.seen : 0)).fill(1),
+      position_ids: ids.map((_, i) => this.seen + i),
     };
+    const feeds = { ...this.state };
+    for (const name of Object.keys(values).filter((name) => name in this.inputs)) {
+      feeds[name] = new ort.Tensor("int64", BigInt64Array.from(values[name], BigInt), [1, values[name].length]);
+    }
     const results = await this.session.run(feeds);
-    this.state = Object.fromEntries(this.facts.states.map(({ input, output }) => [input, results[output]]));
-    this.seen += 1;
-    return { logits: results.logits.data, memberships: results.memberships.data };
+    this.state = Object.fromEntries(this.facts.state.map(({ input, output }) => [input, results[output]]));
+    this.seen += ids.length;
+    const logits = results.logits.data;
+    return { logits: logits.subarray(logits.length - this.facts.vocab_size), memberships: results.memberships.data };
   }
 }
 
@@ -111,7 +120,7 @@ class Pieces {
 class Text {
   constructor(facts) {
     Object.assign(this, { facts, box: $("text"), tokens: [], chosen: -1 });
-    fillLayers($("layer"), facts.layers, () => this.recolor());
+    fillLayers($("layer"), facts.statistics_layers, () => this.recolor());
     this.box.addEventListener("click", (event) => this.choose(this.tokens.findIndex((t) => t.span === event.target)));
     this.box.addEventListener("keydown", (event) => this.key(event));
     this.clear();
@@ -120,7 +129,7 @@ class Text {
   clear() {
     this.box.replaceChildren();
     this.tokens = [];
-    this.largest = new Float32Array(this.facts.layers).fill(1e-6);
+    this.largest = new Float32Array(this.facts.statistics_layers.length).fill(1e-6);
     this.choose(-1);
   }
 
@@ -131,7 +140,7 @@ class Text {
     const token = { span, piece, shares };
     const atEnd = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
     this.tokens.push(token);
-    for (let layer = 0; layer < this.facts.layers; layer++) {
+    for (let layer = 0; layer < this.largest.length; layer++) {
       this.largest[layer] = Math.max(this.largest[layer], this.strongest(token, layer).above);
     }
     this.paint(token);
@@ -140,7 +149,7 @@ class Text {
   }
 
   strongest({ shares }, layer) {
-    const { heads } = this.facts;
+    const heads = this.facts.heads.length;
     let head = 0;
     for (let h = 1; h < heads; h++) if (shares[layer * heads + h] > shares[layer * heads + head]) head = h;
     return { head, above: Math.max(shares[layer * heads + head] - 1 / heads, 0) };
@@ -149,7 +158,7 @@ class Text {
   paint(token) {
     const layer = Number($("layer").value);
     const { head, above } = this.strongest(token, layer);
-    const { color, mark } = this.facts.colors[head];
+    const { color, mark } = this.facts.heads[head];
     token.span.style.setProperty("--head", color);
     token.span.style.setProperty("--above", above.toFixed(6));
     token.span.classList.remove("mark1", "mark2");
@@ -179,12 +188,12 @@ class Text {
     if (!token) return;
     token.span.classList.add("chosen");
     const layer = Number($("layer").value);
-    const { heads, colors } = this.facts;
+    const { heads, statistics_layers: layers } = this.facts;
     const { head } = this.strongest(token, layer);
-    $("token").textContent = `Token ${index + 1}, “${token.piece}”: most of it in head ${head + 1} of layer ${layer + 1}`;
-    for (let h = 0; h < heads; h++) {
-      $("shares").append(bar(`Head ${h + 1}`, token.shares[layer * heads + h], colors[h].color));
-    }
+    $("token").textContent = `Token ${index + 1}, “${token.piece}”: most of it in head ${head + 1} of layer ${layers[layer] + 1}`;
+    heads.forEach(({ color }, h) => {
+      $("shares").append(bar(`Head ${h + 1}`, token.shares[layer * heads.length + h], color));
+    });
   }
 }
 
@@ -208,8 +217,8 @@ class Writing {
   async start() {
     if (this.running) return;
     const ids = this.tokenizer.encode($("prompt").value).ids;
-    if (!ids.length && this.facts.bos !== null) ids.push(this.facts.bos);
-    const { positions } = this.facts;
+    const { bos_token_id: bos, max_position_embeddings: positions } = this.facts;
+    if (!ids.length && bos !== null) ids.push(bos);
     if (!ids.length) return say("Type a few words first.");
     if (positions !== null && ids.length >= positions) {
       return say(`This text has ${number(ids.length)} tokens; the model reads up to ${number(positions - 1)}. Shorten it.`);
@@ -219,7 +228,7 @@ class Writing {
     this.pieces = new Pieces(this.tokenizer);
     let read = 0;
     await this.guard(async () => {
-      for (; read < ids.length && this.running; read++) await this.read(ids[read], true);
+      for (; read < ids.length && this.running; read += 64) await this.read(ids.slice(read, read + 64), true);
     });
     if (read >= ids.length) await this.write();
   }
@@ -228,33 +237,37 @@ class Writing {
     if (this.running || !this.logits) return;
     const count = Math.max(Number($("count").value) || 0, 0);
     const temperature = Number($("temperature").value) || 0;
-    const { positions, eos } = this.facts;
+    const { max_position_embeddings: positions, eos_token_id: end } = this.facts;
     const began = performance.now();
-    let written = 0, end = "";
+    let written = 0, why = "";
     await this.guard(async () => {
       while (this.running && written < count) {
         if (positions !== null && this.reader.seen >= positions) {
-          end = ` That is the model's last position (${number(positions)}).`;
+          why = ` That is the model's last position (${number(positions)}).`;
           break;
         }
         const id = choose(this.logits, temperature);
-        await this.read(id, false);
+        await this.read([id], false);
         written += 1;
         $("speed").textContent = (1000 * written / (performance.now() - began)).toFixed(1);
-        if (eos.includes(id)) {
-          end = " The model ended its text.";
+        if ([end].flat().includes(id)) {
+          why = " The model ended its text.";
           break;
         }
       }
-      say(`Wrote ${number(written)} tokens.${end}`);
+      say(`Wrote ${number(written)} tokens.${why}`);
     });
   }
 
-  /** Reads a token, shows it and what it left, and gives the browser time to draw. */
-  async read(id, given) {
-    const { logits, memberships } = await this.reader.read(id);
+  /** Reads tokens, shows them and what they left, and gives the browser time to draw. */
+  async read(ids, given) {
+    const { logits, memberships } = await this.reader.read(ids);
     this.logits = logits;
-    this.text.add(id, this.pieces.next(id), memberships, given);
+    const rows = memberships.length / ids.length;
+    ids.forEach((id, t) => {
+      const shares = Float32Array.from({ length: rows }, (_, row) => memberships[row * ids.length + t]);
+      this.text.add(id, this.pieces.next(id), shares, given);
+    });
     this.show();
     if (performance.now() - (this.drawn ?? 0) > 30) {
       await new Promise((resolve) => setTimeout(resolve));
@@ -266,7 +279,7 @@ class Writing {
     const { seen, stateBytes } = this.reader;
     $("state").textContent = bytes(stateBytes);
     $("tokens").textContent = number(seen);
-    $("softmax").textContent = bytes(2 * 4 * this.facts.layers * this.facts.width * seen); // keys and values in float32
+    $("softmax").textContent = bytes(2 * 4 * this.facts.depth * this.facts.width * seen); // keys and values in float32
   }
 
   async guard(run) {
@@ -373,8 +386,9 @@ class Seeing {
     Object.assign(this, { session, facts });
     $("vision").hidden = false;
     $("file").disabled = false;
-    $("membership").hidden = !facts.layers;
-    fillLayers($("depth"), facts.layers, () => this.showMaps());
+    this.maps = facts.outputs.some(({ name }) => name === "memberships");
+    $("membership").hidden = !this.maps;
+    fillLayers($("depth"), [...Array(facts.depth).keys()], () => this.showMaps());
     $("file").addEventListener("change", () => this.take($("file").files[0]));
     addEventListener("paste", (event) => this.take(event.clipboardData.files[0]));
     for (const kind of ["dragover", "dragleave", "drop"]) {
@@ -439,8 +453,9 @@ class Seeing {
 
   showMaps() {
     if (!this.memberships) return;
-    const { grid: [rows, columns], heads } = this.facts;
+    const { image: { height, width }, patch_size: patch, heads: { length: heads } } = this.facts;
     const layer = Number($("depth").value);
+    const [rows, columns] = [height / patch, width / patch];
     const size = rows * columns;
     const shares = this.memberships.subarray(layer * heads * size, (layer + 1) * heads * size);
     const least = shares.reduce((a, b) => Math.min(a, b)), most = shares.reduce((a, b) => Math.max(a, b));
@@ -461,13 +476,13 @@ class Seeing {
 // Start -------------------------------------------------------------------------------------------------------------
 
 async function main() {
-  const facts = await readJson("space.json");
+  const facts = { ...await readJson("model/export.json"), ...await readJson("space.json") };
   document.title = $("title").textContent = facts.title;
   $("about").textContent = facts.about;
-  const session = await ort.InferenceSession.create(local(facts.graph), { executionProviders: ["wasm"] });
+  const session = await ort.InferenceSession.create(local(`model/${facts.model}`), { executionProviders: ["wasm"] });
   if (facts.kind === "language") {
     const { Tokenizer } = await import("./vendor/tokenizers.min.mjs");
-    const files = await Promise.all(["tokenizer.json", "tokenizer_config.json"].map(readJson));
+    const files = await Promise.all(["model/tokenizer.json", "model/tokenizer_config.json"].map(readJson));
     new Writing(session, new Tokenizer(...files), facts);
   } else {
     new Seeing(session, facts);
