@@ -201,7 +201,9 @@ def set_up_logging(training_args: TrainingArguments, script: logging.Logger) -> 
     )
 
 
-def train_and_report(trainer: Trainer, model_args, data_args, task: str, samples: dict[str, int | None]) -> None:
+def train_and_report(
+    trainer: Trainer, model_args, data_args, task: str, samples: dict[str, int | None], before_card: Callable = lambda: None
+) -> None:
     """Trains and evaluates as the arguments ask for, and leaves records, a model card and, if wanted, a push.
 
     Args:
@@ -209,6 +211,7 @@ def train_and_report(trainer: Trainer, model_args, data_args, task: str, samples
         model_args, data_args: what the card tells of the run.
         task: the Hub's name of what the model does.
         samples: how many examples "train" and "eval" have, None where that is not known.
+        before_card: what is to be done when the model is trained and evaluated.
     """
     args = trainer.args
     record_run(trainer, model_args, data_args)
@@ -227,6 +230,7 @@ def train_and_report(trainer: Trainer, model_args, data_args, task: str, samples
         if "eval_perplexity" in metrics:
             metrics["perplexity"] = metrics["eval_perplexity"]
         report(trainer, "eval", metrics, samples["eval"])
+    before_card()
 
     card = {"finetuned_from": model_args.model_name_or_path, "tasks": task}
     if data_args.dataset_name is not None:
@@ -255,7 +259,9 @@ def record_run(trainer: Trainer, model_args, data_args) -> None:
 
 def recorded_command(argv: list[str]) -> str:
     """A script's command line for those who want to repeat it, without tokens: records are published."""
-    return safe_command(["python", f"examples/{Path(argv[0]).name}", *argv[1:]])
+    script, here = Path(argv[0]).resolve(), Path(__file__).resolve().parent
+    name = script.relative_to(here).as_posix() if script.is_relative_to(here) else script.name
+    return safe_command(["python", f"examples/{name}", *argv[1:]])
 
 
 def report(trainer: Trainer, split: str, metrics: dict[str, float], samples: int | None) -> None:

@@ -46,10 +46,10 @@ def make_parser(description: str, steps: int, learning_rates: Iterable[float], s
 
 
 class Results:
-    """The rows of one run of a script, added to `<results>/results.csv` as they come."""
+    """The rows of one run of a script, added to `<results>/<name>.csv` as they come."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.file, self.rows = args.results / "results.csv", []
+    def __init__(self, args: argparse.Namespace, name: str = "results"):
+        self.file, self.rows = args.results / f"{name}.csv", []
         self.origin = origin(args)
 
     def add(

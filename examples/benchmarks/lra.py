@@ -1,0 +1,124 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Long Range Arena in small: ToST, softmax and linear attention on one trunk, on shortened tasks, for minutes.
+
+    python examples/benchmarks/lra.py --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
+
+ListOps has expressions of fewer than 64 tokens here, Text the first 256 bytes of a review, Image 16 x 16 grey pixels,
+Pathfinder 16 x 16 pixels with paths of 4 dashes, and Retrieval asks of two excerpts of 128 characters whether both are of
+WikiText-2, both of reviews, or one of each. What is learned here says that everything works, and nothing about long ranges:
+the tasks themselves are trained by the commands that are printed at the end. Rows that are there are not measured again.
+"""
+
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from experiments import Results, make_parser, train
+from rows import ROOT, parse_arguments
+
+
+sys.path += [str(ROOT / "examples"), str(ROOT / "examples" / "lra")]
+
+import make_data
+from lra_models import ATTENTION, make_config, make_model
+from lra_tasks import TASKS, Examples, collate, load_splits
+from scripting import override_config
+
+
+LENGTHS = {"listops": 64, "text": 256, "retrieval": 128, "image": 256, "pathfinder": 256}
+ROWS = {"train": 10_000, "test": 2_000}
+MADE = {  # how the data is made that is made here
+    "listops": "--min_length 3 --max_length 64 --max_depth 4 --max_arguments 5",
+    "pathfinder": "--side 16 --dashes 4 --seed_distance 3.5 --distractors 2 --distractor_dashes 2",
+    "retrieval": "--excerpt 128",
+}
+FULL = {  # the data of the full tasks
+    "listops": "data/listops",
+    "text": "stanfordnlp/imdb",
+    "retrieval": "AAN_FOLDER",
+    "image": "uoft-cs/cifar10",
+    "pathfinder": "data/pathfinder",
+}
+
+
+def load(task: str, args) -> dict[str, Examples]:
+    """Training and test examples of a shortened task, made first where they are made and are not there yet."""
+    given = {"text": args.imdb, "image": args.images}
+    folder = Path(given.get(task) or args.data / task)
+    if task in MADE and not (folder / "test.parquet").exists():
+        texts = ["--texts", args.wikitext, args.imdb] if task == "retrieval" else []
+        counts = [f"--{split}_rows={ROWS.get(split, 0)}" for split in make_data.SPLITS]
+        make_data.main([task, "--output_dir", str(folder), *texts, *counts, *MADE[task].split()])
+    rows = load_splits(str(folder), TASKS[task])
+    parts = {split: rows[split].select(range(min(count, len(rows[split])))) for split, count in ROWS.items()}
+    return {split: Examples(part, TASKS[task], LENGTHS[task], f"The {split} data of {task}") for split, part in parts.items()}
+
+
+@torch.no_grad()
+def accuracy(model, examples: Examples, batch: int = 100) -> float:
+    model.eval()
+    right = 0
+    for start in range(0, len(examples), batch):
+        inputs = collate([examples[i] for i in range(start, min(start + batch, len(examples)))])
+        labels = inputs.pop("labels")
+        right += int((model(**{k: v.to(model.device) for k, v in inputs.items()}).logits.argmax(-1).cpu() == labels).sum())
+    return right / len(examples)
+
+
+def most_frequent(examples: Examples) -> float:
+    """The share of the most frequent label: what a guess without looking gets."""
+    return max(Counter(examples.labels).values()) / len(examples)
+
+
+def full_command(task: str, attention: str = "tost") -> str:
+    """What trains a task as the paper did."""
+    return (
+        f"python examples/lra/run_lra.py --task {task} --dataset_name {FULL[task]} --attention {attention} --do_train "
+        f"--output_dir lra-{task}-{attention}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser(__doc__, steps=400, learning_rates=(1e-3,))
+    parser.add_argument("--imdb", metavar="IMDB_FOLDER", help="a data set of reviews, for text and retrieval")
+    parser.add_argument("--wikitext", metavar="WIKITEXT_FOLDER", help="a data set of articles, for the task retrieval")
+    parser.add_argument("--images", metavar="CIFAR10_FOLDER", help="a data set of pictures, for the task image")
+    parser.add_argument("--data", type=Path, default=Path("lra-data"), metavar="FOLDER", help="where data is made")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--models", nargs="+", choices=ATTENTION, default=list(ATTENTION))
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32, help="texts per step")
+    args = parse_arguments(parser, arguments, __file__)
+    for task, name in (("text", "imdb"), ("retrieval", "wikitext"), ("retrieval", "imdb"), ("image", "images")):
+        if task in args.tasks and getattr(args, name) is None:
+            parser.error(f"the task {task} needs --{name}")
+    results = Results(args, "lra")
+
+    for task in args.tasks:
+        examples = load(task, args)
+        sizes = {"hidden_size": args.width, "num_hidden_layers": args.layers, "num_attention_heads": args.width // 16}
+        sizes |= {"intermediate_size": 2 * args.width, "hidden_dropout": 0.0, "max_position_embeddings": LENGTHS[task]}
+        for name in args.models:
+
+            def run(seed, learning_rate, task=task, name=name, examples=examples, sizes=sizes):
+                model = make_model(override_config(make_config(f"tost-lra-{task}", name), None, **sizes))
+                options = {"batch_size": args.batch, "data_collator": collate, "learning_rate": learning_rate, "seed": seed}
+                trainer = train(model, examples["train"], steps=args.steps, **options)
+                loss = statistics.mean([log["loss"] for log in trainer.state.log_history if "loss" in log][-5:])
+                metrics = {"accuracy": accuracy(model, examples["test"]), "chance": most_frequent(examples["test"])}
+                metrics["training_loss"] = loss
+                print(f"{task}, {name}, seed {seed}, learning rate {learning_rate}: {metrics}", flush=True)
+                return model, metrics
+
+            case = {"task": task, "model": name, "steps": args.steps, "batch": args.batch, "context": LENGTHS[task]}
+            # by the training loss: the test rows choose nothing
+            results.add_missing(run, args, lambda metrics: -metrics["training_loss"], width=args.width, **case)
+    print(results.table("accuracy", args.tasks, scale=100))
+    print("\nThe tasks themselves, by the paper's recipes:\n\n" + "\n".join(map(full_command, args.tasks)))
+
+
+if __name__ == "__main__":
+    main()

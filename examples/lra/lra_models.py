@@ -1,0 +1,143 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The models of Long Range Arena: ToST's encoder, the same trunk with softmax or linear attention, and a head for pairs."""
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from tost_hf import ToSTConfig, ToSTForSequenceClassification, ToSTModel
+from tost_hf.model.modeling_tost import ToSTPreTrainedModel
+
+
+ATTENTION = ("tost", "softmax", "linear")
+
+
+@strict
+class LRAConfig(ToSTConfig):
+    """A ToST encoder's configuration, with what may stand in TSSA's place.
+
+    Args:
+        attention: "tost", "softmax", or "linear" (Katharopoulos et al., 2020, with elu + 1).
+        reads_pairs: whether an example is a pair of texts, for `LRAForPairClassification`.
+    """
+
+    model_type = "tost_lra"
+
+    attention: str = "tost"
+    reads_pairs: bool = False
+
+    def validate_architecture(self):
+        super().validate_architecture()
+        if self.attention not in ATTENTION:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {self.attention[:40]!r}.")
+        if self.attention != "tost" and self.is_causal:
+            raise ValueError("softmax and linear attention are encoders here: set is_causal=False.")
+
+
+class Attention(nn.Module):
+    """Attention of every token to all real tokens, softmax or linear, with TSSA's arguments."""
+
+    def __init__(self, config: LRAConfig):
+        super().__init__()
+        width, bias = config.hidden_size, config.use_bias
+        self.linear, self.heads, self.dropout = (
+            config.attention == "linear",
+            config.num_attention_heads,
+            config.attention_dropout,
+        )
+        self.qkv_proj = nn.Linear(width, 3 * width, bias=bias)
+        self.out_proj = nn.Linear(width, width, bias=bias)
+        self.out_dropout = nn.Dropout(config.hidden_dropout)
+        self.out_proj._writes_to_residual = True  # initialised as TSSA's
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **_):
+        """(B, T, D) to (B, T, D) and None; `attention_mask` (B, T) is true at real tokens, of which each text has some."""
+        B, T, D = hidden_states.shape
+        query, key, value = self.qkv_proj(hidden_states).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        real = None if attention_mask is None else attention_mask.bool().view(B, 1, 1, T)
+        if self.linear:
+            query, key = F.elu(query) + 1, F.elu(key) + 1
+            if real is not None:
+                key = key * real.transpose(-1, -2)
+            summary = key.transpose(-1, -2) @ value  # (B, H, p, p)
+            attended = (query @ summary) / (query @ key.sum(-2).unsqueeze(-1)).clamp_min(1e-6)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=real, dropout_p=dropout)
+        return self.out_dropout(self.out_proj(attended.transpose(1, 2).reshape(B, T, D))), None
+
+
+class LRAModel(ToSTModel):
+    """ToST's trunk with the configuration's attention in every layer."""
+
+    config: LRAConfig
+
+    def __init__(self, config: LRAConfig):
+        super().__init__(config)
+        if config.attention != "tost":
+            for layer in self.layers:
+                layer.self_attn = Attention(config)
+        self.post_init()
+
+
+class LRAForSequenceClassification(ToSTForSequenceClassification):
+    """A classifier of texts that differs from `ToSTForSequenceClassification` in its trunk's attention alone."""
+
+    config: LRAConfig
+
+    def __init__(self, config: LRAConfig):
+        ToSTPreTrainedModel.__init__(self, config)  # its own would make ToST's trunk
+        self.num_labels = config.num_labels
+        self.model = LRAModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class LRAForPairClassification(LRAForSequenceClassification):
+    """Both texts through one trunk, each pooled, and an MLP on [a, b, a * b, a - b]."""
+
+    def __init__(self, config: LRAConfig):
+        super().__init__(config)
+        self.score = nn.Identity()  # what the base class pools are then the features
+        width = config.hidden_size
+        self.head = nn.Sequential(nn.Linear(4 * width, width), nn.ReLU(), nn.Linear(width, config.num_labels))
+        for layer in (self.head[0], self.head[2]):
+            layer._is_of_head = True
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if getattr(module, "_is_of_head", False):  # with the trunk's small weights, pairs stay at chance for long
+            init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
+
+    def forward(self, input_ids, other_input_ids, attention_mask=None, other_attention_mask=None, labels=None, **kwargs):
+        """Logits (B, num_labels) of pairs, each text (B, T) with its mask, and the loss where labels are given."""
+        one = super().forward(input_ids, attention_mask=attention_mask, **kwargs).logits
+        other = super().forward(other_input_ids, attention_mask=other_attention_mask, **kwargs).logits
+        logits = self.head(torch.cat([one, other, one * other, one - other], -1))
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def make_config(preset: str, attention: str = "tost") -> ToSTConfig:
+    """The configuration of a task's model, to be changed and given to `make_model`.
+
+    Args:
+        preset: one of `LRA_PRESETS`.
+        attention: one of `ATTENTION`. With TSSA and single texts it is a plain ToST, which every tool of this package knows.
+    """
+    pairs = preset == "tost-lra-retrieval"
+    if attention == "tost" and not pairs:
+        return ToSTConfig.from_preset(preset)
+    return LRAConfig.from_preset(preset, attention=attention, reads_pairs=pairs, architectures=None)
+
+
+def make_model(config: ToSTConfig) -> ToSTForSequenceClassification:
+    """A new model."""
+    if not isinstance(config, LRAConfig):
+        return ToSTForSequenceClassification(config)
+    return (LRAForPairClassification if config.reads_pairs else LRAForSequenceClassification)(config)

@@ -1,0 +1,193 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The five tasks of Long Range Arena: their data as token ids, and the paper's recipes."""
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+from listops import TOKENS
+from PIL import Image
+from scripting import load_rows
+from torch.nn.utils.rnn import pad_sequence
+
+
+logger = logging.getLogger("lra_tasks")
+
+LABELS = ("label", "Target", "labels")
+AAN_COLUMNS = ["label", "id1", "id2", "text1", "text2"]
+AAN_FILES = {"train": "*train.tsv", "validation": "*eval.tsv", "test": "*test.tsv"}
+QUOTE_NONE = 3  # of Python's csv
+LISTOPS_IDS = {token: number for number, token in enumerate(TOKENS, 1)}
+
+
+class Recipe(NamedTuple):
+    """The paper's settings of a task. Sizes of the model, dropout and the place of the norms are its preset's."""
+
+    batch: int
+    learning_rate: float
+    weight_decay: float
+    steps: int
+    warmup: int
+    schedule: str
+
+
+class Task(NamedTuple):
+    """A task: a row's token ids from its columns, what the paper trains by, and the share of training rows to validate on.
+
+    The published accuracies in % are the paper's, of the Transformer, the Linear Transformer and ToST.
+    """
+
+    columns: tuple[str, ...]  # any name that the first column may have, or both texts of a pair
+    encode: Callable[[Any, int], list[int]]
+    recipe: Recipe
+    published: dict[str, float]
+    validation_share: float = 0.0
+
+    @property
+    def reads_pairs(self) -> bool:
+        return "text2" in self.columns
+
+
+# Token ids; 0 is padding -----------------------------------------------------------------------------------------------
+
+
+def encode_listops(source: str, length: int) -> list[int]:
+    """ListOps' tokens without the parentheses, as in the arena's own pipeline."""
+    try:
+        return [LISTOPS_IDS[token] for token in source.split() if token not in ("(", ")")][:length]
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]!r} is no token of ListOps: {source[:60]!r}") from error
+
+
+def encode_bytes(text: str, length: int) -> list[int]:
+    return [byte + 1 for byte in text.encode()[:length]]
+
+
+def encode_pixels(picture: Image.Image, length: int) -> list[int]:
+    """Grey levels row by row, of the picture at `length` pixels."""
+    side = math.isqrt(length)
+    picture = picture.convert("L")
+    if picture.size != (side, side):
+        picture = picture.resize((side, side), Image.Resampling.BOX)
+    return (np.asarray(picture, dtype=np.int64).ravel() + 1).tolist()
+
+
+PICTURES = ("image", "img")
+TASKS = {
+    "listops": Task(
+        ("Source",),
+        encode_listops,
+        Recipe(64, 1e-4, 1e-2, 90_000, 3_000, "inverse_sqrt"),
+        {"softmax": 37.11, "linear": 16.13, "tost": 37.25},
+    ),
+    "text": Task(
+        ("text",),
+        encode_bytes,
+        Recipe(32, 1e-4, 1e-2, 25_000, 10_000, "linear"),
+        {"softmax": 65.21, "linear": 65.90, "tost": 66.75},
+    ),
+    "retrieval": Task(
+        ("text1", "text2"),
+        encode_bytes,
+        Recipe(64, 1e-4, 4e-2, 91_960, 10_000, "linear"),
+        {"softmax": 79.14, "linear": 53.09, "tost": 79.46},
+    ),
+    "image": Task(
+        PICTURES,
+        encode_pixels,
+        Recipe(64, 1e-4, 2e-2, 180_000, 9_000, "linear"),
+        {"softmax": 42.94, "linear": 42.34, "tost": 46.62},
+        validation_share=0.1,
+    ),
+    "pathfinder": Task(
+        PICTURES,
+        encode_pixels,
+        Recipe(256, 2e-4, 0.0, 200_000, 312, "linear"),
+        {"softmax": 71.83, "linear": 75.30, "tost": 69.41},
+    ),
+}
+
+
+# Data ------------------------------------------------------------------------------------------------------------------
+
+
+class Examples(torch.utils.data.Dataset):
+    """Rows as token ids and labels, made when they are asked for."""
+
+    def __init__(self, rows: Dataset, task: Task, length: int, where: str = "the data"):
+        self.rows, self.task, self.length = rows, task, length
+        label = _column(rows, LABELS, where)
+        texts = task.columns if task.reads_pairs else (_column(rows, task.columns, where),)
+        self.texts = [_column(rows, (name,), where) for name in texts]
+        try:
+            self.labels = [int(value) for value in rows[label]]  # AAN's files have 0.0 and 1.0
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"The column {label!r} of {where} must hold numbers of classes: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        row = self.rows[index]
+        names = ("input_ids", "other_input_ids")
+        ids = {name: self.task.encode(row[column], self.length) for name, column in zip(names, self.texts)}
+        return ids | {"labels": self.labels[index]}
+
+    def check_labels(self, classes: int) -> None:
+        """ValueError if a label is none of so many classes."""
+        wrong = [label for label in self.labels if not 0 <= label < classes]
+        if wrong:
+            raise ValueError(f"The label {wrong[0]} is none of the {classes} classes of this task.")
+
+
+def _column(rows: Dataset, names: tuple[str, ...], where: str) -> str:
+    found = [name for name in names if name in rows.column_names]
+    if not found:
+        raise ValueError(f"{where} has no column {' or '.join(names)}; its columns are {', '.join(rows.column_names)}.")
+    return found[0]
+
+
+def collate(items: list[dict]) -> dict[str, torch.Tensor]:
+    """A batch, padded on the right with 0, with an attention mask for each text."""
+    batch = {"labels": torch.tensor([item["labels"] for item in items])}
+    for name in items[0].keys() - {"labels"}:
+        rows = [torch.tensor(item[name]) for item in items]
+        mask = name.replace("input_ids", "attention_mask")
+        batch[name] = pad_sequence(rows, batch_first=True)
+        batch[mask] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return batch
+
+
+def load_splits(name: str, task: Task, config: str | None = None, **options) -> dict[str, Dataset]:
+    """The rows of "train", "validation" and "test" of a folder or a Hub data set.
+
+    Args:
+        name: its folder or Hub id; for pairs also a folder of the arena's own files, *.train.tsv, *.eval.tsv, *.test.tsv.
+        options: for `load_dataset`.
+
+    Raises:
+        ValueError: the data cannot be read, or has no training or test rows.
+    """
+    folder = Path(name)
+    if task.reads_pairs and folder.is_dir() and any(folder.glob("*.tsv")):
+        files = {split: [str(file) for file in sorted(folder.glob(form))] for split, form in AAN_FILES.items()}
+        columns = {"sep": "\t", "column_names": AAN_COLUMNS, "quoting": QUOTE_NONE}
+        found = load_rows("csv", data_files={split: names for split, names in files.items() if names}, **columns, **options)
+    else:
+        found = load_rows(name, config, **options)
+    rows = {split: found[split] for split in ("train", "validation", "test") if split in found}
+    for split in ("train", "test"):
+        if split not in rows:
+            raise ValueError(f"{name!r} has no split {split!r}; it has {', '.join(found)}.")
+    if "validation" in rows:
+        return rows
+    if task.validation_share:
+        parts = rows["train"].train_test_split(task.validation_share, seed=0)
+        return rows | {"train": parts["train"], "validation": parts["test"]}
+    logger.warning("There are no validation rows: as in the arena's own pipeline, the test rows stand in for them.")
+    return rows | {"validation": rows["test"]}

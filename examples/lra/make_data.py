@@ -1,0 +1,156 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Makes the data of Long Range Arena's tasks that have rules: parquet files, written as the rows are made.
+
+    python examples/lra/make_data.py listops --output_dir data/listops
+    python examples/lra/make_data.py pathfinder --output_dir data/pathfinder --num_proc 8
+    python examples/lra/make_data.py retrieval --texts WIKITEXT_FOLDER IMDB_FOLDER --output_dir data/pairs
+
+Defaults are the published sizes and rules. `retrieval` is no task of the arena but has the form of one: pairs of excerpts,
+to be told apart by whether both are of the same data set. The task itself is made of papers of the ACL Anthology Network,
+which its authors give out themselves; `run_lra.py` reads their files.
+"""
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from multiprocessing import Pool
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import ClassLabel, Features, Image, Value
+from tqdm import tqdm
+
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import listops
+import pathfinder
+from scripting import load_rows, parse_args, run
+
+from tost_hf.files import staged_file
+
+
+SPLITS = ("train", "validation", "test")
+BATCH = 500  # rows that are written at a time
+PAIR_ROWS = {"train": 20_000, "validation": 2_000, "test": 2_000}
+
+
+@dataclass
+class MakeArguments:
+    """Where the data goes, and how much of it."""
+
+    output_dir: str = field(metadata={"help": "The folder for train.parquet, validation.parquet and test.parquet."})
+    train_rows: int | None = field(default=None, metadata={"help": "Default: as many as published."})
+    validation_rows: int | None = field(default=None, metadata={"help": "Default: as many as published."})
+    test_rows: int | None = field(default=None, metadata={"help": "Default: as many as published."})
+    seed: int = field(default=0, metadata={"help": "The same seed gives the same rows."})
+    num_proc: int = field(default=1, metadata={"help": "Processes that make pictures; the rows do not depend on it."})
+
+    def counts(self, published: dict[str, int]) -> dict[str, int]:
+        """Rows of each split; ValueError if one is negative."""
+        given = {split: getattr(self, f"{split}_rows") for split in SPLITS}
+        for split, count in given.items():
+            if count is not None and count < 0:
+                raise ValueError(f"--{split}_rows must not be negative, got {count}.")
+        return {split: published[split] if count is None else count for split, count in given.items()}
+
+
+@dataclass
+class PairRules:
+    """Of which texts pairs are made."""
+
+    texts: list[str] = field(
+        default_factory=list, metadata={"help": "Two or more data sets, folders or Hub ids, with training and test texts."}
+    )
+    text_column: str = field(default="text", metadata={"help": "The column of their texts."})
+    excerpt: int = field(default=4_000, metadata={"help": "Characters of an excerpt."})
+
+    def __post_init__(self):
+        if len(self.texts) < 2:
+            raise ValueError(f"--texts needs two data sets or more, got {len(self.texts)}.")
+        if self.excerpt < 1:
+            raise ValueError(f"--excerpt must be at least 1, got {self.excerpt}.")
+
+
+def write_split(folder: Path, split: str, features: Features, rows: Iterable[dict], count: int) -> None:
+    """Writes the first `count` rows to the split's file, a few hundred at a time; no file for no rows."""
+    if not count:
+        return
+    rows = islice(rows, count)
+    with staged_file(folder / f"{split}.parquet") as file, pq.ParquetWriter(file, features.arrow_schema) as writer:
+        with tqdm(total=count, desc=split, unit="rows") as bar:
+            while batch := [features.encode_example(row) for row in islice(rows, BATCH)]:
+                writer.write_table(pa.Table.from_pylist(batch, schema=features.arrow_schema))
+                bar.update(len(batch))
+
+
+def make_listops(args: MakeArguments, rules: listops.ListOpsRules) -> None:
+    features = Features({"Source": Value("string"), "Target": Value("int64"), "length": Value("int64")})
+    rows = listops.expressions(rules, args.seed)  # one after the other, so that no two splits share an expression
+    for split, count in args.counts(listops.PUBLISHED_ROWS).items():
+        write_split(Path(args.output_dir), split, features, rows, count)
+
+
+def make_pathfinder(args: MakeArguments, rules: pathfinder.PathfinderRules) -> None:
+    features = Features({"image": Image(), "label": ClassLabel(names=["different paths", "same path"])})
+    with Pool(args.num_proc) as pool:
+        for number, (split, count) in enumerate(args.counts(pathfinder.PUBLISHED_ROWS).items()):
+            make = partial(pathfinder.make_row, rules, args.seed, number)
+            write_split(Path(args.output_dir), split, features, pool.imap(make, range(count), chunksize=16), count)
+
+
+def make_pairs(args: MakeArguments, rules: PairRules) -> None:
+    names = ("label", "id1", "id2", "text1", "text2")
+    features = Features({name: Value("int64" if name == "label" else "string") for name in names})
+    found = {name: load_rows(name) for name in rules.texts}
+    for split, count in args.counts(PAIR_ROWS).items():
+        texts = [joined(name, splits, split, rules) for name, splits in found.items()] if count else []
+        write_split(
+            Path(args.output_dir), split, features, pairs(texts, rules.excerpt, random.Random(f"{args.seed} {split}")), count
+        )
+
+
+def joined(name: str, splits: dict, split: str, rules: PairRules) -> str:
+    """The texts of one split, as one; ValueError if they are not there or too short."""
+    if split not in splits or rules.text_column not in splits[split].column_names:
+        raise ValueError(
+            f"{name!r} has no split {split!r} with a column {rules.text_column!r}: see --text_column, --{split}_rows."
+        )
+    text = "\n".join(splits[split][rules.text_column])
+    if len(text) < 2 * rules.excerpt:
+        raise ValueError(f"The split {split!r} of {name!r} has {len(text)} characters, fewer than two excerpts.")
+    return text
+
+
+def pairs(texts: list[str], size: int, rng: random.Random) -> Iterator[dict]:
+    """Two excerpts of `size` characters, half of the time of one text (label 1), else of two (0)."""
+    while True:
+        label = rng.randrange(2)
+        one = rng.randrange(len(texts))
+        two = one if label else rng.choice([i for i in range(len(texts)) if i != one])
+        starts = [rng.randrange(len(texts[i]) - size + 1) for i in (one, two)]
+        first, second = (texts[i][start : start + size] for i, start in zip((one, two), starts))
+        yield {"label": label, "id1": f"{one}:{starts[0]}", "id2": f"{two}:{starts[1]}", "text1": first, "text2": second}
+
+
+TASKS = {
+    "listops": (make_listops, listops.ListOpsRules),
+    "pathfinder": (make_pathfinder, pathfinder.PathfinderRules),
+    "retrieval": (make_pairs, PairRules),
+}
+
+
+def main(args: list[str] | None = None) -> None:
+    task, *others = sys.argv[1:] if args is None else args or [""]
+    if task not in TASKS:
+        raise ValueError(f"Which data? Give one of {', '.join(TASKS)} first, then its options; 'listops --help' lists them.")
+    make, rules = TASKS[task]
+    make(*parse_args(others, MakeArguments, rules, description=__doc__))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,171 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Pathfinder of Long Range Arena: do two marked ends belong to one dashed path? Written anew from the published rules.
+
+Two long paths of dashes start a set distance apart; short paths are strewn between them as distractors. A path goes on from
+the end of its last dash, past a gap, in a direction drawn with weight cos^2(continuity * turn) from those that are free: a
+dash keeps clear of all others but the one before it. (At a dead end both paths go back a little; the published program begins
+anew.) A disc marks a path's first end, another the last end of the same path (label 1) or of the other one (label 0).
+Coordinates are real numbers here, where the published program rounds them to the grid of pixels; a picture is drawn at twice
+its size and reduced, as there.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+
+PUBLISHED_ROWS = {"train": 160_000, "validation": 20_000, "test": 20_000}
+DIRECTIONS = np.arange(36) * (2 * math.pi / 36)
+LEAST_WEIGHT = 1e-4  # of a direction
+DISTRACTOR_TRIALS = 20  # paths begun before a distractor is left out
+PATIENCE, BACK = 6, 3  # steps per dash before two paths are begun anew; dashes that both go back from a dead end
+POINTS = 4  # of a dash, between which and another's the distance is taken
+
+
+@dataclass
+class PathfinderRules:
+    """Sizes in pixels; the defaults are those of Long Range Arena's Pathfinder-32, at the hard level of 14 dashes."""
+
+    side: int = 32
+    dashes: int = 14
+    dash_length: float = 2.0
+    thickness: float = 0.5
+    margin: float = 1.0  # around every dash; two of them are the gap within a path
+    padding: float = 1.0  # at the picture's edges
+    seed_distance: float = 7.0
+    continuity: float = 1.0
+    marker_radius: float = 1.5
+    distractor_dashes: int = 4
+    distractors: int = 5
+    contrast: float = 1.5
+
+    def __post_init__(self):
+        if min(self.side, self.dashes, self.dash_length, self.thickness, self.margin, self.marker_radius) <= 0:
+            raise ValueError("side, dashes, dash_length, thickness, margin and marker_radius must be above 0.")
+        if self.distractors < 0 or self.distractor_dashes < 1:
+            raise ValueError("distractors must not be negative, and distractor_dashes at least 1.")
+        if 2 * self.seed_distance >= self.side / 2:
+            raise ValueError(
+                f"No path can start {2 * self.seed_distance:g} pixels from all edges of {self.side} x {self.side} pixels: "
+                "lower seed_distance, or make the picture larger."
+            )
+
+
+@dataclass
+class Scene:
+    """What is to be drawn: paths, the distractors last, each (dashes, 2 ends, 2) of y and x; two marked points; the label."""
+
+    paths: list[np.ndarray]
+    markers: np.ndarray
+    label: int
+
+
+def _step(directions: np.ndarray | float, length: float) -> np.ndarray:
+    return length * np.stack([np.sin(directions), np.cos(directions)], -1)
+
+
+def _points(dashes: np.ndarray) -> np.ndarray:
+    """Points along dashes (..., 2 ends, 2): (..., POINTS, 2)."""
+    tails, heads = dashes[..., None, 0, :], dashes[..., None, 1, :]
+    return tails + np.linspace(0, 1, POINTS)[:, None] * (heads - tails)
+
+
+def _free(dashes: np.ndarray, others: list[np.ndarray], rules: PathfinderRules) -> np.ndarray:
+    """Which of the dashes (N, 2, 2) lie within the picture and clear of all the others, (N,) of truth values."""
+    low, high = rules.padding, rules.side - 1 - rules.padding
+    free = ((dashes >= low) & (dashes <= high)).all((1, 2))
+    if others and free.any():
+        own, there = _points(dashes[free]), _points(np.stack(others)).reshape(-1, 2)
+        squares = ((own[:, :, None] - there) ** 2).sum(-1).min((1, 2))
+        free[free] = squares >= (2 * rules.margin + rules.thickness) ** 2
+    return free
+
+
+def make_scene(rng: np.random.Generator, rules: PathfinderRules) -> Scene:
+    """A scene; begins anew until both long paths fit."""
+    label, start = int(rng.integers(2)), int(rng.integers(2))
+    while (paths := _two_paths(rng, rules)) is None:
+        pass
+    end = start if label else 1 - start
+    markers = np.stack([paths[start][0][0], paths[end][-1][1]])
+    for _ in range(rules.distractors):
+        path = _distractor(rng, rules, [dash for path in paths for dash in path])
+        if path is not None:
+            paths.append(path)
+    return Scene([np.stack(path) for path in paths], markers, label)
+
+
+def _two_paths(rng: np.random.Generator, rules: PathfinderRules) -> list[list[np.ndarray]] | None:
+    """Two paths that grow by turns from points `seed_distance` apart; None where there is no room for them."""
+    first = rng.uniform(2 * rules.seed_distance, rules.side - 1 - 2 * rules.seed_distance, 2)
+    points = first, first + _step(rng.choice(DIRECTIONS), rules.seed_distance)
+    one, two = ([np.stack([point, point + _step(rng.choice(DIRECTIONS), rules.dash_length)])] for point in points)
+    if not (_free(np.stack(one), two, rules)[0] and _free(np.stack(two), one, rules)[0]):
+        return None
+    for _ in range(PATIENCE * rules.dashes):
+        path, other = (one, two) if len(one) <= len(two) else (two, one)
+        if len(path) == rules.dashes:
+            return [one, two]
+        if not _extend(rng, rules, path, other):
+            for stuck in (one, two):
+                del stuck[max(1, len(stuck) - BACK) :]
+    return None
+
+
+def _extend(rng: np.random.Generator, rules: PathfinderRules, path: list, others: list) -> bool:
+    """Adds a dash at the path's end, clear of all others and of its own path but for the last dash; whether there was room."""
+    tail, head = path[-1]
+    old = math.atan2(*(head - tail))
+    turns = np.abs((DIRECTIONS - old + math.pi) % (2 * math.pi) - math.pi)
+    weights = np.cos(np.minimum(turns * rules.continuity, math.pi / 2)) ** 2
+    starts = head + _step(old, rules.margin) + _step(DIRECTIONS, rules.margin)
+    dashes = np.stack([starts, starts + _step(DIRECTIONS, rules.dash_length)], 1)
+    forward = weights > LEAST_WEIGHT
+    weights[~forward] = 0
+    weights[forward] *= _free(dashes[forward], [*others, *path[:-1]], rules)
+    if not weights.any():
+        return False
+    path.append(dashes[rng.choice(len(dashes), p=weights / weights.sum())])
+    return True
+
+
+def _distractor(rng: np.random.Generator, rules: PathfinderRules, others: list) -> list[np.ndarray] | None:
+    for _ in range(DISTRACTOR_TRIALS):
+        point = rng.uniform(rules.padding, rules.side - 1 - rules.padding, 2)
+        path = [np.stack([point, point + _step(rng.choice(DIRECTIONS), rules.dash_length)])]
+        if not _free(np.stack(path), others, rules)[0]:
+            continue
+        if all(_extend(rng, rules, path, others) for _ in range(rules.distractor_dashes - 1)):
+            return path
+    return None
+
+
+def draw(scene: Scene, rules: PathfinderRules, scale: int = 1, marked: bool = True) -> np.ndarray:
+    """The picture, (side * scale, side * scale) of bytes; `scale` above 1 shows the same scene more finely."""
+    fine = 2 * scale
+    picture = Image.new("L", (rules.side * fine,) * 2)
+    pen = ImageDraw.Draw(picture)
+    width = max(1, round(rules.thickness * fine))
+    for dash in np.concatenate(scene.paths):
+        pen.line([(x * fine, y * fine) for y, x in dash], fill=255, width=width)
+    lines = _reduce(picture, rules.side * scale) * rules.contrast
+    if marked:
+        picture = Image.new("L", picture.size)
+        pen = ImageDraw.Draw(picture)
+        for y, x in scene.markers * fine:
+            radius = rules.marker_radius * fine
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=255)
+        lines = np.maximum(lines, _reduce(picture, rules.side * scale))
+    return (255 * lines / max(lines.max(), 1e-9)).round().astype(np.uint8)
+
+
+def _reduce(picture: Image.Image, side: int) -> np.ndarray:
+    return np.asarray(picture.resize((side, side), Image.Resampling.LANCZOS), dtype=float) / 255
+
+
+def make_row(rules: PathfinderRules, seed: int, split: int, number: int) -> dict:
+    """A row of `image` and `label`, made from (seed, split, number) alone."""
+    scene = make_scene(np.random.default_rng((seed, split, number)), rules)
+    return {"image": Image.fromarray(draw(scene, rules)), "label": scene.label}
