@@ -3,8 +3,8 @@
 
     python examples/benchmarks/lra.py --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
 
-ListOps has expressions of fewer than 64 tokens here, Text the first 256 bytes of a review, Image 16 x 16 grey pixels,
-Pathfinder 16 x 16 pixels with paths of 4 dashes, and Retrieval asks of two excerpts of 128 characters whether both are of
+ListOps has expressions of fewer than 64 tokens here, Text the first 128 bytes of a review, Image 10 x 10 grey pixels,
+Pathfinder 12 x 12 pixels with paths of 2 dashes, and Retrieval asks of two excerpts of 64 characters whether both are of
 WikiText-2, both of reviews, or one of each. What is learned here says that everything works, and nothing about long ranges:
 the tasks themselves are trained by the commands that are printed at the end. Rows that are there are not measured again.
 """
@@ -27,12 +27,12 @@ from lra_tasks import TASKS, Examples, collate, load_splits
 from scripting import override_config
 
 
-LENGTHS = {"listops": 64, "text": 256, "retrieval": 128, "image": 256, "pathfinder": 256}
+LENGTHS = {"listops": 64, "text": 128, "retrieval": 64, "image": 100, "pathfinder": 144}
 ROWS = {"train": 10_000, "test": 2_000}
 MADE = {  # how the data is made that is made here
     "listops": "--min_length 3 --max_length 64 --max_depth 4 --max_arguments 5",
-    "pathfinder": "--side 16 --dashes 4 --seed_distance 3.5 --distractors 2 --distractor_dashes 2",
-    "retrieval": "--excerpt 128",
+    "pathfinder": "--side 12 --dashes 2 --seed_distance 2.5 --distractors 1 --distractor_dashes 2",
+    "retrieval": "--excerpt 64",
 }
 FULL = {  # the data of the full tasks
     "listops": "data/listops",
@@ -81,7 +81,7 @@ def full_command(task: str, attention: str = "tost") -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser(__doc__, steps=400, learning_rates=(1e-3,))
+    parser = make_parser(__doc__, steps=300, learning_rates=(1e-3,))
     parser.add_argument("--imdb", metavar="IMDB_FOLDER", help="a data set of reviews, for text and retrieval")
     parser.add_argument("--wikitext", metavar="WIKITEXT_FOLDER", help="a data set of articles, for the task retrieval")
     parser.add_argument("--images", metavar="CIFAR10_FOLDER", help="a data set of pictures, for the task image")

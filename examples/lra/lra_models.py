@@ -97,7 +97,7 @@ class LRAForSequenceClassification(ToSTForSequenceClassification):
 
 
 class LRAForPairClassification(LRAForSequenceClassification):
-    """Both texts through one trunk, each pooled, and an MLP on [a, b, a * b, a - b]."""
+    """Both texts through one trunk, each pooled, and an MLP on [a, b, a * b, |a - b|]."""
 
     def __init__(self, config: LRAConfig):
         super().__init__(config)
@@ -118,7 +118,7 @@ class LRAForPairClassification(LRAForSequenceClassification):
         """Logits (B, num_labels) of pairs, each text (B, T) with its mask, and the loss where labels are given."""
         one = super().forward(input_ids, attention_mask=attention_mask, **kwargs).logits
         other = super().forward(other_input_ids, attention_mask=other_attention_mask, **kwargs).logits
-        logits = self.head(torch.cat([one, other, one * other, one - other], -1))
+        logits = self.head(torch.cat([one, other, one * other, (one - other).abs()], -1))
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 

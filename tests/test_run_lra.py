@@ -1,0 +1,229 @@
+"""run_lra.py: every task and model end to end, the paper's recipes, resuming, bad input; the rivals' attention is right."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Image, Value
+from PIL import Image as PILImage
+from scripts import command_line, losses
+from transformers import AutoModelForSequenceClassification
+
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "lra"))
+
+import lra_models
+import lra_tasks
+import run_lra
+
+from tost_hf import LRA_PRESETS, ToSTConfig, ToSTForSequenceClassification
+
+
+TINY = "num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=32"
+SENTENCES = ["good and short", "bad", "a longer one, good as well", "é, bad"]
+
+
+def rows_of(task: str) -> Dataset:
+    labels = [0, 1, 0, 1]
+    if task == "listops":
+        return Dataset.from_dict(
+            {"Source": ["( ( ( [MAX 2 ) 9 ) ] )", "7", "3", "( ( ( [MIN 2 ) 9 ) ] )"], "Target": [9, 7, 3, 2]}
+        )
+    if task == "text":
+        return Dataset.from_dict({"text": SENTENCES, "label": labels})
+    if task == "retrieval":
+        return Dataset.from_dict({"label": labels, "text1": SENTENCES, "text2": SENTENCES[::-1]})
+    pictures = [PILImage.fromarray(np.full((8, 8, 3), 40 * number, dtype=np.uint8)) for number in range(4)]
+    features = Features({"img": Image(), "label": ClassLabel(names=["a", "b"]), "fine": Value("int64")})
+    return Dataset.from_dict({"img": pictures, "label": labels, "fine": labels}, features)
+
+
+@pytest.fixture
+def lra_args(tmp_path):
+    """Arguments of a small run on four rows; keywords replace and add, None leaves out, True is a bare flag."""
+
+    def make(task: str = "text", **changes) -> list[str]:
+        for split in ("train", "test"):
+            rows_of(task).to_parquet(tmp_path / task / f"{split}.parquet")
+        values = {
+            "task": task,
+            "dataset_name": tmp_path / task,
+            "cache_dir": tmp_path / "cache",
+            "config_overrides": TINY,
+            "max_length": 16,
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "do_train": True,
+            "output_dir": tmp_path / "out",
+            "disable_tqdm": "true",
+            "use_cpu": True,
+        } | changes
+        return command_line(values)
+
+    return make
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def make_model(attention: str, preset: str = "tost-lra-text", **fields):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = lra_models.make_config(preset, attention)
+    return lra_models.make_model(type(config).from_dict(config.to_dict() | sizes | fields)).eval()
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+def test_the_rivals_attention_is_the_formula(attention):
+    layer = make_model(attention).model.layers[0].self_attn.double()
+    x, mask = torch.randn(2, 7, 16, dtype=torch.float64), torch.ones(2, 7, dtype=torch.bool)
+    mask[1, 4:] = False
+    found, _ = layer(x, attention_mask=mask)
+    query, key, value = (part.view(2, 7, 2, 8).transpose(1, 2) for part in layer.qkv_proj(x).split(16, -1))
+    if attention == "softmax":
+        weights = (query @ key.mT / 8**0.5).exp()
+    else:
+        weights = (torch.nn.functional.elu(query) + 1) @ (torch.nn.functional.elu(key) + 1).mT
+    weights = weights * mask[:, None, None]
+    expected = (weights / weights.sum(-1, keepdim=True)) @ value
+    torch.testing.assert_close(found, layer.out_proj(expected.transpose(1, 2).reshape(2, 7, 16)))
+
+
+@pytest.mark.parametrize("preset", ["tost-lra-text", "tost-lra-retrieval"])
+@pytest.mark.parametrize("attention", lra_models.ATTENTION)
+def test_padding_changes_nothing_and_models_come_back(tmp_path, attention, preset):
+    model = make_model(attention, preset)
+    pairs = preset == "tost-lra-retrieval"
+    items = [{"input_ids": [5, 6, 7], "labels": 0}, {"input_ids": [8, 9, 10, 11, 12], "labels": 1}]
+    items = [item | ({"other_input_ids": item["input_ids"][::-1][:4]} if pairs else {}) for item in items]
+    with torch.no_grad():
+        together = model(**lra_tasks.collate(items)).logits
+        alone = torch.cat([model(**lra_tasks.collate([item])).logits for item in items])
+        torch.testing.assert_close(together, alone)
+        model.save_pretrained(tmp_path)
+        again = type(model).from_pretrained(tmp_path).eval()
+        assert torch.equal(again(**lra_tasks.collate(items)).logits, together)
+    assert (type(model) is ToSTForSequenceClassification) == (attention == "tost" and not pairs)
+
+
+def test_rivals_differ_from_tost_in_their_attention_alone():
+    names = {kind: set(dict(make_model(kind).named_parameters())) for kind in lra_models.ATTENTION}
+    assert names["softmax"] == names["linear"]
+    assert all(".self_attn." in name for name in names["tost"] ^ names["softmax"])
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "attention"), [*((task, "tost") for task in lra_tasks.TASKS), ("retrieval", "softmax"), ("text", "linear")]
+)
+def test_every_task_trains(tmp_path, lra_args, task, attention):
+    run_lra.main(lra_args(task, attention=attention))
+    out = tmp_path / "out"
+    assert len(losses(out)) == 2
+    measured = json.loads((out / "all_results.json").read_text())
+    assert {"eval_accuracy", "test_accuracy", "train_loss"} <= set(measured) and measured["test_samples"] == 4
+    (result,) = json.loads((out / "evaluation.json").read_text())["results"]
+    assert result["metric_value"] == measured["test_accuracy"] and result["dataset_name"] == task
+    assert (out / "course.png").stat().st_size > 1000 and (out / "README.md").is_file()
+    assert "python examples/" in json.loads((out / "run_arguments.json").read_text())["command"]
+    if attention == "tost" and task != "retrieval":
+        model = AutoModelForSequenceClassification.from_pretrained(out)
+        assert type(model) is ToSTForSequenceClassification and model.config.max_position_embeddings == 16
+
+
+def test_a_run_goes_on(tmp_path, lra_args):
+    """From its last checkpoint, with the same losses, for a model that only this folder knows."""
+    args = lra_args(attention="linear", max_steps=4, save_steps=2, eval_strategy="no")
+    run_lra.main(args)
+    whole, out = losses(tmp_path / "out"), tmp_path / "out"
+    shutil.rmtree(out / "checkpoint-4")
+    run_lra.main(args)
+    assert len(whole) == 4 and losses(out) == whole
+    assert json.loads((out / "train_results.json").read_text())["train_loss"] < sum(whole) / 4  # of the last two steps
+
+
+def test_options_beyond_the_paper(tmp_path, lra_args):
+    run_lra.main(lra_args(config_overrides=f"{TINY},is_causal=true,forgetting=token,conv_kernel=4,mlp_type=ista", max_steps=1))
+    config = ToSTConfig.from_pretrained(tmp_path / "out")
+    assert config.forgetting == "token" and config.mlp_type == "ista" and config.pooling == "mean"
+
+
+@pytest.mark.parametrize("task", lra_tasks.TASKS)
+def test_defaults_are_the_papers(tmp_path, task):
+    recipe = lra_tasks.TASKS[task].recipe
+    args = run_lra.LRATrainingArguments(output_dir=str(tmp_path), task=task, use_cpu=True)
+    assert (args.learning_rate, args.weight_decay, args.max_steps) == (recipe.learning_rate, recipe.weight_decay, recipe.steps)
+    assert args.per_device_train_batch_size == recipe.batch and args.gradient_accumulation_steps == 1
+    assert args.lr_scheduler_type == recipe.schedule and not args.lr_scheduler_kwargs
+    assert args.get_warmup_steps(recipe.steps) == recipe.warmup
+    assert args.get_warmup_steps(recipe.steps // 2) == pytest.approx(recipe.warmup / 2, abs=1)
+    own = run_lra.LRATrainingArguments(
+        output_dir=str(tmp_path), task=task, use_cpu=True, learning_rate=0.5, warmup_steps=7, num_train_epochs=2
+    )
+    assert (own.learning_rate, own.max_steps, own.get_warmup_steps(100)) == (0.5, -1, 7)
+    assert set(lra_tasks.TASKS[task].published) == set(lra_models.ATTENTION)
+    assert f"tost-lra-{task}" in LRA_PRESETS
+
+
+# Data -----------------------------------------------------------------------------------------------------------------
+
+
+def test_token_ids():
+    assert lra_tasks.encode_bytes("aé", 9) == [98, 196, 170] and lra_tasks.encode_bytes("aé", 2) == [98, 196]
+    assert lra_tasks.encode_listops("( ( ( [MAX 2 ) 9 ) ] )", 9) == [2, 8, 15, 5]
+    picture = PILImage.fromarray(np.arange(16, dtype=np.uint8).reshape(4, 4))
+    assert lra_tasks.encode_pixels(picture, 16) == list(range(1, 17))
+    assert lra_tasks.encode_pixels(picture, 4) == [4, 6, 12, 14]  # means of 2 x 2, rounded
+    with pytest.raises(ValueError, match=r"'\[FIRST' is no token"):
+        lra_tasks.encode_listops("( ( [FIRST 2 ) ] )", 9)
+
+
+def test_aans_own_files(tmp_path):
+    for name, rows in (("train", 3), ("eval", 2), ("test", 1)):
+        lines = [f'{i % 2}.0\tA{i}\tB{i}\tone "quoted {i}\tother' for i in range(rows)]
+        (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("\n".join(lines) + "\n")
+    task = lra_tasks.TASKS["retrieval"]
+    splits = lra_tasks.load_splits(str(tmp_path), task, cache_dir=str(tmp_path / "cache"))
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 3, "validation": 2, "test": 1}
+    example = lra_tasks.Examples(splits["train"], task, 100)[1]
+    assert example["labels"] == 1 and bytes(x - 1 for x in example["input_ids"]) == b'one "quoted 1'
+
+
+def test_where_validation_rows_come_from(tmp_path, caplog):
+    for name in ("train", "test"):
+        rows_of("image").to_parquet(tmp_path / "data" / f"{name}.parquet")
+    options = {"cache_dir": str(tmp_path / "cache")}
+    image = lra_tasks.load_splits(str(tmp_path / "data"), lra_tasks.TASKS["image"], **options)
+    assert {split: len(rows) for split, rows in image.items()} == {"train": 3, "validation": 1, "test": 4}
+    pathfinder = lra_tasks.load_splits(str(tmp_path / "data"), lra_tasks.TASKS["pathfinder"], **options)
+    assert len(pathfinder["train"]) == len(pathfinder["validation"]) == 4 and "test rows stand in" in caplog.text
+
+
+def test_data_of_another_task_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="The data has no column image or img; its columns are text, label"):
+        lra_tasks.Examples(rows_of("text"), lra_tasks.TASKS["image"], 16, "The data")
+    with pytest.raises(ValueError, match="The label 9 is none of the 8 classes"):
+        lra_tasks.Examples(rows_of("listops"), lra_tasks.TASKS["listops"], 16, "The data").check_labels(8)
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "sentence"),
+    [
+        ("text", {"config_overrides": "speed=9"}, "does not understand 'speed=9'"),
+        ("image", {"max_length": 15}, "15 is no square"),
+        ("text", {"attention": "fast"}, "invalid choice: 'fast'"),
+        ("text", {"attention": "linear", "push_to_hub": True}, "--push_to_hub is for ToST alone"),
+        ("text", {"attention": "linear", "config_overrides": "is_causal=true"}, "set is_causal=False"),
+        ("text", {"max_length": 0}, "--max_length must be at least 1"),
+        ("text", {"dataset_name": "none/such"}, "The data of 'none/such' cannot be read"),
+    ],
+)
+def test_wrong_input_is_refused(tmp_path, lra_args, task, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        run_lra.main(lra_args(task, **changes))
+    assert not (tmp_path / "out" / "config.json").exists()
