@@ -26,7 +26,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-from hub_store import Commit, HubError, Repository, Store, card_data, card_errors, now
+from hub_store import SPACE_SDKS, Commit, HubError, Repository, Store, card_data, card_errors, now
 
 
 # The server as a test sees it ------------------------------------------------------------------------------------------------
@@ -317,6 +317,8 @@ class Request(BaseHTTPRequestHandler):
         if not (self.user and self.user.belongs_to(namespace) and self.user.role == "write"):
             self.forbid()
         repository = Repository(self.hub, self.json.get("type", "model") + "s", f"{namespace}/{self.json['name']}")
+        if repository.kind == "spaces" and self.json.get("sdk") not in SPACE_SDKS:
+            raise HubError(400, "a Space needs an sdk")
         with repository.lock:
             if repository.exists:
                 taken = "You already created this repo"
@@ -403,7 +405,7 @@ class Request(BaseHTTPRequestHandler):
     @route("POST", "/api/validate-yaml")
     def validate_yaml(self):
         readme = self.json["content"].encode()
-        errors = [{"message": message} for message in card_errors(readme)]
+        errors = [{"message": message} for message in card_errors(readme, self.json.get("repoType", "model"))]
         missing = "empty or missing yaml metadata in repo card"
         warnings = [] if errors or card_data(readme) else [{"message": missing}]
         self.reply({"errors": errors, "warnings": warnings}, 400 if errors else 200)

@@ -37,6 +37,8 @@ PIPELINE_TAGS = set(
     "unconditional-image-generation video-classification visual-question-answering zero-shot-classification "
     "zero-shot-image-classification".split()
 )
+SPACE_SDKS = ("gradio", "docker", "static")
+SPACE_COLORS = ("red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray")
 
 
 class HubError(Exception):
@@ -172,7 +174,7 @@ def card_data(readme: bytes) -> dict:
     return (yaml.safe_load(block[1]) or {}) if block else {}
 
 
-def card_errors(readme: bytes) -> list[str]:
+def card_errors(readme: bytes, kind: str = "model") -> list[str]:
     """What is wrong in a model card's YAML, with the strictness of the real Hub's form."""
     try:
         data = card_data(readme)
@@ -184,6 +186,12 @@ def card_errors(readme: bytes) -> list[str]:
     def strings(value) -> bool:
         return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
+    if kind == "space":
+        colors = [name for name in ("colorFrom", "colorTo") if data.get(name) not in SPACE_COLORS]
+        errors = [f'"{name}" must be one of {SPACE_COLORS}' for name in colors]
+        errors += [] if data.get("sdk") in SPACE_SDKS else [f'"sdk" must be one of {SPACE_SDKS}']
+        errors += [f'"{name}" is required' for name in ("title", "emoji") if not data.get(name)]
+        return errors + ([] if len(data.get("short_description", "")) <= 60 else ['"short_description" is too long'])
     names = ("tags", "language", "datasets", "metrics", "base_model", "license")
     errors = [f'"{name}" must be a string or an array of strings' for name in names if not strings(data.get(name, ""))]
     errors += ['"tags" must be an array'] if isinstance(data.get("tags"), str) else []

@@ -126,7 +126,7 @@ def classifier(tmp_path_factory):
 
 
 def percents(text: str) -> list[float]:
-    return [float(x) for x in re.findall(r"([\d.]+) %", text)]
+    return [float(x) for x in re.findall(r"([\d.]+)\s%", text)]
 
 
 def written(model, prompt: list[int], count: int) -> list[int]:

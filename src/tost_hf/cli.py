@@ -229,6 +229,7 @@ def _add_publish(commands) -> None:
             "./my-tost me/my-tost --card",
             "./my-tost me/my-tost --private --tag v1 --card",
             "./my-tost tost/tost-base --create-pr",
+            "--space ./my-page me/my-page",
         ),
     )
     parser.add_argument("folder", metavar="FOLDER", help="the model folder; it is not changed (but see --card)")
@@ -247,19 +248,25 @@ def _add_publish(commands) -> None:
     )
     code.add_argument("--without-code", dest="with_code", action="store_false", help="leave them out")
     parser.add_argument("--card", action="store_true", help="write or refresh the card in FOLDER first (`tost-hf card`)")
+    parser.add_argument("--space", action="store_true", help="FOLDER is a page that `tost-hf space` wrote; send it as a Space")
 
 
 def _publish(args: argparse.Namespace) -> None:
-    from .hub.publishing import check_target, publish
+    from .hub.publishing import check_target, publish, publish_space
 
     check_target(args.repo_id, revision=args.revision, tag=args.tag, create_pr=args.create_pr)
+    if args.card and args.space:
+        raise ValueError("--card writes a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
     if args.card:
         from .hub.cards import write_card
 
         write_card(args.folder, repo_id=args.repo_id, revision=args.tag, with_code=args.with_code)
-    names = ("private", "revision", "tag", "create_pr", "dry_run", "with_code")
-    done = publish(args.folder, args.repo_id, **{name: getattr(args, name) for name in names})
-    print(f"{done.repo_id}: {done.num_parameters:,} parameters")
+    options = {name: getattr(args, name) for name in ("private", "revision", "tag", "create_pr", "dry_run")}
+    if args.space:
+        done = publish_space(args.folder, args.repo_id, **options)
+    else:
+        done = publish(args.folder, args.repo_id, with_code=args.with_code, **options)
+    print(f"{done.repo_id}: " + ("a Space" if done.num_parameters is None else f"{done.num_parameters:,} parameters"))
     for heading, files in (("send", done.uploaded), ("delete", done.deleted), ("unchanged", done.unchanged)):
         for name in files:
             print(f"  {heading:10}{name}")

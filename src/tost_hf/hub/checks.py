@@ -259,6 +259,17 @@ def check_card(folder: Path) -> Card:
     return card
 
 
+def check_space(folder: Path) -> None:
+    """Refuses (ValueError) a folder that is not a page which `tost-hf space` wrote, whole."""
+    card = load_card(folder / CARD) if (folder / CARD).is_file() else None
+    if card is None or card.data.to_dict().get("sdk") != "static" or not (folder / "space.json").is_file():
+        raise ValueError(f"{folder} is not a page that `tost-hf space` wrote; write one with `tost-hf space MODEL {folder}`.")
+    needed = ["index.html", "tost.js", "vendor/ort.wasm.bundle.min.mjs", "vendor/ort-wasm-simd-threaded.wasm"]
+    missing = [name for name in [*needed, "model/export.json", "model/model.onnx"] if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}; write the page again with `tost-hf space`.")
+
+
 def parameter_count(config: PreTrainedConfig) -> int:
     """Number of parameters of the configuration's model; nothing is allocated."""
     return empty_model(config).num_parameters()

@@ -42,9 +42,10 @@ class Listing(NamedTuple):
     files: list[RepoSibling]  # names, sizes, hashes
 
 
-def listing(api: HfApi, repo_id: str, revision: str | None = None) -> Listing:
-    """A repository's commit at a revision, and the names, sizes and hashes of its files."""
-    found = api.model_info(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
+def listing(api: HfApi, repo_id: str, revision: str | None = None, repo_type: str = "model") -> Listing:
+    """A repository's commit at a revision, and the names, sizes and hashes of its files; of a "model" or a "space"."""
+    ask = api.space_info if repo_type == "space" else api.model_info
+    found = ask(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
     if found.sha is None:
         raise OSError(f"The Hub names no commit of {repo_id} at {revision or 'main'}; run it again.")
     return Listing(found.id, found.sha, bool(found.private), found.siblings or [])

@@ -7,7 +7,7 @@ import os
 import random
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..files import is_weights_name
 from ..model.remote_code import AUTO_MAPS, CODE_FILES, code_files
 from ..version import __version__
-from .checks import check_card, check_weights, forbidden_file, leads_out, load_config
+from .checks import check_card, check_space, check_weights, forbidden_file, leads_out, load_config
 from .connection import hub_calls, listing
 from .loading import check_loading
 
@@ -42,7 +42,7 @@ class Publication:
     uploaded: tuple[str, ...]  # names of the files that were sent, sorted; empty if everything was there already
     deleted: tuple[str, ...]  # weights and code of an earlier version that this one does not have
     unchanged: tuple[str, ...]
-    num_parameters: int
+    num_parameters: int | None  # None of a Space
 
 
 def publish(
@@ -94,7 +94,37 @@ def publish(
         if dry_run:
             return Publication(repo_id, None, None, tuple(sorted(files)), (), (), num_parameters)
         with hub_calls():
-            return _send(files, repo_id, private, revision, tag, create_pr, token, commit_message, num_parameters)
+            done = _send(_Target(repo_id, "model", private, revision, tag, create_pr), files, token, commit_message)
+    return replace(done, num_parameters=num_parameters)
+
+
+def publish_space(
+    folder: str | os.PathLike,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    tag: str | None = None,
+    create_pr: bool = False,
+    dry_run: bool = False,
+    token: str | None = None,
+    commit_message: str | None = None,
+) -> Publication:
+    """Publishes a folder that `tost-hf space` wrote as a static Space, in one commit; arguments are those of `publish`.
+
+    Raises:
+        ValueError: the folder is not such a page, or holds something that must not be published.
+        OSError: the Hub refused, or could not be reached. Nothing became visible.
+    """
+    folder = Path(folder)
+    check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
+    check_space(folder)
+    files = model_files(folder)
+    _refuse_forbidden(folder, files)
+    if dry_run:
+        return Publication(repo_id, None, None, tuple(sorted(files)), (), (), None)
+    with hub_calls():
+        return _send(_Target(repo_id, "space", private, revision, tag, create_pr), files, token, commit_message)
 
 
 def check_target(repo_id: str, *, revision: str | None = None, tag: str | None = None, create_pr: bool = False) -> None:
@@ -107,10 +137,7 @@ def check_target(repo_id: str, *, revision: str | None = None, tag: str | None =
 def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dict[str, Path]:
     """What the repository is to hold: name -> file. Refuses what must not be published."""
     files = {name: path for name, path in model_files(folder).items() if name not in ALL_CODE}
-    refused = [reason for name, path in files.items() if (reason := forbidden_file(name, path))]
-    refused += [f"{name} is a link to something outside the folder" for name in links_out(folder)]
-    if refused:
-        raise ValueError(f"{folder} is not published: {'; '.join(refused)}. Move it out of the folder.")
+    _refuse_forbidden(folder, files)
     content = json.loads((folder / "config.json").read_text())
     content.pop("auto_map", None)
     if with_code:
@@ -119,6 +146,13 @@ def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dic
     files["config.json"] = scratch / "config.json"
     files["config.json"].write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     return files
+
+
+def _refuse_forbidden(folder: Path, files: dict[str, Path]) -> None:
+    refused = [reason for name, path in files.items() if (reason := forbidden_file(name, path))]
+    refused += [f"{name} is a link to something outside the folder" for name in links_out(folder)]
+    if refused:
+        raise ValueError(f"{folder} is not published: {'; '.join(refused)}. Move it out of the folder.")
 
 
 def model_files(folder: Path) -> dict[str, Path]:
@@ -146,17 +180,35 @@ def _ours(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _send(files, repo_id, private, revision, tag, create_pr, token, commit_message, num_parameters) -> Publication:
+class _Target(NamedTuple):
+    """Where a publication goes."""
+
+    repo_id: str
+    repo_type: str  # "model" or "space"
+    private: bool | None
+    revision: str | None
+    tag: str | None
+    create_pr: bool
+
+
+def _send(target: _Target, files: dict[str, Path], token: str | None, commit_message: str | None) -> Publication:
     api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
-    repo_id = _create_repository(api, repo_id, private, create_pr)
-    if tag is not None:
-        _refuse_taken_tag(api, repo_id, tag, files)
-    message = commit_message or f"Publish with tost_hf {__version__}"
-    commit = commit_files(api, repo_id, files, message, revision=revision, create_pr=create_pr)
-    if tag is not None:
-        _set_tag(api, repo_id, tag, commit)
+    target = target._replace(repo_id=_create_repository(api, target))
+    if target.tag is not None:
+        _refuse_taken_tag(api, target, target.tag, files)
+    commit = commit_files(
+        api,
+        target.repo_id,
+        files,
+        commit_message or f"Publish with tost_hf {__version__}",
+        revision=target.revision,
+        create_pr=target.create_pr,
+        repo_type=target.repo_type,
+    )
+    if target.tag is not None:
+        _set_tag(api, target, target.tag, commit)
     unchanged = tuple(sorted(set(files) - set(commit.uploaded)))
-    return Publication(repo_id, commit.hash, commit.url, commit.uploaded, commit.deleted, unchanged, num_parameters)
+    return Publication(target.repo_id, commit.hash, commit.url, commit.uploaded, commit.deleted, unchanged, None)
 
 
 class Commit(NamedTuple):
@@ -177,16 +229,17 @@ def commit_files(
     *,
     revision: str | None = None,
     create_pr: bool = False,
+    repo_type: str = "model",
 ) -> Commit:
     """Brings files (name in the repository -> where they lie) to a repository, in one commit.
 
     Only what differs is sent. When another commit comes in between, the comparison is made again.
     """
     if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
+        api.create_branch(repo_id, branch=revision, exist_ok=True, repo_type=repo_type)
     attempt = 0
     while True:
-        there = listing(api, repo_id, revision)
+        there = listing(api, repo_id, revision, repo_type)
         uploaded, deleted = _difference(files, there.files)
         if not uploaded and not deleted:
             return Commit(there.sha, None, (), ())
@@ -200,6 +253,7 @@ def commit_files(
                 revision=revision,
                 create_pr=create_pr,
                 parent_commit=there.sha,
+                repo_type=repo_type,
             )
         except HfHubHTTPError as error:
             if error.response is None or error.response.status_code != 412 or attempt == RETRIES_WHEN_OVERTAKEN:
@@ -210,33 +264,39 @@ def commit_files(
             return Commit(done.oid, done.pr_url or done.commit_url, uploaded, deleted)
 
 
-def _create_repository(api: HfApi, repo_id: str, private: bool | None, create_pr: bool) -> str:
+def _create_repository(api: HfApi, target: _Target) -> str:
     """Creates the repository unless it is there; returns its full name."""
-    if create_pr:  # proposing needs no right to write
+    if target.create_pr:  # proposing needs no right to write
         try:
-            return listing(api, repo_id).id
+            return listing(api, target.repo_id, repo_type=target.repo_type).id
         except RepositoryNotFoundError:
             pass
-    return api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    return api.create_repo(
+        target.repo_id,
+        private=target.private,
+        exist_ok=True,
+        repo_type=target.repo_type,
+        space_sdk="static" if target.repo_type == "space" else None,
+    ).repo_id
 
 
-def _refuse_taken_tag(api: HfApi, repo_id: str, tag: str, files: dict[str, Path]) -> None:
+def _refuse_taken_tag(api: HfApi, target: _Target, tag: str, files: dict[str, Path]) -> None:
     """A tag that is there already must not silently stay at another version, so nothing is sent."""
     try:
-        taken = listing(api, repo_id, tag)
+        taken = listing(api, target.repo_id, tag, target.repo_type)
     except RevisionNotFoundError:
         return
     if not any(_difference(files, taken.files)):
         return  # this very version, tagged by a run whose answer was lost
-    raise ValueError(f"{repo_id} already has {tag!r} at {taken.sha}; choose another tag, or delete it first.")
+    raise ValueError(f"{target.repo_id} already has {tag!r} at {taken.sha}; choose another tag, or delete it first.")
 
 
-def _set_tag(api: HfApi, repo_id: str, tag: str, commit: Commit) -> None:
+def _set_tag(api: HfApi, target: _Target, tag: str, commit: Commit) -> None:
     """Puts the tag on the commit, and reads it back: somebody else may have set it in the meantime."""
-    visible = f"The version is visible in {repo_id} as {commit.hash}, but not tagged {tag!r}"
+    visible = f"The version is visible in {target.repo_id} as {commit.hash}, but not tagged {tag!r}"
     try:
-        api.create_tag(repo_id, tag=tag, revision=commit.hash, exist_ok=True)
-        tagged = listing(api, repo_id, tag).sha
+        api.create_tag(target.repo_id, tag=tag, revision=commit.hash, exist_ok=True, repo_type=target.repo_type)
+        tagged = listing(api, target.repo_id, tag, target.repo_type).sha
     except (HTTPError, OSError) as error:
         raise OSError(f"{visible}: {error} Run it again to set the tag alone.") from error
     if tagged != commit.hash:

@@ -107,8 +107,9 @@ def _download(package: Package, url: str) -> bytes:
         answer = get_session().get(url, timeout=TIME_LIMIT, follow_redirects=True)
         answer.raise_for_status()
     except (HTTPError, OfflineModeIsEnabled) as error:
+        reason = str(error).split("\n")[0]
         raise OSError(
-            f"The page needs {package.name} {package.version}, which could not be fetched from {url} ({error}). Without a "
+            f"The page needs {package.name} {package.version}, which could not be fetched from {url} ({reason}). Without a "
             f"network, fetch it elsewhere with `npm pack {package.name}@{package.version}` and name the folder with --npm."
         ) from error
     return answer.content

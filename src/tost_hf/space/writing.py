@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import PreTrainedConfig
 
 from ..exporting import export_model
 from ..exporting.writing import model_folder
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config, parameter_count
+from ..hub.loading import TOKENIZER_FILES
 from ..hub.records import CARD, load_card
 from ..interpret.colors import head_style
-from ..model.configuration_tost import ToSTConfig
 from ..model.configuration_tost_vision import ToSTVisionConfig
 from ..version import __version__
 from .packages import RUNTIME, TOKENIZERS, unpack
@@ -78,11 +77,13 @@ def write_space(
     }
     if isinstance(config, ToSTVisionConfig):
         facts["image"] = read_preparation(config, source)._asdict()
+    else:
+        _check_tokenizer(source, tokenizer)
     with staged_folder(target) as folder:
         (folder / VENDOR).mkdir()
         unpack((RUNTIME,) if "image" in facts else (RUNTIME, TOKENIZERS), folder / VENDOR, npm)
         export_model(source, folder / MODEL, dtype=dtype, tokenizer=tokenizer)
-        _check_files(folder / MODEL, config, tokenizer or os.fspath(model))
+        _check_files(folder / MODEL, facts["kind"])
         (folder / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         for name in PAGE_FILES:
             shutil.copyfile(str(resources.files(__package__) / "page" / name), folder / name)
@@ -90,10 +91,15 @@ def write_space(
     return target
 
 
-def _check_files(folder: Path, config: PreTrainedConfig, tokenizer: str) -> None:
+def _check_tokenizer(folder: Path, tokenizer: str | None) -> None:
+    if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(f"{folder} has no tokenizer, which the page needs: name the model's (--tokenizer).")
+
+
+def _check_files(folder: Path, kind: str) -> None:
     """Refuses an exported model that a browser cannot load."""
-    if isinstance(config, ToSTConfig) and not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{tokenizer} has no tokenizer.json, which the page needs: name a fast tokenizer (--tokenizer).")
+    if kind == "language" and not (folder / "tokenizer.json").is_file():
+        raise ValueError("The tokenizer has no tokenizer.json, which the page needs: name a fast one (--tokenizer).")
     if len(list(folder.glob("*.onnx*"))) > 1:
         raise ValueError("The model takes more than 2 GB, which a browser cannot hold; write it in int8 (--dtype int8).")
 

@@ -4,6 +4,7 @@ import * as ort from "./vendor/ort.wasm.bundle.min.mjs";
 
 const $ = (id) => document.getElementById(id);
 const number = (x) => Math.round(x).toLocaleString("en");
+const percent = (x) => `${(100 * x).toFixed(1)}\u00a0%`;
 const bytes = (x) => `${number(x)} bytes`;
 const local = (name) => new URL(name, import.meta.url).href;
 const say = (sentence) => { $("status").textContent = sentence; };
@@ -30,7 +31,7 @@ function bar(what, share, color) {
   line.style.width = `${100 * share}%`;
   if (color) line.style.setProperty("--head", color);
   return element("li", {}, element("span", { textContent: what }), element("span", {}, line),
-    element("b", { textContent: `${(100 * share).toFixed(1)} %` }));
+    element("b", { textContent: percent(share) }));
 }
 
 /** A choice of layers, by their numbers from 0; its value is the place in the list. */
@@ -465,7 +466,6 @@ class Seeing {
       own.forEach((share, i) => image.data.set([...shade((share - least) / Math.max(most - least, 1e-12)), 255], 4 * i));
       const canvas = element("canvas", { width: columns, height: rows, role: "img" });
       canvas.getContext("2d").putImageData(image, 0, 0);
-      const percent = (x) => `${(100 * x).toFixed(1)} %`;
       const words = `Head ${head + 1}: ${percent(own.reduce((a, b) => Math.min(a, b)))} to ${percent(own.reduce((a, b) => Math.max(a, b)))}`;
       canvas.ariaLabel = `${words} of a patch, in layer ${layer + 1}`;
       return element("figure", {}, canvas, element("figcaption", { textContent: words }));

@@ -1,0 +1,182 @@
+"""The folder that `tost-hf space` writes: its libraries, what it refuses, and how it becomes a Space of the Hub."""
+
+import base64
+import functools
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub.constants
+import pytest
+from conftest import randomize, small_config, small_vision_config
+from hub_clients import Clients, contents, language_folder, vision_folder
+
+import tost_hf
+from tost_hf.cli import main
+from tost_hf.space import packages, writing
+
+
+for module in ("onnx", "onnxscript", "onnxruntime", "PIL"):
+    pytest.importorskip(module, reason=f"{module} is not installed")
+
+
+def pack(package: packages.Package, folder) -> packages.Package:
+    """A tarball with the package's files, each of a few bytes; the package with its hash."""
+    with tarfile.open(folder / package.tarball, "w:gz") as archive:
+        for member in package.files:
+            content = f"// {member}\n".encode()
+            info = tarfile.TarInfo(member)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    digest = hashlib.sha512((folder / package.tarball).read_bytes()).digest()
+    return package._replace(integrity=f"sha512-{base64.b64encode(digest).decode()}")
+
+
+@pytest.fixture(scope="module")
+def npm(tmp_path_factory):
+    """A folder of small tarballs that stand for the libraries."""
+    folder = tmp_path_factory.mktemp("npm")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RUNTIME", "TOKENIZERS"):
+            patch.setattr(writing, name, pack(getattr(packages, name), folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def page(npm, tmp_path_factory):
+    """A page of a small classifier."""
+    folder = tmp_path_factory.mktemp("page")
+    vision_folder(folder / "model")
+    return writing.write_space(folder / "model", folder / "page", npm=npm, title="Kinds: 10 <of them>")
+
+
+@pytest.fixture
+def registry(npm, tmp_path):
+    """The address of a registry, and the folder it serves."""
+    folder = tmp_path / "registry"
+    for package in (writing.RUNTIME, writing.TOKENIZERS):
+        path = folder / package.url("").lstrip("/")
+        path.parent.mkdir(parents=True)
+        shutil.copyfile(npm / package.tarball, path)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=folder))
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/", folder
+    server.shutdown()
+    server.server_close()
+
+
+def test_libraries_come_from_a_registry_once(registry, tmp_path, monkeypatch):
+    address, served = registry
+    monkeypatch.setattr(packages, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    packages.unpack((writing.RUNTIME, writing.TOKENIZERS), tmp_path / "first", address)
+    shutil.rmtree(served)
+    packages.unpack((writing.RUNTIME, writing.TOKENIZERS), tmp_path / "second", address)
+    for folder in ("first", "second"):
+        text = (tmp_path / folder / "tokenizers.min.mjs").read_text()
+        assert text == "// package/dist/tokenizers.min.mjs\n"
+
+
+@pytest.mark.parametrize(
+    "spoil, kind, words",
+    [
+        (lambda path: path.unlink(), OSError, "could not be fetched .* --npm"),
+        (lambda path: path.write_bytes(b"else"), ValueError, "its hash is sha512-.* not sha512-"),
+    ],
+)
+def test_a_wrong_or_missing_library_is_refused(registry, tmp_path, monkeypatch, spoil, kind, words):
+    address, served = registry
+    monkeypatch.setattr(packages, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    spoil(served / writing.RUNTIME.url("").lstrip("/"))
+    with pytest.raises(kind, match=words):
+        packages.find(writing.RUNTIME, address)
+    assert not list(tmp_path.glob("home/**/*.tgz*"))
+
+
+def test_without_a_network_the_sentence_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(packages, "HF_HOME", str(tmp_path))
+    with pytest.raises(OSError, match=r"npm pack onnxruntime-web@.* --npm"):
+        packages.find(packages.RUNTIME)  # the tests run with HF_HUB_OFFLINE
+
+
+def encoder(folder):
+    randomize(tost_hf.ToSTForMaskedLM(small_config(is_causal=False))).save_pretrained(folder)
+
+
+def without_tokenizer(folder):
+    randomize(tost_hf.ToSTForCausalLM(small_config())).save_pretrained(folder)
+
+
+def grey_pictures(folder):
+    config = small_vision_config(num_channels=1)
+    randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained(folder)
+
+
+def odd_processor(folder):
+    vision_folder(folder)
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"resample": 0}))
+
+
+@pytest.mark.parametrize(
+    "make, options, words",
+    [
+        (encoder, (), "is a ToSTForMaskedLM; the page runs ToSTForCausalLM and ToSTForImageClassification"),
+        (without_tokenizer, (), "has no tokenizer, which the page needs"),
+        (grey_pictures, (), "the model takes 1 channels"),
+        (odd_processor, (), "it knows resizing"),
+        (vision_folder, ("--dtype", "int3"), "not in 'int3'"),
+        (vision_folder, ("--npm", "."), "has no onnxruntime-web"),
+        (language_folder, ("--tokenizer", "./nowhere"), "The tokenizer of ./nowhere cannot be loaded"),
+        (lambda folder: None, (), "There is no model folder"),
+    ],
+)
+def test_refused(tmp_path, capsys, npm, make, options, words):
+    """With one sentence, and nothing is left behind."""
+    make(tmp_path / "model")
+    before = sorted(tmp_path.iterdir())
+    capsys.readouterr()
+    arguments = ["space", tmp_path / "model", tmp_path / "page", "--npm", npm, *options]
+    assert main([str(argument) for argument in arguments]) == 1
+    error = capsys.readouterr().err
+    assert words in error and error.startswith("tost-hf: error: ") and error.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_space_is_published(hub, page, tmp_path):
+    """In one commit, with the metadata that the Hub asks for; what is there already is not sent again."""
+    token = hub.token("writer")
+    with Clients(hub, tmp_path) as clients:
+        assert "a Space" in clients.command("publish", "--space", page, "tost/page", token=token).check().output
+        assert hub.files("spaces/tost/page") == contents(page)
+        created = json.loads(hub.requested("POST", "/api/repos/create")[-1].body)
+        assert (created["type"], created["sdk"]) == ("space", "static")
+        again = clients.command("publish", "--space", page, "tost/page", "--tag", "v1", token=token).check()
+        assert "has all of it already" in again.output
+        with hub.fail("POST", "/commit/", status=500):
+            assert clients.command("publish", "--space", page, "tost/broken", token=token).status == 1
+        assert hub.files("spaces/tost/broken") == {}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda page: (page / "space.json").unlink(), "is not a page that `tost-hf space` wrote"),
+        (lambda page: shutil.rmtree(page / "vendor"), "lacks vendor/ort.wasm.bundle.min.mjs"),
+        (lambda page: (page / "model" / "model.onnx").unlink(), "lacks model/model.onnx"),
+        (lambda page: (page / "weights.pt").write_bytes(b"x"), "weights.pt may be a pickle"),
+        (lambda page: (page / ".env").write_text("x"), ".env has the name of a file that holds secrets"),
+    ],
+)
+def test_a_spoiled_page_is_not_published(tmp_path, capsys, page, change, words):
+    copy = shutil.copytree(page, tmp_path / "page")
+    change(copy)
+    assert main(["publish", "--space", "--dry-run", str(copy), "tost/page"]) == 1
+    assert words in capsys.readouterr().err
