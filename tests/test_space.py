@@ -19,6 +19,7 @@ from tost_hf.space.packages import RUNTIME, TOKENIZERS, find
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+Keys = webdriver.Keys
 for module in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(module, reason=f"{module} is not installed")
 
@@ -76,6 +77,22 @@ class Page:
 
     def ids(self) -> list[int]:
         return self.driver.execute_script("return [...document.querySelectorAll('#text span')].map(x => +x.dataset.id)")
+
+    def looks(self, folder) -> None:
+        """Keeps screenshots, light, dark and of a phone; fails where the page is too wide for it or a control has no name."""
+        shades = {}
+        for name, scheme, width in (("light", "light", 1000), ("dark", "dark", 1000), ("phone", "light", 360)):
+            size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
+            self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+            assert self.driver.save_screenshot(str(folder / f"{name}.png"))
+            assert self.driver.execute_script("return document.documentElement.scrollWidth") <= width
+            shades[name] = self.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert shades["light"] == shades["phone"] != shades["dark"]
+        unnamed = "return [...document.querySelectorAll('input, textarea, select')].filter(x => !x.labels.length).length"
+        assert self.driver.execute_script(unnamed) == 0
+        self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     def errors(self) -> list:
         return [entry for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
@@ -147,10 +164,36 @@ def test_text(tmp_path, driver, libraries):
         assert page["tokens"] == str(len(page.ids())) and float(page["speed"]) > 0
         assert page.ids()[: len(ids)] == ids and page.ids() == written(model, ids[: len(ids) - 10], 500)
         assert page["text"].startswith(PROMPT) and len(ids) == len(prompt) + 10
+        page.looks(tmp_path)
         assert not page.errors()
 
 
-@pytest.mark.parametrize("crop, shapes", [("center", [(16, 16), (50, 37)]), ("squash", [(21, 64)])])
+def test_keys_and_the_last_position(tmp_path, driver, libraries):
+    """Ctrl+Enter writes, arrows choose a token, whose shares are shown; the page says that the model has no more positions."""
+    model = language_folder(tmp_path / "model", max_position_embeddings=24, conv_kernel=3)
+    with Page(driver, write_space(tmp_path / "model", tmp_path / "page")) as page:
+        page.enter("count", "100")
+        page.enter("temperature", "0")
+        page.enter("prompt", "two")
+        page.find("prompt").send_keys(Keys.CONTROL, Keys.ENTER)
+        page.wait(lambda: page["status"].endswith("That is the model's last position (24)."))
+        ids = page.ids()
+        assert len(ids) == 24 and ids[:23] == written(model, ids[:3], 20)
+        page.find("text").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+        with torch.no_grad():
+            expected = model.model(torch.tensor([ids]), output_memberships=True).memberships[-1][0, :, 1]
+        assert page["token"].startswith(f"Token 2, “w”: most of it in head {int(expected.argmax()) + 1} of layer 2")
+        assert percents(page["shares"]) == pytest.approx((100 * expected).tolist(), abs=0.1)
+        page.enter("prompt", "a text that is longer than all the positions")
+        page.find("write").click()
+        page.wait(lambda: page["status"].endswith("Shorten it."))
+        assert not page.errors()
+
+
+@pytest.mark.parametrize(
+    "crop, shapes",
+    [("center", [(16, 16), (50, 37)]), pytest.param("squash", [(21, 64)], marks=pytest.mark.slow)],
+)
 def test_pictures(tmp_path, driver, libraries, crop, shapes, classifier):
     """Of any shape: the classes and memberships are the model's own, of the same pixels."""
     folder, model = classifier
@@ -172,4 +215,5 @@ def test_pictures(tmp_path, driver, libraries, crop, shapes, classifier):
             captions = page.driver.find_elements("tag name", "figcaption")
             for caption, head in zip(captions, expected.memberships[-1][0], strict=True):
                 assert percents(caption.text) == pytest.approx([100 * float(head.min()), 100 * float(head.max())], abs=0.5)
+        page.looks(tmp_path)
         assert not page.errors()
