@@ -1,6 +1,7 @@
 """run_lra.py: every task and model end to end, the paper's recipes, resuming, bad input; the rivals' attention is right."""
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -15,10 +16,14 @@ from transformers import AutoModelForSequenceClassification
 
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "lra"))
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
+import lra
 import lra_models
 import lra_tasks
 import run_lra
+import tables_lra
+from rows import Measured
 
 from tost_hf import LRA_PRESETS, ToSTConfig, ToSTForSequenceClassification
 
@@ -168,6 +173,28 @@ def test_defaults_are_the_papers(tmp_path, task):
     assert (own.learning_rate, own.max_steps, own.get_warmup_steps(100)) == (0.5, -1, 7)
     assert set(lra_tasks.TASKS[task].published) == set(lra_models.ATTENTION)
     assert f"tost-lra-{task}" in LRA_PRESETS
+
+
+def test_the_small_comparison(tmp_path, monkeypatch, capsys):
+    """Rows that a table can be made of, and the commands of the full runs, whose arguments exist."""
+    monkeypatch.setattr(lra, "ROWS", {"train": 20, "test": 10})
+    folders = ["--data", str(tmp_path / "data"), "--results", str(tmp_path / "results")]
+    arguments = ["--tasks", "listops", "--models", "tost", "linear", "--steps", "2", "--seeds", "0", "1", *folders]
+    lra.main(arguments)
+    printed = capsys.readouterr().out
+    assert lra.full_command("listops") in printed and printed.count("seed 1") == 2
+    for task in lra_tasks.TASKS:
+        words = shlex.split(lra.full_command(task))[2:]
+        model, data, training = run_lra.parse_args(
+            words, run_lra.ModelArguments, run_lra.DataArguments, run_lra.LRATrainingArguments
+        )
+        assert training.task == task and data.max_length is None and model.attention == "tost" and training.do_train
+    lra.main(arguments)
+    assert "seed 1" not in capsys.readouterr().out  # what is there is not measured again
+    measured = Measured(tmp_path / "results")
+    assert len(measured.find("lra", metric="accuracy")) == 4
+    table = tables_lra.TABLES["long range arena"](measured)
+    assert "| listops | 64 | 2 | " in table and "python examples/benchmarks/lra.py" in table
 
 
 # Data -----------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tables_ability
+import tables_lra
 import tables_options
 import tables_speed
 from rows import RESULTS, ROOT, Measured, Panel, plot
@@ -29,7 +30,11 @@ MARKED = re.compile(
     r"(?P<open><!--|\{#) (?P<kind>results|figure): (?P<name>[^>#]+?) (?P<close>-->|#\}).*?(?P=open) end (?P=close)", re.DOTALL
 )
 KINDS = {
-    "results": tables_ability.TABLES | tables_speed.TABLES | tables_options.TABLES | tables_options.IN_SHORT,
+    "results": tables_ability.TABLES
+    | tables_lra.TABLES
+    | tables_speed.TABLES
+    | tables_options.TABLES
+    | tables_options.IN_SHORT,
     "figure": tables_ability.FIGURES | tables_speed.FIGURES | tables_options.FIGURES,
 }
 PLOTS: dict[str, Callable[[Measured], list[Panel]]] = tables_ability.PLOTS | tables_speed.PLOTS

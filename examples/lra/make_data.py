@@ -145,9 +145,11 @@ TASKS = {
 
 
 def main(args: list[str] | None = None) -> None:
-    task, *others = sys.argv[1:] if args is None else args or [""]
+    task, *others = (sys.argv[1:] if args is None else args) or [""]
+    if task in ("-h", "--help"):
+        parse_args([task], MakeArguments, *(rules for _, rules in TASKS.values()), description=__doc__)
     if task not in TASKS:
-        raise ValueError(f"Which data? Give one of {', '.join(TASKS)} first, then its options; 'listops --help' lists them.")
+        raise ValueError(f"Which data? Give one of {', '.join(TASKS)} first, then its options; --help lists them.")
     make, rules = TASKS[task]
     make(*parse_args(others, MakeArguments, rules, description=__doc__))
 
