@@ -291,6 +291,45 @@ def test_reset_deepcopy_and_offload(tiny_model, prompt, static):
     assert [tuple(item[:2]) for item in DynamicCache(config=tiny_model.config)] == [(None, None)] * 3
 
 
+def sums_of(cache):
+    return [x for layer in cache.layers for x in layer.tensors().values()]
+
+
+@pytest.mark.parametrize("options", [{}, {"forgetting": "token"}, {"normalize_scores": False}], ids=str)
+@pytest.mark.parametrize("static", [False, True])
+def test_a_step_adds_to_the_tensors_of_the_cache(options, static, prompt):
+    model = randomize(ToSTForCausalLM(small_config(**options))).eval()
+    kept, updated = (CausalStatisticsCache(model.config, static=static) for _ in range(2))
+    with torch.no_grad():
+        for cache in (kept, updated):
+            model(prompt, past_key_values=cache)
+        places = [x.data_ptr() for x in sums_of(updated)]
+        output = model(prompt[:, :1], past_key_values=updated)
+    assert [x.data_ptr() for x in sums_of(updated)] == places
+    expected = model(prompt[:, :1], past_key_values=kept)  # with gradients, which need the sums before the token
+    assert torch.equal(output.logits, expected.logits)
+    assert all(map(torch.equal, sums_of(updated), sums_of(kept)))
+
+
+def test_a_step_leaves_alone_what_others_may_look_at(tiny_model, prompt):
+    """Sums that a backward needs, that were made in inference mode, or that share their memory."""
+    cache = CausalStatisticsCache(tiny_model.config)
+    loss = tiny_model(prompt, past_key_values=cache).logits.sum() + sum(x.sum() for x in sums_of(cache))
+    with torch.no_grad():
+        tiny_model(prompt[:, :1], past_key_values=cache)
+    loss.backward()
+    with torch.inference_mode():
+        tiny_model(prompt, past_key_values=(cache := CausalStatisticsCache(tiny_model.config)))
+    with torch.no_grad():
+        tiny_model(prompt[:, :1], past_key_values=cache)
+        whole = [x.repeat(2, *[1] * (x.ndim - 1)) for x in sums_of(cache)]
+        before = [x.clone() for x in whole]
+        for layer, start in zip(cache.layers, range(0, len(whole), 3)):
+            layer.set_state(TSSAState(*(x[: len(prompt)] for x in whole[start : start + 3])))
+        tiny_model(prompt[:, :1], past_key_values=cache)
+    assert all(map(torch.equal, whole, before)) and not torch.equal(sums_of(cache)[0], before[0][: len(prompt)])
+
+
 def test_static_cache_carries_no_gradient(tiny_model, prompt):
     """Otherwise a second forward would write into tensors that the first one's backward needs."""
     cache = CausalStatisticsCache(tiny_model.config, static=True)

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import randomize, small_config
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
 from tost_hf import (
@@ -16,6 +17,8 @@ from tost_hf import (
     ToSTForSequenceClassification,
     TSSAState,
 )
+from tost_hf.model import inputs_tost
+from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler (g++)")
@@ -158,6 +161,36 @@ def test_left_padding_in_one_token_pieces(tiny_model):
     for t in range(9):
         out = tiny_model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache)
     torch.testing.assert_close(out.logits[:, -1], tiny_model(tokens).logits[:, -1], **CLOSE)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the readings of single values, each of which waits for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{}, {"layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}], ids=["published", "hybrid"])
+def test_a_static_step_waits_for_no_device(options, padded, monkeypatch):
+    """On a CPU where looking is said to cost; the check of token ids and that of log_decay go by the device itself."""
+    model = randomize(ToSTForCausalLM(small_config(**options))).eval()
+    tokens = ids(2, 9)
+    mask = (torch.arange(9) >= torch.tensor([[0], [4 if padded else 0]])).long()
+    caches = [StaticCache(config=model.config, max_cache_len=12) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(tokens[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+        expected = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[0]).logits
+        monkeypatch.setattr(inputs_tost, "_can_look", lambda x: False)
+        monkeypatch.setattr(type(model.model), "_check_tokens", lambda *args: None)
+        with Reads() as reads:
+            found = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[1]).logits
+    torch.testing.assert_close(found, expected)
+    assert reads.count == 0
 
 
 def test_a_reset_static_cache_starts_anew(tiny_model):

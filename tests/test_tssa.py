@@ -223,6 +223,16 @@ def test_state_carries_over(op, pieces):
     torch.testing.assert_close(state, whole.final_state, **F64)
 
 
+def test_a_state_that_cannot_be_updated_in_place_is_refused():
+    state = TSSAState(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).double(), torch.zeros(2, 3).double())
+    w, temp = torch.randn(2, 3, 4), torch.ones(3)
+    assert all(x is y for x, y in zip(tssa_step(w, temp, None, state, in_place=True).final_state, state))
+    float32 = state._replace(sum_membership=torch.zeros(2, 3))
+    for tokens, before in ((w, float32), (w.requires_grad_(), state)):
+        with pytest.raises(ValueError, match="cannot update a state in place that needs a gradient or has other dtypes"):
+            tssa_step(tokens, temp, None, before, in_place=True)
+
+
 def test_steps_are_the_whole():
     w, temp, bias = make()
     mask = padding_mask(70)

@@ -85,6 +85,15 @@ class CausalStatisticsLayer(CacheLayerMixin):
         return state
 
     @property
+    def may_be_overwritten(self) -> bool:
+        """Whether a step may add to the tensors of `state` themselves: nobody else looks at them, now or in a backward."""
+        if not self.is_initialized or self.record_past or torch.is_grad_enabled():
+            return False
+        if torch.compiler.is_compiling():
+            return self.static
+        return all(map(_is_its_own, self._stored_state()))
+
+    @property
     def past_inputs(self) -> torch.Tensor | None:
         """`recent_inputs`, on the device they were computed on."""
         self.prefetch()
@@ -124,6 +133,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     def _store(self, name: str, new: torch.Tensor) -> None:
         old = getattr(self, name)
+        if new is old:  # updated in place
+            return
         if self.static and old is not None and old.shape == new.shape:
             old.copy_(new.detach())
         else:
@@ -291,6 +302,13 @@ def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], values: Tensors) ->
     """A NamedTuple of tensors, None and more such tuples, with `fn` applied to every tensor."""
     kind: Any = type(values)
     return kind(*(x if x is None else _map_tensors(fn, x) if isinstance(x, tuple) else fn(x) for x in values))
+
+
+def _is_its_own(x: torch.Tensor) -> bool:
+    """Whether adding to a tensor in place is allowed, and changes no other tensor."""
+    if x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled()):
+        return False
+    return x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
 
 
 def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:

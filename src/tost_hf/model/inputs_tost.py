@@ -62,8 +62,8 @@ def resolve_inputs(
     if past_key_values is not None:
         check_cache(past_key_values, config, B)
     past_length = 0 if past_key_values is None else cached_length(past_key_values)
-    if not torch.compiler.is_compiling():
-        past_length = int(past_length)  # a static cache counts in a tensor
+    if isinstance(past_length, torch.Tensor) and _can_look(past_length):  # a static cache counts in a tensor
+        past_length = int(past_length)
     if isinstance(attention_mask, dict):
         prepared = attention_mask
         attention_mask = prepared[CAUSAL_STATISTICS]
@@ -285,7 +285,7 @@ def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past
     if limit is None or torch.compiler.is_compiling():
         return
     # a position is at most the number of tokens before it: elsewhere than on the CPU only look when that is too many
-    if position_ids.device.type != "cpu" and past_length + position_ids.shape[1] <= limit:
+    if not _can_look(position_ids) and (isinstance(past_length, torch.Tensor) or past_length + position_ids.shape[1] <= limit):
         return
     if mask is not None:
         position_ids = position_ids.masked_fill(~mask, 0)

@@ -129,6 +129,7 @@ def tssa_step(
     mask: torch.Tensor | None = None,
     log_decay: torch.Tensor | None = None,
     backend: str | None = None,
+    in_place: bool = False,
 ) -> TSSAOutput:
     """Causal TSSA of one new token.
 
@@ -136,32 +137,38 @@ def tssa_step(
         w: the projected token, (B, H, p).
         temp: H numbers of any shape.
         denom_bias: score bias at the token's position, (H,) or (B, H), or None.
-        state: the running sums before the token; None at the start of a sequence. Left as they are.
+        state: the running sums before the token; None at the start of a sequence. Left as they are unless `in_place`.
         mask: (B,), true or 1 where the token is real; a padding token leaves the state as it was.
         log_decay: (H,) or (B, H); as in `tssa`.
         backend: as in `tssa`. The kernel has no gradient: where one is needed, the reference runs.
+        in_place: whether the token is added to the tensors of `state` themselves, as decoding wants it. They must have the
+            dtypes of a `TSSAState`, and nothing may need a gradient.
 
     Returns:
         `TSSAOutput` with the output (B, H, p), the membership (B, H) and the new state.
 
     Raises:
-        ValueError: `log_decay` has another shape or is above 0, or the backend is unknown or cannot take these tokens.
+        ValueError: `log_decay` has another shape or is above 0, or the backend is unknown or cannot take these tokens; `state`
+            cannot be updated in place.
         RuntimeError: as in `tssa`.
     """
     _check_log_decay(log_decay, w, causal=True)
-    dtype = compute_dtype(w.dtype)
+    dtype, given = compute_dtype(w.dtype), state
     state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
     temp = temp.reshape(-1).to(dtype)
     mask = None if mask is None else mask.bool()
     log_decay = _decay_of_tokens(log_decay, mask, w.shape[:2], dtype)
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *state)
+    if in_place and given is not None and (needs_grad or any(x is not y for x, y in zip(state, given))):
+        raise ValueError("tssa_step cannot update a state in place that needs a gradient or has other dtypes than its own.")
     if _runs_on_kernels(w, backend, "step", forgets=log_decay is not None) and not needs_grad:
         from .tssa_triton import tssa_step_triton
 
         bias = None if denom_bias is None else denom_bias.reshape(-1, w.shape[1])
-        state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))  # the kernel adds in place
+        if not in_place:
+            state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))  # the kernel adds in place
         return TSSAOutput(*tssa_step_triton(w, temp, bias, mask, *state, log_decay), state)
-    return step_by_formulas(w, temp, denom_bias, state, mask=mask, log_decay=log_decay)
+    return step_by_formulas(w, temp, denom_bias, state, mask=mask, log_decay=log_decay, in_place=in_place)
 
 
 def tssa_by_formulas(

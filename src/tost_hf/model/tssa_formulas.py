@@ -121,6 +121,7 @@ def step(
     log_decay: torch.Tensor | None = None,
     softmax: Callable[..., torch.Tensor] = membership_of,
     normalize_scores: bool = True,
+    in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """The causal form of one token, from the sums before it.
 
@@ -130,23 +131,25 @@ def step(
         padding: (B,), true where the token is padding, which leaves the sums as they were.
         log_decay: (H,) or (B, H), in the compute dtype, 0 at padding.
         softmax: as in `causal`.
+        in_place: whether the token is added to the tensors of `state`, for which there is then no gradient.
 
     Returns:
         Output (B, H, p) in the dtype of `w`, membership (B, H), and the sums after the token.
     """
+    add = torch.Tensor.add_ if in_place else torch.add
     if log_decay is not None:
         # as 1 + (factor - 1): a factor near 1, rounded before it multiplies, would be off by as much at every step
         loss = log_decay.expm1().expand(state.sum_membership.shape)
-        state = TSSAState(*(s + s * per_head(loss, s) for s in state))
+        state = TSSAState(*(add(s, s * per_head(loss, s)) for s in state))
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
-    sum_sq = state.sum_sq + sq
+    sum_sq = add(state.sum_sq, sq)
     score = (sq / sum_sq.clamp_min(EPS_SUM_SQ) if normalize_scores else sq.to(sum_sq.dtype)).sum(-1)
     if bias is not None:
         score = score + w.shape[-1] * bias
     membership = softmax(score, temp, padding)
-    sum_weighted_sq = state.sum_weighted_sq + sq * membership.unsqueeze(-1)
-    sum_membership = state.sum_membership + membership
+    sum_weighted_sq = add(state.sum_weighted_sq, sq * membership.unsqueeze(-1))
+    sum_membership = add(state.sum_membership, membership)
     moment = (sum_weighted_sq / (sum_membership + EPS_MEMBERSHIP).unsqueeze(-1)).to(temp.dtype)
     output = -(x * membership.unsqueeze(-1)) / (1 + moment)
     return output.to(w.dtype), membership, TSSAState(sum_sq, sum_weighted_sq, sum_membership)

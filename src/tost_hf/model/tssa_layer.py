@@ -189,6 +189,13 @@ class TokenStatisticsSelfAttention(nn.Module):
             )
         bias, log_decay, mask = (None if x is None else x[:, 0] for x in (bias, log_decay, mask))
         out, membership, state = self.operators.step(
-            w[:, 0], self.temp, bias, state, mask=mask, log_decay=log_decay, backend=self.backend
+            w[:, 0],
+            self.temp,
+            bias,
+            state,
+            mask=mask,
+            log_decay=log_decay,
+            backend=self.backend,
+            in_place=layer.may_be_overwritten,
         )
         return TSSAOutput(out.unsqueeze(1), membership.unsqueeze(-1), state)
