@@ -138,7 +138,7 @@ def check_python(words: list[str]) -> None:
     if words[0] == "-c":
         compile(words[1], "-c", "exec")
     elif words[0] == "-m":
-        assert words[1] in ("pytest", "venv")
+        assert words[1] in ("http.server", "pytest", "venv")
     else:
         assert (ROOT / words[0]).is_file(), words[0]
         check_flags(words[1:], help_of(words[0]))
