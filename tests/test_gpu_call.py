@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import gpu  # noqa: E402
+import kernel_times  # noqa: E402
 from rows import append_rows  # noqa: E402
 
 
@@ -66,7 +67,7 @@ def test_gpu_shares_of_the_time(tmp_path, monkeypatch):
     total = 60 * gpu.MINUTES
     own = {name: seconds for name, seconds, *_ in gpu.PARTS}
     assert sum(own.values()) + gpu.LEAST_SECONDS <= total
-    assert list(own) == ["op", "decode", "scaling", "train_lm", "tests"]
+    assert list(own)[:3] == ["smoke", "tests", "kernels"]
     assert gpu.main(["--results", str(tmp_path)], started=980) == 0  # 20 seconds were gone before
     expected = [(name, total - 20 - 10 * i - sum(list(own.values())[i + 1 :])) for i, name in enumerate(own)]
     assert started == expected
@@ -91,7 +92,8 @@ def test_gpu_tests_exist_and_run_side_by_side_where_they_can():
 
 def test_benchmarks_import_without_optional_packages():
     missing = ["datasets", "matplotlib", "accelerate", "evaluate", "PIL", "peft", "sklearn", "kornia", "jinja2", "triton"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import decode, gpu, op, resolution, scaling, train_lm"
+    scripts = "decode, gpu, kernel_times, op, resolution, scaling, train_lm"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import {scripts}"
     assert gpu.run_part("import", ["-c", f"import sys; sys.path.append({str(BENCHMARKS)!r}); {code}"], 300)
 
 
@@ -102,8 +104,26 @@ def test_gpu_reads_the_rows_of_this_run_only(tmp_path):
     assert [row["value"] for row in found["op"]] == ["2"]
 
 
+def test_the_best_sizes_are_written_where_the_kernels_read_them(tmp_path, monkeypatch):
+    path = tmp_path / "tssa_tuned.py"
+    path.write_text(kernel_times.TUNED_FILE.read_text())
+    sizes = {"_output_kernel": kernel_times.tssa_tuned.Sizes(8, 2)}
+    monkeypatch.setitem(kernel_times.tssa_tuned.TUNED, "Device A", sizes)
+    kernel_times.write_table(path, "Device B", {"_totals_kernel": kernel_times.tssa_tuned.Sizes(2, 1)})
+    written = {}
+    exec(path.read_text(), written)
+    assert written["TUNED"] == {"Device A": {"_output_kernel": (8, 2)}, "Device B": {"_totals_kernel": (2, 1)}}
+
+
 @pytest.mark.slow
 def test_gpu_rehearsal(tmp_path):
     """Every part in a process of its own, as a user starts it."""
     assert gpu.main(["--rehearse", "--minutes", "20", "--repeats", "1", "--results", str(tmp_path)]) == 0
-    assert {path.stem for path in tmp_path.glob("*.csv")} == {"op", "train_lm", "decode", "scaling"}
+    assert {path.stem for path in tmp_path.glob("*.csv")} == {
+        "kernel_times",
+        "op",
+        "train_lm",
+        "decode",
+        "scaling",
+        "resolution",
+    }

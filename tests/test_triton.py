@@ -217,6 +217,14 @@ class TestKernels:
             run_kernels(leaves, seq_idx=other)
         assert len(calls) == 4
 
+    @pytest.mark.parametrize("tile, warps", [(2, 1), (8, 4)])
+    def test_sizes_of_another_gpu(self, tile, warps, monkeypatch):
+        name = torch.cuda.get_device_name() if ON_GPU else "cpu"
+        kernels = ("totals", "membership", "output", "moment_grad", "score_grad", "input_grad")
+        sizes = {f"_{kernel}_kernel": tssa_triton.Sizes(tile, warps) for kernel in kernels}
+        monkeypatch.setitem(tssa_triton.TUNED, name, sizes)
+        check(make(1, 21, 3, 16))
+
     def test_more_chunks_than_a_block_of_the_scan(self):
         check(make(1, 16 * 64 + 17, 1, 128))
 

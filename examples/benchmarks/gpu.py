@@ -4,9 +4,9 @@
     python examples/benchmarks/gpu.py
 
 Needs torch and transformers, and pytest for the tests; the package is taken from the repository's `src`, installed or not.
-Each part is a process of its own with a share of the time, and with what the parts before it left unused; one that runs out of
-time keeps the rows it has written. Rows go to the CSV files of the scripts, in $OUT where that is set. At the end one table
-compares them with the targets.
+The first half minute says whether the kernels are right at all. Each part is a process of its own with a share of the time,
+and with what the parts before it left unused; one that runs out of time keeps the rows it has written. Rows go to the CSV
+files of the scripts, in $OUT where that is set. At the end one table compares them with the targets.
 `--rehearse` runs every part on the CPU at toy sizes, to see that all of them run; its figures mean nothing.
 """
 
@@ -37,35 +37,49 @@ OP_VARIANTS = ("triton", "compiled", "eager", "literal", "literal compiled", "sd
 TESTS = ["-m", "pytest", "-q", "-m", "", "--maxfail", "5", "tests/test_triton.py", "tests/test_triton_forgetting.py"]
 if importlib.util.find_spec("xdist"):  # some hundred kernels are compiled
     TESTS += ["-n", "8"]
-PARTS = [  # name, seconds it may always have, arguments, arguments of a rehearsal
+PARTS = [  # name, seconds it may always have, arguments, arguments of a rehearsal; from the cheapest answer to the dearest
+    ("smoke", 30, ["kernel_times.py", "--smoke"], ["kernel_times.py", "--smoke"]),
+    ("tests", 90, TESTS, ["-m", "pytest", "--version"]),
+    ("kernels", 40, ["kernel_times.py"], ["kernel_times.py"]),
     (
         "op",
-        110,
+        80,
         ["op.py", "--shape", "8", "8192", "12", "64", "--form", "causal", "--variants", *OP_VARIANTS],
         ["op.py", "--shape", "1", "40", "2", "8", "--form", "causal", "--variants", "triton", "eager", "literal", "sdpa"],
     ),
     (
+        "sweep",
+        50,
+        ["kernel_times.py", "--sweep", "--write", "--seconds", "40"],
+        ["kernel_times.py", "--sweep", "--seconds", "1"],
+    ),
+    (
         "decode",
-        90,
-        ["decode.py", "--batch", "64", "--positions", "1024"],
+        70,
+        ["decode.py", "--batch", "64", "1", "--positions", "1024"],
         ["decode.py", "--batch", "2", "--positions", "16", "--layers", "1", "--static"],
     ),
     (
+        "train_lm",  # the ends of the range first, should the time run out
+        100,
+        ["train_lm.py", "--models", "ToST", "GPT-2", "--equal", "width", "--lengths", "16384", "1024", "4096"],
+        ["train_lm.py", "--models", "ToST", "GPT-2", "--equal", "width", "--lengths", "32", "--size", "toy", "--tokens", "64"],
+    ),
+    (
         "scaling",
-        40,
+        25,
         ["scaling.py", "--tokens", "8192", "16384", "32768", "65536", "131072"],
         ["scaling.py", "--tokens", "16", "32"],
     ),
     (
-        "train_lm",  # the ends of the range first, should the time run out
-        170,
-        ["train_lm.py", "--models", "ToST", "GPT-2", "--equal", "width", "--lengths", "16384", "1024", "4096"],
-        ["train_lm.py", "--models", "ToST", "GPT-2", "--equal", "width", "--lengths", "32", "--size", "toy", "--tokens", "64"],
+        "resolution",
+        35,
+        ["resolution.py", "--sizes", "224", "448", "896", "1024", "2048"],
+        ["resolution.py", "--sizes", "32", "--layers", "1"],
     ),
-    ("tests", 100, TESTS, ["-m", "pytest", "--version"]),
 ]
 NOTE = (
-    "Time within 1.5 times the floor is not expected of these kernels: by the bytes that they move they take about 2.3 times "
+    "Time within 1.5 times the floor is not expected of these kernels: by the bytes that they move they take about 2.1 times "
     "the floor forward and 2.6 times it forward + backward."
 )
 

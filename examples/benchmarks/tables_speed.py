@@ -68,6 +68,29 @@ def decode(measured: Measured) -> str:
     return with_source(measured, markdown(head, lines), "decode", **DECODE)
 
 
+# The kernels of a GPU ---------------------------------------------------------------------------------------------------
+
+
+def kernel_costs(measured: Measured) -> str:
+    """Registers, instructions and bytes of every kernel, and the sums of forward and backward."""
+    targets = list(dict.fromkeys(row["target"] for row in measured.find("kernel_costs")))
+    names = list(dict.fromkeys(row["kernel"] for row in measured.find("kernel_costs")))
+    metrics = ("instructions", "bytes")
+
+    def total(target: str, metric: str, names) -> float:
+        return sum(measured.spread("kernel_costs", kernel=x, target=target, metric=metric).value for x in names)
+
+    rows = {name.removesuffix("_kernel").replace("_", " "): [name] for name in names}
+    rows |= {"forward": [x for x in names if "grad" not in x], "backward": [x for x in names if "grad" in x]}
+    lines = []
+    for label, group in rows.items():
+        cells = [f"{total(target, metric, group):.1f}" for target in targets for metric in metrics]
+        registers = [f"{total(target, 'registers', group):.0f}" if len(group) == 1 else "" for target in targets]
+        lines.append([label, *cells, *registers])
+    head = ["", *(f"{target}, {metric}" for target in targets for metric in metrics)]
+    return with_source(measured, markdown([*head, *(f"{target}, registers" for target in targets)], lines), "kernel_costs")
+
+
 # Many clients ---------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +310,7 @@ TABLES = {
     "long inputs": long_inputs,
     "decode": decode,
     "serving": serving,
+    "kernel costs": kernel_costs,
     "operator": operator,
     "operator memory": operator_memory,
     "short texts": short_texts,

@@ -24,6 +24,7 @@ KERNEL_FILES = (
     "tssa_chunks.py",
     "tssa_compiled.py",
     "tssa_bidirectional.py",
+    "tssa_tuned.py",
     "tssa_triton.py",
     "tssa_check.py",
     "convolution_tost.py",

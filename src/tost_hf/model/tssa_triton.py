@@ -31,6 +31,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .tssa_state import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, custom_operator, sequence_starts, state_shapes
+from .tssa_tuned import TUNED, Sizes
 
 
 try:
@@ -967,14 +968,8 @@ class _Call:
         log_decay = _contiguous(log_decay)
         self.total_decay = None if log_decay is None else self.new(self.layout.chunks, self.H)
         self.where = (log_decay, self.mask, self.layout.chunk_table)
-        self.sizes = {
-            "H": self.H,
-            "P": self.p,
-            "CHUNK": _CHUNK,
-            "TILE": _TILE,
-            "BLOCK_P": self.blocks.channels,
-            "CAUSAL": causal,
-        }
+        self.sizes = {"H": self.H, "P": self.p, "CHUNK": _CHUNK, "BLOCK_P": self.blocks.channels, "CAUSAL": causal}
+        self.tuned = TUNED.get(torch.cuda.get_device_name(w.device) if w.is_cuda else "cpu", {}) if TUNED else {}
 
     def new(self, *shape: int) -> torch.Tensor:
         return self.w.new_empty(shape, dtype=torch.float32)
@@ -991,14 +986,16 @@ class _Call:
 
     def by_group(self, kernel, *args, **sizes) -> None:
         """Launches a kernel whose programs take a group of heads each."""
-        group = self.blocks.group
+        tile, num_warps = self.tuned.get(kernel.fn.__name__, Sizes(_TILE, self.blocks.group_warps))
+        group = max(1, self.blocks.group * num_warps // self.blocks.group_warps)
         grid = (self.layout.chunks * _cdiv(self.H, group),)
-        kernel[grid](*args, HEADS=group, num_warps=self.blocks.group_warps, **self.sizes, **sizes)
+        kernel[grid](*args, HEADS=group, TILE=tile, num_warps=num_warps, **self.sizes, **sizes)
 
     def all_heads(self, kernel, *args, **sizes) -> None:
         """Launches a kernel whose programs take all heads."""
-        heads, num_warps = self.blocks.heads, self.blocks.warps
-        kernel[(self.layout.chunks,)](*args, HEADS=heads, num_warps=num_warps, **self.sizes, **sizes)
+        tile, num_warps = self.tuned.get(kernel.fn.__name__, Sizes(_TILE, self.blocks.warps))
+        grid = (self.layout.chunks,)
+        kernel[grid](*args, HEADS=self.blocks.heads, TILE=tile, num_warps=num_warps, **self.sizes, **sizes)
 
     def totals(self, membership: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Chunk totals of w^2 and, given the membership, of Pi w^2 and Pi."""

@@ -1,0 +1,308 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The Triton kernels one by one: whether they are right, what each takes, and which sizes suit the GPU at hand.
+
+    python examples/benchmarks/kernel_times.py --smoke           # masks, packed rows, states, steps, dtypes, against float64
+    python examples/benchmarks/kernel_times.py                   # time of every kernel, forward and backward
+    python examples/benchmarks/kernel_times.py --sweep --write   # tokens of a tile x warps of a program, kernel by kernel
+
+`x copy` is a kernel's time over that of a large copy of as many bytes as the kernel must read and write: w, the gradient, the
+output, each once. It takes turns with the kernels. The sweep refuses sizes whose results differ from those of the default
+sizes by more than rounding, and `--write` puts the best into src/tost_hf/model/tssa_tuned.py, which the kernels read.
+Without a GPU the kernels run in Triton's interpreter, to see that everything here runs; its times mean nothing.
+"""
+
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+
+if __name__ == "__main__" and (not torch.cuda.is_available() or ("--device", "cpu") in zip(sys.argv, sys.argv[1:])):
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+from rows import ROOT, parse_arguments
+from timing import AHEAD_CYCLES, FLUSH_BYTES, Report, arguments, attempt, print_header, ratio, spread
+
+from tost_hf import TSSAState, tssa
+from tost_hf.model import tssa_triton, tssa_tuned
+
+
+TENSORS = {  # like w, that a kernel must read or write
+    "_totals_kernel": 1,
+    "_membership_kernel": 1,
+    "_output_kernel": 2,
+    "_moment_grad_kernel": 2,
+    "_score_grad_kernel": 2,
+    "_input_grad_kernel": 3,
+}
+KERNELS = (*TENSORS, "_scan_kernel")
+SHAPES = {  # B, T, H, p
+    "causal": [(8, 1024, 12, 64), (8, 8192, 12, 64), (1, 131072, 12, 64)],
+    "bidirectional": [(64, 196, 12, 64), (8, 4096, 12, 64)],
+}
+TOY_SHAPES = {"causal": [(1, 5, 2, 8)], "bidirectional": [(1, 5, 2, 8)]}
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}
+TUNED_FILE = ROOT / "src" / "tost_hf" / "model" / "tssa_tuned.py"
+TILES, WARPS = (4, 2, 8), (1, 2, 4, 8)
+SMOKE_SHAPES = {"cuda": (2, 130, 3, 16), "cpu": (2, 5, 2, 8)}
+SMOKE = [  # dtype, form, what is special
+    ("bfloat16", "causal", "nothing"),
+    ("bfloat16", "bidirectional", "mask"),
+    ("float16", "causal", "packed"),
+    ("float32", "causal", "state"),
+    ("float32", "bidirectional", "packed"),
+    ("bfloat16", "forgetting", "mask"),
+    ("bfloat16", "step", "mask"),
+]
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative RMS
+
+
+# Right or wrong -------------------------------------------------------------------------------------------------------
+
+
+def make_leaves(shape, dtype: torch.dtype, form: str, device: str, with_state: bool = False) -> dict[str, torch.Tensor]:
+    B, T, H, p = shape
+    draw = torch.Generator().manual_seed(0)
+    leaves = {"w": torch.randn(*shape, generator=draw).to(dtype), "temp": 0.5 + torch.rand(H, generator=draw)}
+    if form != "bidirectional":
+        leaves["bias"] = 0.3 * torch.randn(1, T, H, generator=draw)
+    if with_state:
+        leaves |= {name: 0.5 + torch.rand(B, H, p, generator=draw) for name in ("sum_sq", "sum_weighted_sq")}
+        leaves["sum_membership"] = 0.5 + torch.rand(B, H, generator=draw)
+    if form == "forgetting":
+        leaves["log_decay"] = -torch.rand(B, T, H, generator=draw)
+    return {name: x.to(device).requires_grad_() for name, x in leaves.items()}
+
+
+def run(leaves, form: str, mask=None, seq_idx=None, exact: bool = False):
+    """The output of the kernels, or of the formulas, and the gradient of every leaf."""
+    causal, bias, decay = form != "bidirectional", leaves.get("bias"), leaves.get("log_decay")
+    state = TSSAState(*(leaves[x] for x in TSSAState._fields)) if "sum_sq" in leaves else None
+    if exact:
+        given = {"mask": mask, "seq_idx": seq_idx, "initial_state": state, "log_decay": decay, "backend": "reference"}
+        output = tssa(leaves["w"], leaves["temp"], None if bias is None else bias[0], causal=causal, **given).output
+    else:
+        output = tssa_triton.tssa_triton(leaves["w"], leaves["temp"], bias, mask, seq_idx, state, causal, decay)[0]
+    if form == "step":
+        return [output.detach()]
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    return [output.detach(), *torch.autograd.grad(output, list(leaves.values()), grad)]
+
+
+def run_steps(leaves, mask):
+    """The output of tokens that come one by one."""
+    B, T, H, p = leaves["w"].shape
+    sums = [torch.zeros(size, device=mask.device) for size in ((B, H, p), (B, H, p), (B, H))]
+    steps = []
+    with torch.no_grad():
+        for t in range(T):
+            now = leaves["w"][:, t], leaves["temp"], leaves["bias"][:, t], mask[:, t]
+            steps.append(tssa_triton.tssa_step_triton(*now, *sums)[0])
+    return [torch.stack(steps, 1)]
+
+
+def smoke_case(dtype: str, form: str, special: str, device: str) -> tuple[float, bool]:
+    """The largest relative error of the output and the gradients, and whether it may be."""
+    shape = SMOKE_SHAPES[device]
+    B, T = shape[:2]
+    leaves = make_leaves(shape, getattr(torch, dtype), form, device, special == "state")
+    mask = seq_idx = None
+    if special == "mask":
+        mask = torch.ones(B, T, dtype=torch.bool, device=device)
+        mask[0, : T // 3] = mask[1, T - T // 4 :] = False
+    if special == "packed":
+        seq_idx = (torch.arange(T, device=device) >= T // 3).long().expand(B, T).contiguous()
+    exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    got = run_steps(leaves, mask) if form == "step" else run(leaves, form, mask, seq_idx)
+    wanted = run(exact, form, mask, seq_idx, exact=True)
+    errors = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True)]
+    return max(errors), all(error <= TOLERANCES[dtype] for error in errors)
+
+
+def smoke(device: str) -> int:
+    """Prints each case as it comes, and what failed; the number of failures."""
+    wrong, start = 0, time.perf_counter()
+    for dtype, form, special in SMOKE:
+        found = attempt(f"{form}, {special}, {dtype}", smoke_case, dtype, form, special, device)
+        wrong += found is None or not found[1]
+        if found is not None:
+            verdict = "right" if found[1] else "WRONG"
+            print(
+                f"{time.perf_counter() - start:5.1f} s  {form}, {special}, {dtype}: {verdict}, error {found[0]:.1e}",
+                flush=True,
+            )
+    return wrong
+
+
+# How long -------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds of every kernel's launches since it was asked last, by name; while it lasts, it stands before the kernels."""
+
+    def __init__(self, device: str):
+        self.device, self.marks = device, []
+
+    def __enter__(self):
+        self.kernels = {name: getattr(tssa_triton, name) for name in KERNELS}
+        for name, kernel in self.kernels.items():
+            setattr(tssa_triton, name, Timed(kernel, self))
+        return self
+
+    def __exit__(self, *error):
+        for name, kernel in self.kernels.items():
+            setattr(tssa_triton, name, kernel)
+
+    def mark(self):
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def time(self, name: str, launch) -> None:
+        start = self.mark()
+        launch()
+        self.marks.append((name, start, self.mark()))
+
+    def read(self) -> dict[str, float]:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = defaultdict(float)
+        for name, start, stop in self.marks:
+            seconds[name] += stop - start if self.device == "cpu" else start.elapsed_time(stop) / 1e3
+        self.marks.clear()
+        return seconds
+
+
+class Timed:
+    def __init__(self, kernel, clock: Clock):
+        self.kernel, self.fn, self.clock = kernel, kernel.fn, clock
+
+    def __getitem__(self, grid):
+        return lambda *args, **sizes: self.clock.time(self.fn.__name__, lambda: self.kernel[grid](*args, **sizes))
+
+
+def time_kernels(shape, form: str, dtype: torch.dtype, repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of each kernel, and of copying as many bytes as w has, in each round; the GPU's own, from an empty cache."""
+    leaves = make_leaves(shape, dtype, form, device)
+    source = torch.empty(COPY_BYTES[device], dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    flush = torch.empty(FLUSH_BYTES if device == "cuda" else 1, dtype=torch.int8, device=device)
+    seconds = defaultdict(list)
+    with Clock(device) as clock:
+        for round_ in range(repeats + 1):  # the first compiles
+            for what in (lambda: run(leaves, form), lambda: clock.time("copy", lambda: target.copy_(source))):
+                flush.zero_()
+                if device == "cuda":
+                    torch.cuda._sleep(AHEAD_CYCLES)
+                what()
+                found = clock.read()
+                if round_:
+                    for name, x in found.items():
+                        seconds[name].append(x)
+    seconds["copy"] = [x * leaves["w"].nbytes / source.nbytes for x in seconds["copy"]]
+    return seconds
+
+
+def case_of(form: str, shape, dtype: torch.dtype, tile: int | str = "", warps: int | str = "") -> dict[str, object]:
+    """Columns of a row; no tile and warps stand for those that the kernels choose."""
+    dtype = str(dtype).removeprefix("torch.")
+    return {"form": form, **dict(zip("BTHp", shape)), "dtype": dtype, "tile": tile, "warps": warps}
+
+
+def report_times(args, shapes, dtype: torch.dtype, report: Report) -> None:
+    for form, sizes in shapes.items():
+        for shape in sizes:
+            seconds = attempt(f"{form} {shape}", time_kernels, shape, form, dtype, args.repeats, args.device)
+            if seconds is None:
+                continue
+            case = {
+                "form": form,
+                **dict(zip("BTHp", shape)),
+                "dtype": str(dtype).removeprefix("torch."),
+                "tile": "",
+                "warps": "",
+            }
+            copy = seconds.pop("copy")
+            for name, times in seconds.items():
+                least = [x * TENSORS[name] for x in copy] if name in TENSORS else None
+                metrics = {"ms": spread(times) * 1e3, "x copy": ratio(times, least) if least else None}
+                report.add({"kernel": name.strip("_")} | case, metrics)
+
+
+# Which sizes ----------------------------------------------------------------------------------------------------------
+
+
+def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tssa_tuned.Sizes]:
+    """The fastest sizes of each kernel; sizes that do not compile, or give other results, are none."""
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    leaves, best, end = make_leaves(shape, dtype, "causal", args.device), {}, time.monotonic() + args.seconds
+    tssa_tuned.TUNED.pop(device, None)
+    expected = run(leaves, "causal")
+    for tile in TILES:
+        for warps in WARPS:
+            if best and time.monotonic() > end:
+                print(f"stopped after {args.seconds:.0f} s, before tiles of {tile} tokens, {warps} warps", flush=True)
+                return best
+            sizes = tssa_tuned.Sizes(tile, warps)
+            tssa_tuned.TUNED[device] = dict.fromkeys(TENSORS, sizes)
+            try:
+                got = attempt(f"tile {tile}, {warps} warps", run, leaves, "causal")
+                errors = [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in zip(got or (), expected)]
+                if got is None or not max(errors) < TOLERANCES[str(dtype).removeprefix("torch.")]:
+                    print(f"tile {tile}, {warps} warps: refused", *errors, flush=True)
+                    continue
+                seconds = time_kernels(shape, "causal", dtype, args.repeats, args.device)
+            finally:
+                del tssa_tuned.TUNED[device]
+            for name in TENSORS.keys() & seconds.keys():
+                found = spread(seconds[name])
+                case = case_of("causal", shape, dtype, tile, warps)
+                report.add({"kernel": name.strip("_")} | case, {"ms": found * 1e3, "x copy": None})
+                if name not in best or found.value < best[name][0]:
+                    best[name] = found.value, sizes
+    return {name: sizes for name, (_, sizes) in best.items()}
+
+
+def write_table(path: Path, device: str, best: dict[str, tssa_tuned.Sizes]) -> None:
+    """The module with the device's line added or replaced."""
+    table = tssa_tuned.TUNED | {device: best}
+    head = path.read_text().split("TUNED: dict")[0]
+    lines = [f"    {name!r}: {dict(sorted(sizes.items()))!r}," for name, sizes in table.items()]
+    text = head + "TUNED: dict[str, dict[str, Sizes]] = {\n" + "\n".join(lines).replace("'", '"') + "\n}\n"
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--smoke", action="store_true", help="whether they are right, in seconds, and nothing else")
+    parser.add_argument("--sweep", action="store_true", help="times at several sizes of tiles and programs instead")
+    parser.add_argument("--write", action="store_true", help=f"with --sweep: write the best to {TUNED_FILE.name}")
+    parser.add_argument("--seconds", type=float, default=60, help="after which a sweep starts no other size")
+    args = parse_arguments(parser, argv, __file__)
+    print_header(args.device)
+    if not tssa_triton.is_available():
+        print("Triton is not installed: there are no kernels to run.")
+        return 1
+    if args.smoke:
+        return int(smoke(args.device) > 0)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    shapes, report = SHAPES if args.device == "cuda" else TOY_SHAPES, Report(args)
+    if not args.sweep:
+        report_times(args, shapes, dtype, report)
+        return 0
+    best = sweep(args, shapes["causal"][min(1, len(shapes["causal"]) - 1)], dtype, report)
+    print("best:", *(f"{name} {sizes.tile} x {sizes.warps}" for name, sizes in best.items()), flush=True)
+    if args.write and args.device == "cuda" and best:
+        write_table(TUNED_FILE, torch.cuda.get_device_name(), best)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
