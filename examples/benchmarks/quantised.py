@@ -1,0 +1,204 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What quantisation costs and gains on a CPU: loss on real texts and images, bytes, time of a token.
+
+    make demo && python examples/digits.py                                     # the two models
+    python examples/benchmarks/quantised.py                                    # their losses and bytes, saved and loaded again
+    python examples/benchmarks/quantised.py --speed                            # a token of tost-base, and its bytes
+
+`tost-demo` reads the validation text of the demo (the interpreter's standard library), `tost-digits` the digits kept aside.
+Each method loads the folder through `from_pretrained`, as users do. "saved" says whether `save_pretrained` wrote it and
+`from_pretrained` read it again with the same loss. Statistics' parameters (`temp`, `denom_bias`) must be float32 as they were.
+Speed is of one step of one row from a cache of 64 tokens, random weights; the methods take turns.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from rows import parse_arguments, read_rows, select
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from timing import Report, arguments, measure, print_header, ratio, spread
+from torch.nn import functional as F
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    DynamicCache,
+    QuantoConfig,
+    TorchAoConfig,
+)
+
+import tost_hf
+
+
+sys.path.append(str(Path(__file__).parents[1]))  # the scripts for users
+from demo import write_texts
+from scoring import score, tokenize
+
+
+WINDOW, WINDOWS = 256, 64  # tokens, and how many windows of the validation text
+POSITION = 64
+
+
+def torchao(name: str) -> TorchAoConfig:
+    import torchao.quantization
+
+    return TorchAoConfig(getattr(torchao.quantization, name)())
+
+
+METHODS: dict[str, Callable[[], dict[str, Any]]] = {
+    "float32": lambda: {"dtype": torch.float32},
+    "bfloat16": lambda: {"dtype": torch.bfloat16},
+    "torchao int8": lambda: {"quantization_config": torchao("Int8DynamicActivationInt8WeightConfig")},
+    "torchao int8 weights": lambda: {"quantization_config": torchao("Int8WeightOnlyConfig")},
+    "bitsandbytes 8 bits": lambda: {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
+    "bitsandbytes 4 bits": lambda: {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")},
+    "quanto int8 weights": lambda: {"quantization_config": QuantoConfig(weights="int8")},
+    "quanto int4 weights": lambda: {"quantization_config": QuantoConfig(weights="int4")},
+}
+
+
+class Subject(NamedTuple):
+    """A trained model, and what tells its loss."""
+
+    auto_class: type
+    folder: Path
+    loss: Callable[[Any], float]  # of a model: nats per token or image
+
+
+def text_subject(folder: Path) -> Subject:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        _, validation = write_texts(Path(scratch))
+        text = validation.read_text()
+    ids = torch.tensor(tokenize(tokenizer, [text])[0][: WINDOW * WINDOWS])
+    windows = list(ids.split(WINDOW))
+    return Subject(
+        AutoModelForCausalLM, folder, lambda model: torch.cat([x for x, _ in score(model, windows, 8)]).mean().item()
+    )
+
+
+def image_subject(folder: Path) -> Subject:
+    processor, digits = AutoImageProcessor.from_pretrained(folder), load_digits()
+    _, kept_aside = train_test_split(range(len(digits.target)), test_size=0.2, stratify=digits.target, random_state=0)
+    pictures = [Image.fromarray((digits.images[i] * (255 / 16)).round().astype(np.uint8)) for i in kept_aside]
+    pixels, labels = processor(pictures, return_tensors="pt")["pixel_values"], torch.tensor(digits.target[kept_aside])
+
+    @torch.inference_mode()
+    def loss(model) -> float:
+        return F.cross_entropy(model(pixels.to(model.dtype)).logits.float(), labels).item()
+
+    return Subject(AutoModelForImageClassification, folder, loss)
+
+
+def load(auto_class, folder: Path | str, options: dict[str, Any]):
+    """The quantised model, after a look at its statistics' parameters.
+
+    Raises:
+        ValueError: one of them is not in float32, or not what it was.
+    """
+    model = auto_class.from_pretrained(folder, **({"dtype": torch.float32} | options)).eval()
+    whole = auto_class.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in whole.named_parameters():
+        if name.endswith((".temp", ".denom_bias")):
+            kept = model.get_parameter(name)
+            if kept.dtype != torch.float32 or not torch.equal(kept, parameter):
+                raise ValueError(f"{name} is {kept.dtype}, or was changed")
+    return model
+
+
+def saved(subject: Subject, model, loss: float) -> tuple[str, float | None]:
+    """Whether the model comes back as it was, and the MiB of its weights' files."""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            model.save_pretrained(scratch)
+            again = subject.auto_class.from_pretrained(scratch).eval()
+            size = sum(file.stat().st_size for file in Path(scratch).iterdir() if "model" in file.name) / 2**20
+            off = abs(subject.loss(again) - loss)
+        except Exception as error:  # whatever a library raises is what this row is to tell
+            return reason(error), None
+    return ("yes" if off < 1e-4 else f"no: the loss differs by {off:.2g}"), size
+
+
+def reason(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"no: {type(error).__name__}: {first[:150]}"
+
+
+def losses(args, report: Report) -> None:
+    subjects = {"tost-demo": text_subject, "tost-digits": image_subject}
+    done = read_rows(report.path) if report.path.exists() else []
+    for name, prepare in subjects.items():
+        subject = prepare(Path(args.models) / name)
+        for method, options in METHODS.items():
+            if select(done, model=name, method=method):
+                continue
+            case = {"model": name, "method": method}
+            try:
+                model = load(subject.auto_class, subject.folder, options())
+                loss = subject.loss(model)
+            except Exception as error:
+                report.add(case | {"saved": reason(error)}, {"loss": float("nan")})
+                continue
+            verdict, size = saved(subject, model, loss)
+            report.add(case | {"saved": verdict}, {"loss": loss, "saved MiB": size})
+
+
+@torch.inference_mode()
+def speed(args, report: Report) -> None:
+    torch.manual_seed(0)
+    token, prefix = torch.ones(1, 1, dtype=torch.long), torch.ones(1, POSITION, dtype=torch.long)
+    runs, sizes = {}, {}
+    with tempfile.TemporaryDirectory() as scratch:
+        tost_hf.ToSTForCausalLM(tost_hf.ToSTConfig.from_preset("tost-base")).save_pretrained(scratch)
+        for method, options in METHODS.items():
+            try:
+                model = AutoModelForCausalLM.from_pretrained(scratch, **({"dtype": torch.float32} | options())).eval()
+                runs[method] = steps(model, token, prefix)
+                runs[method]()()
+            except Exception as error:
+                print(f"{method}: {reason(error)}", flush=True)
+                runs.pop(method, None)
+                continue
+            sizes[method] = model.get_memory_footprint() / 2**20
+    seconds = measure(runs, args.repeats, warm_up=1)
+    for method in runs:
+        metrics = {
+            "ms a token": spread(seconds[method]) * 1e3,
+            "float32 / this": ratio(seconds["float32"], seconds[method]),
+            "MiB": sizes[method],
+        }
+        report.add({"model": "tost-base", "method": method, "saved": ""}, metrics)
+
+
+def steps(model, token: torch.Tensor, prefix: torch.Tensor) -> Callable[[], Callable[[], object]]:
+    """Steps on from a text, each from a cache of its own."""
+
+    def prepare():
+        cache = DynamicCache(config=model.config)
+        model(prefix, past_key_values=cache, logits_to_keep=1)
+        return lambda: model(token, past_key_values=cache)
+
+    return prepare
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--models", default=".", metavar="FOLDER", help="where tost-demo and tost-digits are")
+    parser.add_argument("--speed", action="store_true", help="time tost-base in place of the losses")
+    args = parse_arguments(parser, argv, __file__)
+    print_header(args.device)
+    report = Report(args, labels=2)
+    (speed if args.speed else losses)(args, report)
+
+
+if __name__ == "__main__":
+    main()
