@@ -36,7 +36,7 @@ def add_export(commands) -> None:
         commands,
         "export",
         _export,
-        summary="a model for ONNX Runtime, checked against the model",
+        summary="a model for ONNX Runtime, OpenVINO or torch.export, checked against the model",
         description=(
             "Writes the model as a program for another runtime, with what runs it there without this package. A text's state "
             "goes in and comes out as tensors: one program reads prompts and single tokens. It is run beside the model "
@@ -49,7 +49,7 @@ def add_export(commands) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
     parser.add_argument("output", metavar="OUT", help="the folder to write")
-    parser.add_argument("--format", default="onnx", metavar="FORMAT", help="onnx (the default)")
+    parser.add_argument("--format", default="onnx", metavar="FORMAT", help="onnx (the default), openvino or torch")
     parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
     parser.add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the tokenizer to write, where MODEL has none")
     parser.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")

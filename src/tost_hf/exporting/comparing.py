@@ -13,8 +13,8 @@ from .programs import BATCH, CACHED, PAST, PRESENT, LanguageProgram, ModelProgra
 Arrays = dict[str, np.ndarray]
 Run = Callable[[Arrays], Arrays]  # an exported program: inputs by name to outputs by name
 
-PROMPT_TOKENS, GREEDY_TOKENS = 9, 50
-CHUNKS = ((9,), (6, 1, 2), (1, 8))  # in which a prompt is given
+PROMPT_TOKENS, GREEDY_TOKENS = 40, 50  # more than sums are grouped by
+PARTS = ((), (6, 7), (1, 20))  # where a prompt is cut into parts
 
 
 class Agreement(NamedTuple):
@@ -46,7 +46,7 @@ def compare(program: ModelProgram, run: Run, tolerance: float, batches: tuple[in
         ValueError: they differ.
     """
     if isinstance(program, LanguageProgram):
-        difference = max(_text_difference(program, run, batch, chunks) for batch in batches for chunks in CHUNKS)
+        difference = max(_text_difference(program, run, batch, cuts) for batch in batches for cuts in PARTS)
     else:
         difference = max(_difference(program, run, inputs) for inputs in _inputs(program, batches))
     if not difference <= tolerance:
@@ -76,9 +76,10 @@ def _inputs(program: ModelProgram, batches: tuple[int, ...]) -> list[list[torch.
     generator = torch.Generator().manual_seed(0)
     if isinstance(program, TextProgram):
         found = []
+        count = min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS)
         for batch in batches:
-            mask = torch.ones(batch, PROMPT_TOKENS, dtype=torch.long)
-            mask[-1, PROMPT_TOKENS - 2 :] = 0
+            mask = torch.ones(batch, count, dtype=torch.long)
+            mask[-1, count - 2 :] = 0
             found.append([torch.randint(config.vocab_size, mask.shape, generator=generator), mask])
         return found
     side = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
@@ -123,16 +124,17 @@ class Text:
 
 
 @torch.no_grad()
-def _text_difference(program: LanguageProgram, run: Run, batch: int, chunks: tuple[int, ...]) -> float:
+def _text_difference(program: LanguageProgram, run: Run, batch: int, cuts: tuple[int, ...]) -> float:
     """Of the logits at real tokens, whether the text is read at once or in parts; the last of several rows is padded."""
     config: Any = program.model.config
     generator = torch.Generator().manual_seed(batch)
-    tokens = torch.randint(config.vocab_size, (batch, PROMPT_TOKENS), generator=generator)
+    count = min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS)
+    tokens = torch.randint(config.vocab_size, (batch, count), generator=generator)
     mask = torch.ones_like(tokens)
     mask[-1, : 2 * (batch > 1)] = 0
     expected = program.model(tokens, attention_mask=mask, use_cache=False).logits
     text = Text(program, run, mask)
-    got = np.concatenate([text(part) for part in tokens.split(chunks, 1)], 1)
+    got = np.concatenate([text(part) for part in tokens.tensor_split(cuts, 1) if part.numel()], 1)
     real = mask.bool()
     return _relative(got[real.numpy()], expected[real])
 

@@ -147,7 +147,7 @@ def _quantize(source: Path, target: Path) -> None:
         )
 
 
-def run_of(path: Path) -> Run:
+def run_of(path: Path, traced: Any) -> Run:
     """Runs a file in ONNX Runtime, on the CPU."""
     import onnxruntime
 

@@ -29,11 +29,17 @@ TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.2}  # see `compare`
 class Format(NamedTuple):
     """A kind of file that programs are written as."""
 
+    module: str  # of this room: `trace`, `write`, `run_of`, `MODEL_FILE`
     needs: tuple[str, ...]  # modules, besides those of this package
     dtypes: tuple[str, ...]
 
 
-FORMATS = {"onnx": Format(("onnx", "onnxscript", "onnxruntime"), DTYPES)}
+ONNX = ("onnx", "onnxscript", "onnxruntime")
+FORMATS = {
+    "onnx": Format("onnx_files", ONNX, DTYPES),
+    "openvino": Format("openvino_files", (*ONNX, "openvino"), ("float32", "float16")),
+    "torch": Format("torch_files", (), ("float32", "float16")),
+}
 
 
 class Exported(NamedTuple):
@@ -60,9 +66,10 @@ def export_model(
 
     Args:
         source: a model folder, or a repository of the Hub.
-        format: one of `FORMATS`. "onnx" is one graph for all batches, lengths and image sizes; a language model's takes a
+        format: one of `FORMATS`. Each is one program for all batches, lengths and image sizes; a language model's takes a
             prompt, in parts or whole, and single tokens, and its state goes in and comes out as float32.
-        dtype: "float32", "float16" (statistics stay in float32) or "int8" (weights of matrix products, by ONNX Runtime).
+        dtype: "float32", "float16" (statistics stay in float32) or, for "onnx" alone, "int8" (weights of matrix products, by
+            ONNX Runtime's own quantiser).
         tokenizer: a folder or repository to take the tokenizer from; by default the model's own, if it has one.
         overwrite: write into a folder that is not empty.
 
@@ -78,13 +85,12 @@ def export_model(
     config = load_config(folder)
     found = _tokenizer(folder, config, tokenizer)
     program = program_of(_in_dtype(load_model(folder, config), dtype))
-    from . import onnx_files
-
-    traced = onnx_files.trace(program)
+    files = importlib.import_module(f".{FORMATS[format].module}", __package__)
+    traced = files.trace(program)
     with staged_folder(target) as staged:
-        run = onnx_files.run_of(onnx_files.write(traced, staged, dtype))
+        run = files.run_of(files.write(traced, staged, dtype), traced)
         agreement = compare(program, run, TOLERANCES[dtype])
-        facts = describe(program, format, dtype, onnx_files.MODEL_FILE, agreement)
+        facts = describe(program, format, dtype, files.MODEL_FILE, agreement)
         (staged / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         if found is not None:
             found.save_pretrained(staged)
@@ -105,7 +111,8 @@ def _check_format(format: str, dtype: str) -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ImportError(
-                f"Exporting to {format} needs {module.split('.')[0]}, which is missing: pip install 'tost-hf[export]'."
+                f"Exporting to {format} needs {module}, which is missing: pip install 'tost-hf[export]'"
+                f"{'' if module in ONNX else f' {module}'}."
             ) from error
 
 
@@ -175,9 +182,10 @@ def _tensor(spec: TensorSpec) -> dict:
     return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
 
 
+RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO", "torch": "torch.export"}
 SCRIPTS = {"generate.py": "run_language_model.py", "classify.py": "run_vision_model.py"}
 PAGE = """\
-# {architecture} for ONNX Runtime
+# {architecture} for {runtime}
 
 `{model}` is a {architecture} in {dtype}, written by `tost-hf export` (https://arxiv.org/abs/2412.17810). It takes {takes}.
 `export.json` names its inputs and outputs.
@@ -195,7 +203,7 @@ def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agr
     elif isinstance(program, VisionProgram):
         takes = f"images whose sides are multiples of {facts['patch_size']} pixels, of any batch"
         name, needs = "classify.py" if "logits" in (spec.name for spec in program.outputs) else None, f"{needs} pillow"
-    words = {key: facts[key] for key in ("architecture", "model", "dtype")}
+    words = {key: facts[key] for key in ("architecture", "model", "dtype")} | {"runtime": RUNTIMES[facts["format"]]}
     page = PAGE.format(**words, takes=takes, agreement=agreement)
     if isinstance(program, LanguageProgram):
         grows = facts["state_bytes_per_token"] > 0
@@ -203,7 +211,7 @@ def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agr
         page += (
             f", and {facts['state_bytes_per_token']:,} more for each token.\n" if grows else ", whatever the text's length.\n"
         )
-    if name is not None:
+    if name is not None and facts["format"] == "onnx":
         shutil.copyfile(Path(__file__).with_name(SCRIPTS[name]), folder / name)
         argument = '"Once upon a time"' if name == "generate.py" else "picture.png"
         page += f"\n```bash\npip install {needs}\npython {name} {argument}\n```\n"

@@ -230,18 +230,21 @@ def _decayed_sum_by_products(log_factor: torch.Tensor, x: torch.Tensor, before: 
 
     Within groups of tokens, and then over the groups, a matrix of decays multiplies the terms: one row per token.
     """
+    if x.ndim == 3:  # of numbers per head
+        before = None if before is None else before.unsqueeze(-1)
+        return _decayed_sum_by_products(log_factor, x.unsqueeze(-1), before).squeeze(-1)
     T = x.shape[1]
-    groups = T // GROUP_TOKENS + 1
+    groups = T // GROUP_TOKENS + 3  # more than enough: programs are for any number of groups, and of those before, but one
     missing = groups * GROUP_TOKENS - T
-    terms = F.pad(x.reshape(*x.shape[:3], -1), (0, 0, 0, 0, 0, missing)).unflatten(1, (groups, GROUP_TOKENS)).transpose(2, 3)
-    logs = F.pad(log_factor, (0, 0, 0, missing)).unflatten(1, (groups, GROUP_TOKENS)).transpose(2, 3)
+    terms = F.pad(x, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, GROUP_TOKENS)).transpose(2, 3)
+    logs = F.pad(log_factor, (0, 0, 0, missing)).unflatten(1, (-1, GROUP_TOKENS)).transpose(2, 3)
     inside = _decay_matrix(logs) @ terms  # (B, groups, H, tokens, p)
     total, through = inside[..., -1, :].transpose(1, 2), logs.sum(-1).transpose(1, 2)  # of the groups: (B, H, groups, p)
-    first = torch.zeros_like(total[:, :, 0]) if before is None else before.reshape(total[:, :, 0].shape)
+    first = torch.zeros_like(total[:, :, 0]) if before is None else before
     carried = torch.cat([first.unsqueeze(2), total[:, :, :-1]], 2)
     before_groups = _decay_matrix(F.pad(through[..., :-1], (1, 0))) @ carried
     sums = inside + logs.cumsum(-1).exp().unsqueeze(-1) * before_groups.transpose(1, 2).unsqueeze(-2)
-    return sums.transpose(2, 3).flatten(1, 2)[:, :T].view(x.shape)
+    return sums.transpose(2, 3).flatten(1, 2)[:, :T]
 
 
 def _decay_matrix(logs: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,64 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""A program as a file of torch.export, which PyTorch runs without this package."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .comparing import Arrays, Run
+from .onnx_files import free_dimensions, quiet
+from .programs import ModelProgram
+
+
+MODEL_FILE = "model.pt2"
+
+
+def trace(program: ModelProgram) -> Any:
+    """The program as a `torch.export.ExportedProgram`, its free dimensions free.
+
+    Raises:
+        ValueError: PyTorch cannot export it.
+    """
+    with quiet():
+        try:
+            # one tuple, as the program takes any number of tensors
+            traced = torch.export.export(
+                program,
+                program.sample(),
+                dynamic_shapes=(free_dimensions(program),),
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+        except RuntimeError as error:
+            raise ValueError(f"PyTorch cannot export this model: {str(error).strip().splitlines()[0]}") from error
+    # such as that the batch is not the number of tokens: true of the traced sample, and without effect on what is computed
+    for node in list(traced.graph.nodes):
+        if node.target is torch.ops.aten._assert_scalar.default:
+            traced.graph.erase_node(node)
+    traced.graph_module.recompile()
+    names = [spec.name for spec in program.inputs], [spec.name for spec in program.outputs]
+    return traced, names
+
+
+def write(traced: Any, folder: Path, dtype: str) -> Path:
+    """Writes `model.pt2`."""
+    exported, _ = traced
+    with quiet():
+        torch.export.save(exported, folder / MODEL_FILE)
+    return folder / MODEL_FILE
+
+
+def run_of(path: Path, traced: Any) -> Run:
+    """Runs a file in PyTorch."""
+    module, (inputs, outputs) = torch.export.load(path).module(check_guards=False), traced[1]  # of the traced sample
+
+    @torch.no_grad()
+    def run(given: Arrays) -> Arrays:
+        found = module(*(torch.from_numpy(given[name]) for name in inputs))
+        return {name: x.numpy() for name, x in zip(outputs, found)}
+
+    return run
+
+
+__all__ = ["MODEL_FILE", "run_of", "trace", "write"]
