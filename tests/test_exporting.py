@@ -70,6 +70,16 @@ def test_language_models(tmp_path, name, dtype):
     assert run_script(tmp_path / "onnx", "generate.py", "To be", "--tokens", "20") == f"{expected}\n"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("format, name", [("torch", "hybrid"), ("openvino", "published")])
+def test_other_formats(tmp_path, format, name):
+    if format == "openvino":
+        pytest.importorskip("openvino", reason="openvino is not installed (pip install openvino)")
+    source = language_folder(tmp_path / "model", **LANGUAGE[name])
+    done = tost_hf.export_model(source, tmp_path / "out", format=format)
+    assert done.agreement.difference < 1e-5 and done.agreement.equal_tokens == done.agreement.greedy_tokens
+
+
 def test_vision_models(tmp_path):
     config = small_vision_config(num_labels=3, id2label={0: "cat", 1: "dog", 2: "bird"})
     model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
@@ -100,7 +110,7 @@ def test_models_that_read_whole_texts(tmp_path, kind):
     "arguments, sentence",
     [
         (["{tmp}/nothing"], "There is no model folder"),
-        (["{model}", "--format", "caffe"], "There is no export format 'caffe'; choose one of onnx"),
+        (["{model}", "--format", "caffe"], "There is no export format 'caffe'; choose one of onnx, openvino, torch"),
         (["{model}", "--dtype", "int2"], "is written in float32, float16, int8, not in 'int2'"),
         (["{model}", "--tokenizer", "{large}"], "does not fit: its last token is number 256, and the model has 97 tokens"),
     ],

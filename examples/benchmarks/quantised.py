@@ -146,7 +146,7 @@ def losses(args, report: Report) -> None:
                 model = load(subject.auto_class, subject.folder, options())
                 loss = subject.loss(model)
             except Exception as error:
-                report.add(case | {"saved": reason(error)}, {"loss": float("nan")})
+                report.add(case | {"saved": reason(error)}, {"loss": float("inf")})
                 continue
             verdict, size = saved(subject, model, loss)
             report.add(case | {"saved": verdict}, {"loss": loss, "saved MiB": size})

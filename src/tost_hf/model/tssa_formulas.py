@@ -172,12 +172,11 @@ def _per_token(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _prefix_sums(seq_idx: torch.Tensor | None, log_decay: torch.Tensor | None) -> Callable:
     """What sums tokens (B, T, H, ...) up to each one, on from a sum before the first (B, H, ...) or None."""
     if log_decay is not None:
+        factor = log_decay.exp()
         if seq_idx is not None:  # the first sequence goes on from the sums before it, a later one from none
             starts = sequence_starts(seq_idx)[:, 1:, None]
-            log_decay = torch.cat([log_decay[:, :1], log_decay[:, 1:].masked_fill(starts, float("-inf"))], 1)
-        if torch.compiler.is_exporting():
-            return functools.partial(_decayed_sum_by_products, log_decay)
-        return functools.partial(_decayed_sum, log_decay.exp())
+            factor = torch.cat([factor[:, :1], factor[:, 1:].masked_fill(starts, 0)], 1)
+        return functools.partial(_decayed_sum, factor)
     offset = None if seq_idx is None else _offset_in_sequence(seq_idx)
 
     def prefix_sums(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
@@ -204,47 +203,33 @@ def _decayed_sum(factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | N
     group = torch.arange(T // GROUP_TOKENS + 3, device=x.device)  # more than enough: programs are for any number but one
     last = (group * GROUP_TOKENS - 1).clamp(0, x.shape[1] - 1)  # of the group before
     total = sums.index_select(1, last).masked_fill(_per_token(group[None] == 0, sums), 0)
-    # programs for rows of any length take the steps of the longest
-    steps = MOST_STEPS if torch.compiler.is_compiling() else len(group).bit_length()
-    total, _ = _double(total, product.index_select(1, last), group, steps)
+    product_of_group = product.index_select(1, last)
+    if torch.compiler.is_exporting():  # few operations, whatever the length
+        decay = _decay_matrix(product_of_group.log().transpose(1, 2))
+        numbers = total.unsqueeze(-1) if total.ndim == 3 else total
+        numbers = (decay @ numbers.transpose(1, 2)).transpose(1, 2)
+        total = numbers.squeeze(-1) if total.ndim == 3 else numbers
+    else:
+        # programs for rows of any length take the steps of the longest
+        steps = MOST_STEPS if torch.compiler.is_compiling() else len(group).bit_length()
+        total, _ = _double(total, product_of_group, group, steps)
     sums = _go_on(total.index_select(1, place // GROUP_TOKENS), product, sums)
     return sums if before is None else sums[:, 1:]
 
 
 def _double(total: torch.Tensor, product: torch.Tensor, offset: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Decayed sums over up to 2**steps places, not beyond the place of offset 0, and the products of the factors."""
+    place = torch.arange(total.shape[1], device=total.device)
     for distance in (2**step for step in range(steps)):
-        early = (offset < distance)[None]
-        total = _go_on(total.roll(distance, 1).masked_fill(_per_token(early, total), 0), product, total)
-        product = product * product.roll(distance, 1).masked_fill(early[..., None], 1)
+        early, earlier = (offset < distance)[None], (place - distance).clamp_min(0)
+        total = _go_on(total.index_select(1, earlier).masked_fill(_per_token(early, total), 0), product, total)
+        product = product * product.index_select(1, earlier).masked_fill(early[..., None], 1)
     return total, product
 
 
 def _go_on(before: torch.Tensor, factor: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
     factor = per_head(factor, term)
     return term + factor * before.masked_fill(factor == 0, 0)
-
-
-def _decayed_sum_by_products(log_factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    """`_decayed_sum` of factors exp(log_factor) (B, T, H), in few operations: what exported programs run, for any T.
-
-    Within groups of tokens, and then over the groups, a matrix of decays multiplies the terms: one row per token.
-    """
-    if x.ndim == 3:  # of numbers per head
-        before = None if before is None else before.unsqueeze(-1)
-        return _decayed_sum_by_products(log_factor, x.unsqueeze(-1), before).squeeze(-1)
-    T = x.shape[1]
-    groups = T // GROUP_TOKENS + 3  # more than enough: programs are for any number of groups, and of those before, but one
-    missing = groups * GROUP_TOKENS - T
-    terms = F.pad(x, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, GROUP_TOKENS)).transpose(2, 3)
-    logs = F.pad(log_factor, (0, 0, 0, missing)).unflatten(1, (-1, GROUP_TOKENS)).transpose(2, 3)
-    inside = _decay_matrix(logs) @ terms  # (B, groups, H, tokens, p)
-    total, through = inside[..., -1, :].transpose(1, 2), logs.sum(-1).transpose(1, 2)  # of the groups: (B, H, groups, p)
-    first = torch.zeros_like(total[:, :, 0]) if before is None else before
-    carried = torch.cat([first.unsqueeze(2), total[:, :, :-1]], 2)
-    before_groups = _decay_matrix(F.pad(through[..., :-1], (1, 0))) @ carried
-    sums = inside + logs.cumsum(-1).exp().unsqueeze(-1) * before_groups.transpose(1, 2).unsqueeze(-2)
-    return sums.transpose(2, 3).flatten(1, 2)[:, :T]
 
 
 def _decay_matrix(logs: torch.Tensor) -> torch.Tensor:
