@@ -268,13 +268,21 @@ def prepare_blocks(split: str, rows, tokenizer: PreTrainedTokenizerBase, block_s
         check_prepared(files[0], tokenizer, block_size)
         blocks = rows
     else:
-        blocks = _cut_rows(split, rows, files, tokenizer, block_size, data_args)
+        blocks = _cut_rows(split, rows, files, _cutting(split, rows, files, tokenizer, block_size, data_args), data_args)
     return blocks if max_samples is None else blocks.take(max_samples)
 
 
-def _cut_rows(split: str, rows, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, data_args):
-    column = text_column(split, rows, data_args.text_column)
-    options = {}
+def _cutting(
+    split: str, rows, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, data_args
+) -> dict:
+    """The keywords of `cut_into_blocks`."""
+    column, eos = text_column(split, rows, data_args.text_column), chosen_eos(files, tokenizer, data_args)
+    return {"tokenizer": tokenizer, "column": column, "block_size": block_size, "eos_token_id": eos}
+
+
+def _cut_rows(split: str, rows, files: list[str] | None, cutting: dict, data_args):
+    """The rows as blocks; a ValueError if there is not one."""
+    block_size, options = cutting["block_size"], {}
     if not data_args.streaming:  # a stream has no workers, cache or length
         options["num_proc"] = data_args.preprocessing_num_workers
         options["load_from_cache_file"] = not data_args.overwrite_cache
@@ -284,12 +292,7 @@ def _cut_rows(split: str, rows, files: list[str] | None, tokenizer: PreTrainedTo
         batched=True,
         batch_size=10_000 if rows_are_lines(files) else 1_000,  # each such batch loses less than a block
         remove_columns=rows.column_names or list(first_row(split, rows)),
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "column": column,
-            "block_size": block_size,
-            "eos_token_id": chosen_eos(files, tokenizer, data_args),
-        },
+        fn_kwargs=cutting,
         **options,
     )
     if not first_row(split, blocks):
@@ -300,12 +303,13 @@ def _cut_rows(split: str, rows, files: list[str] | None, tokenizer: PreTrainedTo
 def stream_blocks(rows, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, data_args) -> PackedStream:
     """Blocks of training text, read while training goes on, without end."""
     files = None if data_args.dataset_name is not None else data_args.train_file
-    _cut_rows("train", rows, files, tokenizer, block_size, data_args)  # refuses what cannot be used
-    eos = chosen_eos(files, tokenizer, data_args)
+    cutting = _cutting("train", rows, files, tokenizer, block_size, data_args)
+    _cut_rows("train", rows, files, cutting, data_args)  # refuses what is too short
+    eos = cutting["eos_token_id"]
     return PackedStream(
         rows,
         partial(encode, tokenizer=tokenizer, eos_token_id=eos),
-        text_column("train", rows, data_args.text_column),
+        cutting["column"],
         block_size,
         shuffle_buffer=data_args.shuffle_buffer,
         seed=seed,

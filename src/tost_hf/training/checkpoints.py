@@ -180,10 +180,15 @@ def _state_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
             yield from _json_problem(folder / name)
 
 
+def stream_file_name(trainer: Trainer) -> str:
+    """The file of a checkpoint with this process's place in a stream of text."""
+    return f"stream_{trainer.args.process_index}.json"
+
+
 def stream_state_name(trainer: Trainer) -> str | None:
-    """The file with this process's place in a stream of text; None if there is no stream, or it is to begin anew."""
+    """`stream_file_name` where a run goes on from that file; None if there is no stream, or it is to begin anew."""
     needed = isinstance(trainer.train_dataset, PackedStream) and not trainer.args.ignore_data_skip
-    return f"stream_{trainer.args.process_index}.json" if needed else None
+    return stream_file_name(trainer) if needed else None
 
 
 def _random_state_name(trainer: Trainer) -> str:
@@ -328,4 +333,4 @@ def _check_model(trainer: Trainer, folder: Path) -> None:
             )
 
 
-__all__ = ["checkpoints", "choose_checkpoint", "delete_old_checkpoints", "stream_state_name"]
+__all__ = ["checkpoints", "choose_checkpoint", "delete_old_checkpoints", "stream_file_name", "stream_state_name"]

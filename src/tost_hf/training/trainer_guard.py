@@ -2,6 +2,7 @@
 """A Trainer that loses nothing: it resumes from complete checkpoints alone, and stops at a loss that is NaN or infinite."""
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,25 @@ class GuardedTrainer(Trainer):
 
     _finite_until = 0  # the step of the last check
     _not_a_number: torch.Tensor | float = 0.0  # until a loss that is NaN or infinite makes it NaN
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        """Refuses (ValueError) processes that would each train alone, or hold what they were asked to share."""
+        started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+        if started > 1 and self.args.world_size == 1:
+            raise ValueError(
+                f"{started} processes were started, but each would train alone and write the same files: there is no device "
+                "that joins them. To train on CPUs, set use_cpu=True (--use_cpu) or ACCELERATE_USE_CPU=true."
+            )
+        asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if self.args.world_size > 1 and asked and not self.is_fsdp_enabled:
+            raise ValueError(
+                "FSDP was asked for, but Accelerate shards no model on CPUs: each process would hold all of it. Train on "
+                "devices that Accelerate knows, or without FSDP."
+            )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """`Trainer.train`.

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from ..files import staged_file
-from .checkpoints import stream_state_name
+from .checkpoints import stream_file_name, stream_state_name
 from .streams import PLACE, PackedStream, StreamCollator
 
 
@@ -72,7 +72,7 @@ class StreamingTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self._stream is not None:
-            with staged_file(Path(output_dir, f"stream_{self.args.process_index}.json")) as file:
+            with staged_file(Path(output_dir, stream_file_name(self))) as file:
                 file.write_text(json.dumps(self._stream.state_dict()), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

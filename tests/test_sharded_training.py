@@ -1,0 +1,47 @@
+"""Training over several processes, DDP, FSDP2, cut texts and cut heads: the losses of one process."""
+
+import pytest
+import sharded_cases
+from accelerate import PartialState
+from processes import run_cases
+from text_runs import training_args
+
+from tost_hf import ToSTTrainer
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def trained(request, tmp_path_factory):
+    """What one process has, and what each of several has."""
+    folder = tmp_path_factory.mktemp("sharded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOST_TEST_MODELS", str(folder))
+        sharded_cases.save_model()
+        return sharded_cases.run("ddp"), run_cases(sharded_cases.run, sharded_cases.WAYS, request.param, folder)
+
+
+@pytest.mark.parametrize("way", sharded_cases.WAYS)
+def test_several_processes_train_as_one(trained, way):
+    one, several = trained
+    assert len(one["losses"]) == sharded_cases.STEPS and one["losses"][-1] < one["losses"][0] - 0.5
+    for process in several[way]:
+        assert process["losses"] == pytest.approx(one["losses"], rel=0, abs=1e-5)
+    held = {process["held"] / one["held"] for process in several[way]}
+    assert max(held) < 0.75 if way in ("fsdp2", "tp") else held == {1.0}
+
+
+@pytest.mark.parametrize(
+    "variables,sentence",
+    [
+        ({}, "2 processes were started, but each would train alone"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "Accelerate shards no model on CPUs"),
+    ],
+)
+def test_processes_that_would_share_nothing_are_refused(tmp_path, monkeypatch, tiny_model, variables, sentence):
+    args = training_args(tmp_path)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", **variables}.items():
+        monkeypatch.setenv(name, value)
+    if variables:  # they found each other
+        monkeypatch.setattr(type(args), "world_size", 2)
+        monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    with pytest.raises(ValueError, match=sentence):
+        ToSTTrainer(tiny_model, args)
