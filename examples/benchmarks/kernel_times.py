@@ -11,6 +11,7 @@ sizes by more than rounding, and `--write` puts the best into src/tost_hf/model/
 Without a GPU the kernels run in Triton's interpreter, to see that everything here runs; its times mean nothing.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -243,28 +244,27 @@ def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tssa_tun
     leaves, best, end = make_leaves(shape, dtype, "causal", args.device), {}, time.monotonic() + args.seconds
     tssa_tuned.TUNED.pop(device, None)
     expected = run(leaves, "causal")
-    for tile in TILES:
-        for warps in WARPS:
-            if best and time.monotonic() > end:
-                print(f"stopped after {args.seconds:.0f} s, before tiles of {tile} tokens, {warps} warps", flush=True)
-                return best
-            sizes = tssa_tuned.Sizes(tile, warps)
-            tssa_tuned.TUNED[device] = dict.fromkeys(TENSORS, sizes)
-            try:
-                got = attempt(f"tile {tile}, {warps} warps", run, leaves, "causal")
-                errors = [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in zip(got or (), expected)]
-                if got is None or not max(errors) < TOLERANCES[str(dtype).removeprefix("torch.")]:
-                    print(f"tile {tile}, {warps} warps: refused", *errors, flush=True)
-                    continue
-                seconds = time_kernels(shape, "causal", dtype, args.repeats, args.device)
-            finally:
-                del tssa_tuned.TUNED[device]
-            for name in TENSORS.keys() & seconds.keys():
-                found = spread(seconds[name])
-                case = case_of("causal", shape, dtype, tile, warps)
-                report.add({"kernel": name.strip("_")} | case, {"ms": found * 1e3, "x copy": None})
-                if name not in best or found.value < best[name][0]:
-                    best[name] = found.value, sizes
+    for tile, warps in itertools.product(TILES, WARPS):
+        if best and time.monotonic() > end:
+            print(f"stopped after {args.seconds:.0f} s, before tiles of {tile} tokens, {warps} warps", flush=True)
+            break
+        sizes = tssa_tuned.Sizes(tile, warps)
+        tssa_tuned.TUNED[device] = dict.fromkeys(TENSORS, sizes)
+        try:
+            got = attempt(f"tile {tile}, {warps} warps", run, leaves, "causal")
+            errors = [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in zip(got or (), expected)]
+            if got is None or not max(errors) < TOLERANCES[str(dtype).removeprefix("torch.")]:
+                print(f"tile {tile}, {warps} warps: refused", *errors, flush=True)
+                continue
+            seconds = time_kernels(shape, "causal", dtype, args.repeats, args.device)
+        finally:
+            del tssa_tuned.TUNED[device]
+        for name in TENSORS.keys() & seconds.keys():
+            found = spread(seconds[name])
+            case = case_of("causal", shape, dtype, tile, warps)
+            report.add({"kernel": name.strip("_")} | case, {"ms": found * 1e3, "x copy": None})
+            if name not in best or found.value < best[name][0]:
+                best[name] = found.value, sizes
     return {name: sizes for name, (_, sizes) in best.items()}
 
 
