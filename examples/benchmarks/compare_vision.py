@@ -81,7 +81,7 @@ def make_parser_of_images(description: str, steps: int):
     parser.add_argument("--patch_size", type=int, default=4)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--test_images", type=int, default=None, help="test on the first ones only")
-    parser.add_argument("--every", type=int, default=None, help="test after every so many steps as well, for the curve")
+    parser.add_argument("--every", type=int, default=None, help="measure after every so many steps as well, for the curve")
     return parser
 
 

@@ -13,7 +13,9 @@ measured on held-out images and text by `tost_hf.interpret`:
 - *Does the membership flatten with position?* Its distance from uniform, 1 - entropy / ln H, by position in the text.
 """
 
+import argparse
 import math
+from typing import NamedTuple
 
 import compare_lm
 import torch
@@ -21,6 +23,7 @@ from compare_vision import load_images, make_classifier, make_parser_of_images, 
 from experiments import Results, train
 from language_models import make_language_model
 from rows import markdown, parse_arguments, plus_minus, select
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel, set_seed
 
 from tost_hf.interpret import (
@@ -80,29 +83,57 @@ def observe_images(args, results: Results) -> None:
         report(results, "images", "trained", model, measure_images(model, pixels), args, patches, seed)
 
 
-def observe_text(args, results: Results) -> None:
+class Text(NamedTuple):
+    """A text to train on, in pieces of `CONTEXT` bytes, and held-out pieces to measure on."""
+
+    tokenizer: Tokenizer
+    examples: list[dict[str, torch.Tensor]]
+    held_out: str  # enough for the pieces and one more
+    input_ids: torch.Tensor  # (pieces, CONTEXT)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.get_vocab_size()
+
+
+def load_text(args) -> Text:
     size = compare_lm.SIZES["small"]
     training, validation = compare_lm.load_texts(args.text)
     training = compare_lm.shorten(training, size.train_characters)
     tokenizer = compare_lm.train_tokenizer(training, size.vocab_size)
-    examples, held_out = (
-        compare_lm.cut(compare_lm.encode(tokenizer, texts), CONTEXT)
-        for texts in (training, compare_lm.shorten(validation, CONTEXT * (args.test_texts + 1)))
-    )
+    validation = compare_lm.shorten(validation, CONTEXT * (args.test_texts + 1))
+    examples, held_out = (compare_lm.cut(compare_lm.encode(tokenizer, texts), CONTEXT) for texts in (training, validation))
     input_ids = torch.stack([block["input_ids"] for block in held_out[: args.test_texts]])
+    return Text(tokenizer, examples, "".join(validation), input_ids)
+
+
+def make_reader(args, vocab_size: int, name: str = "ToST") -> PreTrainedModel:
+    """A new language model, with as many layers as the image model."""
+    size = compare_lm.SIZES["small"]
+    sizes = {"width": size.width, "layers": args.layers, "head_dim": size.head_dim}
+    return make_language_model(name, vocab_size=vocab_size, context=CONTEXT, **sizes)
+
+
+def train_reader(model, text: Text, args, *, seed: int, callbacks=()) -> None:
+    train(
+        model,
+        text.examples,
+        steps=args.steps,
+        learning_rate=args.text_learning_rate,
+        seed=seed,
+        batch_size=args.text_batch,
+        callbacks=callbacks,
+    )
+
+
+def observe_text(args, results: Results) -> None:
+    text = load_text(args)
     for seed in args.seeds:
         set_seed(seed)
-        model = make_language_model(
-            "ToST",
-            vocab_size=tokenizer.get_vocab_size(),
-            width=size.width,
-            layers=args.layers,
-            head_dim=size.head_dim,
-            context=CONTEXT,
-        )
-        report(results, "text", "untrained", model, measure_text(model, input_ids), args, CONTEXT, seed)
-        train(model, examples, steps=args.steps, learning_rate=args.text_learning_rate, seed=seed, batch_size=args.text_batch)
-        report(results, "text", "trained", model, measure_text(model, input_ids), args, CONTEXT, seed)
+        model = make_reader(args, text.vocab_size)
+        report(results, "text", "untrained", model, measure_text(model, text.input_ids), args, CONTEXT, seed)
+        train_reader(model, text, args, seed=seed)
+        report(results, "text", "trained", model, measure_text(model, text.input_ids), args, CONTEXT, seed)
 
 
 def report(results, task, state, network, metrics, args, context, seed) -> None:
@@ -126,13 +157,19 @@ def print_tables(results: Results, task: str) -> None:
     print("\n" + markdown([task, "", *(f"layer {i}" for i in range(1, layers + 1))], lines))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser_of_images(__doc__, steps=400)
+def make_parser_of_both(description: str | None) -> argparse.ArgumentParser:
+    """A parser of what the experiments with images and text take."""
+    parser = make_parser_of_images(description, steps=400)
     parser.set_defaults(learning_rates=[1e-3], layers=4, test_images=200)
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
     parser.add_argument("--test_texts", type=int, default=100, help=f"pieces of {CONTEXT} bytes to measure on")
     parser.add_argument("--text_learning_rate", type=float, default=1e-2)
     parser.add_argument("--text_batch", type=int, default=8)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser_of_both(__doc__)
     args = parse_arguments(parser, arguments, __file__)
     if len(args.learning_rates) > 1:
         parser.error("--learning_rates takes one value here: nothing is chosen")

@@ -1,0 +1,182 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Local against global interactions, as a dial: how much of what a model learns lies in the order of neighbours.
+
+    python examples/benchmarks/interactions.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+
+- *Synthetic*: every token of a sequence is drawn, with the probability on the dial, from what follows the token before it (one
+  table for all sequences: local), else from the few tokens that its sequence prefers (global). A model is trained at each
+  setting of the dial and its loss compared with GPT-2's and with that of the one who knows table, dial and preferences.
+- *Text*: the words of the held-out text are shuffled within windows of so many words, for models trained on the text as it is.
+- *Images*: so are the patches of test images, within squares of so many patches on a side.
+
+Windows of 1 leave everything in place. Rows that are there are not measured again.
+"""
+
+import argparse
+import re
+
+import numpy as np
+import torch
+from compare_lm import SIZES, cut, encode
+from compare_vision import Images, accuracy, load_images, make_classifier, train_classifier
+from experiments import Batches, Results, first, train
+from language_models import make_language_model
+from observations import CONTEXT, load_text, make_parser_of_both, make_reader, train_reader
+from rows import parse_arguments
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+
+DIAL = (0, 25, 50, 75, 100)  # % of the tokens that follow from the one before
+VOCAB_SIZE, PREFERRED, FOLLOWERS = 32, 4, 2
+LENGTH, SYNTHETIC_BATCH, SYNTHETIC_RATE = 96, 8, 1e-2
+READERS = ("ToST", "GPT-2")
+TRUNKS = {"ToST": "tssa", "softmax": "softmax"}
+WORDS = (1, 2, 4, 16, 64)
+PATCHES = (1, 2, 4, 8)  # sides of a square; those that divide the grid are used
+TEST_SEED = 1_000_000
+
+
+# Synthetic ------------------------------------------------------------------------------------------------------------
+
+
+def mixed_probabilities(local: float, followers: np.ndarray, preferred: np.ndarray) -> np.ndarray:
+    """Of each next token after each token, (B, vocabulary, vocabulary), for sequences that prefer these tokens (B, kinds)."""
+    table = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
+    np.put_along_axis(table, followers, 1 / FOLLOWERS, 1)
+    topic = np.zeros((len(preferred), 1, VOCAB_SIZE))
+    np.put_along_axis(topic[:, 0], preferred, 1 / PREFERRED, 1)
+    return local * table + (1 - local) * topic
+
+
+def make_mixed_batch(rng: np.random.Generator, local: float, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Sequences of which the share `local` of the tokens follows from the token before, the others from the sequence's topic.
+
+    Returns:
+        `input_ids` and `labels`, (batch, length); `known`, the mean loss of who knows everything but what is drawn next.
+    """
+    followers = np.random.default_rng(0).permuted(np.tile(np.arange(VOCAB_SIZE), (VOCAB_SIZE, 1)), axis=1)[:, :FOLLOWERS]
+    preferred = rng.permuted(np.tile(np.arange(VOCAB_SIZE), (batch, 1)), axis=1)[:, :PREFERRED]
+    probabilities = mixed_probabilities(local, followers, preferred)
+    tokens, known, rows = np.empty((batch, length), dtype=np.int64), [], np.arange(batch)
+    tokens[:, 0] = preferred[:, 0]
+    for place in range(1, length):
+        now = probabilities[rows, tokens[:, place - 1]]
+        tokens[:, place] = (now.cumsum(1) > rng.random((batch, 1)) * now.sum(1, keepdims=True)).argmax(1)
+        known.append(-np.log(now[rows, tokens[:, place]]).mean())
+    ids = torch.from_numpy(tokens)
+    return {"input_ids": ids, "labels": ids, "known": torch.tensor(np.mean(known))}
+
+
+@torch.no_grad()
+def mean_loss(model: PreTrainedModel, batches) -> float:
+    model.eval()
+    return float(np.mean([model(input_ids=x["input_ids"], labels=x["labels"]).loss.item() for x in batches]))
+
+
+def synthetic(args, results: Results) -> None:
+    for share in DIAL:
+        for name in READERS:
+
+            def run(seed, learning_rate, share=share, name=name):
+                def make(rng):
+                    return make_mixed_batch(rng, share / 100, SYNTHETIC_BATCH, LENGTH)
+
+                sizes = {"width": SIZES["small"].width, "layers": 2, "head_dim": SIZES["small"].head_dim}
+                model = make_language_model(name, vocab_size=VOCAB_SIZE, context=LENGTH, **sizes)
+                data = Batches(make, args.steps, seed)
+                train(model, data, steps=args.steps, learning_rate=learning_rate, seed=seed, data_collator=without_known)
+                test = list(Batches(make, 16, TEST_SEED))
+                return model, {"loss": mean_loss(model, test), "known": float(np.mean([x["known"] for x in test]))}
+
+            case = {"steps": args.steps, "batch": SYNTHETIC_BATCH, "context": LENGTH}
+            width, rates = SIZES["small"].width, with_rate(args, SYNTHETIC_RATE)
+            results.add_missing(run, rates, no_score, width=width, task=f"synthetic, {share} % local", model=name, **case)
+
+
+def without_known(items: list) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in first(items).items() if name != "known"}
+
+
+# Text and images ------------------------------------------------------------------------------------------------------
+
+
+def shuffle_words(text: str, window: int, rng: np.random.Generator) -> str:
+    """The text with its words, each with the space after it, shuffled within windows of so many words."""
+    words = re.findall(r"\S*\s+|\S+", text)
+    windows = (words[place : place + window] for place in range(0, len(words), window))
+    return "".join(words[place] for words in windows for place in rng.permutation(len(words)))
+
+
+def shuffle_patches(pixels: torch.Tensor, patch_size: int, side: int, generator: torch.Generator) -> torch.Tensor:
+    """Images (N, C, height, width) with their patches shuffled within squares of `side` by `side` patches."""
+    height, width = (x // patch_size for x in pixels.shape[-2:])
+    places = torch.arange(height * width).view(height // side, side, width // side, side).transpose(1, 2).reshape(-1, side**2)
+    order = torch.rand(len(pixels), *places.shape, generator=generator).argsort(-1)
+    source = places.expand(len(pixels), -1, -1).gather(-1, order)
+    patches = F.unfold(pixels.float(), patch_size, stride=patch_size)  # (N, C * patch_size^2, places)
+    shuffled = torch.empty_like(patches)
+    shuffled[..., places.flatten()] = patches.gather(-1, source.flatten(1)[:, None].expand_as(patches))
+    return F.fold(shuffled, pixels.shape[-2:], patch_size, stride=patch_size).to(pixels.dtype)
+
+
+def texts(args, results: Results) -> None:
+    text = load_text(args)
+    held_out = {
+        window: cut(encode(text.tokenizer, [shuffle_words(text.held_out, window, np.random.default_rng(0))]), CONTEXT)
+        for window in WORDS
+    }
+    batches = {window: torch.utils.data.DataLoader(blocks[: args.test_texts], 50) for window, blocks in held_out.items()}
+    for name in READERS:
+
+        def run(seed, _, name=name):
+            model = make_reader(args, text.vocab_size, name)
+            train_reader(model, text, args, seed=seed)
+            return model, {f"loss, window {window}": mean_loss(model, shuffled) for window, shuffled in batches.items()}
+
+        case = {"task": "text", "model": name, "steps": args.steps, "batch": args.text_batch, "context": CONTEXT}
+        rates = with_rate(args, args.text_learning_rate)
+        results.add_missing(run, rates, no_score, width=SIZES["small"].width, **case)
+
+
+def images(args, results: Results) -> None:
+    training, test = load_images(args.images, args.test_images)
+    grid = training.pixels.shape[-1] // args.patch_size
+    shuffled = {
+        side: Images(shuffle_patches(test.pixels, args.patch_size, side, torch.Generator().manual_seed(0)), test.labels, [])
+        for side in PATCHES
+        if grid % side == 0
+    }
+    for name, attention_type in TRUNKS.items():
+
+        def run(seed, learning_rate, attention_type=attention_type):
+            model = make_classifier(args, training.names, training.pixels.shape[-1], attention_type=attention_type)
+            model, _ = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed)
+            return model, {f"accuracy, window {side}": accuracy(model, found) for side, found in shuffled.items()}
+
+        case = {"task": "images", "model": name, "steps": args.steps, "batch": args.batch, "context": grid**2}
+        results.add_missing(run, args, no_score, width=args.width, **case)
+
+
+def with_rate(args, learning_rate: float) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | {"learning_rates": [learning_rate]})
+
+
+def no_score(metrics: dict[str, float]) -> float:
+    """One learning rate each: there is nothing to choose."""
+    return 0.0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser_of_both(__doc__)
+    parser.set_defaults(steps=300, layers=2, test_images=2000)
+    args = parse_arguments(parser, arguments, __file__)
+    results = Results(args)
+    for part in (synthetic, texts, images):
+        part(args, results)
+    for row in results.rows:
+        print(f"{row['task']}, {row['model']}, seed {row['seed']}: {row['metric']} {row['value']}")
+
+
+if __name__ == "__main__":
+    main()

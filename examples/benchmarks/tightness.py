@@ -1,0 +1,102 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""How tight the bound that TSSA lowers is while a model learns: the compression term over the coding rate, layer by layer.
+
+    python examples/benchmarks/tightness.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+
+The variational form bounds the coding rate from above and equals it where the channels of a head are uncorrelated, so that
+their ratio is 1 where the bound is tight and grows with what it leaves out. The models, the data and both quantities are those
+of observations.py, measured on held-out images and text before training and after every so many steps. Rows that are there
+are not measured again.
+"""
+
+import argparse
+from collections.abc import Callable
+
+from compare_lm import SIZES
+from compare_vision import load_images, make_classifier, normalize, train_classifier
+from experiments import Results
+from observations import CONTEXT, load_text, make_parser_of_both, make_reader, train_reader
+from rows import markdown, parse_arguments, plus_minus
+from transformers import PreTrainedModel, TrainerCallback
+
+from tost_hf.interpret import NORMALIZATIONS, compression_terms, trace_model
+
+
+def ratio_by_layer(model: PreTrainedModel, **inputs) -> dict[str, float]:
+    """Means over images or texts of the compression term over the coding rate; layers count from 1."""
+    trace, metrics = trace_model(model, **inputs), {}
+    for normalization in NORMALIZATIONS:
+        terms = compression_terms(trace, normalization)
+        ratios = (terms.variational / terms.coding_rate).mean(0).tolist()
+        metrics |= {f"unit {normalization}, layer {i}": ratio for i, ratio in enumerate(ratios, 1)}
+    return metrics
+
+
+class Watch(TrainerCallback):
+    """Measures a model before training and after every so many steps; `found` maps "step N, ..." to what was measured."""
+
+    def __init__(self, measure: Callable[[PreTrainedModel], dict[str, float]], every: int):
+        self.measure, self.every, self.found = measure, every, {}
+
+    def look(self, step: int, model: PreTrainedModel) -> None:
+        training = model.training
+        self.found |= {f"step {step}, {name}": value for name, value in self.measure(model.eval()).items()}
+        model.train(training)
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.look(0, model)
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step % self.every == 0:
+            self.look(state.global_step, model)
+
+
+def watch_images(args, results: Results) -> None:
+    training, test = load_images(args.images, args.test_images)
+    pixels = normalize(test.pixels)
+
+    def run(seed, learning_rate):
+        watch = Watch(lambda model: ratio_by_layer(model, pixel_values=pixels), args.every)
+        model = make_classifier(args, training.names, training.pixels.shape[-1])
+        model, _ = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed, callbacks=[watch])
+        return model, watch.found
+
+    patches = (pixels.shape[-1] // args.patch_size) ** 2
+    case = {"task": "images", "model": "ToST", "steps": args.steps, "batch": args.batch, "context": patches}
+    results.add_missing(run, args, lambda metrics: 0.0, width=args.width, **case)
+
+
+def watch_text(args, results: Results) -> None:
+    text = load_text(args)
+    rates = argparse.Namespace(**vars(args) | {"learning_rates": [args.text_learning_rate]})
+
+    def run(seed, _):
+        watch = Watch(lambda model: ratio_by_layer(model, input_ids=text.input_ids), args.every)
+        model = make_reader(args, text.vocab_size)
+        train_reader(model, text, args, seed=seed, callbacks=[watch])
+        return model, watch.found
+
+    case = {"task": "text", "model": "ToST", "steps": args.steps, "batch": args.text_batch, "context": CONTEXT}
+    results.add_missing(run, rates, lambda metrics: 0.0, width=SIZES["small"].width, **case)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser_of_both(__doc__)
+    parser.set_defaults(every=50)
+    args = parse_arguments(parser, arguments, __file__)
+    if len(args.learning_rates) > 1:
+        parser.error("--learning_rates takes one value here: nothing is chosen")
+    results = Results(args)
+    watch_images(args, results)
+    watch_text(args, results)
+    lines = [
+        [task, metric, plus_minus(results.values(task=task, metric=metric), ".2f")]
+        for task in ("images", "text")
+        for metric in results.unique("metric")
+        if metric.startswith((f"step {args.steps},", "step 0,"))
+    ]
+    print(markdown(["", "compression term over coding rate", "ratio"], lines))
+
+
+if __name__ == "__main__":
+    main()
