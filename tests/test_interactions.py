@@ -22,11 +22,11 @@ def test_tokens_follow_the_dial(share):
     batch = interactions.make_mixed_batch(np.random.default_rng(1), share / 100, 200, 96)
     tokens = batch["input_ids"]
     follows, purely_local = {}, interactions.make_mixed_batch(np.random.default_rng(2), 1.0, 200, 96)["input_ids"]
-    for before, after in purely_local.unfold(1, 2, 1).flatten(0, 1).tolist():
+    for before, _, after in purely_local.unfold(1, 3, 1).flatten(0, 1).tolist():
         follows.setdefault(before, set()).add(after)
     assert all(len(found) == interactions.FOLLOWERS for found in follows.values())  # one table for all sequences
-    pairs = tokens.unfold(1, 2, 1).flatten(0, 1).tolist()
-    local = sum(after in follows.get(before, ()) for before, after in pairs) / len(pairs)
+    triples = tokens.unfold(1, 3, 1).flatten(0, 1).tolist()
+    local = sum(after in follows.get(before, ()) for before, _, after in triples) / len(triples)
     by_chance = interactions.FOLLOWERS / interactions.VOCAB_SIZE
     assert local == pytest.approx(share / 100 + (1 - share / 100) * by_chance, abs=0.02)
     assert (share == 0) == all(len(row.unique()) <= interactions.PREFERRED for row in tokens)

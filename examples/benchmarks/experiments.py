@@ -1,8 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What the experiments share: one way to train, one table of results (results/results.csv), one choice of learning rates.
 
-The experiments are recall.py, locality.py, long_context.py, compare_lm.py, compare_vision.py, ablations.py and
-observations.py. Every model of an experiment gets the same steps, batches, optimizer and learning rates to choose from.
+The experiments are recall.py, locality.py, long_context.py, compare_lm.py, compare_vision.py, ablations.py, observations.py,
+tightness.py and interactions.py. Every model of an experiment gets the same steps, batches, optimizer and learning rates to
+choose from.
 """
 
 import argparse

@@ -3,9 +3,10 @@
 
     python examples/benchmarks/interactions.py --images CIFAR10_FOLDER --text TEXT_FOLDER
 
-- *Synthetic*: every token of a sequence is drawn, with the probability on the dial, from what follows the token before it (one
-  table for all sequences: local), else from the few tokens that its sequence prefers (global). A model is trained at each
-  setting of the dial and its loss compared with GPT-2's and with that of the one who knows table, dial and preferences.
+- *Synthetic*: every token of a sequence is drawn, with the probability on the dial, from what follows the token two places
+  before it (one table for all sequences: local, and not to be had from the current token alone), else from the few tokens that
+  its sequence prefers (global). A model is trained at each setting of the dial and its loss compared with GPT-2's and with that
+  of the one who knows table, dial and preferences.
 - *Text*: the words of the held-out text are shuffled within windows of so many words, for models trained on the text as it is.
 - *Images*: so are the patches of test images, within squares of so many patches on a side.
 
@@ -27,8 +28,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 
-DIAL = (0, 25, 50, 75, 100)  # % of the tokens that follow from the one before
-VOCAB_SIZE, PREFERRED, FOLLOWERS = 32, 4, 2
+DIAL = (0, 25, 50, 75, 100)  # % of the tokens that follow from the one two places before
+VOCAB_SIZE, PREFERRED, FOLLOWERS, DISTANCE = 32, 4, 2, 2
 LENGTH, SYNTHETIC_BATCH, SYNTHETIC_RATE = 96, 8, 1e-2
 READERS = ("ToST", "GPT-2")
 TRUNKS = {"ToST": "tssa", "softmax": "softmax"}
@@ -50,7 +51,7 @@ def mixed_probabilities(local: float, followers: np.ndarray, preferred: np.ndarr
 
 
 def make_mixed_batch(rng: np.random.Generator, local: float, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Sequences of which the share `local` of the tokens follows from the token before, the others from the sequence's topic.
+    """Sequences of which the share `local` of the tokens follows from the token `DISTANCE` before, the others from a topic.
 
     Returns:
         `input_ids` and `labels`, (batch, length); `known`, the mean loss of who knows everything but what is drawn next.
@@ -59,9 +60,9 @@ def make_mixed_batch(rng: np.random.Generator, local: float, batch: int, length:
     preferred = rng.permuted(np.tile(np.arange(VOCAB_SIZE), (batch, 1)), axis=1)[:, :PREFERRED]
     probabilities = mixed_probabilities(local, followers, preferred)
     tokens, known, rows = np.empty((batch, length), dtype=np.int64), [], np.arange(batch)
-    tokens[:, 0] = preferred[:, 0]
-    for place in range(1, length):
-        now = probabilities[rows, tokens[:, place - 1]]
+    tokens[:, :DISTANCE] = preferred[:, :DISTANCE]
+    for place in range(DISTANCE, length):
+        now = probabilities[rows, tokens[:, place - DISTANCE]]
         tokens[:, place] = (now.cumsum(1) > rng.random((batch, 1)) * now.sum(1, keepdims=True)).argmax(1)
         known.append(-np.log(now[rows, tokens[:, place]]).mean())
     ids = torch.from_numpy(tokens)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tables_ability
+import tables_checks
 import tables_lra
 import tables_options
 import tables_speed
@@ -32,12 +33,13 @@ MARKED = re.compile(
 KINDS = {
     "results": tables_ability.TABLES
     | tables_lra.TABLES
+    | tables_checks.TABLES
     | tables_speed.TABLES
     | tables_options.TABLES
     | tables_options.IN_SHORT,
     "figure": tables_ability.FIGURES | tables_speed.FIGURES | tables_options.FIGURES,
 }
-PLOTS: dict[str, Callable[[Measured], list[Panel]]] = tables_ability.PLOTS | tables_speed.PLOTS
+PLOTS: dict[str, Callable[[Measured], list[Panel]]] = tables_ability.PLOTS | tables_checks.PLOTS | tables_speed.PLOTS
 
 
 def fill(text: str, measured: Measured) -> str:

@@ -50,7 +50,7 @@ def settings(rows: list[dict[str, str]]) -> str:
         return f"{', '.join(others)} or {last}" if others else last
 
     seeds = len({row["seed"] for row in rows})
-    return f"Width {values('width')}, {values('layers')} layers, {values('steps')} steps, {seeds} seeds."
+    return f"Width {values('width')}, {values('layers')} layers, {values('steps')} steps, {seeds} seed{'s' * (seeds > 1)}."
 
 
 def with_source(measured: Measured, table: str, models: tuple[str, ...] = (), **wanted) -> str:
