@@ -5,8 +5,8 @@
 
 - *Synthetic*: every token of a sequence is drawn, with the probability on the dial, from what follows the token two places
   before it (one table for all sequences: local, and not to be had from the current token alone), else from the few tokens that
-  its sequence prefers (global). A model is trained at each setting of the dial and its loss compared with GPT-2's and with what
-  who knows table, dial and preferences would have.
+  its sequence prefers (global). A model is trained at each setting of the dial; its loss stands beside GPT-2's and that of who
+  knows table, dial and preferences.
 - *Text*: the words of the held-out text are shuffled within windows of so many words, for models trained on the text as it is.
 - *Images*: so are the patches of test images, within squares of so many patches on a side.
 
