@@ -72,7 +72,8 @@ def test_every_row_says_where_it_comes_from(measured):
 
 def test_commands_in_rows_name_arguments_that_exist(measured):
     """A flag of a recorded command stands in its script, or in what the scripts share."""
-    shared = "".join((BENCHMARKS / name).read_text() for name in ("experiments.py", "timing.py", "compare_vision.py"))
+    sharing = ("experiments.py", "timing.py", "compare_vision.py", "observations.py")
+    shared = "".join((BENCHMARKS / name).read_text() for name in sharing)
     for command in {row["command"] for found in measured.rows.values() for row in found}:
         script, *arguments = shlex.split(command)[1:]
         source = (ROOT / script).read_text() + shared

@@ -13,19 +13,19 @@ SYNTHETIC = re.compile(r"synthetic, (\d+) % local")
 
 
 def shares(measured: Measured) -> dict[int, str]:
-    """Settings of the dial in % to the names of their tasks."""
+    """Settings of the dial in %, in order, to the names of their tasks."""
     tasks = {row["task"] for row in measured.find("results", script=DIAL)}
-    return {int(found[1]): task for task in tasks if (found := SYNTHETIC.fullmatch(task))}
+    return dict(sorted((int(found[1]), task) for task in tasks if (found := SYNTHETIC.fullmatch(task))))
 
 
 def windows(measured: Measured, task: str) -> dict[int, str]:
-    """Sizes of windows to the names of their metrics."""
+    """Sizes of windows, in order, to the names of their metrics."""
     metrics = {row["metric"] for row in measured.find("results", script=DIAL, task=task)}
-    return {int(metric.rpartition(" ")[2]): metric for metric in metrics if "window" in metric}
+    return dict(sorted((int(metric.rpartition(" ")[2]), metric) for metric in metrics if "window" in metric))
 
 
 def synthetic(measured: Measured) -> str:
-    tasks = dict(sorted(shares(measured).items()))
+    tasks = shares(measured)
     names = {("GPT-2", "known"): "knowing all but the draw", ("GPT-2", "loss"): "GPT-2", ("ToST", "loss"): "ToST"}
     lines = [
         [name, *(plus_minus(measured.seeds(script=DIAL, task=x, model=model, metric=metric), ".3f") for x in tasks.values())]
@@ -45,7 +45,7 @@ def images(measured: Measured) -> str:
 
 def shuffled(measured: Measured, task: str, models: tuple[str, ...], titles: list[str], scale: float, form: str) -> str:
     """Models by sizes of the windows; `titles` are those of the quantity and of a size."""
-    found = dict(sorted(windows(measured, task).items()))
+    found = windows(measured, task)
 
     def cell(model, metric):
         return plus_minus([scale * x for x in measured.seeds(script=DIAL, task=task, model=model, metric=metric)], form)
