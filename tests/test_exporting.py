@@ -106,6 +106,49 @@ def test_models_that_read_whole_texts(tmp_path, kind):
     assert tost_hf.export_model(tmp_path / "model", tmp_path / "onnx").agreement.difference < 1e-5
 
 
+def full_disk(traced, folder, dtype):
+    (folder / "model.pt2").write_bytes(b"half")
+    raise OSError(28, "No space left on device")
+
+
+def another_program(path, traced):
+    return lambda given: (
+        {"logits": np.zeros((*given["input_ids"].shape, 97), np.float32)}
+        | {name.replace("past.", "present."): x for name, x in given.items()}
+    )
+
+
+def no_runtime(path, traced):
+    raise RuntimeError("an operator is missing")
+
+
+@pytest.mark.parametrize(
+    "part, failing, sentence",
+    [
+        ("write", full_disk, "No space left on device"),
+        ("run_of", another_program, "gives other outputs than the model"),
+        ("run_of", no_runtime, "does not run: an operator is missing"),
+    ],
+)
+def test_nothing_is_left_of_a_failure(tmp_path, capsys, monkeypatch, part, failing, sentence):
+    from tost_hf.exporting import torch_files
+
+    randomize(tost_hf.ToSTForCausalLM(small_config())).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(torch_files, "trace", lambda program: None)
+    monkeypatch.setattr(torch_files, "write", lambda traced, folder, dtype: folder / "model.pt2")
+    monkeypatch.setattr(torch_files, part, failing)
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]) == 1
+    assert sentence in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_runtime_that_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    make_model().save_pretrained(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out")]) == 1
+    assert "needs onnxruntime, which is missing: pip install 'tost-hf[export]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

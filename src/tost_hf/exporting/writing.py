@@ -88,8 +88,8 @@ def export_model(
     files = importlib.import_module(f".{FORMATS[format].module}", __package__)
     traced = files.trace(program)
     with staged_folder(target) as staged:
-        run = files.run_of(files.write(traced, staged, dtype), traced)
-        agreement = compare(program, run, TOLERANCES[dtype])
+        path = files.write(traced, staged, dtype)
+        agreement = _compare(program, files, path, traced, TOLERANCES[dtype])
         facts = describe(program, format, dtype, files.MODEL_FILE, agreement)
         (staged / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         if found is not None:
@@ -114,6 +114,17 @@ def _check_format(format: str, dtype: str) -> None:
                 f"Exporting to {format} needs {module}, which is missing: pip install 'tost-hf[export]'"
                 f"{'' if module in ONNX else f' {module}'}."
             ) from error
+
+
+def _compare(program: ModelProgram, files: Any, path: Path, traced: Any, tolerance: float) -> Agreement:
+    """`compare`, in which whatever a runtime raises is a ValueError: it is no matter of the disk."""
+    try:
+        return compare(program, files.run_of(path, traced), tolerance)
+    except ValueError:
+        raise
+    except Exception as error:  # each runtime has exceptions of its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"The exported program does not run: {reason}. Nothing was written.") from error
 
 
 def model_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
