@@ -4,9 +4,10 @@
     python examples/benchmarks/tables.py
 
 Fills what stands between `<!-- results: NAME -->` (a table) or `<!-- figure: NAME -->` (a number) and `<!-- end -->` in
-README.md and in the README beside this file, and between the same marks as Jinja comments (`{# figure: NAME #}`, `{# end #}`)
-in the template of model cards; writes the speed tables of the cards (hub/figures.json); draws the plots beside the rows.
-What the rows do not hold cannot be cited: a name without its rows is an error, but for the tables of options, which say so.
+README.md, in the README beside this file and in that of ../accelerate, and between the same marks as Jinja comments
+(`{# figure: NAME #}`, `{# end #}`) in the template of model cards; writes the speed tables of the cards (hub/figures.json);
+draws the plots beside the rows. What the rows do not hold cannot be cited: a name without its rows is an error, but for the
+tables of options, which say so. The tables of plan.py are computed and need no rows.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import plan
 import tables_ability
 import tables_checks
 import tables_lra
@@ -25,7 +27,12 @@ from rows import RESULTS, ROOT, Measured, Panel, plot
 from tost_hf.files import staged_file
 
 
-PAGES = (ROOT / "README.md", Path(__file__).with_name("README.md"), ROOT / "src/tost_hf/hub/card_template.md")
+PAGES = (
+    ROOT / "README.md",
+    Path(__file__).with_name("README.md"),
+    ROOT / "examples/accelerate/README.md",
+    ROOT / "src/tost_hf/hub/card_template.md",
+)
 CARD_FIGURES = ROOT / "src/tost_hf/hub/figures.json"
 MARKED = re.compile(
     r"(?P<open><!--|\{#) (?P<kind>results|figure): (?P<name>[^>#]+?) (?P<close>-->|#\}).*?(?P=open) end (?P=close)", re.DOTALL
@@ -36,7 +43,8 @@ KINDS = {
     | tables_checks.TABLES
     | tables_speed.TABLES
     | tables_options.TABLES
-    | tables_options.IN_SHORT,
+    | tables_options.IN_SHORT
+    | plan.TABLES,
     "figure": tables_ability.FIGURES | tables_speed.FIGURES | tables_options.FIGURES,
 }
 PLOTS: dict[str, Callable[[Measured], list[Panel]]] = tables_ability.PLOTS | tables_checks.PLOTS | tables_speed.PLOTS
