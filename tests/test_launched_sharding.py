@@ -1,0 +1,62 @@
+"""`accelerate launch` with examples/accelerate/fsdp2.yaml, as far as CPUs take it: saved, resumed, loaded as one model."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import randomize
+from scripts import EXAMPLES, environment, launch_command, losses
+
+from tost_hf import ToSTConfig, ToSTForCausalLM
+
+
+pytestmark = pytest.mark.slow
+RUN_CLM = EXAMPLES / "run_clm.py"
+STEPS = 4
+
+
+@pytest.fixture
+def arguments(clm_args, tmp_path):
+    """Of run_clm.py, with a batch of 8 texts over so many processes; training begins with the same weights."""
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    randomize(ToSTForCausalLM(ToSTConfig(**sizes, max_position_embeddings=32))).save_pretrained(tmp_path / "start")
+    common = {"config_name": None, "config_overrides": None, "model_name_or_path": tmp_path / "start", "max_steps": STEPS}
+
+    def make(folder, processes: int, **changes) -> list[str]:
+        changes |= {"output_dir": folder, "per_device_train_batch_size": 8 // processes}
+        return clm_args(**(common | {"use_cpu": None, "save_strategy": "steps", "save_steps": 2} | changes))
+
+    return make
+
+
+def launch(file: str, tmp_path, args: list[str], processes: int) -> None:
+    script = [str(EXAMPLES.parent / "tests" / "cpus_as_devices.py"), str(RUN_CLM)]
+    plain = launch_command(RUN_CLM, [], 2)
+    port = plain[plain.index("--main_process_port") + 1]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / "accelerate" / file)]
+    command += ["--num_processes", str(processes), "--main_process_port", port, "--mixed_precision", "no"]
+    settings = environment(tmp_path) | {"ACCELERATE_USE_CPU": "false"}
+    done = subprocess.run([*command, *script, *args], env=settings, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def one_process(tmp_path, arguments) -> list[float]:
+    command = [sys.executable, str(RUN_CLM), *arguments(tmp_path / "one", 1, use_cpu=True, save_strategy="no")]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return losses(tmp_path / "one")
+
+
+def test_sharded_runs_resume_on_more_processes_and_load_in_one(tmp_path, arguments):
+    expected = one_process(tmp_path, arguments)
+    two, four = tmp_path / "two", tmp_path / "four"
+    launch("fsdp2.yaml", tmp_path, arguments(two, 2), 2)
+    four.mkdir()
+    shutil.copytree(two / "checkpoint-2", four / "checkpoint-2")
+    launch("fsdp2.yaml", tmp_path, arguments(four, 4), 4)
+    for folder in (two, four):
+        assert losses(folder) == pytest.approx(expected, rel=0, abs=1e-4) and len(expected) == STEPS
+        found, whole = (ToSTForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "one"))
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-3)
