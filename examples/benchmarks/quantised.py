@@ -3,7 +3,7 @@
 
     make demo && python examples/digits.py                                     # the two models
     python examples/benchmarks/quantised.py                                    # their losses and bytes, saved and loaded again
-    python examples/benchmarks/quantised.py --speed                            # a token of tost-base, and its bytes
+    python examples/benchmarks/quantised.py --speed                            # a token of tost-base
 
 `tost-demo` reads the validation text of the demo (the interpreter's standard library), `tost-digits` the digits kept aside.
 Each method loads the folder through `from_pretrained`, as users do. "saved" says whether `save_pretrained` wrote it and
@@ -156,7 +156,7 @@ def losses(args, report: Report) -> None:
 def speed(args, report: Report) -> None:
     torch.manual_seed(0)
     token, prefix = torch.ones(1, 1, dtype=torch.long), torch.ones(1, POSITION, dtype=torch.long)
-    runs, sizes = {}, {}
+    runs = {}
     with tempfile.TemporaryDirectory() as scratch:
         tost_hf.ToSTForCausalLM(tost_hf.ToSTConfig.from_preset("tost-base")).save_pretrained(scratch)
         for method, options in METHODS.items():
@@ -168,13 +168,11 @@ def speed(args, report: Report) -> None:
                 print(f"{method}: {reason(error)}", flush=True)
                 runs.pop(method, None)
                 continue
-            sizes[method] = model.get_memory_footprint() / 2**20
     seconds = measure(runs, args.repeats, warm_up=1)
     for method in runs:
         metrics = {
             "ms a token": spread(seconds[method]) * 1e3,
             "float32 / this": ratio(seconds["float32"], seconds[method]),
-            "MiB": sizes[method],
         }
         report.add({"model": "tost-base", "method": method, "saved": ""}, metrics)
 

@@ -1,9 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What ToST costs, as tables, figures and plots: the other files of results/, the rows of the speed benchmarks."""
 
+import itertools
 import math
 
-from rows import Measured, Panel, Spread, commands, markdown, where
+from rows import Measured, Panel, Spread, commands, markdown, select, where
 
 
 OP_SHAPE = {"B": 4, "T": 1024}
@@ -12,7 +13,12 @@ SHORT_LENGTHS = (16, 32, 64, 128, 256)
 OP_PASSES = ("forward", "forward + backward")
 TRAINING_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 DECODE = {"command": "python examples/benchmarks/decode.py"}  # not that of options
-SERVING = {"command": "python examples/benchmarks/serving.py"}
+BATCHES = (1, 8, 32)
+BATCH_RUNS = {  # how decoding in batches was measured, and the positions of each
+    "float32, eager": ({"dtype": "float32", "code": "eager"}, (64, 512)),
+    "bfloat16, eager": ({"dtype": "bfloat16", "code": "eager"}, (64, 512)),
+    "float32, compiled": ({"dtype": "float32", "code": "compiled"}, (64,)),
+}
 CLIENTS = (1, 8, 32)
 DECODE_POSITIONS = (10, 100, 1000)
 OPTION_POSITIONS = (10, 10_000)
@@ -68,6 +74,64 @@ def decode(measured: Measured) -> str:
     return with_source(measured, markdown(head, lines), "decode", **DECODE)
 
 
+def decode_batches(measured: Measured) -> str:
+    """Steps of several rows, beside GPT-2's."""
+    rows = [row for row in measured.rows["decode"] if "--batch 1 8 32" in row["command"]]
+    lines = []
+    for label, (run, positions) in BATCH_RUNS.items():
+        for batch in BATCHES:
+            found = {
+                (model, x, metric): Spread(*(float(row[name]) for name in ("value", "low", "high")))
+                for model in ("ToST", "GPT-2")
+                for x in positions
+                for metric in ("ms a step", "GPT-2 / this")
+                for row in select(rows, **run, batch=batch, model=model, position=x, metric=metric)
+            }
+            gains = [with_range(found["ToST", x, "GPT-2 / this"]) for x in positions]
+            steps = [ms(found[model, 64, "ms a step"]) for model in ("ToST", "GPT-2")]
+            lines.append([label, str(batch), *steps, *gains, *[""] * (2 - len(gains))])
+    head = ["", "batch", "ToST, at 64", "GPT-2, at 64", "GPT-2 / ToST, at 64", "GPT-2 / ToST, at 512"]
+    return f"{markdown(head, lines)}\n\n{commands(rows)}"
+
+
+# Quantised models -------------------------------------------------------------------------------------------------------
+
+
+def quantised(measured: Measured) -> str:
+    """Losses and bytes of trained models, and the time of a token; empty where a method fails, or was not measured."""
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in measured.find("quantised")):
+
+        def cell(model, metric, form, method=method):
+            rows = select(measured.rows["quantised"], method=method, model=model, metric=metric)
+            if not rows:
+                return ""
+            return form.format(float(rows[0]["value"])) if float(rows[0]["value"]) < math.inf else "fails"
+
+        kept = [row for row in measured.find("quantised", method=method, metric="loss") if not row["saved"].startswith("yes")]
+        lines.append(
+            [
+                method,
+                cell("tost-demo", "loss", "{:.4f}"),
+                cell("tost-digits", "loss", "{:.4f}"),
+                "no" if kept else "yes",
+                cell("tost-demo", "saved MiB", "{:.1f}"),
+                cell("tost-base", "ms a token", "{:.1f} ms"),
+                cell("tost-base", "float32 / this", "{:.2f}"),
+            ]
+        )
+    head = [
+        "",
+        "loss on texts",
+        "loss on images",
+        "saved and read again",
+        "MiB saved",
+        "a token of tost-base",
+        "float32 / this",
+    ]
+    return with_source(measured, markdown(head, lines), "quantised")
+
+
 # The kernels of a GPU ---------------------------------------------------------------------------------------------------
 
 
@@ -96,13 +160,13 @@ def kernel_costs(measured: Measured) -> str:
 
 def serving(measured: Measured) -> str:
     lines = []
-    for clients in CLIENTS:
-        case = {**SERVING, "clients": clients}
+    for dtype, clients in itertools.product(("float32", "bfloat16"), CLIENTS):
+        case = {"dtype": dtype, "clients": clients}
         rate = measured.spread("serving", **case, metric="tokens/s")
         gain = measured.spread("serving", **case, metric="this / 1 client")
-        lines.append([str(clients), f"{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f})", with_range(gain)])
-    table = markdown(["clients at once", "tokens/s, all together", "times those of one"], lines)
-    return with_source(measured, table, "serving", **SERVING)
+        lines.append([dtype, str(clients), f"{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f})", with_range(gain)])
+    table = markdown(["", "clients at once", "tokens/s, all together", "times those of one"], lines)
+    return with_source(measured, table, "serving")
 
 
 # The operator ---------------------------------------------------------------------------------------------------------
@@ -309,7 +373,9 @@ TABLES = {
     "short inputs": short_inputs,
     "long inputs": long_inputs,
     "decode": decode,
+    "decode in batches": decode_batches,
     "serving": serving,
+    "quantised": quantised,
     "kernel costs": kernel_costs,
     "operator": operator,
     "operator memory": operator_memory,

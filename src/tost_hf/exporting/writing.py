@@ -226,6 +226,8 @@ def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agr
         shutil.copyfile(Path(__file__).with_name(SCRIPTS[name]), folder / name)
         argument = '"Once upon a time"' if name == "generate.py" else "picture.png"
         page += f"\n```bash\npip install {needs}\npython {name} {argument}\n```\n"
+    if facts["format"] == "torch":  # the program was traced on a sample: its guards would hold others to the sample's shapes
+        page += '\n```python\nprogram = torch.export.load("model.pt2").module(check_guards=False)\n```\n'
     (folder / "README.md").write_text(page, encoding="utf-8")
 
 
