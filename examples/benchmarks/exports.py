@@ -1,0 +1,155 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Which models transformers' exporters write in which format, and what runs on from there: ToST beside GPT-2, Mamba-2 and ViT.
+
+    pip install "tost-hf[export]" openvino executorch
+    python examples/benchmarks/exports.py
+    python examples/benchmarks/exports.py --formats onnx --models ToST GPT-2
+
+Small models of random weights. Each is exported from sample inputs of two rows, of which one begins with padding, and run on
+the sample and, where its dimensions are free, on inputs of other shapes; the difference is the largest of the logits, relative
+to the model's own. With a dynamic cache all dimensions are free, with a static one none. Each case is a process of its own,
+ended after a minute. Cases that have rows are not tried again.
+"""
+
+import copy
+import importlib.util
+import multiprocessing
+import re
+import sys
+import time
+
+import torch
+from language_models import make_language_model
+from rows import parse_arguments, read_rows, select
+from timing import Report, arguments, print_header
+from transformers import DynamicCache, StaticCache, ViTConfig, ViTForImageClassification
+
+import tost_hf
+
+
+FORMATS = {  # the exporter, its configuration, and the package it needs
+    "torch": ("DynamoExporter", "DynamoConfig", "torch"),
+    "onnx": ("OnnxExporter", "OnnxConfig", "onnxruntime"),
+    "openvino": ("OpenVINOExporter", "OpenVINOConfig", "openvino"),
+    "executorch": ("ExecutorchExporter", "ExecutorchConfig", "executorch"),
+}
+LANGUAGE_MODELS = ("ToST", "ToST conv token", "ToST hybrid", "GPT-2", "Mamba-2")
+VISION_MODELS = ("ToST vision", "ViT")
+CASES = {  # the cache, and (cached tokens, tokens) of the sample and of what is tried besides
+    "prompt": ("none", [(0, 8), (0, 13)]),
+    "one token": ("dynamic", [(6, 1), (9, 1)]),
+    "several tokens": ("dynamic", [(6, 4), (9, 3)]),
+    "one token, static cache": ("static", [(6, 1)]),
+}
+VOCABULARY, MOST_TOKENS = 97, 64
+ALLOWED = 1e-3  # of the logits' size
+SECONDS = 60
+STATIC_CACHE = "one token, static cache"
+
+
+def language_inputs(model, cache: str, batch: int, cached: int, tokens: int) -> dict:
+    mask = torch.ones(batch, cached + tokens, dtype=torch.long)
+    mask[-1, :2] = 0
+    ids = torch.randint(1, VOCABULARY, (batch, cached + tokens), generator=torch.Generator().manual_seed(tokens))
+    given = {"input_ids": ids[:, cached:], "attention_mask": mask, "use_cache": cache != "none"}
+    if cache != "none":
+        past = DynamicCache(config=model.config)
+        if cache == "static":
+            past = StaticCache(config=model.config, max_cache_len=MOST_TOKENS)
+        model(ids[:, :cached], attention_mask=mask[:, :cached], past_key_values=past, use_cache=True)
+        given["past_key_values"] = past
+    return given
+
+
+def make_case(name: str, case: str):
+    """A model, and its inputs: the sample, and others."""
+    torch.manual_seed(0)
+    if name in VISION_MODELS:
+        sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        if name == "ViT":
+            model = ViTForImageClassification(ViTConfig(**sizes, intermediate_size=64)).eval()
+        else:
+            model = tost_hf.ToSTForImageClassification(tost_hf.ToSTVisionConfig(**sizes)).eval()
+        return model, [{"pixel_values": torch.randn(batch, 3, 32, 32)} for batch in (2, 3)]
+    sizes = {"vocab_size": VOCABULARY, "width": 32, "layers": 2, "head_dim": 8, "context": MOST_TOKENS}
+    model = make_language_model(name, **sizes).eval()
+    cache, shapes = CASES[case]
+    batches = (2, 2) if cache == "static" else (2, 3)
+    return model, [language_inputs(model, cache, batch, *shape) for batch, shape in zip(batches, shapes)]
+
+
+@torch.no_grad()
+def try_case(kind: str, name: str, case: str) -> tuple[str, float]:
+    """What came of it, and the largest difference."""
+    exporter, config, package = FORMATS[kind]
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed", float("inf")
+    exporters = importlib.import_module("transformers.exporters")
+    model, inputs = make_case(name, case)
+    step = "export"
+    try:
+        dynamic = case != STATIC_CACHE
+        program = getattr(exporters, exporter)().export(
+            model, copy.deepcopy(inputs[0]), getattr(exporters, config)(dynamic=dynamic)
+        )
+        worst = 0.0
+        for shapes, given in zip(("the sample", "other shapes"), inputs):
+            step = shapes
+            expected = model(**copy.deepcopy(given)).logits
+            given = {key: x for key, x in copy.deepcopy(given).items() if key != "use_cache"}
+            found = program(**given)
+            logits = torch.as_tensor(found["logits"] if isinstance(found, dict) else found.logits)
+            worst = max(worst, ((logits - expected).abs().max() / expected.abs().max()).item())
+    except Exception as error:  # whatever a library raises is what this row is to tell
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        return f"{step}: {type(error).__name__}: {cause(lines)}", float("inf")
+    return ("works" if worst < ALLOWED else "differs"), worst
+
+
+def cause(lines: list[str]) -> str:
+    """The line of an error that tells most, as one short line."""
+    telling = [line for line in lines if re.search(r"[Ee]xpected|not supported|Unsupported|must|cannot|Error|fail", line)]
+    return re.sub(r"\s+", " ", (telling or lines)[0])[:140]
+
+
+def in_process(kind: str, name: str, case: str) -> tuple[str, float]:
+    """`try_case` in a process that may crash or never end."""
+    context = multiprocessing.get_context("fork")
+    answers, queue = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: queue.send(try_case(kind, name, case)))
+    started = time.monotonic()
+    process.start()
+    queue.close()
+    try:
+        outcome = answers.recv() if answers.poll(SECONDS) else (f"did not end within {SECONDS} s", float("inf"))
+    except EOFError:
+        process.join()
+        outcome = (f"the process ended with {process.exitcode}", float("inf"))
+    process.kill()
+    process.join()
+    print(f"    {time.monotonic() - started:.0f} s: {outcome[0]}", flush=True)
+    return outcome
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments(__doc__, repeats=1)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    models = (*LANGUAGE_MODELS, *VISION_MODELS)
+    parser.add_argument("--models", nargs="+", choices=models, default=list(models))
+    args = parse_arguments(parser, argv, __file__)
+    torch.set_num_threads(1)  # threads do not survive the fork of a process
+    print_header(args.device)
+    report = Report(args)
+    done = read_rows(report.path) if report.path.exists() else []
+    for kind in args.formats:
+        for name in args.models:
+            for case in ("image",) if name in VISION_MODELS else CASES:
+                columns = {"model": name, "format": kind, "case": case}
+                if not select(done, **columns):
+                    outcome, difference = in_process(kind, name, case)
+                    report.add(columns | {"outcome": outcome}, {"difference": difference})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
