@@ -1,6 +1,8 @@
 """torch.export of language models with a cache: one program for every batch, length and number of cached tokens."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes, regi
 
 from tost_hf import CausalStatisticsCache, ToSTForCausalLM
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
+
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+from exports import CASES, FORMATS, LANGUAGE_MODELS, try_case
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -91,3 +97,22 @@ def test_prompts_with_as_many_tokens_as_rows(name):
     program = exported(model, inputs(model, 4, 4, 0), dynamic=True)
     for shape in ((4, 4), (3, 9), (5, 40)):
         assert_same(program, model, inputs(model, *shape, 0))
+
+
+EXPORTED = {("torch", name) for name in LANGUAGE_MODELS[:3]} | {("onnx", name) for name in LANGUAGE_MODELS[:3]}
+ALL_CASES = [(kind, name, case) for kind, name in sorted(EXPORTED) for case in CASES]
+QUICK = {("torch", "ToST", "one token, static cache"), ("onnx", "ToST", "one token")}
+    ("torch", "ToST", "one token, static cache"),
+    ("torch", "ToST conv token", "one token"),
+    ("onnx", "ToST", "one token"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, name, case", [pytest.param(*x, marks=[] if x in QUICK else pytest.mark.slow) for x in ALL_CASES]
+)
+def test_transformers_exporters(kind, name, case):
+    pytest.importorskip(FORMATS[kind][2], reason="the packages of the [export] extra are not installed")
+    pytest.importorskip("transformers.exporters", reason="transformers has no exporters yet")
+    outcome, difference = try_case(kind, name, case)
+    assert outcome.startswith("works") and difference < 1e-5

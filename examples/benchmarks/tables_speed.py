@@ -132,6 +132,28 @@ def quantised(measured: Measured) -> str:
     return with_source(measured, markdown(head, lines), "quantised")
 
 
+# Exports ----------------------------------------------------------------------------------------------------------------
+
+
+def exports(measured: Measured) -> str:
+    """What transformers' exporters make of each model, by format; what fails is numbered, and its causes listed below."""
+    rows = measured.find("exports")
+    formats = list(dict.fromkeys(row["format"] for row in rows))
+    causes: dict[str, int] = {}
+
+    def cell(outcome: str) -> str:
+        if outcome.startswith("works"):
+            return "works" if outcome == "works" else "works, cast"
+        return f"fails ({causes.setdefault(outcome, len(causes) + 1)})"
+
+    lines = []
+    for model, case in dict.fromkeys((row["model"], row["case"]) for row in rows):
+        found = {row["format"]: row["outcome"] for row in rows if (row["model"], row["case"]) == (model, case)}
+        lines.append([model, case, *(cell(found[kind]) if kind in found else "" for kind in formats)])
+    listed = "\n".join(f"{number}. `{outcome}`" for outcome, number in causes.items())
+    return f"{markdown(['', 'inputs', *formats], lines)}\n\n{listed}\n\n{commands(rows)}"
+
+
 # The kernels of a GPU ---------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +398,7 @@ TABLES = {
     "decode in batches": decode_batches,
     "serving": serving,
     "quantised": quantised,
+    "exports": exports,
     "kernel costs": kernel_costs,
     "operator": operator,
     "operator memory": operator_memory,

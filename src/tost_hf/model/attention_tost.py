@@ -185,8 +185,8 @@ def _check_gaps(mask: torch.Tensor | None) -> None:
     """Refuses padding between real tokens where the window's cache would count it; looks only where that costs nothing."""
     if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    later = mask.flip(1).cummax(1).values.flip(1)
-    if (~mask & mask.cummax(1).values & later).any():
+    later = mask.flip(1).cummax(1)[0].flip(1)
+    if (~mask & mask.cummax(1)[0] & later).any():
         raise ValueError(
             "With a cache, sliding_attention layers cannot leave out padding between real tokens: pad on the left, or run the "
             "whole text without past_key_values."

@@ -89,9 +89,10 @@ class CausalStatisticsLayer(CacheLayerMixin):
         """Whether a step may add to the tensors of `state` themselves: nobody else looks at them, now or in a backward."""
         if not self.is_initialized or self.record_past or torch.is_grad_enabled():
             return False
-        if torch.compiler.is_compiling():
-            return self.static
-        return all(map(_is_its_own, self._stored_state()))
+        state = self._stored_state()
+        if any(x is not y for x, y in zip(as_state(state, state.sum_sq), state)):  # cast by others, such as an exporter
+            return False
+        return self.static if torch.compiler.is_compiling() else all(map(_is_its_own, state))
 
     @property
     def past_inputs(self) -> torch.Tensor | None:

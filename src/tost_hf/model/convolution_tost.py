@@ -95,7 +95,7 @@ def find_taps(kernel: int, mask: torch.Tensor | None, seq_idx: torch.Tensor | No
     B, T = like.shape
     last = torch.arange(kernel - 1 + T, device=like.device).expand(B, -1)  # the last real row up to each one
     if mask is not None:
-        last = last.masked_fill(F.pad(~mask.bool(), (kernel - 1, 0), value=False), 0).cummax(1).values
+        last = last.masked_fill(F.pad(~mask.bool(), (kernel - 1, 0), value=False), 0).cummax(1)[0]
     before = F.pad(last, (1, 0))  # the last real row before each one; there is none before the first, and none asks
     taps = [before[:, kernel - 1 :]]
     while len(taps) < kernel - 1:

@@ -155,7 +155,7 @@ def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch
 def _previous_real(mask: torch.Tensor) -> torch.Tensor:
     """Index (B, T) of the last real token before each token; -1 where there is none."""
     t = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    return F.pad(t.masked_fill(~mask, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
+    return F.pad(t.masked_fill(~mask, -1).cummax(1)[0][:, :-1], (1, 0), value=-1)
 
 
 # Packed sequences ------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.T
     real = torch.ones_like(seq_idx, dtype=torch.bool) if full_mask is None else full_mask
     count = real.long().cumsum(1)
     if seq_idx is not None:
-        count = count - (count - real.long()).masked_fill(~sequence_starts(seq_idx), 0).cummax(1).values
+        count = count - (count - real.long()).masked_fill(~sequence_starts(seq_idx), 0).cummax(1)[0]
     return (count - 1).clamp_min(0)[:, -T:]
 
 

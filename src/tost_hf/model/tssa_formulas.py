@@ -161,7 +161,7 @@ def step(
 def _offset_in_sequence(seq_idx: torch.Tensor) -> torch.Tensor:
     """Distance (B, T) of each token from the first one of its packed sequence."""
     t = torch.arange(seq_idx.shape[1], device=seq_idx.device).expand_as(seq_idx)
-    return t - t.masked_fill(~sequence_starts(seq_idx), 0).cummax(1).values
+    return t - t.masked_fill(~sequence_starts(seq_idx), 0).cummax(1)[0]
 
 
 def _per_token(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
