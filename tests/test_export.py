@@ -1,6 +1,7 @@
 """torch.export of language models with a cache: one program for every batch, length and number of cached tokens."""
 
 import copy
+import itertools
 import sys
 from pathlib import Path
 
@@ -99,17 +100,12 @@ def test_prompts_with_as_many_tokens_as_rows(name):
         assert_same(program, model, inputs(model, *shape, 0))
 
 
-EXPORTED = {("torch", name) for name in LANGUAGE_MODELS[:3]} | {("onnx", name) for name in LANGUAGE_MODELS[:3]}
-ALL_CASES = [(kind, name, case) for kind, name in sorted(EXPORTED) for case in CASES]
+EXPORTED = list(itertools.product(("torch", "onnx"), LANGUAGE_MODELS[:3], CASES))
 QUICK = {("torch", "ToST", "one token, static cache"), ("onnx", "ToST", "one token")}
-    ("torch", "ToST", "one token, static cache"),
-    ("torch", "ToST conv token", "one token"),
-    ("onnx", "ToST", "one token"),
-}
 
 
 @pytest.mark.parametrize(
-    "kind, name, case", [pytest.param(*x, marks=[] if x in QUICK else pytest.mark.slow) for x in ALL_CASES]
+    "kind, name, case", [pytest.param(*x, marks=[] if x in QUICK else pytest.mark.slow) for x in EXPORTED]
 )
 def test_transformers_exporters(kind, name, case):
     pytest.importorskip(FORMATS[kind][2], reason="the packages of the [export] extra are not installed")
