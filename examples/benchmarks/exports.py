@@ -44,7 +44,7 @@ CASES = {  # the cache, and (cached tokens, tokens) of the sample and of what is
     "one token, static cache": ("static", [(6, 1)]),
 }
 VOCABULARY, MOST_TOKENS = 97, 64
-ALLOWED = 1e-2  # of the logits' size: OpenVINO computes in bfloat16 on CPUs that have it
+ALLOWED = 3e-2  # of the logits' size: OpenVINO computes in bfloat16 on CPUs that have it
 SECONDS = 60
 STATIC_CACHE = "one token, static cache"
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from .comparing import Arrays, Run
 from .onnx_files import free_dimensions, quiet
@@ -37,6 +38,8 @@ def trace(program: ModelProgram) -> Any:
         if node.target is torch.ops.aten._assert_scalar.default:
             traced.graph.erase_node(node)
     traced.graph_module.recompile()
+    for size, bounds in traced.range_constraints.items():  # nor that there are as many tokens as the sample has
+        traced.range_constraints[size] = ValueRanges(0, bounds.upper)
     names = [spec.name for spec in program.inputs], [spec.name for spec in program.outputs]
     return traced, names
 

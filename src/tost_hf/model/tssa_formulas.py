@@ -205,7 +205,8 @@ def _decayed_sum(factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | N
     total = sums.index_select(1, last).masked_fill(_per_token(group[None] == 0, sums), 0)
     product_of_group = product.index_select(1, last)
     if torch.compiler.is_exporting():  # few operations, whatever the length
-        decay = _decay_matrix(product_of_group.log().transpose(1, 2))
+        smallest = torch.finfo(x.dtype).tiny  # log 0 would have no gradient
+        decay = _decay_matrix(product_of_group.clamp_min(smallest).log().transpose(1, 2))
         numbers = total.unsqueeze(-1) if total.ndim == 3 else total
         numbers = (decay @ numbers.transpose(1, 2)).transpose(1, 2)
         total = numbers.squeeze(-1) if total.ndim == 3 else numbers
