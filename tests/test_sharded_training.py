@@ -5,6 +5,7 @@ import sharded_cases
 from accelerate import PartialState
 from processes import run_cases
 from text_runs import training_args
+from transformers.utils import is_accelerate_available
 
 from tost_hf import ToSTTrainer
 
@@ -21,6 +22,8 @@ def trained(request, tmp_path_factory):
 
 @pytest.mark.parametrize("way", sharded_cases.WAYS)
 def test_several_processes_train_as_one(trained, way):
+    if way == "tp" and not is_accelerate_available("1.12"):
+        pytest.skip("transformers' Trainer cuts heads with accelerate 1.12 and later")
     one, several = trained
     assert len(one["losses"]) == sharded_cases.STEPS and one["losses"][-1] < one["losses"][0] - 0.5
     for process in several[way]:

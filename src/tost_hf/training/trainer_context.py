@@ -12,6 +12,10 @@ from transformers import Trainer
 from ..parallel.context import parallelize
 
 
+# older versions ask Accelerate's ParallelismConfig alone
+TRAINER_DIVIDES_BY_PARTS = "get_cp_size" in Trainer._get_num_items_in_batch.__code__.co_names
+
+
 class ContextTrainer(Trainer):
     """`Trainer` whose `args.context_parallel_size` processes share each text; see `parallelize`.
 
@@ -73,6 +77,13 @@ class ContextTrainer(Trainer):
             yield
         finally:
             state.device_mesh = before  # FSDP would take it for a mesh of its own
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        """Each process counts the tokens of whole texts, `get_cp_size` times too many in all."""
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        if self.context_mesh is None or count is None or TRAINER_DIVIDES_BY_PARTS:
+            return count
+        return count / self.get_cp_size()
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
