@@ -60,7 +60,19 @@ def measured():
 
 
 def test_every_row_says_where_it_comes_from(measured):
-    speed = {"decode", "kernel_costs", "lra", "op", "options", "quantised", "resolution", "scaling", "serving", "train_lm"}
+    speed = {
+        "decode",
+        "exports",
+        "kernel_costs",
+        "lra",
+        "op",
+        "options",
+        "quantised",
+        "resolution",
+        "scaling",
+        "serving",
+        "train_lm",
+    }
     assert set(measured.rows) == {"results", *speed}
     for name, found in measured.rows.items():
         assert tuple(found[0])[: len(rows.ORIGIN_COLUMNS)] == rows.ORIGIN_COLUMNS
