@@ -18,11 +18,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_tost import (
-    ToSTAttention,
-    ToSTRotaryEmbedding,
-    build_attention_masks,
-)
+from .attention_tost import ToSTAttention, ToSTRotaryEmbedding, build_attention_masks
 from .batching_tost import BatchedGenerationMixin
 from .cache_tost import cached_length
 from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig

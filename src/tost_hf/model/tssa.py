@@ -153,21 +153,19 @@ def tssa_step(
         RuntimeError: as in `tssa`.
     """
     _check_log_decay(log_decay, w, causal=True)
-    dtype, given = compute_dtype(w.dtype), state
-    state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
-    temp = temp.reshape(-1).to(dtype)
-    mask = None if mask is None else mask.bool()
-    log_decay = _decay_of_tokens(log_decay, mask, w.shape[:2], dtype)
-    needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *state)
-    if in_place and given is not None and (needs_grad or any(x is not y for x, y in zip(state, given))):
+    needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(state or ()))
+    if in_place and state is not None and (needs_grad or any(x is not y for x, y in zip(as_state(state, w), state))):
         raise ValueError("tssa_step cannot update a state in place that needs a gradient or has other dtypes than its own.")
     if _runs_on_kernels(w, backend, "step", forgets=log_decay is not None) and not needs_grad:
         from .tssa_triton import tssa_step_triton
 
+        mask = None if mask is None else mask.bool()
         bias = None if denom_bias is None else denom_bias.reshape(-1, w.shape[1])
+        log_decay = _decay_of_tokens(log_decay, mask, w.shape[:2], compute_dtype(w.dtype))
+        state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
         if not in_place:
             state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))  # the kernel adds in place
-        return TSSAOutput(*tssa_step_triton(w, temp, bias, mask, *state, log_decay), state)
+        return TSSAOutput(*tssa_step_triton(w, temp.reshape(-1), bias, mask, *state, log_decay), state)
     return step_by_formulas(w, temp, denom_bias, state, mask=mask, log_decay=log_decay, in_place=in_place)
 
 
