@@ -168,11 +168,16 @@ def make_parser_of_both(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser_of_both(__doc__)
-    args = parse_arguments(parser, arguments, __file__)
+def parse_one_rate(parser: argparse.ArgumentParser, arguments: list[str] | None, script: str) -> argparse.Namespace:
+    """`parse_arguments`, refusing several learning rates."""
+    args = parse_arguments(parser, arguments, script)
     if len(args.learning_rates) > 1:
         parser.error("--learning_rates takes one value here: nothing is chosen")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_one_rate(make_parser_of_both(__doc__), arguments, __file__)
     results = Results(args)
     observe_images(args, results)
     observe_text(args, results)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from compare_lm import SIZES
 from compare_vision import load_images, make_classifier, normalize, train_classifier
 from experiments import Results
-from observations import CONTEXT, load_text, make_parser_of_both, make_reader, train_reader
-from rows import markdown, parse_arguments, plus_minus
+from observations import CONTEXT, load_text, make_parser_of_both, make_reader, parse_one_rate, train_reader
+from rows import markdown, plus_minus
 from transformers import PreTrainedModel, TrainerCallback
 
 from tost_hf.interpret import NORMALIZATIONS, compression_terms, trace_model
@@ -83,9 +83,7 @@ def watch_text(args, results: Results) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser_of_both(__doc__)
     parser.set_defaults(every=50)
-    args = parse_arguments(parser, arguments, __file__)
-    if len(args.learning_rates) > 1:
-        parser.error("--learning_rates takes one value here: nothing is chosen")
+    args = parse_one_rate(parser, arguments, __file__)
     results = Results(args)
     watch_images(args, results)
     watch_text(args, results)

@@ -31,6 +31,13 @@ def run_serve(args: argparse.Namespace) -> None:
     serve(args.rest)
 
 
+def _add_model_and_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
+    parser.add_argument("output", metavar="OUT", help="the folder to write")
+    parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
+    parser.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
+
+
 def add_export(commands) -> None:
     parser = add_command(
         commands,
@@ -47,12 +54,9 @@ def add_export(commands) -> None:
             "me/my-tost ./tost-onnx --dtype int8",
         ),
     )
-    parser.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
-    parser.add_argument("output", metavar="OUT", help="the folder to write")
+    _add_model_and_output(parser)
     parser.add_argument("--format", default="onnx", metavar="FORMAT", help="onnx (the default), openvino or torch")
-    parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
     parser.add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the tokenizer to write, where MODEL has none")
-    parser.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
 
 
@@ -80,12 +84,9 @@ def add_space(commands) -> None:
             "me/my-tost ./tost-page --title 'My ToST'",
         ),
     )
-    parser.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
-    parser.add_argument("output", metavar="OUT", help="the folder to write")
+    _add_model_and_output(parser)
     parser.add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the model's tokenizer, where MODEL has none")
-    parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
     parser.add_argument("--title", help="the page's title (default: the model's name)")
-    parser.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
     parser.add_argument(
         "--npm",
         metavar="FOLDER|URL",
