@@ -2,20 +2,24 @@
 """What the Triton kernels ask of a GPU, read off their machine code: compiled ahead of time, without one.
 
     python examples/benchmarks/kernel_costs.py
+    python examples/benchmarks/kernel_costs.py --commit 222d0d9  # the kernels of an earlier commit
 
 For each kernel, at 12 heads of 64 channels in bfloat16, for sm_80 and sm_90: a thread's registers, its instructions, and its
 bytes by wide loads and stores, for each number of w. A loop counts as often as it runs. Bytes are those asked for; what a
 cache has is not read again from memory.
 """
 
+import importlib.util
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
-from rows import parse_arguments
+from rows import ROOT, parse_arguments
 from timing import Report, arguments, print_header
 
 from tost_hf.model import tssa_triton
@@ -42,17 +46,39 @@ class Cost(NamedTuple):
     bytes: float  # asked for by wide loads and stores (tokens, sums, totals), for each number of w, from whatever cache
 
 
-def compile_ahead(name, H, p, dtype, capability, causal, absent, folder):
+class Launch(NamedTuple):
+    sizes: dict[str, int]  # of blocks
+    warps: int
+    numbers: float  # of w, of a program's thread
+    used: float  # share of the threads that have a head
+    trips: Sequence[float]  # of code outside loops, in a loop and in a loop inside one, for each program
+
+
+def launch(module: ModuleType, name: str, H: int, p: int) -> Launch:
+    """How a kernel is launched. A loop goes over a chunk's tiles, one inside it over those before, of the same span."""
+    blocks, all_heads = module._blocks(H, p), name in ALL_HEADS
+    sizes = {"BLOCK_P": blocks.channels, "BLOCK_H": blocks.heads}
+    if not hasattr(module, "_CHUNK"):  # before 88488fd: a chunk as one tile, and one head after another
+        numbers = blocks.tokens * p * (H if all_heads else 1) / (32 * blocks.warps)
+        return Launch(sizes | {"BLOCK_T": blocks.tokens}, blocks.warps, numbers, 1, (1, H))
+    heads, warps = (blocks.heads, blocks.warps) if all_heads else (blocks.group, blocks.group_warps)
+    chunk, span, tile = module._CHUNK, module._SPAN, module._TILE
+    sizes |= {"BLOCK_T": chunk, "CHUNK": chunk, "SPAN": span, "TILE": tile, "HEADS": heads}
+    warps = {"_scan_kernel": 4, "_step_kernel": blocks.warps}.get(name, warps)
+    used = H / blocks.heads if all_heads else 1
+    trips = (1, chunk / tile, chunk / tile * (span / tile - 1) / 2)
+    return Launch(sizes, warps, chunk * heads * used * p / (32 * warps), used, trips)
+
+
+def compile_ahead(name, H, p, dtype, capability, causal, absent, folder, module=tssa_triton):
     """Machine code of one kernel, compiled as the launcher would launch it, its registers and its spilled bytes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, blocks = getattr(tssa_triton, name), tssa_triton._blocks(H, p)
-    sizes = {"H": H, "P": p, "CAUSAL": causal, "REVERSE": False, "WIDTH": H * p, "WIDTH2": H, "BLOCK_T": tssa_triton._CHUNK}
-    sizes |= {"CHUNK": tssa_triton._CHUNK, "SPAN": tssa_triton._SPAN, "TILE": tssa_triton._TILE, "BLOCK_H": blocks.heads}
-    sizes |= {"HEADS": blocks.heads if name in ALL_HEADS else blocks.group, "BLOCK_P": blocks.channels}
-    sizes |= {"BLOCK_N": tssa_triton._SCAN_CHUNKS, "BLOCK_C": tssa_triton._SCAN_CHANNELS} | dict.fromkeys(absent)
+    kernel, launched = getattr(module, name), launch(module, name, H, p)
+    sizes = launched.sizes | {"H": H, "P": p, "CAUSAL": causal, "REVERSE": False, "WIDTH": H * p, "WIDTH2": H}
+    sizes |= {"BLOCK_N": module._SCAN_CHUNKS, "BLOCK_C": module._SCAN_CHANNELS} | dict.fromkeys(absent)
     if name == "_totals_kernel":
         sizes |= dict.fromkeys(("membership", "total_weighted_sq", "total_membership"))
     types = {"eps": "fp32", "floor": "fp32", "mask": "*u8"}
@@ -63,10 +89,7 @@ def compile_ahead(name, H, p, dtype, capability, causal, absent, folder):
     signature = {name: "constexpr" if name in sizes else types.get(name, "*fp32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, {name: value for name, value in sizes.items() if name in names}, aligned)
-    warps = {"_scan_kernel": 4, "_step_kernel": blocks.warps}.get(
-        name, blocks.warps if name in ALL_HEADS else blocks.group_warps
-    )
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launched.warps})
     cubin = Path(folder) / f"{name}.cubin"
     cubin.write_bytes(binary.asm["cubin"])
     tools = triton.knobs.nvidia
@@ -75,11 +98,8 @@ def compile_ahead(name, H, p, dtype, capability, causal, absent, folder):
     return sass, *(int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
 
 
-def weigh(sass: str, numbers: float) -> tuple[float, float]:
-    """Instructions of a thread, and its bytes by loads and stores of 8 bytes and more, for each of `numbers` numbers of w.
-
-    A loop goes over the chunk's tiles; one inside it over those of the span before a tile, on average.
-    """
+def weigh(sass: str, trips: Sequence[float]) -> tuple[float, float]:
+    """Instructions of a thread, and its bytes by loads and stores of 8 bytes and more; code in loops as often as it runs."""
     found, labels = [], {}
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
@@ -89,42 +109,47 @@ def weigh(sass: str, numbers: float) -> tuple[float, float]:
     jumps = [(labels[re.search(r"\.L_x_\d+", rest)[0]], i) for i, (_, name, rest) in enumerate(found) if name == "BRA"]
     exits = [i for i, (when, name, _) in enumerate(found) if name == "EXIT" and not when]
     end = min(exits + [i for start, i in jumps if start == i])  # what follows is functions, and a trap that jumps to itself
-    tiles = tssa_triton._CHUNK // tssa_triton._TILE
-    times = [1, tiles, tiles * (tssa_triton._SPAN / tssa_triton._TILE - 1) / 2]
-    counts = [times[min(2, sum(start <= i <= last for start, last in jumps if start < last))] for i in range(end)]
+    depths = [sum(start <= i <= last for start, last in jumps if start < last) for i in range(end)]
+    counts = [trips[min(len(trips) - 1, depth)] for depth in depths]
     width = [re.fullmatch(r"(?:LDG|STG)\.E\.(?:\w+\.)*(64|128)(?:\.\w+)*", name) for _, name, _ in found[:end]]
-    asked = sum(count * int(bits[1]) / 8 for count, bits in zip(counts, width) if bits)
-    return sum(counts) / numbers, asked / numbers
+    return sum(counts), sum(count * int(bits[1]) / 8 for count, bits in zip(counts, width) if bits)
 
 
-def cost(name: str, capability: int, folder: Path) -> tuple[Cost, int]:
+def cost(name: str, capability: int, folder: Path, module: ModuleType = tssa_triton) -> tuple[Cost, int]:
     """What a kernel of the plain causal form costs, and its spilled bytes."""
     absent = (*PLAIN, *FORGETTING, *(["suffix_dD"] if name == "_input_grad_kernel" else []))
-    sass, registers, spilled = compile_ahead(name, HEADS, CHANNELS, "bf16", capability, True, absent, folder)
-    blocks = tssa_triton._blocks(HEADS, CHANNELS)
-    warps, heads = (blocks.warps, HEADS) if name in ALL_HEADS else (blocks.group_warps, blocks.group)
-    instructions, asked = weigh(sass, tssa_triton._CHUNK * heads * CHANNELS / (32 * warps))
-    # threads past the last head ask for nothing
-    return Cost(registers, instructions, asked * (HEADS / blocks.heads if name in ALL_HEADS else 1)), spilled
+    sass, registers, spilled = compile_ahead(name, HEADS, CHANNELS, "bf16", capability, True, absent, folder, module)
+    launched = launch(module, name, HEADS, CHANNELS)
+    instructions, asked = weigh(sass, launched.trips)
+    # threads past the last head run along, and ask for nothing
+    return Cost(registers, instructions / launched.numbers, asked * launched.used / launched.numbers), spilled
+
+
+def kernels_of(commit: str, folder: Path) -> ModuleType:
+    """The kernels of an earlier commit, beside what stands around them now."""
+    path = folder / "tssa_triton.py"
+    source = ["git", "show", f"{commit}:src/tost_hf/model/tssa_triton.py"]
+    path.write_text(subprocess.run(source, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    spec = importlib.util.spec_from_file_location(f"tost_hf.model.tssa_triton_{commit}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(arguments(__doc__), argv, __file__)
+    parser = arguments(__doc__)
+    parser.add_argument("--commit", default="", help="whose kernels are weighed; default: those of the working tree")
+    args = parse_arguments(parser, argv, __file__)
     args.device = "cpu"
     print_header()
     report = Report(args)
     with tempfile.TemporaryDirectory() as folder:
+        module = kernels_of(args.commit, Path(folder)) if args.commit else tssa_triton
         for capability in CAPABILITIES:
             for name in KERNELS:
-                found, _ = cost(name, capability, Path(folder))
-                case = {
-                    "kernel": name.strip("_"),
-                    "H": HEADS,
-                    "p": CHANNELS,
-                    "dtype": "bfloat16",
-                    "target": f"sm_{capability}",
-                }
-                report.add(case, found._asdict())
+                found, _ = cost(name, capability, Path(folder), module)
+                case = {"kernel": name.strip("_"), "commit": args.commit, "H": HEADS, "p": CHANNELS}
+                report.add(case | {"dtype": "bfloat16", "target": f"sm_{capability}"}, found._asdict())
     return 0
 
 

@@ -158,23 +158,23 @@ def exports(measured: Measured) -> str:
 
 
 def kernel_costs(measured: Measured) -> str:
-    """Registers, instructions and bytes of every kernel, and the sums of forward and backward."""
-    targets = list(dict.fromkeys(row["target"] for row in measured.find("kernel_costs")))
-    names = list(dict.fromkeys(row["kernel"] for row in measured.find("kernel_costs")))
-    metrics = ("instructions", "bytes")
-
-    def total(target: str, metric: str, names) -> float:
-        return sum(measured.spread("kernel_costs", kernel=x, target=target, metric=metric).value for x in names)
-
+    """Instructions, bytes and registers of every kernel, before and now, and the sums of forward and backward."""
+    found = measured.find("kernel_costs")
+    targets, names, commits = (list(dict.fromkeys(row[x] for row in found)) for x in ("target", "kernel", "commit"))
     rows = {name.removesuffix("_kernel").replace("_", " "): [name] for name in names}
     rows |= {"forward": [x for x in names if "grad" not in x], "backward": [x for x in names if "grad" in x]}
-    lines = []
-    for label, group in rows.items():
-        cells = [f"{total(target, metric, group):.1f}" for target in targets for metric in metrics]
-        registers = [f"{total(target, 'registers', group):.0f}" if len(group) == 1 else "" for target in targets]
-        lines.append([label, *cells, *registers])
-    head = ["", *(f"{target}, {metric}" for target in targets for metric in metrics)]
-    return with_source(measured, markdown([*head, *(f"{target}, registers" for target in targets)], lines), "kernel_costs")
+
+    def cell(group, target: str, metric: str) -> str:
+        if metric == "registers" and len(group) > 1:
+            return ""
+        cases = [[{"commit": commit, "kernel": x, "target": target, "metric": metric} for x in group] for commit in commits]
+        sums = (sum(measured.spread("kernel_costs", **case).value for case in group) for group in cases)
+        return " → ".join(f"{x:.{0 if metric == 'registers' else 1}f}" for x in sums)
+
+    columns = [(target, metric) for metric in ("instructions", "bytes", "registers") for target in targets]
+    lines = [[label, *(cell(group, *column) for column in columns)] for label, group in rows.items()]
+    head = ["", *(f"{target}, {metric}" for target, metric in columns)]
+    return with_source(measured, markdown(head, lines), "kernel_costs")
 
 
 # Many clients ---------------------------------------------------------------------------------------------------------
