@@ -372,8 +372,10 @@ def _backward_chunk(
         tokens.grad_log_decay.copy_(decay_grad(decay.terms, decay.after_groups)[:, :count_tokens])
     grad_sq.addcmul_(space.grad_counted.terms, weight)
     weighted_count = (membership * by_output.counted).unsqueeze(-1)
-    grad_x = space.grad.mul_(weighted_count.neg_()).addcmul_(grad_sq, x, value=2)[:, :count_tokens]
-    tokens.grad_w.copy_(grad_x if padding is None else grad_x.masked_fill_(padding[..., None, None], 0))
+    terms = space.grad.mul_(weighted_count.neg_()), grad_sq, x
+    torch.addcmul(*(term[:, :count_tokens] for term in terms), value=2, out=tokens.grad_w)
+    if padding is not None:
+        tokens.grad_w.masked_fill_(padding[..., None, None], 0)
     grads = TSSAState(grad_sum_sq, by_output.sum_weighted_sq, by_output.sum_membership)
     return BackwardChunk(grad_score[:, :count_tokens], grad_temp, grads)
 
