@@ -1,4 +1,4 @@
-"""What each process of test_sharded_training.py trains: one model on the same texts, whichever way processes share them."""
+"""What each process of a sharded training trains: one model on the same texts, whichever way processes share them."""
 
 import os
 from pathlib import Path
@@ -8,9 +8,11 @@ import torch.distributed as dist
 from conftest import randomize, small_config
 from cpus_as_devices import take_cpus_for_devices
 from text_runs import token_rows, train, training_args
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.distributed import DistributedConfig
 
 from tost_hf import ToSTForCausalLM, ToSTTrainer
+from tost_hf.training.checkpoints import choose_checkpoint
 
 
 STEPS, BATCH = 20, 8
@@ -23,31 +25,59 @@ def saved_model() -> Path:
     return Path(os.environ["TOST_TEST_MODELS"], "model")
 
 
-def save_model() -> None:
-    config = small_config(vocab_size=100, forgetting="token", conv_kernel=3)
+def save_model(**options) -> None:
+    config = small_config(vocab_size=100, forgetting="token", conv_kernel=3, **options)
     randomize(ToSTForCausalLM(config)).save_pretrained(saved_model())
 
 
-def run(way: str) -> dict:
-    """The losses of 20 steps of 8 texts, and how many numbers of the parameters this process holds."""
-    processes = dist.get_world_size() if dist.is_initialized() else 1
+def make_trainer(way: str, processes: int, output_dir: Path, dtype=torch.float64, **changes) -> ToSTTrainer:
+    """Of 20 steps of 8 texts, shared by so many processes."""
     if processes > 1:
-        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
-        os.environ |= dict(zip(names, [str(dist.get_rank())] * 2 + [str(processes)] * 2))
         take_cpus_for_devices()
     sharing = {"cp": processes, "tp": processes, "ddp and cp": 2}.get(way, 1)
-    changes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH * sharing // processes}
+    changes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH * sharing // processes} | changes
+    changes["output_dir"] = str(output_dir)
     changes["use_cpu"] = way in ON_CPUS
     if "cp" in way:
         changes["context_parallel_size"] = sharing
     if way == "fsdp2":
         changes |= {"fsdp": True, "fsdp_config": LAYERS}
     how = {"distributed_config": DistributedConfig(tp_plan="auto")} if way == "tp" else {}
+    model = ToSTForCausalLM.from_pretrained(saved_model(), dtype=dtype, **how)
+    return ToSTTrainer(model, training_args(output_dir.parent, bf16=False, **changes), train_dataset=token_rows(64))
+
+
+def run(way: str) -> dict:
+    """The losses, and how many numbers of the parameters this process holds."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    if processes > 1:
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+        os.environ |= dict(zip(names, [str(dist.get_rank())] * 2 + [str(processes)] * 2))
     # in float32 rounding grows in some runs until losses part (seen, the cause is not traced)
-    model = ToSTForCausalLM.from_pretrained(saved_model(), dtype=torch.float64, **how)
-    folder = saved_model().parent / f"{way} {processes}"
-    trainer = ToSTTrainer(model, training_args(folder, bf16=False, **changes), train_dataset=token_rows(64))
+    trainer = make_trainer(way, processes, saved_model().parent / f"{way} {processes}")
     losses = train(trainer)
     parameters = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in trainer.model.parameters()]
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which Accelerate sets
     return {"losses": losses, "held": sum(parameter.numel() for parameter in parameters)}
+
+
+def launch(way: str, processes: str, output_dir: str, **changes) -> None:
+    """Trains in so many processes as `accelerate launch` and torchrun start them, from the newest checkpoint on."""
+    how = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=int(processes),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",  # from a process that has imported everything, and never computed anything
+    )
+    elastic_launch(how, train_launched)(way, output_dir, changes)
+
+
+def train_launched(way: str, output_dir: str, changes: dict) -> None:
+    torch.set_num_threads(1)
+    trainer = make_trainer(way, int(os.environ["WORLD_SIZE"]), Path(output_dir), save_strategy="steps", **changes)
+    trainer.train(choose_checkpoint(trainer, None))
+    trainer.save_model()
+    trainer.save_state()

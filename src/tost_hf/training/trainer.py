@@ -16,6 +16,7 @@ from ..model.modeling_tost import ToSTForCausalLM
 from ..model.tssa_layer import KEPT_IN_FLOAT32
 from .trainer_context import ContextTrainer
 from .trainer_guard import GuardedTrainer
+from .trainer_heads import HeadsTrainer
 from .trainer_hub import PublishingTrainer
 from .trainer_stream import StreamingTrainer
 
@@ -162,7 +163,7 @@ class ToSTTrainingArguments(RecipeArguments):
         return min(steps, num_training_steps // 10) if self._shorten_warmup else steps
 
 
-class ToSTTrainer(ContextTrainer, GuardedTrainer, StreamingTrainer, PublishingTrainer):
+class ToSTTrainer(ContextTrainer, HeadsTrainer, GuardedTrainer, StreamingTrainer, PublishingTrainer):
     """transformers' `Trainer` with the authors' parameter groups; without `args`, with their settings too.
 
     It resumes from complete checkpoints only, stops when the loss becomes NaN (see `GuardedTrainer`), and goes on with a

@@ -1,0 +1,121 @@
+"""Runs of several processes that end at a random moment, as one of them is killed, or go on with more or fewer processes."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import sharded_cases
+import torch
+from hub_clients import Client, Clients
+from scripts import losses
+
+from tost_hf import ToSTForCausalLM
+
+
+pytestmark = pytest.mark.slow
+STEPS = sharded_cases.STEPS
+KILLED = "sharded_cases.launch(*argv, save_steps=1, dtype=torch.float32)"
+GOES_ON = f"sharded_cases.launch(*argv, save_steps={STEPS // 2})"
+
+
+@pytest.fixture(scope="module")
+def clients(hub, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, dropout in (("plain", 0.0), ("dropout", 0.1)):
+            patch.setenv("TOST_TEST_MODELS", str(folder / name))
+            sharded_cases.save_model(hidden_dropout=dropout, embedding_dropout=dropout)
+        with Clients(hub, folder, "import sharded_cases", PYTHONPATH=path, OMP_NUM_THREADS="1") as forks:
+            yield forks
+
+
+def start(clients: Clients, code: str, way: str, processes: int, folder: Path) -> Client:
+    model = clients.folder / ("dropout" if code == KILLED else "plain")
+    return clients.start(code, way, processes, folder, TOST_TEST_MODELS=str(model))
+
+
+def children(pid: int) -> list[int]:
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for each in found for child in each]
+
+
+def kill_one(clients: Clients, run: Client, checkpoint: Path, delay: float, chance: random.Random) -> None:
+    """Kills one of the processes a moment after a checkpoint is begun; the launcher and the others end."""
+    deadline = time.monotonic() + 60
+    while not checkpoint.exists():
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.001)
+    time.sleep(delay)
+    processes = children(run.pid)
+    os.kill(chance.choice(processes), signal.SIGKILL)
+    assert clients.wait(run).status == 1, run.output
+    assert not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+@pytest.mark.parametrize("way, processes", [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("ddp and cp", 4)])
+def test_a_killed_process_ends_the_run_which_goes_on_bit_for_bit(clients, tmp_path, way, processes):
+    """With dropout, and a save at every step."""
+    seed = random.randrange(1_000_000)
+    print(f"The moment is that of seed {seed}.")
+    chance = random.Random(seed)
+    clients.wait(start(clients, KILLED, way, processes, tmp_path / "whole")).check()
+    checkpoint = tmp_path / "killed" / f"checkpoint-{chance.randint(1, STEPS - 2)}"
+    kill_one(clients, start(clients, KILLED, way, processes, tmp_path / "killed"), checkpoint, chance.uniform(0, 0.1), chance)
+    assert not (tmp_path / "killed" / "trainer_state.json").exists()
+    clients.wait(start(clients, KILLED, way, processes, tmp_path / "killed")).check()
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == STEPS
+    whole, killed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed"))
+    assert killed == whole
+
+
+@pytest.fixture(scope="module")
+def begun(clients, tmp_path_factory):
+    """The losses of two processes that train in a way, and the folder with a checkpoint of theirs in the middle of it."""
+    folders = {}
+
+    def begin(way: str) -> Path:
+        if way not in folders:
+            folders[way] = tmp_path_factory.mktemp("begun")
+            clients.wait(start(clients, GOES_ON, way, 2, folders[way])).check()
+            shutil.rmtree(folders[way] / f"checkpoint-{STEPS}")
+        return folders[way]
+
+    return begin
+
+
+def go_on(clients: Clients, begun: Path, way: str, processes: int, folder: Path) -> Client:
+    shutil.copytree(begun / f"checkpoint-{STEPS // 2}", folder / f"checkpoint-{STEPS // 2}")
+    return clients.wait(start(clients, GOES_ON, way, processes, folder))
+
+
+@pytest.mark.parametrize(
+    "before, way, processes",
+    [("ddp", "ddp", 1), ("ddp", "ddp", 4), ("cp", "cp", 4), ("cp", "ddp", 2), ("fsdp2", "fsdp2", 4), ("tp", "tp", 4)],
+)
+def test_other_processes_go_on_with_the_same_losses(clients, begun, tmp_path, before, way, processes):
+    run = go_on(clients, begun(before), way, processes, tmp_path).check()
+    assert "was saved by another number of processes" in run.output or processes == 2
+    expected = losses(begun(before))
+    assert losses(tmp_path) == pytest.approx(expected, rel=0, abs=1e-5) and len(expected) == STEPS
+    found, whole = (ToSTForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, begun(before)))
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "before, way, sentence",
+    [
+        ("ddp", "tp", "whose heads were not cut and now are"),
+        ("tp", "ddp", "whose heads were cut and now are not"),
+        ("ddp", "fsdp2", "None of the checkpoints can be resumed from"),
+        ("fsdp2", "ddp", "None of the checkpoints can be resumed from"),
+    ],
+)
+def test_another_way_is_refused(clients, begun, tmp_path, before, way, sentence):
+    run = go_on(clients, begun(before), way, 2, tmp_path)
+    assert run.status == 1 and re.search(f"ValueError: .*{sentence}", run.output), run.output
