@@ -308,7 +308,19 @@ def resolution_table(measured: Measured, sides: tuple[int, ...]) -> str:
 
 
 def resolution(measured: Measured) -> str:
-    return with_source(measured, resolution_table(measured, SIDES), "resolution")
+    return with_source(measured, resolution_table(measured, SIDES), "resolution", metric="ms")
+
+
+def image_training(measured: Measured) -> str:
+    """Before and after the bidirectional form had an engine of its own on CPUs."""
+
+    def found(model, metric="training images/s"):
+        return measured.spread("resolution", model=model, pixels=224, metric=metric)
+
+    before, after = (f"{found(model).value:.1f} images/s" for model in ("formulas", "ToST"))
+    line = ["steps of training, 224 pixels, batch 8", before, after, with_range(found("ToST", "formulas / this"))]
+    table = markdown(["", "with the plain formulas", "with the engine", "plain formulas / engine, time"], [line])
+    return with_source(measured, table, "resolution", metric="training images/s")
 
 
 def resolution_growth(measured: Measured) -> str:
@@ -387,7 +399,7 @@ def for_cards(measured: Measured) -> dict[str, dict[str, str]]:
     beside_vit = "An image, beside ViT-small with PyTorch's scaled dot product attention"
     return {
         "tost-base": entry(beside_gpt2, markdown(*decode_lines(measured)), "decode", **DECODE),
-        "tost-vision-small-patch16": entry(beside_vit, resolution_table(measured, CARD_SIDES), "resolution"),
+        "tost-vision-small-patch16": entry(beside_vit, resolution_table(measured, CARD_SIDES), "resolution", metric="ms"),
     }
 
 
@@ -407,6 +419,7 @@ TABLES = {
     "scaling": scaling,
     "resolution": resolution,
     "resolution growth": resolution_growth,
+    "image training": image_training,
 }
 FIGURES = {"scaling exponent": scaling_exponent}
 PLOTS = {"training": plot_training, "scaling": plot_scaling}
