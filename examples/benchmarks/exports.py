@@ -8,17 +8,22 @@
 Small models of random weights. Each is exported from sample inputs of two rows, of which one begins with padding, and run on
 the sample and, where its dimensions are free, on inputs of other shapes; the difference is the largest of the logits at real
 tokens, relative to the model's own. transformers' exporters cast the float64 sums of a ToST cache to float32 in the sample, so
-that those of a cache to be given must be cast as well (`tost-hf export` has a float32 state from the start). With a dynamic
-cache all dimensions are free, with a static one none. Each case is a process of its own, ended after a minute. Cases that have
-rows are not tried again.
+that those of a cache to be given must be cast as well (`tost-hf export` has a float32 state from the start). OpenVINO's
+programs are made with `stateful=False`: the exporters' own runner expects the cache among the outputs. Each case is a process
+of its own, ended after ten minutes; what a runtime prints before an error is taken for its cause. Cases that have rows are not
+tried again.
 """
 
+import contextlib
 import copy
 import importlib.util
 import multiprocessing
+import os
 import re
 import sys
+import tempfile
 import time
+from typing import NamedTuple
 
 import torch
 from language_models import make_language_model
@@ -37,16 +42,33 @@ FORMATS = {  # the exporter, its configuration, and the package it needs
 }
 LANGUAGE_MODELS = ("ToST", "ToST conv token", "ToST hybrid", "GPT-2", "Mamba-2")
 VISION_MODELS = ("ToST vision", "ViT")
-CASES = {  # the cache, and (cached tokens, tokens) of the sample and of what is tried besides
-    "prompt": ("none", [(0, 8), (0, 13)]),
-    "one token": ("dynamic", [(6, 1), (9, 1)]),
-    "several tokens": ("dynamic", [(6, 4), (9, 3)]),
-    "one token, static cache": ("static", [(6, 1)]),
+
+
+class Case(NamedTuple):
+    """What is given to a language model: the cache, and (cached tokens, tokens) of the sample and of what is tried besides."""
+
+    cache: str
+    shapes: list[tuple[int, int]]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether all dimensions are free, rather than the sample's."""
+        return len(self.shapes) > 1
+
+
+CASES = {
+    "prompt": Case("none", [(0, 8), (0, 13)]),
+    "prompt, fixed shape": Case("none", [(0, 8)]),
+    "one token": Case("dynamic", [(6, 1), (9, 1)]),
+    "one token, static cache": Case("static", [(6, 1)]),
+    "several tokens": Case("dynamic", [(6, 4), (9, 3)]),
+    "several tokens, static cache": Case("static", [(6, 4)]),
 }
+IMAGES = {"image": (2, 3), "image, fixed shape": (2,)}  # batches
+OPTIONS = {"openvino": {"stateful": False}}
 VOCABULARY, MOST_TOKENS = 97, 64
 ALLOWED = 3e-2  # of the logits' size: OpenVINO computes in bfloat16 on CPUs that have it
-SECONDS = 60
-STATIC_CACHE = "one token, static cache"
+SECONDS = 600
 
 
 def language_inputs(model, cache: str, batch: int, cached: int, tokens: int) -> dict:
@@ -72,12 +94,11 @@ def make_case(name: str, case: str):
             model = ViTForImageClassification(ViTConfig(**sizes, intermediate_size=64)).eval()
         else:
             model = tost_hf.ToSTForImageClassification(tost_hf.ToSTVisionConfig(**sizes)).eval()
-        return model, [{"pixel_values": torch.randn(batch, 3, 32, 32)} for batch in (2, 3)]
+        return model, [{"pixel_values": torch.randn(batch, 3, 32, 32)} for batch in IMAGES[case]]
     sizes = {"vocab_size": VOCABULARY, "width": 32, "layers": 2, "head_dim": 8, "context": MOST_TOKENS}
     model = make_language_model(name, **sizes).eval()
     cache, shapes = CASES[case]
-    batches = (2, 2) if cache == "static" else (2, 3)
-    return model, [language_inputs(model, cache, batch, *shape) for batch, shape in zip(batches, shapes)]
+    return model, [language_inputs(model, cache, batch, *shape) for batch, shape in zip((2, 3), shapes)]
 
 
 @torch.no_grad()
@@ -88,21 +109,22 @@ def try_case(kind: str, name: str, case: str) -> tuple[str, float]:
         return f"{package} is not installed", float("inf")
     exporters = importlib.import_module("transformers.exporters")
     model, inputs = make_case(name, case)
-    stage, note, worst = "export", "works", 0.0
+    stage, note, worst, printed = "export", "works", 0.0, []
     try:
-        options = getattr(exporters, config)(dynamic=case != STATIC_CACHE)
+        options = getattr(exporters, config)(dynamic=len(inputs) > 1, **OPTIONS.get(kind, {}))
         program = getattr(exporters, exporter)().export(model, copy.deepcopy(inputs[0]), options)
         for shapes, given in zip(("the sample", "other shapes"), inputs):
             stage, expected = shapes, model(**copy.deepcopy(given)).logits
             if cast_sums(given.get("past_key_values")):
                 note = "works, sums cast to float32"
-            found = program(**{key: x for key, x in given.items() if key != "use_cache"})
+            with printed_lines(printed):
+                found = program(**{key: x for key, x in given.items() if key != "use_cache"})
             logits = torch.as_tensor(found["logits"] if isinstance(found, dict) else found.logits)
             real = given["attention_mask"][:, -expected.shape[1] :].bool() if "attention_mask" in given else ...
             worst = max(worst, ((logits - expected)[real].abs().max() / expected.abs().max()).item())
     except Exception as error:  # whatever a library raises is what this row is to tell
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-        return f"{stage}: {type(error).__name__}: {cause(lines)}", float("inf")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{stage}: {cause(printed, lines or [type(error).__name__])}", float("inf")
     return (note if worst < ALLOWED else "differs"), worst
 
 
@@ -114,11 +136,27 @@ def cast_sums(cache) -> bool:
     return bool(layers)
 
 
-def cause(lines: list[str]) -> str:
-    """The line of an error that tells most, as one short line."""
+@contextlib.contextmanager
+def printed_lines(lines: list[str]):
+    """Adds what runtimes print as errors to `lines`, without where in their code they do so."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            found = (re.match(r"\[(?!cpuinfo)\w+\.(?:cpp|h):\d+\] (.*)", line) for line in file)
+            lines += [match[1].strip() for match in found if match]
+
+
+def cause(printed: list[str], lines: list[str]) -> str:
+    """The line that tells most, as one short line: the first that was printed, or one of the error's."""
     lines = [line for line in lines if not re.match(r"Exception from|\[AUTO\]|Check '", line)] or lines
     telling = [line for line in lines if re.search(r"[Ee]xpected|not support|Unsupported|must|cannot|Error|fail", line)]
-    return re.sub(r"\s+", " ", (telling or lines)[0])[:140]
+    return re.sub(r"\s+", " ", (printed or telling or lines)[0])[:140]
 
 
 def in_process(kind: str, name: str, case: str) -> tuple[str, float]:
@@ -152,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     done = read_rows(report.path) if report.path.exists() else []
     for kind in args.formats:
         for name in args.models:
-            for case in ("image",) if name in VISION_MODELS else CASES:
+            for case in IMAGES if name in VISION_MODELS else CASES:
                 columns = {"model": name, "format": kind, "case": case}
                 if not select(done, **columns):
                     outcome, difference = in_process(kind, name, case)
