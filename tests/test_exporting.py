@@ -15,7 +15,7 @@ from conftest import randomize, small_config, small_vision_config
 import tost_hf
 from tost_hf.cli import main
 from tost_hf.image_processing import save_image_processor
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
+from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 
 
 for module in ("onnx", "onnxscript", "onnxruntime"):
@@ -23,6 +23,7 @@ for module in ("onnx", "onnxscript", "onnxruntime"):
 
 FORGETFUL = {"forgetting": "token", "conv_kernel": 4}
 HYBRID = {**FORGETFUL, "max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
+SLIDING = [CAUSAL_STATISTICS, SLIDING_ATTENTION]
 LANGUAGE = {"published": {}, "plus": {**FORGETFUL, "max_position_embeddings": None}, "hybrid": HYBRID}
 
 
@@ -32,10 +33,26 @@ def language_folder(folder: Path, **changes) -> Path:
     return folder
 
 
+def import_runtime(format: str) -> None:
+    """Or the test is skipped."""
+    if format in ("openvino", "executorch"):
+        pytest.importorskip(format, reason=f"{format} is not installed (pip install {format})")
+
+
 def run_script(folder: Path, *arguments: str) -> str:
-    """A script of an exported folder, in an interpreter that does not find this package."""
-    command = [sys.executable, "-I", str(folder / arguments[0]), *arguments[1:]]
+    """A script of an exported folder, in an interpreter that is not told of this package."""
+    command = [sys.executable, "-sE", str(folder / arguments[0]), *arguments[1:]]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
+
+
+def assert_writes_alike(source: Path, folder: Path) -> None:
+    """The script of an exported folder writes what `generate` does."""
+    model, tokenizer = tost_hf.ToSTForCausalLM.from_pretrained(source), byte_tokenizer()
+    # where positions are free, longer than a program of fixed shapes reads at once
+    text = "To be" if model.config.max_position_embeddings else "To be, or not to be, that is the question:"
+    prompt = tokenizer(text, return_tensors="pt")
+    expected = tokenizer.decode(model.generate(**prompt, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True)
+    assert run_script(folder, "generate.py", text, "--tokens", "20") == f"{expected}\n"
 
 
 @pytest.mark.parametrize(
@@ -64,28 +81,27 @@ def test_language_models(tmp_path, name, dtype):
     if dtype != "float32":
         return
     assert done.agreement.equal_tokens == done.agreement.greedy_tokens > 20
-    model, tokenizer = tost_hf.ToSTForCausalLM.from_pretrained(source), byte_tokenizer()
-    prompt = tokenizer("To be", return_tensors="pt")
-    expected = tokenizer.decode(model.generate(**prompt, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True)
-    assert run_script(tmp_path / "onnx", "generate.py", "To be", "--tokens", "20") == f"{expected}\n"
+    assert_writes_alike(source, tmp_path / "onnx")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format, name", [("torch", "hybrid"), ("openvino", "published")])
+@pytest.mark.parametrize("format, name", [("torch", "hybrid"), ("openvino", "hybrid"), ("executorch", "hybrid")])
 def test_other_formats(tmp_path, format, name):
-    if format == "openvino":
-        pytest.importorskip("openvino", reason="openvino is not installed (pip install openvino)")
+    import_runtime(format)
     source = language_folder(tmp_path / "model", **LANGUAGE[name])
     done = tost_hf.export_model(source, tmp_path / "out", format=format)
     assert done.agreement.difference < 1e-5 and done.agreement.equal_tokens == done.agreement.greedy_tokens
+    assert_writes_alike(source, tmp_path / "out")
 
 
-def test_vision_models(tmp_path):
+@pytest.mark.parametrize("format", ["onnx", *(pytest.param(x, marks=pytest.mark.slow) for x in ("openvino", "executorch"))])
+def test_vision_models(tmp_path, format):
+    import_runtime(format)
     config = small_vision_config(num_labels=3, id2label={0: "cat", 1: "dog", 2: "bird"})
     model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
     model.save_pretrained(tmp_path / "model")
     save_image_processor(config, tmp_path / "model")
-    done = tost_hf.export_model(tmp_path / "model", tmp_path / "onnx")
+    done = tost_hf.export_model(tmp_path / "model", tmp_path / "out", format=format)
     assert done.agreement.difference < 1e-5
     from PIL import Image
     from transformers import ViTImageProcessorPil
@@ -96,7 +112,7 @@ def test_vision_models(tmp_path):
     with torch.no_grad():
         weights = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
     best = f"{weights.max().item():6.1%}  {config.id2label[int(weights.argmax())]}"
-    assert run_script(tmp_path / "onnx", "classify.py", str(tmp_path / "picture.png")).splitlines()[0] == best
+    assert run_script(tmp_path / "out", "classify.py", str(tmp_path / "picture.png")).splitlines()[0] == best
 
 
 @pytest.mark.slow
@@ -111,14 +127,14 @@ def full_disk(traced, folder, dtype):
     raise OSError(28, "No space left on device")
 
 
-def another_program(path, traced):
+def another_program(folder, facts):
     return lambda given: (
         {"logits": np.zeros((*given["input_ids"].shape, 97), np.float32)}
         | {name.replace("past.", "present."): x for name, x in given.items()}
     )
 
 
-def no_runtime(path, traced):
+def no_runtime(folder, facts):
     raise RuntimeError("an operator is missing")
 
 
@@ -126,34 +142,60 @@ def no_runtime(path, traced):
     "part, failing, sentence",
     [
         ("write", full_disk, "No space left on device"),
-        ("run_of", another_program, "gives other outputs than the model"),
-        ("run_of", no_runtime, "does not run: an operator is missing"),
+        ("load", another_program, "gives other outputs than the model"),
+        ("load", no_runtime, "does not run: an operator is missing"),
     ],
 )
 def test_nothing_is_left_of_a_failure(tmp_path, capsys, monkeypatch, part, failing, sentence):
-    from tost_hf.exporting import torch_files
+    from tost_hf.exporting import torch_files, writing
 
     randomize(tost_hf.ToSTForCausalLM(small_config())).save_pretrained(tmp_path / "model")
     monkeypatch.setattr(torch_files, "trace", lambda program: None)
     monkeypatch.setattr(torch_files, "write", lambda traced, folder, dtype: folder / "model.pt2")
-    monkeypatch.setattr(torch_files, part, failing)
+    monkeypatch.setattr(writing if part == "load" else torch_files, part, failing)
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]) == 1
     assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_runtime_that_is_missing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+@pytest.mark.parametrize(
+    "format, module, packages",
+    [
+        ("onnx", "onnxruntime", "'tost-hf[export]'"),
+        ("openvino", "openvino", "'tost-hf[export]' openvino"),
+        ("executorch", "executorch", "executorch"),
+    ],
+)
+def test_a_runtime_that_is_missing(tmp_path, capsys, monkeypatch, format, module, packages):
+    monkeypatch.setitem(sys.modules, module, None)
     make_model().save_pretrained(tmp_path / "model")
-    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out")]) == 1
-    assert "needs onnxruntime, which is missing: pip install 'tost-hf[export]'" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", format]) == 1
+    assert f"needs {module}, which is missing: pip install {packages}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "kind, changes, format, sentence",
+    [
+        ("ToSTForCausalLM", {**HYBRID, "layer_types": SLIDING, "sliding_window": 4}, "torch", "give the model full_attention"),
+        ("ToSTForSequenceClassification", {"is_causal": False}, "executorch", "reads whole texts: choose another format"),
+    ],
+)
+def test_models_that_a_format_does_not_take(tmp_path, capsys, kind, changes, format, sentence):
+    import_runtime(format)
+    getattr(tost_hf, kind)(small_config(**changes)).save_pretrained(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", format]) == 1
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         (["{tmp}/nothing"], "There is no model folder"),
-        (["{model}", "--format", "caffe"], "There is no export format 'caffe'; choose one of onnx, openvino, torch"),
+        (
+            ["{model}", "--format", "caffe"],
+            "There is no export format 'caffe'; choose one of onnx, openvino, executorch",
+        ),
         (["{model}", "--dtype", "int2"], "is written in float32, float16, int8, not in 'int2'"),
         (["{model}", "--tokenizer", "{large}"], "does not fit: its last token is number 256, and the model has 97 tokens"),
     ],

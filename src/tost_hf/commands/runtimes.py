@@ -55,7 +55,7 @@ def add_export(commands) -> None:
         ),
     )
     _add_model_and_output(parser)
-    parser.add_argument("--format", default="onnx", metavar="FORMAT", help="onnx (the default), openvino or torch")
+    parser.add_argument("--format", default="onnx", metavar="FORMAT", help="onnx (the default), openvino, executorch or torch")
     parser.add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the tokenizer to write, where MODEL has none")
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
 

@@ -1,17 +1,14 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Whether an exported program computes what its model computes: outputs for several shapes, and greedy tokens."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from .programs import BATCH, CACHED, PAST, PRESENT, LanguageProgram, ModelProgram, TextProgram
+from .programs import BATCH, CACHED, HEIGHT, PAST, PRESENT, WIDTH, LanguageProgram, ModelProgram, Sizes, TextProgram
+from .runtime import Run
 
-
-Arrays = dict[str, np.ndarray]
-Run = Callable[[Arrays], Arrays]  # an exported program: inputs by name to outputs by name
 
 PROMPT_TOKENS, GREEDY_TOKENS = 40, 50  # more than sums are grouped by
 PARTS = ((), (6, 7), (1, 20))  # where a prompt is cut into parts
@@ -34,21 +31,23 @@ class Agreement(NamedTuple):
         return f"{sentence}."
 
 
-def compare(program: ModelProgram, run: Run, tolerance: float, batches: tuple[int, ...] = (2, 1)) -> Agreement:
+def compare(program: ModelProgram, run: Run, tolerance: float, fixed: Sizes | None = None) -> Agreement:
     """Runs both on the same inputs.
 
     Args:
         run: the exported program.
         tolerance: the most that `Agreement.difference` may be. Greedy tokens may differ only where the model's logits are
             within ten times as many standard deviations of each other.
+        fixed: the sizes of dimensions, where the exported program has no free ones.
 
     Raises:
         ValueError: they differ.
     """
+    batches = (fixed[BATCH],) if fixed else (2, 1)
     if isinstance(program, LanguageProgram):
         difference = max(_text_difference(program, run, batch, cuts) for batch in batches for cuts in PARTS)
     else:
-        difference = max(_difference(program, run, inputs) for inputs in _inputs(program, batches))
+        difference = max(_difference(program, run, inputs) for inputs in _inputs(program, batches, fixed))
     if not difference <= tolerance:
         raise ValueError(
             f"The exported program gives other outputs than the model: they differ by {difference:.2g} standard deviations, "
@@ -71,7 +70,7 @@ def _relative(got: np.ndarray, expected: torch.Tensor) -> float:
     return float(np.sqrt(np.mean((got.astype(np.float64) - wanted) ** 2))) / spread
 
 
-def _inputs(program: ModelProgram, batches: tuple[int, ...]) -> list[list[torch.Tensor]]:
+def _inputs(program: ModelProgram, batches: tuple[int, ...], fixed: Sizes | None) -> list[list[torch.Tensor]]:
     config: Any = program.model.config
     generator = torch.Generator().manual_seed(0)
     if isinstance(program, TextProgram):
@@ -82,6 +81,8 @@ def _inputs(program: ModelProgram, batches: tuple[int, ...]) -> list[list[torch.
             mask[-1, count - 2 :] = 0
             found.append([torch.randint(config.vocab_size, mask.shape, generator=generator), mask])
         return found
+    if fixed:
+        return [[torch.randn(fixed[BATCH], config.num_channels, fixed[HEIGHT], fixed[WIDTH], generator=generator)]]
     side = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
     side = min(-(-side // config.patch_size), 16) * config.patch_size
     shapes = [(batch, config.num_channels, side, side + i * config.patch_size) for i, batch in enumerate(batches)]
@@ -159,4 +160,4 @@ def _greedy(program: LanguageProgram, run: Run) -> tuple[int, float, int]:
     return equal, most, wanted
 
 
-__all__ = ["Agreement", "Run", "Text", "compare"]
+__all__ = ["Agreement", "Text", "compare"]

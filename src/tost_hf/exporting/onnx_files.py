@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A program as an ONNX file, in float32, float16 or int8, and its run in ONNX Runtime."""
+"""A program as an ONNX file, in float32, float16 or int8."""
 
 import contextlib
 import io
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from .comparing import Arrays, Run
 from .programs import HEIGHT, MASKED, WIDTH, ModelProgram
 
 
@@ -147,17 +146,4 @@ def _quantize(source: Path, target: Path) -> None:
         )
 
 
-def run_of(path: Path, traced: Any) -> Run:
-    """Runs a file in ONNX Runtime, on the CPU."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-
-    def run(inputs: Arrays) -> Arrays:
-        return dict(zip(names, session.run(names, inputs)))
-
-    return run
-
-
-__all__ = ["MODEL_FILE", "free_dimensions", "quiet", "run_of", "trace", "write"]
+__all__ = ["MODEL_FILE", "free_dimensions", "quiet", "trace", "write"]

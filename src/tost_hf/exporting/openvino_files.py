@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from . import onnx_files
-from .comparing import Arrays, Run
 
 
 MODEL_FILE = "model.xml"
@@ -24,18 +23,4 @@ def write(traced: Any, folder: Path, dtype: str) -> Path:
     return path
 
 
-def run_of(path: Path, traced: Any) -> Run:
-    """Runs a file in OpenVINO, on the CPU and in float32."""
-    import openvino
-
-    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    request, names = compiled.create_infer_request(), [output.any_name for output in compiled.outputs]
-
-    def run(inputs: Arrays) -> Arrays:
-        found = request.infer(inputs)
-        return {name: found[i].copy() for i, name in enumerate(names)}
-
-    return run
-
-
-__all__ = ["MODEL_FILE", "run_of", "trace", "write"]
+__all__ = ["MODEL_FILE", "trace", "write"]

@@ -21,6 +21,7 @@ from ..model.tssa_state import TSSAState
 BATCH, TOKENS, CACHED, HEIGHT, WIDTH = "batch", "tokens", "cached", "height", "width"  # dimensions that are free
 MASKED = f"{CACHED}+{TOKENS}"
 PAST, PRESENT = "past.", "present."  # before the names of the state's tensors that go in and come out
+Sizes = dict[str, int]  # of free dimensions, by name
 SAMPLE_SIZES = {BATCH: 2, TOKENS: 5, CACHED: 3, MASKED: 8}
 
 
@@ -33,6 +34,10 @@ class TensorSpec(NamedTuple):
 
     def renamed(self, name: str) -> "TensorSpec":
         return self._replace(name=name)
+
+    def sized(self, sizes: Sizes) -> tuple[int, ...]:
+        """The shape, its free dimensions of these sizes."""
+        return tuple(sizes[n] if isinstance(n, str) else n for n in self.shape)
 
 
 class ModelProgram(nn.Module):
@@ -52,9 +57,10 @@ class ModelProgram(nn.Module):
         self.model = model
         self.state = []
 
-    def sample(self) -> tuple[torch.Tensor, ...]:
-        """Inputs of the shapes that are traced."""
-        raise NotImplementedError
+    def sample(self, sizes: Sizes | None = None) -> tuple[torch.Tensor, ...]:
+        """Inputs of the shapes that are traced: by default, shapes that no size is mistaken for another in."""
+        sizes = SAMPLE_SIZES if sizes is None else sizes
+        return tuple(torch.ones(spec.sized(sizes), dtype=getattr(torch, spec.dtype)) for spec in self.inputs)
 
 
 class LanguageProgram(ModelProgram):
@@ -97,11 +103,6 @@ class LanguageProgram(ModelProgram):
             spec.renamed(PRESENT + spec.name)._replace(shape=tuple(MASKED if n == CACHED else n for n in spec.shape))
             for spec in self.state
         ]
-
-    def sample(self) -> tuple[torch.Tensor, ...]:
-        shapes = [[SAMPLE_SIZES[n] if isinstance(n, str) else n for n in spec.shape] for spec in self.inputs]
-        given = [torch.ones(s, dtype=getattr(torch, spec.dtype)) for s, spec in zip(shapes, self.inputs)]
-        return tuple(given)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = dict(zip((spec.name for spec in self.inputs), inputs))
@@ -170,10 +171,10 @@ class VisionProgram(ModelProgram):
             shape = (BATCH, config.num_hidden_layers, config.num_attention_heads, "patches")
             self.outputs.append(TensorSpec("memberships", "float32", shape))
 
-    def sample(self) -> tuple[torch.Tensor, ...]:
+    def sample(self, sizes: Sizes | None = None) -> tuple[torch.Tensor, ...]:
         config: Any = self.model.config
-        sides = [config.patch_size * patches for patches in (3, 5)]
-        return (torch.linspace(-1, 1, 2 * config.num_channels * sides[0] * sides[1]).view(2, config.num_channels, *sides),)
+        sizes = sizes or {BATCH: 2, HEIGHT: 3 * config.patch_size, WIDTH: 5 * config.patch_size}
+        return super().sample(sizes)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         options = {"output_memberships": True} if self.has_memberships else {}
@@ -200,10 +201,6 @@ class TextProgram(ModelProgram):
             TensorSpec(name, "float32", tuple(names.get(n, n) if d < 2 else n for d, n in enumerate(x.shape)))
             for name, x in outputs.items()
         ]
-
-    def sample(self) -> tuple[torch.Tensor, ...]:
-        shape = SAMPLE_SIZES[BATCH], SAMPLE_SIZES[TOKENS]
-        return torch.ones(shape, dtype=torch.long), torch.ones(shape, dtype=torch.long)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self._outputs(*inputs).values())

@@ -1,12 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Writes on from a prompt, with ONNX Runtime alone: python generate.py "Once upon a time" --tokens 50"""
+"""Writes on from a prompt, without the package that wrote the program: python generate.py "Once upon a time" --tokens 50"""
 
 import argparse
 import json
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
+from runtime import load
 from tokenizers import Tokenizer
 
 
@@ -18,7 +18,7 @@ class LanguageModel:
 
     def __init__(self, folder: Path):
         self.facts = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-        self.session = onnxruntime.InferenceSession(folder / self.facts["model"], providers=["CPUExecutionProvider"])
+        self.run = load(folder, self.facts)
         self.inputs = {spec["name"]: spec for spec in self.facts["inputs"]}
         sizes = {"batch": 1, "cached": 0}  # before the first token
         self.state = {
@@ -29,17 +29,16 @@ class LanguageModel:
     def read(self, tokens: list[int]) -> np.ndarray:
         """The logits (vocabulary,) of the token after these."""
         start, self.length = self.length, self.length + len(tokens)
-        grows = "cached+tokens" in self.inputs["attention_mask"]["shape"]  # layers of attention see the tokens before, too
+        grows = self.inputs["attention_mask"]["shape"] != self.inputs["input_ids"]["shape"]  # attention sees those before, too
         given = {
             "input_ids": np.array([tokens], np.int64),
             "attention_mask": np.ones((1, self.length if grows else len(tokens)), np.int64),
             "position_ids": np.arange(start, self.length)[None],
         }
         given = {name: x for name, x in given.items() if name in self.inputs}
-        state = [spec["output"] for spec in self.facts["state"]]
-        logits, *after = self.session.run(["logits", *state], given | self.state)
-        self.state = {spec["input"]: x for spec, x in zip(self.facts["state"], after)}
-        return logits[0, -1]
+        found = self.run(given | self.state)
+        self.state = {spec["input"]: found[spec["output"]] for spec in self.facts["state"]}
+        return found["logits"][0, -1]
 
 
 def choose(logits: np.ndarray, temperature: float, random: np.random.Generator) -> int:

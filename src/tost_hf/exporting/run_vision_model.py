@@ -1,13 +1,13 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Names the likeliest classes of a picture, with ONNX Runtime alone: python classify.py picture.png"""
+"""Names the likeliest classes of a picture, without the package that wrote the program: python classify.py picture.png"""
 
 import argparse
 import json
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 from PIL import Image
+from runtime import load
 
 
 FOLDER = Path(__file__).parent
@@ -42,9 +42,8 @@ def main() -> None:
     facts = json.loads((FOLDER / "export.json").read_text(encoding="utf-8"))
     processor = FOLDER / "preprocessor_config.json"
     settings = json.loads(processor.read_text(encoding="utf-8")) if processor.is_file() else {}
-    session = onnxruntime.InferenceSession(FOLDER / facts["model"], providers=["CPUExecutionProvider"])
-    (logits,) = session.run(["logits"], {"pixel_values": prepare(Image.open(args.picture), facts, settings)})
-    weights = np.exp(logits[0] - logits[0].max())
+    logits = load(FOLDER, facts)({"pixel_values": prepare(Image.open(args.picture), facts, settings)})["logits"][0]
+    weights = np.exp(logits - logits.max())
     for label in np.argsort(-weights)[:5]:
         print(f"{weights[label] / weights.sum():6.1%}  {facts['labels'][label]}")
 

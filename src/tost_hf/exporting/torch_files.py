@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from .comparing import Arrays, Run
 from .onnx_files import free_dimensions, quiet
 from .programs import ModelProgram
 
@@ -40,28 +39,14 @@ def trace(program: ModelProgram) -> Any:
     traced.graph_module.recompile()
     for size, bounds in traced.range_constraints.items():  # nor that there are as many tokens as the sample has
         traced.range_constraints[size] = ValueRanges(0, bounds.upper)
-    names = [spec.name for spec in program.inputs], [spec.name for spec in program.outputs]
-    return traced, names
+    return traced
 
 
 def write(traced: Any, folder: Path, dtype: str) -> Path:
     """Writes `model.pt2`."""
-    exported, _ = traced
     with quiet():
-        torch.export.save(exported, folder / MODEL_FILE)
+        torch.export.save(traced, folder / MODEL_FILE)
     return folder / MODEL_FILE
 
 
-def run_of(path: Path, traced: Any) -> Run:
-    """Runs a file in PyTorch."""
-    module, (inputs, outputs) = torch.export.load(path).module(check_guards=False), traced[1]  # of the traced sample
-
-    @torch.no_grad()
-    def run(given: Arrays) -> Arrays:
-        found = module(*(torch.from_numpy(given[name]) for name in inputs))
-        return {name: x.numpy() for name, x in zip(outputs, found)}
-
-    return run
-
-
-__all__ = ["MODEL_FILE", "run_of", "trace", "write"]
+__all__ = ["MODEL_FILE", "trace", "write"]

@@ -17,8 +17,10 @@ from ..hub.connection import hub_calls, listing
 from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model
 from ..hub.records import IMAGE_PROCESSOR_FILES
 from ..model.cache_tost import state_bytes
+from . import executorch_files
 from .comparing import Agreement, compare
-from .programs import LanguageProgram, ModelProgram, TensorSpec, VisionProgram, program_of
+from .programs import MASKED, LanguageProgram, ModelProgram, Sizes, TensorSpec, VisionProgram, program_of
+from .runtime import load
 
 
 FACTS = "export.json"
@@ -29,7 +31,7 @@ TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.2}  # see `compare`
 class Format(NamedTuple):
     """A kind of file that programs are written as."""
 
-    module: str  # of this room: `trace`, `write`, `run_of`, `MODEL_FILE`
+    module: str  # of this room: `trace`, `write`, `MODEL_FILE`
     needs: tuple[str, ...]  # modules, besides those of this package
     dtypes: tuple[str, ...]
 
@@ -38,6 +40,7 @@ ONNX = ("onnx", "onnxscript", "onnxruntime")
 FORMATS = {
     "onnx": Format("onnx_files", ONNX, DTYPES),
     "openvino": Format("openvino_files", (*ONNX, "openvino"), ("float32", "float16")),
+    "executorch": Format("executorch_files", ("executorch",), ("float32",)),
     "torch": Format("torch_files", (), ("float32", "float16")),
 }
 
@@ -67,7 +70,9 @@ def export_model(
     Args:
         source: a model folder, or a repository of the Hub.
         format: one of `FORMATS`. Each is one program for all batches, lengths and image sizes; a language model's takes a
-            prompt, in parts or whole, and single tokens, and its state goes in and comes out as float32.
+            prompt, in parts or whole, and single tokens, and its state goes in and comes out as float32. But in
+            "executorch" all shapes are fixed: one row, of one token or of a prompt's next 32, or one image of the
+            configured size; layers of attention remember 1,024 tokens at most.
         dtype: "float32", "float16" (statistics stay in float32) or, for "onnx" alone, "int8" (weights of matrix products, by
             ONNX Runtime's own quantiser).
         tokenizer: a folder or repository to take the tokenizer from; by default the model's own, if it has one.
@@ -89,8 +94,9 @@ def export_model(
     traced = files.trace(program)
     with staged_folder(target) as staged:
         path = files.write(traced, staged, dtype)
-        agreement = _compare(program, files, path, traced, TOLERANCES[dtype])
-        facts = describe(program, format, dtype, files.MODEL_FILE, agreement)
+        facts = describe(program, format, dtype, path.name)
+        agreement = _compare(program, staged, facts, fixed_sizes(program, format), TOLERANCES[dtype])
+        facts["agreement"] = agreement._asdict()
         (staged / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         if found is not None:
             found.save_pretrained(staged)
@@ -111,15 +117,25 @@ def _check_format(format: str, dtype: str) -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ImportError(
-                f"Exporting to {format} needs {module}, which is missing: pip install 'tost-hf[export]'"
-                f"{'' if module in ONNX else f' {module}'}."
+                f"Exporting to {format} needs {module}, which is missing: pip install {' '.join(_packages(format))}."
             ) from error
 
 
-def _compare(program: ModelProgram, files: Any, path: Path, traced: Any, tolerance: float) -> Agreement:
+def _packages(format: str) -> list[str]:
+    """What pip is to install."""
+    own = [module for module in FORMATS[format].needs if module not in ONNX]
+    return ["'tost-hf[export]'"] * (len(own) < len(FORMATS[format].needs)) + own
+
+
+def fixed_sizes(program: ModelProgram, format: str) -> Sizes | None:
+    """The sizes of all dimensions, in a format that has no free ones."""
+    return executorch_files.fixed_sizes(program) if format == "executorch" else None
+
+
+def _compare(program: ModelProgram, folder: Path, facts: dict, fixed: Sizes | None, tolerance: float) -> Agreement:
     """`compare`, in which whatever a runtime raises is a ValueError: it is no matter of the disk."""
     try:
-        return compare(program, files.run_of(path, traced), tolerance)
+        return compare(program, load(folder, facts), tolerance, fixed)
     except ValueError:
         raise
     except Exception as error:  # each runtime has exceptions of its own
@@ -156,31 +172,40 @@ def _in_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
     return model.half() if dtype == "float16" else model.float()
 
 
-def describe(program: ModelProgram, format: str, dtype: str, file: str, agreement: Agreement) -> dict:
-    """What `export.json` holds: all that a runtime has to know.
+def describe(program: ModelProgram, format: str, dtype: str, file: str) -> dict:
+    """What `export.json` holds besides the agreement: all that a runtime has to know.
 
     `state` lists the tensors of a language model's state with the names under which they go in and come out. Before the
-    first token they are zeros, and a dimension "cached" is 0.
+    first token they are zeros, and a dimension "cached" is 0. Where shapes are fixed, `methods` are those of the file with
+    the number of tokens that each takes; the shapes are those of one token.
     """
     config: Any = program.model.config
+    sizes = fixed_sizes(program, format) or {}
+
+    def tensor(spec: TensorSpec) -> dict:
+        return {"name": spec.name, "dtype": spec.dtype, "shape": [sizes.get(str(n), n) for n in spec.shape]}
+
     facts: dict[str, Any] = {
         "format": format,
         "model": file,
         "dtype": dtype,
         "architecture": type(program.model).__name__,
-        "agreement": agreement._asdict(),
-        "inputs": [_tensor(spec) for spec in program.inputs],
-        "outputs": [_tensor(spec) for spec in program.outputs],
+        "inputs": [tensor(spec) for spec in program.inputs],
+        "outputs": [tensor(spec) for spec in program.outputs],
     }
+    if sizes:
+        facts["methods"] = executorch_files.methods(program)
     if isinstance(program, LanguageProgram):
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         facts |= {name: getattr(config, name) for name in names}
+        if sizes and program.attends:  # it remembers no more
+            facts["max_position_embeddings"] = sizes[MASKED]
         facts["statistics_layers"] = [i for i, kind in enumerate(config.all_layer_types) if "statistics" in kind]
         facts["num_attention_heads"] = config.num_attention_heads
         size = state_bytes(config)
         facts |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}
         facts["state"] = [
-            _tensor(spec) | {"input": came.name, "output": left.name}
+            tensor(spec) | {"input": came.name, "output": left.name}
             for spec, came, left in zip(program.state, program.inputs[-len(program.state) :], program.outputs[2:])
         ]
     elif isinstance(program, VisionProgram):
@@ -189,11 +214,12 @@ def describe(program: ModelProgram, format: str, dtype: str, file: str, agreemen
     return facts
 
 
-def _tensor(spec: TensorSpec) -> dict:
-    return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
-
-
-RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO", "torch": "torch.export"}
+RUNTIMES = {  # and the packages that run it
+    "onnx": ("ONNX Runtime", "onnxruntime"),
+    "openvino": ("OpenVINO", "openvino"),
+    "executorch": ("ExecuTorch", "executorch torch"),
+    "torch": ("torch.export", "torch"),
+}
 SCRIPTS = {"generate.py": "run_language_model.py", "classify.py": "run_vision_model.py"}
 PAGE = """\
 # {architecture} for {runtime}
@@ -203,32 +229,56 @@ PAGE = """\
 
 {agreement}
 """
+CALL = """
+```python
+import json
+from pathlib import Path
+from runtime import load
+
+run = load(Path("."), json.loads(Path("export.json").read_text()))  # takes inputs by name, gives outputs by name
+```
+"""
 
 
 def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agreement: Agreement) -> None:
-    takes = "texts (`input_ids`, `attention_mask`) of any length"
-    name, needs = None, "onnxruntime numpy"
+    runtime, packages = RUNTIMES[facts["format"]]
+    words = {key: facts[key] for key in ("architecture", "model", "dtype")} | {"runtime": runtime}
+    page = PAGE.format(**words, takes=_takes(program, facts), agreement=agreement)
     if isinstance(program, LanguageProgram):
-        takes = "a prompt or single tokens, of any batch and length, and the state of the text before them"
-        name, needs = "generate.py", f"{needs} tokenizers"
-    elif isinstance(program, VisionProgram):
-        takes = f"images whose sides are multiples of {facts['patch_size']} pixels, of any batch"
-        name, needs = "classify.py" if "logits" in (spec.name for spec in program.outputs) else None, f"{needs} pillow"
-    words = {key: facts[key] for key in ("architecture", "model", "dtype")} | {"runtime": RUNTIMES[facts["format"]]}
-    page = PAGE.format(**words, takes=takes, agreement=agreement)
+        page += f"\n{_state(facts)}\n"
+    shutil.copyfile(Path(__file__).with_name("runtime.py"), folder / "runtime.py")
+    name, argument, also = "", "", ""
     if isinstance(program, LanguageProgram):
-        grows = facts["state_bytes_per_token"] > 0
-        page += f"\nThe state takes {facts['state_bytes']:,} bytes"
-        page += (
-            f", and {facts['state_bytes_per_token']:,} more for each token.\n" if grows else ", whatever the text's length.\n"
-        )
-    if name is not None and facts["format"] == "onnx":
+        name, argument, also = "generate.py", '"Once upon a time"', "tokenizers"
+    elif "num_labels" in facts and program.outputs[0].name == "logits":
+        name, argument, also = "classify.py", "picture.png", "pillow"
+    if name:
         shutil.copyfile(Path(__file__).with_name(SCRIPTS[name]), folder / name)
-        argument = '"Once upon a time"' if name == "generate.py" else "picture.png"
-        page += f"\n```bash\npip install {needs}\npython {name} {argument}\n```\n"
-    if facts["format"] == "torch":  # the program was traced on a sample: its guards would hold others to the sample's shapes
-        page += '\n```python\nprogram = torch.export.load("model.pt2").module(check_guards=False)\n```\n'
-    (folder / "README.md").write_text(page, encoding="utf-8")
+        page += f"\n```bash\npip install {packages} numpy {also}\npython {name} {argument}\n```\n"
+    (folder / "README.md").write_text(page + CALL, encoding="utf-8")
+
+
+def _takes(program: ModelProgram, facts: dict) -> str:
+    if isinstance(program, LanguageProgram):
+        if "methods" not in facts:
+            return "a prompt or single tokens, of any batch and length, and the state of the text before them"
+        parts = " or ".join(f"{count} (method `{name}`)" for name, count in facts["methods"].items())
+        return f"the next tokens of one text, {parts}, and the state of the text before them"
+    if isinstance(program, VisionProgram):
+        if "methods" in facts:
+            return "one image of {} by {} pixels".format(*facts["inputs"][0]["shape"][2:])
+        return f"images whose sides are multiples of {facts['patch_size']} pixels, of any batch"
+    return "texts (`input_ids`, `attention_mask`) of any length"
+
+
+def _state(facts: dict) -> str:
+    size, more = facts["state_bytes"], facts["state_bytes_per_token"]
+    if not more:
+        return f"The state takes {size:,} bytes, whatever the text's length."
+    if "methods" in facts:
+        most = facts["max_position_embeddings"]
+        return f"The state takes {size + more * (most - 1):,} bytes, with room for texts of {most:,} tokens."
+    return f"The state takes {size:,} bytes, and {more:,} more for each token."
 
 
 __all__ = ["DTYPES", "FACTS", "FORMATS", "Exported", "describe", "export_model", "model_folder"]

@@ -1,0 +1,120 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Exported programs as functions of arrays, each in the runtime that its format is for.
+
+A copy of this file lies beside every program, for `generate.py` and `classify.py`: it takes nothing else of this package.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+
+Arrays = dict[str, np.ndarray]
+Run = Callable[[Arrays], Arrays]  # inputs by name to outputs by name
+
+
+def load(folder: Path, facts: dict) -> Run:
+    """The program of a folder, whose `export.json` holds the facts."""
+    return LOADERS[facts["format"]](folder / facts["model"], facts)
+
+
+def _load_onnx(path: Path, facts: dict) -> Run:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [output["name"] for output in facts["outputs"]]
+    return lambda given: dict(zip(names, session.run(names, given)))
+
+
+def _load_openvino(path: Path, facts: dict) -> Run:
+    import openvino
+
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    request, names = compiled.create_infer_request(), [output.any_name for output in compiled.outputs]
+
+    def run(given: Arrays) -> Arrays:
+        found = request.infer(given)
+        return {name: found[i].copy() for i, name in enumerate(names)}
+
+    return run
+
+
+def _load_torch(path: Path, facts: dict) -> Run:
+    import torch
+
+    # the program was traced on a sample: its guards would hold others to the sample's shapes
+    module = torch.export.load(path).module(check_guards=False)
+
+    @torch.no_grad()
+    def run(given: Arrays) -> Arrays:
+        found = module(*(torch.from_numpy(given[spec["name"]]) for spec in facts["inputs"]))
+        return {spec["name"]: x.numpy() for spec, x in zip(facts["outputs"], found)}
+
+    return run
+
+
+class FixedProgram:
+    """A program of ExecuTorch, of fixed shapes and for one row.
+
+    A text goes through it in parts, each the largest that one of its methods takes. Where it has room for more tokens before
+    than there were, zeros stand before their keys, values and mask.
+    """
+
+    def __init__(self, path: Path, facts: dict):
+        from executorch.runtime import Runtime
+
+        self.facts, program = facts, Runtime.get().load_program(path)
+        self.methods = {count: program.load_method(name) for name, count in facts["methods"].items()}
+
+    def __call__(self, given: Arrays) -> Arrays:
+        if "state" not in self.facts:
+            return self._call(given, 1)
+        given, mask, tokens = dict(given), given["attention_mask"], given["input_ids"].shape[1]
+        before = mask.shape[1] - tokens
+        ids = {name: x for name, x in given.items() if name in ("input_ids", "position_ids")}
+        found, read = [], 0
+        while read < tokens:
+            count = max(n for n in self.methods if n <= tokens - read)
+            part = {name: x[:, read : read + count] for name, x in ids.items()}
+            read += count
+            found.append(self._call(given | part | {"attention_mask": mask[:, : before + read]}, count))
+            for spec in self.facts["state"]:
+                after = found[-1][spec["output"]]
+                given[spec["input"]] = after[:, :, -(before + read) :] if _grows(spec) else after
+        whole = {spec["output"]: given[spec["input"]] for spec in self.facts["state"]}
+        return whole | {name: np.concatenate([part[name] for part in found], d) for name, d in PER_TOKEN.items()}
+
+    def _call(self, given: Arrays, count: int) -> Arrays:
+        import torch
+
+        inputs = [self._fit(given[spec["name"]], spec, count) for spec in self.facts["inputs"]]
+        found = self.methods[count].execute([torch.from_numpy(np.ascontiguousarray(x)) for x in inputs])
+        return {spec["name"]: x.numpy().copy() for spec, x in zip(self.facts["outputs"], found)}  # the next call's memory
+
+    def _fit(self, x: np.ndarray, spec: dict, count: int) -> np.ndarray:
+        shape = list(spec["shape"])  # for one token
+        if _grows(spec) and x.shape[2] > shape[2]:
+            raise ValueError(f"This program reads texts of at most {shape[2] + 1} tokens.")
+        if spec["dtype"] == "int64":  # tokens, positions and the mask
+            shape[1] += count - 1
+            x = x[:, -shape[1] :]
+        return np.pad(x, [(most - n, 0) for n, most in zip(x.shape, shape)])
+
+
+PER_TOKEN = {"logits": 1, "memberships": 3}  # outputs, and their dimension of tokens
+
+
+def _grows(spec: dict) -> bool:
+    return spec["name"].endswith((".keys", ".values"))
+
+
+LOADERS: dict[str, Callable[[Path, dict], Run]] = {
+    "onnx": _load_onnx,
+    "openvino": _load_openvino,
+    "executorch": FixedProgram,
+    "torch": _load_torch,
+}
+
+
+__all__ = ["Arrays", "Run", "load"]
