@@ -17,19 +17,20 @@ def trained(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOST_TEST_MODELS", str(folder))
         sharded_cases.save_model()
-        return sharded_cases.run("ddp"), run_cases(sharded_cases.run, sharded_cases.WAYS, request.param, folder)
+        one = {dtype: sharded_cases.run(f"ddp{dtype}") for dtype in ("", ", float32")}
+        return one, run_cases(sharded_cases.run, sharded_cases.WAYS + sharded_cases.SINGLE, request.param, folder)
 
 
-@pytest.mark.parametrize("way", sharded_cases.WAYS)
+@pytest.mark.parametrize("way", sharded_cases.WAYS + sharded_cases.SINGLE)
 def test_several_processes_train_as_one(trained, way):
-    if way == "tp" and not is_accelerate_available("1.12"):
+    if "tp" in way and not is_accelerate_available("1.12"):
         pytest.skip("transformers' Trainer cuts heads with accelerate 1.12 and later")
-    one, several = trained
+    one, several = trained[0][", float32" * ("float32" in way)], trained[1]
     assert len(one["losses"]) == sharded_cases.STEPS and one["losses"][-1] < one["losses"][0] - 0.5
     for process in several[way]:
         assert process["losses"] == pytest.approx(one["losses"], rel=0, abs=1e-5)
     held = {process["held"] / one["held"] for process in several[way]}
-    assert max(held) < 0.75 if way in ("fsdp2", "tp") else held == {1.0}
+    assert max(held) < 0.75 if way[:2] in ("fs", "tp") else held == {1.0}
 
 
 @pytest.mark.parametrize(
