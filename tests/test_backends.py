@@ -21,16 +21,17 @@ def fake_kernels(monkeypatch):
     fake = types.ModuleType("tost_hf.model.tssa_triton")
     fake.calls, fake.available = [], True
 
-    def run(w, temp, bias, mask, seq_idx, state, causal, log_decay):
+    def run(w, temp, bias, mask, seq_idx, state, causal, log_decay, positions):
         fake.calls.append("tssa")
-        options = {"mask": mask, "seq_idx": seq_idx, "initial_state": state, "log_decay": log_decay}
+        options = {"mask": mask, "seq_idx": seq_idx, "initial_state": state, "log_decay": log_decay, "positions": positions}
         out = tssa(w, temp, bias, causal=causal, backend="reference", **options)
         return out.output, out.membership.transpose(1, 2), *(out.final_state or (None,) * 3)
 
-    def run_step(w, temp, bias, mask, *state_and_decay):
+    def run_step(w, temp, bias, mask, *rest):
         fake.calls.append("step")
-        *state, log_decay = state_and_decay
-        out = tssa_step(w, temp, bias, TSSAState(*state), mask=mask, log_decay=log_decay, backend="reference")
+        *state, log_decay, positions = rest
+        given = {"mask": mask, "log_decay": log_decay, "positions": positions}
+        out = tssa_step(w, temp, bias, TSSAState(*state), backend="reference", **given)
         for old, new in zip(state, out.final_state):
             old.copy_(new)
         return out.output, out.membership

@@ -4,6 +4,7 @@ The interpreter must be chosen before Triton is imported. So without a GPU, `Tes
 `test_kernels_in_the_interpreter` starts; `TRITON_INTERPRET=1 pytest tests/test_triton.py` does the same by hand.
 """
 
+import functools
 import importlib
 import itertools
 import os
@@ -19,6 +20,13 @@ from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import TSSAState, tssa, tssa_step
 from tost_hf.model import tssa_triton
+from tost_hf.model.tssa_state import state_dtypes
+
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+
+import kernel_cases
+from kernel_cases import run_exact, run_kernels
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -65,66 +73,25 @@ def relative_rms(x, y):
     return 0.0 if error == size == 0 else error / max(size, 1e-300)
 
 
-def make(B, T, H, p, dtype=torch.float32, causal=True, state=True, bias_rows=None, decay=None):
-    """w, temp and, for the causal form, bias, initial state and log decays, as float32 leaves (w in dtype).
-
-    `decay` gives the weakest and the strongest -log of a factor; those of the tokens are spread evenly in log between them.
-    """
-    leaves = {"w": torch.randn(B, T, H, p).to(dtype), "temp": torch.rand(H) * 3 + 0.5}
-    if causal:
-        leaves["bias"] = torch.randn(B if bias_rows is None else bias_rows, T, H) * 0.3
-        if state:
-            leaves |= {"sum_sq": torch.rand(B, H, p) + 0.5, "sum_weighted_sq": torch.rand(B, H, p)}
-            leaves["sum_membership"] = torch.rand(B, H) + 0.5
-        if decay is not None:
-            leaves["log_decay"] = -decay[0] * (decay[1] / decay[0]) ** torch.rand(B, T, H)
-    return {name: x.to(DEVICE).requires_grad_() for name, x in leaves.items()}
+make = functools.partial(kernel_cases.make, device=DEVICE)
 
 
-def run_kernels(leaves, mask=None, seq_idx=None, causal=True, module=tssa_triton):
-    state = [leaves[name] for name in ("sum_sq", "sum_weighted_sq", "sum_membership") if name in leaves]
-    w, temp, bias, log_decay = (leaves.get(name) for name in ("w", "temp", "bias", "log_decay"))
-    out = module.tssa_triton(w, temp, bias, mask, seq_idx, state or None, causal, log_decay)
-    return out if causal else out[:2]
-
-
-def run_exact(leaves, mask=None, seq_idx=None, causal=True):
-    state = [leaves[name] for name in ("sum_sq", "sum_weighted_sq", "sum_membership") if name in leaves]
-    state = TSSAState(*state) if state else None
-    w, temp, bias, log_decay = (leaves.get(name) for name in ("w", "temp", "bias", "log_decay"))
-    options = {"causal": causal, "initial_state": state, "log_decay": log_decay, "backend": "reference"}
-    out = tssa(w, temp, bias, mask=mask, seq_idx=seq_idx, **options)
-    return out.output, out.membership.transpose(1, 2), *(out.final_state or ())
-
-
-def check(leaves, mask=None, seq_idx=None, causal=True, tolerance=1e-5, grad_tolerance=None, poison=None):
-    """Every output and every gradient, through every output, by relative RMS error.
-
-    Within the tolerance or, where rounding to float32 grows, within three times the error of the formulas in float32.
-    """
-    mask, seq_idx = (None if x is None else x.to(DEVICE) for x in (mask, seq_idx))
-    exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+def check(leaves, mask=None, seq_idx=None, causal=True, positions=None, poison=None):
+    """Every output and every gradient, through every output, against the float64 formulas."""
+    mask, seq_idx, positions = (None if x is None else x.to(DEVICE) for x in (mask, seq_idx, positions))
+    case = {"mask": mask, "seq_idx": seq_idx, "causal": causal, "positions": positions}
+    given = dict(leaves)
     if poison is not None:
-        leaves = leaves | {"w": leaves["w"].detach().masked_fill(~mask[..., None, None], poison).requires_grad_()}
-        if "log_decay" in leaves:
-            leaves["log_decay"] = leaves["log_decay"].detach().masked_fill(~mask[..., None], poison).requires_grad_()
-    got, want = run_kernels(leaves, mask, seq_idx, causal), run_exact(exact, mask, seq_idx, causal)
-    assert got[0].dtype == leaves["w"].dtype
-    assert all(x.dtype == torch.float32 for x in got[1:])
-    grads = [torch.randn(x.shape, device=DEVICE).to(x.dtype) for x in got]
-    want += torch.autograd.grad(want, list(exact.values()), [x.double() for x in grads])
-    if poison is not None:
-        grads[0] = grads[0].masked_fill(~mask[..., None, None], poison)
-
-    def errors(out):
-        out += torch.autograd.grad(out, list(leaves.values()), [g.to(x.dtype) for g, x in zip(grads, out)])
-        return torch.tensor([relative_rms(x, y) for x, y in zip(out, want)])
-
-    allowed = torch.tensor([tolerance] * len(got) + [grad_tolerance or tolerance] * len(leaves))
-    found = errors(got)
-    if (found >= allowed).any():
-        allowed = allowed.maximum(3 * errors(run_exact(leaves, mask, seq_idx, causal)))
-    assert (found < allowed).all(), (list(leaves), found, allowed)
+        for name in given.keys() & {"w", "log_decay"}:
+            padding = ~mask.view(*mask.shape, *[1] * (given[name].ndim - 2))
+            given[name] = given[name].detach().masked_fill(padding, poison).requires_grad_()
+    got = run_kernels(given, **case)
+    assert [x.dtype for x in got] == [leaves["w"].dtype, torch.float32, *state_dtypes(leaves["w"])][: len(got)]
+    grads = [torch.randn_like(x) for x in got]
+    passed = grads if poison is None else [grads[0].masked_fill(~mask[..., None, None], poison), *grads[1:]]
+    got = [*got, *torch.autograd.grad(got, list(given.values()), passed)]
+    found = kernel_cases.errors(got, leaves, grads, **case)
+    assert not kernel_cases.wrong(found), found
 
 
 def padding_mask(T):
@@ -168,10 +135,9 @@ class TestKernels:
         check(make(2, T, H, p, causal=causal), causal=causal)
 
     @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
-    def test_low_precision(self, dtype, tolerance, causal):
-        # the interpreter cuts bfloat16 off where a GPU rounds, so half of this tolerance is its own
-        check(make(2, 65, 3, 16, dtype, causal), causal=causal, tolerance=tolerance, grad_tolerance=2 * tolerance)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_low_precision(self, dtype, causal):
+        check(make(2, 65, 3, 16, dtype, causal), causal=causal)
 
     @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize("poison", [None, float("nan"), float("inf")])
@@ -260,6 +226,47 @@ class TestKernels:
         assert not strided.is_contiguous()
         check(leaves | {"w": strided.requires_grad_()})
 
+    @pytest.mark.parametrize("kind", ["shared", "padded", "packed"])
+    def test_bias_by_position(self, kind):
+        """Read where a token's position is, with a gradient for every position, those that no token has as well."""
+        leaves, mask, seq_idx = make(2, 70, 3, 16, positions=90), None, None
+        positions = torch.arange(10, 80).expand(2, 70)
+        if kind == "padded":
+            mask = padding_mask(70)
+            positions = (mask.long().cumsum(-1) - 1).clamp_min(0).int()
+        elif kind == "packed":
+            seq_idx = packed([(5, 1, 64), (33, 37)])
+            positions = torch.cat([torch.arange(n) for n in (5, 1, 64, 33, 37)]).view(2, 70)
+        check(leaves, mask, seq_idx, positions=positions)
+
+    def test_tokens_are_sorted_by_position_once(self, monkeypatch):
+        calls, sort = [], tssa_triton._tokens_by_row
+        monkeypatch.setattr(tssa_triton, "_tokens_by_row", lambda *args: calls.append(1) or sort(*args))
+        leaves = make(2, 9, 2, 8, positions=9)
+        positions, mask = torch.arange(9, device=DEVICE).expand(2, 9), padding_mask(9).to(DEVICE)
+
+        def backward(mask):
+            return torch.autograd.grad(run_kernels(leaves, mask, positions=positions)[0].square().sum(), leaves["bias"])[0]
+
+        first = backward(mask)
+        assert torch.equal(backward(mask), first)
+        assert len(calls) == 1
+        mask[1] = True
+        assert not torch.equal(backward(mask), first)
+        backward(mask.clone())
+        assert len(calls) == 3
+
+    def test_positions_without_a_row_are_no_numbers(self):
+        leaves = {name: x.detach() for name, x in make(1, 5, 2, 8, positions=4).items()}
+        positions = torch.tensor([[0, 3, 4, -1, 2]], device=DEVICE)
+        membership = run_kernels(leaves, positions=positions)[1]
+        assert membership.isnan().any(-1).tolist() == [[False, False, True, True, False]]
+        state = [leaves[name] for name in TSSAState._fields]
+        for t in range(5):
+            step = [x.clone() for x in state]
+            now = leaves["w"][:, t], leaves["temp"], leaves["bias"], None, *step, None, positions[:, t]
+            assert tssa_triton.tssa_step_triton(*now)[1].isnan().any().item() is (t in (2, 3))
+
     def test_loss_on_the_state_alone(self):
         leaves = make(1, 20, 2, 8)
         exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
@@ -292,7 +299,7 @@ class TestKernels:
             del leaves["bias"]
         mask = padding_mask(10).to(DEVICE) if bias_rows == 2 else None
         output, membership, *final = run_kernels(leaves, mask)
-        state = [leaves[name].clone() for name in ("sum_sq", "sum_weighted_sq", "sum_membership")]
+        state = [leaves[name].to(x.dtype, copy=True) for name, x in zip(TSSAState._fields, final)]
         places = [x.data_ptr() for x in state]
         for t in range(10):
             bias, step_mask = (None if x is None else x[:, t] for x in (leaves.get("bias"), mask))
@@ -390,9 +397,10 @@ class TestKernels:
         leaves = make(2, 12, 2, 8)
         mask = padding_mask(12).to(DEVICE)
         for seq_idx in (None, packed([(5, 7), (11, 1)]).to(DEVICE)):
-            args = (leaves["w"], leaves["temp"], leaves["bias"], mask, seq_idx, *list(leaves.values())[3:], None, True)
+            w, temp, bias, *state = leaves.values()
+            args = (w, temp, bias.flatten(0, 1), None, mask, seq_idx, *state, None, True)
             torch.library.opcheck(tssa_triton._forward, args)
-        torch.library.opcheck(tssa_triton._forward, (leaves["w"], leaves["temp"], *[None] * 7, False))
+        torch.library.opcheck(tssa_triton._forward, (leaves["w"], leaves["temp"], *[None] * 8, False))
 
     def test_checkpointing_and_autocast(self):
         layer = torch.nn.Linear(16, 16).to(DEVICE)

@@ -45,9 +45,9 @@ class TestKernelsThatForget:
             leaves["log_decay"][:, ::32] = float("-inf")  # at the border of a chunk as well
         check(leaves)
 
-    @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
-    def test_low_precision(self, dtype, tolerance):
-        check(make(2, 65, 3, 16, dtype, decay=ANY), tolerance=tolerance, grad_tolerance=2 * tolerance)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_low_precision(self, dtype):
+        check(make(2, 65, 3, 16, dtype, decay=ANY))
 
     @pytest.mark.parametrize("inside", [False, True])
     @pytest.mark.parametrize("poison", [None, float("nan"), float("inf")])
@@ -126,7 +126,7 @@ class TestKernelsThatForget:
             bias, decay = leaves["bias"][:, t], leaves["log_decay"][:rows, t]
             o, m = tssa_triton.tssa_step_triton(leaves["w"][:, t], leaves["temp"], bias, mask[:, t], *state, decay)
             torch.testing.assert_close([o, m], [output[:, t], membership[:, t]], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close([x.float() for x in state], final, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close([x.to(y.dtype) for x, y in zip(state, final)], final, rtol=1e-5, atol=1e-6)
 
     def test_a_factor_close_to_1_is_not_rounded_at_each_step(self):
         log_decay = torch.tensor([-1e-5, -1e-4, -0.03], device=DEVICE)
@@ -157,9 +157,9 @@ class TestKernelsThatForget:
         mask = padding_mask(12).to(DEVICE)
         w, temp, bias, *rest = leaves.values()
         for seq_idx in (None, packed([(5, 7), (11, 1)]).to(DEVICE)):
-            torch.library.opcheck(tssa_triton._forward, (w, temp, bias, mask, seq_idx, *rest, True))
+            torch.library.opcheck(tssa_triton._forward, (w, temp, bias.flatten(0, 1), None, mask, seq_idx, *rest, True))
         w, bias, state, decay = w[:, 0].detach(), bias[:, 0].detach(), [x.detach() for x in rest[:3]], rest[3][:, 0].detach()
-        torch.library.opcheck(tssa_triton._step, (w, temp.detach(), bias, mask[:, 0], *state, decay))
+        torch.library.opcheck(tssa_triton._step, (w, temp.detach(), bias, None, mask[:, 0], *state, decay))
 
     def test_the_operator_takes_factors_of_a_head(self):
         """As `tssa` and `tssa_step` call the kernels, with one factor per head, whose gradient is the sum of the tokens'."""

@@ -22,7 +22,7 @@ BUDGET = {
     "_score_grad_kernel": Cost(240, 65, 8),
     "_input_grad_kernel": Cost(224, 42, 10),
 }
-REGISTERS = {"_scan_kernel": 88, "_step_kernel": 72}
+REGISTERS = {"_scan_kernel": 88, "_finish_kernel": 96, "_step_kernel": 72}
 FORGETTING_REGISTERS = 255
 pytestmark = [
     pytest.mark.slow,

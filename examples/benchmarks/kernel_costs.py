@@ -78,13 +78,15 @@ def compile_ahead(name, H, p, dtype, capability, causal, absent, folder, module=
 
     kernel, launched = getattr(module, name), launch(module, name, H, p)
     sizes = launched.sizes | {"H": H, "P": p, "CAUSAL": causal, "REVERSE": False, "WIDTH": H * p, "WIDTH2": H}
+    sizes |= {"row_stride": 1, "BLOCK": 64}  # a bias by position, as a model has it
     sizes |= {"BLOCK_N": module._SCAN_CHUNKS, "BLOCK_C": module._SCAN_CHANNELS} | dict.fromkeys(absent)
     if name == "_totals_kernel":
         sizes |= dict.fromkeys(("membership", "total_weighted_sq", "total_membership"))
     types = {"eps": "fp32", "floor": "fp32", "mask": "*u8"}
-    types |= dict.fromkeys(("T", "bias_tokens", "bias_stride", "decay_stride"), "i32")
+    types |= dict.fromkeys(("T", "tokens", "chunks", "bias_tokens", "bias_rows"), "i32")
+    types |= dict.fromkeys(("head_stride", "position_stride", "bias_stride", "decay_stride"), "i32")
     types |= dict.fromkeys(("w", "grad", "output", "dw"), f"*{dtype}")
-    types |= dict.fromkeys(("chunk_table", "sequence_table"), "*i64")
+    types |= dict.fromkeys(("chunk_table", "sequence_table", "order", "ends"), "*i64") | {"positions": "*i32"}
     names = [param.name for param in kernel.params]
     signature = {name: "constexpr" if name in sizes else types.get(name, "*fp32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}

@@ -24,10 +24,10 @@ import torch
 if __name__ == "__main__" and (not torch.cuda.is_available() or ("--device", "cpu") in zip(sys.argv, sys.argv[1:])):
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import kernel_cases
 from rows import ROOT, parse_arguments
 from timing import AHEAD_CYCLES, FLUSH_BYTES, Report, arguments, attempt, print_header, ratio, spread
 
-from tost_hf import TSSAState, tssa
 from tost_hf.model import tssa_triton, tssa_tuned
 
 
@@ -39,7 +39,7 @@ TENSORS = {  # like w, that a kernel must read or write
     "_score_grad_kernel": 2,
     "_input_grad_kernel": 3,
 }
-KERNELS = (*TENSORS, "_scan_kernel")
+KERNELS = (*TENSORS, "_scan_kernel", "_finish_kernel")
 SHAPES = {  # B, T, H, p
     "causal": [(8, 1024, 12, 64), (8, 8192, 12, 64), (1, 131072, 12, 64)],
     "bidirectional": [(64, 196, 12, 64), (8, 4096, 12, 64)],
@@ -58,39 +58,29 @@ SMOKE = [  # dtype, form, what is special
     ("bfloat16", "forgetting", "mask"),
     ("bfloat16", "step", "mask"),
 ]
-TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative RMS
+SAME = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative RMS between two sizes of tiles
 
 
 # Right or wrong -------------------------------------------------------------------------------------------------------
 
 
-def make_leaves(shape, dtype: torch.dtype, form: str, device: str, with_state: bool = False) -> dict[str, torch.Tensor]:
-    B, T, H, p = shape
-    draw = torch.Generator().manual_seed(0)
-    leaves = {"w": torch.randn(*shape, generator=draw).to(dtype), "temp": 0.5 + torch.rand(H, generator=draw)}
-    if form != "bidirectional":
-        leaves["bias"] = 0.3 * torch.randn(1, T, H, generator=draw)
-    if with_state:
-        leaves |= {name: 0.5 + torch.rand(B, H, p, generator=draw) for name in ("sum_sq", "sum_weighted_sq")}
-        leaves["sum_membership"] = 0.5 + torch.rand(B, H, generator=draw)
-    if form == "forgetting":
-        leaves["log_decay"] = -torch.rand(B, T, H, generator=draw)
-    return {name: x.to(device).requires_grad_() for name, x in leaves.items()}
+def make_leaves(shape, dtype: torch.dtype, form: str, device: str, state: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    sizes = {"causal": form != "bidirectional", "state": state, "positions": shape[1]}
+    return kernel_cases.make(*shape, dtype, **sizes, decay=(1e-3, 1.0) if form == "forgetting" else None, device=device)
 
 
-def run(leaves, form: str, mask=None, seq_idx=None, exact: bool = False):
-    """The output of the kernels, or of the formulas, and the gradient of every leaf."""
-    causal, bias, decay = form != "bidirectional", leaves.get("bias"), leaves.get("log_decay")
-    state = TSSAState(*(leaves[x] for x in TSSAState._fields)) if "sum_sq" in leaves else None
-    if exact:
-        given = {"mask": mask, "seq_idx": seq_idx, "initial_state": state, "log_decay": decay, "backend": "reference"}
-        output = tssa(leaves["w"], leaves["temp"], None if bias is None else bias[0], causal=causal, **given).output
-    else:
-        output = tssa_triton.tssa_triton(leaves["w"], leaves["temp"], bias, mask, seq_idx, state, causal, decay)[0]
-    if form == "step":
-        return [output.detach()]
+def case_arguments(leaves, form: str, mask=None, seq_idx=None) -> dict[str, object]:
+    B, T = leaves["w"].shape[:2]
+    positions = None if form == "bidirectional" else torch.arange(T, device=leaves["w"].device).expand(B, T)
+    return {"mask": mask, "seq_idx": seq_idx, "causal": form != "bidirectional", "positions": positions}
+
+
+def run(leaves, case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The output of the kernels and the gradient of every leaf; the output's own gradient."""
+    output = kernel_cases.run_kernels(leaves, **case)[0]
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    return [output.detach(), *torch.autograd.grad(output, list(leaves.values()), grad)]
+    return [output.detach(), *torch.autograd.grad(output, list(leaves.values()), grad)], [grad]
 
 
 def run_steps(leaves, mask):
@@ -100,13 +90,13 @@ def run_steps(leaves, mask):
     steps = []
     with torch.no_grad():
         for t in range(T):
-            now = leaves["w"][:, t], leaves["temp"], leaves["bias"][:, t], mask[:, t]
+            now = leaves["w"][:, t], leaves["temp"], leaves["bias"][t : t + 1], mask[:, t]
             steps.append(tssa_triton.tssa_step_triton(*now, *sums)[0])
     return [torch.stack(steps, 1)]
 
 
-def smoke_case(dtype: str, form: str, special: str, device: str) -> tuple[float, bool]:
-    """The largest relative error of the output and the gradients, and whether it may be."""
+def smoke_case(dtype: str, form: str, special: str, device: str) -> tuple[float, list[str]]:
+    """How much of what it may be off the output or a gradient is off, at most, and the names of those that are wrong."""
     shape = SMOKE_SHAPES[device]
     B, T = shape[:2]
     leaves = make_leaves(shape, getattr(torch, dtype), form, device, special == "state")
@@ -116,11 +106,10 @@ def smoke_case(dtype: str, form: str, special: str, device: str) -> tuple[float,
         mask[0, : T // 3] = mask[1, T - T // 4 :] = False
     if special == "packed":
         seq_idx = (torch.arange(T, device=device) >= T // 3).long().expand(B, T).contiguous()
-    exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
-    got = run_steps(leaves, mask) if form == "step" else run(leaves, form, mask, seq_idx)
-    wanted = run(exact, form, mask, seq_idx, exact=True)
-    errors = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True)]
-    return max(errors), all(error <= TOLERANCES[dtype] for error in errors)
+    case = case_arguments(leaves, form, mask, seq_idx)
+    got, grads = (run_steps(leaves, mask), []) if form == "step" else run(leaves, case)
+    found = kernel_cases.errors(got, leaves, grads, **case)
+    return max(error / allowed for error, allowed in found.values()), list(kernel_cases.wrong(found))
 
 
 def smoke(device: str) -> int:
@@ -128,13 +117,11 @@ def smoke(device: str) -> int:
     wrong, start = 0, time.perf_counter()
     for dtype, form, special in SMOKE:
         found = attempt(f"{form}, {special}, {dtype}", smoke_case, dtype, form, special, device)
-        wrong += found is None or not found[1]
+        wrong += found is None or bool(found[1])
         if found is not None:
-            verdict = "right" if found[1] else "WRONG"
-            print(
-                f"{time.perf_counter() - start:5.1f} s  {form}, {special}, {dtype}: {verdict}, error {found[0]:.1e}",
-                flush=True,
-            )
+            verdict = f"WRONG: {', '.join(found[1])}" if found[1] else "right"
+            took = f"{time.perf_counter() - start:5.1f} s"
+            print(f"{took}  {form}, {special}, {dtype}: {verdict}, off by {found[0]:.2f} of what it may be", flush=True)
     return wrong
 
 
@@ -190,13 +177,14 @@ class Timed:
 def time_kernels(shape, form: str, dtype: torch.dtype, repeats: int, device: str) -> dict[str, list[float]]:
     """Seconds of each kernel, and of copying as many bytes as w has, in each round; the GPU's own, from an empty cache."""
     leaves = make_leaves(shape, dtype, form, device)
+    case = case_arguments(leaves, form)
     source = torch.empty(COPY_BYTES[device], dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     flush = torch.empty(FLUSH_BYTES if device == "cuda" else 1, dtype=torch.int8, device=device)
     seconds = defaultdict(list)
     with Clock(device) as clock:
         for round_ in range(repeats + 1):  # the first compiles
-            for what in (lambda: run(leaves, form), lambda: clock.time("copy", lambda: target.copy_(source))):
+            for what in (lambda: run(leaves, case), lambda: clock.time("copy", lambda: target.copy_(source))):
                 flush.zero_()
                 if device == "cuda":
                     torch.cuda._sleep(AHEAD_CYCLES)
@@ -221,13 +209,7 @@ def report_times(args, shapes, dtype: torch.dtype, report: Report) -> None:
             seconds = attempt(f"{form} {shape}", time_kernels, shape, form, dtype, args.repeats, args.device)
             if seconds is None:
                 continue
-            case = {
-                "form": form,
-                **dict(zip("BTHp", shape)),
-                "dtype": str(dtype).removeprefix("torch."),
-                "tile": "",
-                "warps": "",
-            }
+            case = case_of(form, shape, dtype)
             copy = seconds.pop("copy")
             for name, times in seconds.items():
                 least = [x * TENSORS[name] for x in copy] if name in TENSORS else None
@@ -243,7 +225,8 @@ def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tssa_tun
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     leaves, best, end = make_leaves(shape, dtype, "causal", args.device), {}, time.monotonic() + args.seconds
     tssa_tuned.TUNED.pop(device, None)
-    expected = run(leaves, "causal")
+    case = case_arguments(leaves, "causal")
+    expected, _ = run(leaves, case)
     for tile, warps in itertools.product(TILES, WARPS):
         if best and time.monotonic() > end:
             print(f"stopped after {args.seconds:.0f} s, before tiles of {tile} tokens, {warps} warps", flush=True)
@@ -251,9 +234,10 @@ def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tssa_tun
         sizes = tssa_tuned.Sizes(tile, warps)
         tssa_tuned.TUNED[device] = dict.fromkeys(TENSORS, sizes)
         try:
-            got = attempt(f"tile {tile}, {warps} warps", run, leaves, "causal")
-            errors = [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in zip(got or (), expected)]
-            if got is None or not max(errors) < TOLERANCES[str(dtype).removeprefix("torch.")]:
+            got = attempt(f"tile {tile}, {warps} warps", run, leaves, case)
+            pairs = zip(got[0] if got else (), expected)
+            errors = [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in pairs]
+            if got is None or not max(errors) < SAME[str(dtype).removeprefix("torch.")]:
                 print(f"tile {tile}, {warps} warps: refused", *errors, flush=True)
                 continue
             seconds = time_kernels(shape, "causal", dtype, args.repeats, args.device)
@@ -261,8 +245,8 @@ def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tssa_tun
             del tssa_tuned.TUNED[device]
         for name in TENSORS.keys() & seconds.keys():
             found = spread(seconds[name])
-            case = case_of("causal", shape, dtype, tile, warps)
-            report.add({"kernel": name.strip("_")} | case, {"ms": found * 1e3, "x copy": None})
+            row = {"kernel": name.strip("_")} | case_of("causal", shape, dtype, tile, warps)
+            report.add(row, {"ms": found * 1e3, "x copy": None})
             if name not in best or found.value < best[name][0]:
                 best[name] = found.value, sizes
     return {name: sizes for name, (_, sizes) in best.items()}

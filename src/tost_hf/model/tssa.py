@@ -24,7 +24,7 @@ from .tssa_chunks import causal_tssa
 from .tssa_formulas import bidirectional as bidirectional_formulas
 from .tssa_formulas import causal as causal_formulas
 from .tssa_formulas import step as step_formulas
-from .tssa_state import TSSAState, as_state, compute_dtype, state_shapes, zero_state
+from .tssa_state import TSSAState, as_state, bias_of_tokens, compute_dtype, state_shapes, zero_state
 
 
 BACKENDS = ("auto", "reference", "triton")
@@ -43,6 +43,7 @@ def tssa(
     temp: torch.Tensor,
     denom_bias: torch.Tensor | None = None,
     *,
+    positions: torch.Tensor | None = None,
     causal: bool = True,
     mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
@@ -55,7 +56,8 @@ def tssa(
     Args:
         w: projected tokens, (B, T, H, p), as the input projection leaves them (no transpose needed).
         temp: one learned scalar per head, H numbers of any shape.
-        denom_bias: learned score bias of each token's position, (T, H) or (B, T, H); causal form only.
+        denom_bias: learned score bias of the tokens, (T, H) or (B, T, H), or of positions, (rows, H); causal form only.
+        positions: (B, T) or (1, T) integers, the tokens' rows of `denom_bias`, where it is one of positions.
         causal: prefix sums over positions (language) or sums over all tokens (vision, encoders).
         mask: (B, T), true or 1 at real tokens. Padding adds nothing to any sum and its output is 0.
         seq_idx: (B, T) integers, packed rows: tokens of one sequence are adjacent and share a number, and each sequence
@@ -74,18 +76,19 @@ def tssa(
             `log_decay` is above 0, or the backend is unknown or cannot take these tokens.
         RuntimeError: the backend "triton" is asked for, and its kernels fail or are wrong on this device.
     """
-    temp = _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state)
+    temp = _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state)
     _check_log_decay(log_decay, w, causal)
-    bias = None if denom_bias is None else denom_bias.reshape(-1, *denom_bias.shape[-2:])
     mask = None if mask is None else mask.bool()
     log_decay = _decay_of_tokens(log_decay, mask, w.shape[:3], compute_dtype(w.dtype))
     form, forgets = "causal" if causal else "bidirectional", log_decay is not None
-    needs_grad = _needs_grad(w, temp, bias, log_decay, *(initial_state or ()))
+    needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(initial_state or ()))
     if _runs_on_kernels(w, backend, form, forgets=forgets, gradients=needs_grad):
         from .tssa_triton import tssa_triton
 
-        output, membership, *sums = tssa_triton(w, temp, bias, mask, seq_idx, initial_state, causal, log_decay)
-        after = as_state(cast(list[torch.Tensor], sums), w) if causal else None
+        output, membership, *sums = tssa_triton(
+            w, temp, denom_bias, mask, seq_idx, initial_state, causal, log_decay, positions
+        )
+        after = TSSAState(*cast(list[torch.Tensor], sums)) if causal else None
         return TSSAOutput(output, membership.transpose(1, 2), after)
 
     dtype = compute_dtype(w.dtype)
@@ -93,7 +96,7 @@ def tssa(
     if not causal:
         output, membership = _bidirectional_reference(w, temp, padding, seq_idx)
         return TSSAOutput(output, membership.transpose(1, 2), None)
-    bias = None if bias is None else bias.to(dtype)
+    bias = bias_of_tokens(denom_bias, positions, dtype)
     state = None if initial_state is None else as_state(initial_state, w)
     output, membership, final = _causal_reference(w, temp, bias, padding, seq_idx, state, log_decay)
     return TSSAOutput(output, membership.transpose(1, 2), final)
@@ -126,6 +129,7 @@ def tssa_step(
     denom_bias: torch.Tensor | None,
     state: TSSAState | None,
     *,
+    positions: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     log_decay: torch.Tensor | None = None,
     backend: str | None = None,
@@ -136,8 +140,9 @@ def tssa_step(
     Args:
         w: the projected token, (B, H, p).
         temp: H numbers of any shape.
-        denom_bias: score bias at the token's position, (H,) or (B, H), or None.
+        denom_bias: score bias of the token, (H,) or (B, H), or of each position, (positions, H), or None.
         state: the running sums before the token; None at the start of a sequence. Left as they are unless `in_place`.
+        positions: (B,) integers; as in `tssa`.
         mask: (B,), true or 1 where the token is real; a padding token leaves the state as it was.
         log_decay: (H,) or (B, H); as in `tssa`.
         backend: as in `tssa`. The kernel has no gradient: where one is needed, the reference runs.
@@ -165,8 +170,8 @@ def tssa_step(
         state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
         if not in_place:
             state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))  # the kernel adds in place
-        return TSSAOutput(*tssa_step_triton(w, temp.reshape(-1), bias, mask, *state, log_decay), state)
-    return step_by_formulas(w, temp, denom_bias, state, mask=mask, log_decay=log_decay, in_place=in_place)
+        return TSSAOutput(*tssa_step_triton(w, temp.reshape(-1), bias, mask, *state, log_decay, positions), state)
+    return step_by_formulas(w, temp, denom_bias, state, positions=positions, mask=mask, log_decay=log_decay, in_place=in_place)
 
 
 def tssa_by_formulas(
@@ -174,6 +179,7 @@ def tssa_by_formulas(
     temp: torch.Tensor,
     denom_bias: torch.Tensor | None = None,
     *,
+    positions: torch.Tensor | None = None,
     causal: bool = True,
     mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
@@ -191,7 +197,7 @@ def tssa_by_formulas(
     if not causal:
         output, membership = bidirectional_formulas(w, temp, padding, seq_idx, **variant)
         return TSSAOutput(output, membership.transpose(1, 2), None)
-    bias = None if denom_bias is None else denom_bias.to(dtype)
+    bias = bias_of_tokens(denom_bias, positions, dtype)
     log_decay = _decay_of_tokens(log_decay, mask, w.shape[:3], dtype)
     output, membership, final = causal_formulas(w, temp, bias, padding, seq_idx, initial_state, log_decay, **variant)
     return TSSAOutput(output, membership.transpose(1, 2), final)
@@ -203,6 +209,7 @@ def step_by_formulas(
     denom_bias: torch.Tensor | None,
     state: TSSAState | None,
     *,
+    positions: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     log_decay: torch.Tensor | None = None,
     backend: str | None = None,
@@ -210,7 +217,7 @@ def step_by_formulas(
 ) -> TSSAOutput:
     """`tssa_step`, as `tssa_by_formulas` is `tssa`."""
     dtype, padding = compute_dtype(w.dtype), None if mask is None else ~mask.bool()
-    temp, bias = temp.reshape(-1).to(dtype), None if denom_bias is None else denom_bias.to(dtype)
+    temp, bias = temp.reshape(-1).to(dtype), bias_of_tokens(denom_bias, positions, dtype)
     state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
     log_decay = _decay_of_tokens(log_decay, mask, w.shape[:2], dtype)
     return TSSAOutput(*step_formulas(w, temp, bias, padding, state, log_decay, **variant))
@@ -267,7 +274,7 @@ def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str
     return "reference"
 
 
-def _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state) -> torch.Tensor:
+def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state) -> torch.Tensor:
     """Refuses shapes that disagree; returns `temp` as (H,)."""
     if w.ndim != 4:
         raise ValueError(f"tssa takes projected tokens of shape (batch, tokens, heads, head_dim), got {tuple(w.shape)}.")
@@ -283,7 +290,9 @@ def _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state) -> 
         raise ValueError(f"seq_idx must hold integers, got {seq_idx.dtype}.")
     _check_mask(mask)
     # dimension by dimension: two shapes compared as a whole would have an exporter compare the batch with the tokens
-    if denom_bias is not None and (
+    if positions is not None:
+        _check_positions(w, denom_bias, positions)
+    elif denom_bias is not None and (
         denom_bias.ndim > 3 or denom_bias.shape[-2:] != (T, H) or (denom_bias.ndim == 3 and denom_bias.shape[0] not in (B, 1))
     ):
         raise ValueError(
@@ -298,6 +307,17 @@ def _check_inputs(w, temp, denom_bias, causal, mask, seq_idx, initial_state) -> 
         if shapes != expected:
             raise ValueError(f"initial_state must hold tensors of shapes {expected}, got {shapes}.")
     return temp.reshape(-1)
+
+
+def _check_positions(w: torch.Tensor, denom_bias: torch.Tensor | None, positions: torch.Tensor) -> None:
+    """Refuses positions that are not the tokens' rows of a `denom_bias`."""
+    B, T, H, _ = w.shape
+    if denom_bias is None or denom_bias.ndim != 2 or denom_bias.shape[1] != H:
+        found = None if denom_bias is None else tuple(denom_bias.shape)
+        raise ValueError(f"With positions, denom_bias must have shape (positions, heads = {H}), got {found}.")
+    if positions.is_floating_point() or positions.ndim != 2 or positions.shape[1] != T or positions.shape[0] not in (B, 1):
+        given = f"{positions.dtype} of shape {tuple(positions.shape)}"
+        raise ValueError(f"positions must hold integers of shape (batch, tokens) = ({B}, {T}), got {given}.")
 
 
 def _check_mask(mask: torch.Tensor | None) -> None:

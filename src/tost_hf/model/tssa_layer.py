@@ -158,12 +158,11 @@ class TokenStatisticsSelfAttention(nn.Module):
             )
         w = self.in_proj(hidden_states).view(B, T, -1, self.head_dim)
         log_decay = self.log_decay(hidden_states)
-        bias = None
-        if self.denom_bias is not None:
+        if self.denom_bias is None:
+            position_ids = None
+        else:
             assert position_ids is not None  # a layer with positions is told them
-            # a look-up, not an index: the gradient of an index adds up in whatever order threads come
-            bias = F.embedding(position_ids, self.denom_bias[..., 0].t())
-        out, membership, state = self._statistics(w, bias, log_decay, attention_mask, seq_idx, layer)
+        out, membership, state = self._statistics(w, position_ids, log_decay, attention_mask, seq_idx, layer)
         if layer is not None:
             assert state is not None  # only causal layers have a cache
             layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
@@ -172,14 +171,16 @@ class TokenStatisticsSelfAttention(nn.Module):
             out = out * F.dropout(keep, self.attention_dropout)
         return self.out_dropout(self.out_proj(out.reshape(B, T, -1))), membership
 
-    def _statistics(self, w, bias, log_decay, mask, seq_idx, layer) -> TSSAOutput:
+    def _statistics(self, w, positions, log_decay, mask, seq_idx, layer) -> TSSAOutput:
         """The operator, or its step where a cache layer goes on by one token."""
         state = None if layer is None else layer.state
+        bias = None if self.denom_bias is None else self.denom_bias[..., 0].t()
         if layer is None or w.shape[1] > 1:
             return self.operators.tssa(
                 w,
                 self.temp,
                 bias,
+                positions=positions,
                 causal=self.causal,
                 mask=mask,
                 seq_idx=seq_idx,
@@ -187,12 +188,13 @@ class TokenStatisticsSelfAttention(nn.Module):
                 log_decay=log_decay,
                 backend=self.backend,
             )
-        bias, log_decay, mask = (None if x is None else x[:, 0] for x in (bias, log_decay, mask))
+        positions, log_decay, mask = (None if x is None else x[:, 0] for x in (positions, log_decay, mask))
         out, membership, state = self.operators.step(
             w[:, 0],
             self.temp,
             bias,
             state,
+            positions=positions,
             mask=mask,
             log_decay=log_decay,
             backend=self.backend,

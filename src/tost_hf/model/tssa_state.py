@@ -71,6 +71,14 @@ def membership_of(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor
     return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
 
 
+def bias_of_tokens(denom_bias: torch.Tensor | None, positions: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The score bias of tokens in `dtype`: as it is, or where it is one of positions, its rows at those of the tokens."""
+    if denom_bias is None:
+        return None
+    # a look-up, not an index: the gradient of an index adds up in whatever order threads come
+    return (denom_bias if positions is None else F.embedding(positions, denom_bias)).to(dtype)
+
+
 def real_tokens(w: torch.Tensor, padding: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Tokens (..., H, p) in `dtype`, 0 where `padding` (...) is true (not multiplied by 0: padding may hold NaN)."""
     return w.to(dtype) if padding is None else w.to(dtype).masked_fill(padding[..., None, None], 0)

@@ -28,9 +28,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
-from .tssa_state import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, custom_operator, sequence_starts, state_shapes
+from .tssa_state import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, custom_operator, sequence_starts, state_dtypes, state_shapes
 from .tssa_tuned import TUNED, Sizes
 
 
@@ -42,7 +42,8 @@ except ImportError:
 
 
 _jit = (lambda fn: fn) if triton is None else triton.jit
-_jit_any_length = (lambda fn: fn) if triton is None else triton.jit(do_not_specialize=["T", "bias_tokens"])
+_LENGTHS = ["T", "tokens", "chunks", "bias_tokens", "bias_rows"]
+_jit_any_length = (lambda fn: fn) if triton is None else triton.jit(do_not_specialize=_LENGTHS)
 # where the kernels are compiled for NVIDIA's devices, and so may name one of their instructions
 _NVIDIA = None if triton is None else tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
@@ -137,6 +138,26 @@ def _load_heads(pointer, first, t, heads, exists, H: tl.constexpr):
 def _store_heads(pointer, value, first, t, heads, exists, H: tl.constexpr):
     places = t[:, None] * H + heads[None, :]
     tl.store(pointer + first * H + places, value, mask=_of_heads(exists, heads, H))
+
+
+@_jit
+def _load_bias(
+    bias, positions, first, t, heads, exists, bias_tokens, bias_rows, row_stride, head_stride, H: tl.constexpr
+):  # fmt: skip
+    """The score bias of each token and head, (TILE, HEADS); NaN where a token's position is no row of `bias`."""
+    if positions is None:
+        bias += first % bias_tokens * row_stride
+        rows = t
+        inside = exists
+    else:
+        rows = tl.load(positions + first % bias_tokens + t, mask=exists, other=0)
+        inside = exists & (rows.to(tl.uint32, bitcast=True) < bias_rows)
+    places = rows[:, None] * row_stride + heads[None, :] * head_stride
+    values = tl.load(bias + places, mask=_of_heads(inside, heads, H), other=0.0)
+    if positions is None:
+        return values
+    else:
+        return tl.where((exists & ~inside)[:, None], float("nan"), values)
 
 
 @_jit
@@ -333,7 +354,7 @@ def _scan(
     carry = tl.zeros(channels.shape, tl.float32)
     if initial is not None:
         if initial_row >= 0:
-            carry += tl.load(initial + initial_row * width + channels, mask=inside, other=0.0)
+            carry += tl.load(initial + initial_row * width + channels, mask=inside, other=0.0).to(tl.float32)
     for j0 in range(0, count + 1, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
         if REVERSE:
@@ -430,7 +451,8 @@ def _softmax_over_heads(score, temp, heads, real, H: tl.constexpr):
 def _membership_kernel(
     w,
     temp,
-    bias,
+    bias,  # a row for each position, or for each of the first tokens
+    positions,  # or None
     log_decay,
     mask,
     chunk_table,
@@ -439,7 +461,10 @@ def _membership_kernel(
     total_weighted_sq,
     total_membership,
     T,
-    bias_tokens,  # T * B, or T where the rows share one bias
+    bias_tokens,  # after which positions, or without them rows of the bias, start again
+    bias_rows,
+    row_stride,
+    head_stride,
     floor,
     H: tl.constexpr,
     P: tl.constexpr,
@@ -462,7 +487,8 @@ def _membership_kernel(
         S = _running(x * x, before, decay, CAUSAL)
         score = tl.sum(x * x * _inverse(tl.maximum(S, floor)), 2)
         if bias is not None:
-            score += P * _load_heads(bias, first % bias_tokens, t, heads, real, H)
+            places = bias_tokens, bias_rows, row_stride, head_stride
+            score += P * _load_bias(bias, positions, first, t, heads, real, *places, H)
         pi = _softmax_over_heads(score, temp, heads, real, H)
         _store_heads(membership, pi, first, t, heads, t < count, H)
         weighted_sq = _total(x * x * pi[:, :, None], weighted_sq, decay)
@@ -670,12 +696,12 @@ def _score_grad_kernel(
     grad_membership,  # or None
     temp,
     bias,
+    positions,
     membership,
     log_decay, mask, chunk_table,
     span_sq, span_weighted_sq, span_membership,
-    suffix_dN, suffix_dD,
-    dscore, dtemp, total_dS,
-    T, bias_tokens, floor, eps,
+    suffix_dN, suffix_dD, dscore, dtemp, total_dS,
+    T, bias_tokens, bias_rows, row_stride, head_stride, floor, eps,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -713,7 +739,8 @@ def _score_grad_kernel(
         inverse, dS = _score_grad(x, S, dlogit * scale[None, :], floor)
         score = tl.sum(x * x * inverse, 2)
         if bias is not None:
-            score += P * _load_heads(bias, first % bias_tokens, t, heads, real, H)
+            places = bias_tokens, bias_rows, row_stride, head_stride
+            score += P * _load_bias(bias, positions, first, t, heads, real, *places, H)
         dtemp_sum += tl.sum(dlogit * score, 0)
         if CAUSAL:
             after_dN = _first(U)
@@ -806,11 +833,55 @@ def _input_grad_kernel(
             after_dS = _first(W)
 
 
+@_jit_any_length
+def _finish_kernel(
+    dscore,
+    order,  # (tokens,), tokens by their row of the bias; None where token i has row i % bias_rows
+    ends,  # (bias_rows + 1,), where each row's tokens start in `order`, and where the last one's end
+    dtemp_of_chunks,
+    dbias,  # or None
+    dtemp,
+    tokens,
+    bias_rows,
+    chunks,
+    row_stride,
+    head_stride,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradients of temp and the bias, from those of chunks and tokens: one program for temp, then one for each row."""
+    row = tl.program_id(0).to(tl.int64) - 1
+    heads = tl.arange(0, HEADS)
+    total = tl.zeros([BLOCK, HEADS], tl.float32)
+    if row < 0:
+        for j in range(0, chunks, BLOCK):
+            chunk = j + tl.arange(0, BLOCK)
+            total += _load_heads(dtemp_of_chunks, 0, chunk, heads, chunk < chunks, H)
+        tl.store(dtemp + heads, tl.sum(total, 0), mask=heads < H)
+    elif dbias is not None:
+        if order is None:
+            count = tl.cdiv(tokens - row, bias_rows)
+        else:
+            first = tl.load(ends + row)
+            count = tl.load(ends + row + 1) - first
+        for start in range(0, count, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            if order is None:
+                token = row + i * bias_rows
+            else:
+                token = tl.load(order + first + i, mask=i < count, other=0)
+            total += _load_heads(dscore, 0, token, heads, i < count, H)
+        tl.store(dbias + row * row_stride + heads * head_stride, P * tl.sum(total, 0), mask=heads < H)
+
+
 @_jit
 def _step_kernel(
     w,
     temp,
     bias,
+    positions,
     log_decay,
     mask,
     sum_sq,
@@ -818,15 +889,12 @@ def _step_kernel(
     sum_membership,
     output,
     membership,
-    bias_stride,
+    position_stride, bias_rows, row_stride, head_stride,
     floor,
     eps,
     decay_stride,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    H: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """One token: updates the sums where they lie. One program a row."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, BLOCK_H)
@@ -847,7 +915,12 @@ def _step_kernel(
     S += x * x
     score = tl.sum(x * x / tl.maximum(S, floor), 1)
     if bias is not None:
-        score += P * tl.load(bias + row * bias_stride + heads, mask=is_head, other=0.0)
+        place = row
+        inside = is_head
+        if positions is not None:
+            place = tl.load(positions + row * position_stride + 0 * heads).to(tl.int64)
+            inside = is_head & (place >= 0) & (place < bias_rows)
+        score += P * tl.load(bias + place * row_stride + heads * head_stride, mask=inside, other=float("nan"))
     score = tl.where(is_head, score * tl.load(temp + heads, mask=is_head, other=0.0), float("-inf"))
     pi = tl.exp(score - tl.max(score, 0))
     pi = tl.where(real, pi / tl.sum(pi, 0), 0.0)
@@ -901,7 +974,7 @@ class _Layout(NamedTuple):
     sequence_table: torch.Tensor | None  # (sequences, 4): first chunk, chunks, row if it starts it, row if it ends it; or -1
 
 
-_packed_layouts = WeakTensorKeyDictionary()  # the layers of a model share one seq_idx, which is read on the host once
+_known = WeakTensorKeyDictionary()  # what the layers of a model find in a tensor that they share, such as seq_idx, once
 
 
 def _layout(w: torch.Tensor, seq_idx: torch.Tensor | None, block_t: int) -> _Layout:
@@ -910,13 +983,20 @@ def _layout(w: torch.Tensor, seq_idx: torch.Tensor | None, block_t: int) -> _Lay
         return _Layout(B * _cdiv(T, block_t), B, None, None)
     if seq_idx.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("Packed rows cannot be captured in a CUDA graph: where sequences end decides which kernels run.")
-    if seq_idx.is_inference():  # changes made to such a tensor leave no trace
-        return _packed_layout(seq_idx, block_t)
-    key = (seq_idx._version, block_t)
-    known = _packed_layouts.get(seq_idx)
-    if known is None or known[0] != key:
-        known = _packed_layouts[seq_idx] = key, _packed_layout(seq_idx, block_t)
-    return known[1]
+    return _find_once(_packed_layout, seq_idx, block_t)
+
+
+def _find_once(find, x: torch.Tensor, *others):
+    """find(x, *others), from memory where x and the others are what they were; other tensors count by themselves."""
+    tensors = [y for y in (x, *others) if isinstance(y, torch.Tensor)]
+    # changes made to some tensors leave no trace, nor do those that a graph makes
+    if any(y.is_inference() for y in tensors) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return find(x, *others)
+    key = tuple((WeakIdRef(y), y._version) if isinstance(y, torch.Tensor) else y for y in (x, *others))
+    known = _known.setdefault(x, {})
+    if find not in known or known[find][0] != key:
+        known[find] = key, find(x, *others)
+    return known[find][1]
 
 
 def _packed_layout(seq_idx: torch.Tensor, block_t: int) -> _Layout:
@@ -934,6 +1014,36 @@ def _packed_layout(seq_idx: torch.Tensor, block_t: int) -> _Layout:
     return _Layout(len(sequence), len(row), chunk_table.to(seq_idx.device), sequence_table.to(seq_idx.device))
 
 
+class _Bias(NamedTuple):
+    """The score bias as the kernels read it."""
+
+    table: torch.Tensor | None  # (rows, H)
+    positions: torch.Tensor | None  # (B or 1, T), rows of the table
+    tokens: int  # after which positions, or without them rows of the table, start again
+    rows: int
+    strides: tuple[int, ...]
+
+
+def _bias(table: torch.Tensor | None, positions: torch.Tensor | None) -> _Bias:
+    if table is None:
+        return _Bias(None, None, 1, 1, (1, 1))
+    rows, positions = len(table), None if positions is None else _find_once(_short_positions, positions)
+    return _Bias(table, positions, max(1, rows if positions is None else positions.numel()), rows, table.stride())
+
+
+def _short_positions(positions: torch.Tensor) -> torch.Tensor:
+    """Positions as int32, half of the bytes; one row where all rows share it."""
+    return (positions[:1] if positions.stride(0) == 0 else positions).to(torch.int32).contiguous()
+
+
+def _tokens_by_row(positions: torch.Tensor, mask: torch.Tensor | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Real tokens by their row of the bias: their places in the flattened batch, and where each row's start (rows + 1,)."""
+    if mask is not None:
+        positions = positions.masked_fill(~mask.bool(), rows)
+    of_tokens, order = positions.flatten().sort(stable=True)
+    return order, torch.searchsorted(of_tokens, torch.arange(rows + 1, device=positions.device))
+
+
 def _cdiv(n, m):
     return (n + m - 1) // m
 
@@ -945,6 +1055,7 @@ def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 # Tokens of a chunk; of a span, before which the backward keeps the forward's sums; of a tile, which a thread holds at once.
 _CHUNK, _SPAN, _TILE = 64, 8, 4
 _SCAN_CHUNKS, _SCAN_CHANNELS = 64, 32  # block of the scans over chunk totals
+_FINISH_TOKENS = 64  # or chunks, that a program adds up at once
 
 
 class _Call:
@@ -973,7 +1084,8 @@ class _Call:
         return self.new(spans, self.H, self.p), self.new(spans, self.H, self.p), self.new(spans, self.H)
 
     def new_state(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self.new(*shape) for shape in state_shapes(self.w))
+        sizes = zip(state_shapes(self.w), state_dtypes(self.w))
+        return tuple(self.w.new_empty(shape, dtype=dtype) for shape, dtype in sizes)
 
     def by_group(self, kernel, *args, **sizes) -> None:
         """Launches a kernel whose programs take a group of heads each."""
@@ -1020,6 +1132,25 @@ class _Call:
         )
         return carries
 
+    def finish(self, dscore, dtemp_of_chunks, bias, positions, mask) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradients of temp and the bias."""
+        dtemp, tokens, rows = self.new(self.H), self.B * self.T, 0 if bias is None else len(bias)
+        order = ends = dbias = None
+        if bias is not None:
+            dbias = torch.empty_like(bias)
+            if positions is not None:
+                order, ends = _find_once(_tokens_by_row, positions, mask, rows)
+        strides = (1, 1) if dbias is None else dbias.stride()
+        _finish_kernel[(1 + rows,)](
+            *(dscore, order, ends, dtemp_of_chunks, dbias, dtemp, tokens, rows, self.layout.chunks, *strides),
+            H=self.H,
+            P=self.p,
+            HEADS=_power_of_2(self.H),
+            BLOCK=_FINISH_TOKENS,
+            num_warps=2,
+        )
+        return dtemp, dbias
+
     def carries(self, membership, initial) -> list[torch.Tensor]:
         """The carries of the three sums of the forward, again."""
         totals = self.totals(membership)
@@ -1040,11 +1171,6 @@ def _floor(causal: bool) -> float:
     return EPS_SUM_SQ if causal else EPS_NORM**2
 
 
-def _bias_tokens(bias: torch.Tensor | None) -> int:
-    """Tokens after which the bias starts again: those of one row, if the rows share it."""
-    return 1 if bias is None else max(1, bias.shape[0] * bias.shape[1])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Custom operators. They cannot return None: what does not exist is an empty tensor.
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1055,6 +1181,7 @@ def _forward(
     w: torch.Tensor,
     temp: torch.Tensor,
     bias: torch.Tensor | None,
+    positions: torch.Tensor | None,
     mask: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     sum_sq: torch.Tensor | None,
@@ -1067,14 +1194,15 @@ def _forward(
     with torch.cuda.device_of(w):
         call = _Call(w, log_decay, mask, seq_idx, causal)
         output, membership = torch.empty_like(call.w), call.new(call.B, call.T, call.H)
-        bias = _contiguous(bias)
+        by_position = _bias(bias, positions)
         initial = [_contiguous(x) for x in (sum_sq, sum_weighted_sq, sum_membership)]
         final = call.new_state() if causal else (None,) * 3
         sums = call.scan(call.totals()[:1], initial[:1], final[:1])
         totals = call.new_totals()
         call.all_heads(
             _membership_kernel,
-            *(call.w, temp, bias, *call.where, *sums, membership, *totals, call.T, _bias_tokens(bias), _floor(causal)),
+            *(call.w, temp, by_position.table, by_position.positions, *call.where, *sums, membership, *totals, call.T),
+            *(by_position.tokens, by_position.rows, *by_position.strides, _floor(causal)),
         )
         sums += call.scan(totals, initial[1:], final[1:])
         call.by_group(
@@ -1088,9 +1216,12 @@ def _forward(
 
 
 @_forward.register_fake
-def _(w, temp, bias, mask, seq_idx, sum_sq, sum_weighted_sq, sum_membership, log_decay, causal):
-    shapes = (w.shape[:3], *(state_shapes(w) if causal else ((0,),) * 3), *_carry_sizes(w, seq_idx, causal))
-    return w.new_empty(w.shape), *(w.new_empty(shape, dtype=torch.float32) for shape in shapes)
+def _(w, temp, bias, positions, mask, seq_idx, sum_sq, sum_weighted_sq, sum_membership, log_decay, causal):
+    states = zip(state_shapes(w), state_dtypes(w)) if causal else [((0,), torch.float32)] * 3
+    single = zip((w.shape[:3], *_carry_sizes(w, seq_idx, causal)), [torch.float32] * 4)
+    membership, *carries = (w.new_empty(shape, dtype=dtype) for shape, dtype in single)
+    state = (w.new_empty(shape, dtype=dtype) for shape, dtype in states)
+    return w.new_empty(w.shape), membership, *state, *carries
 
 
 @custom_operator("tssa_backward")
@@ -1103,6 +1234,7 @@ def _backward(
     w: torch.Tensor,
     temp: torch.Tensor,
     bias: torch.Tensor | None,
+    positions: torch.Tensor | None,
     mask: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     sum_sq: torch.Tensor | None,
@@ -1118,7 +1250,7 @@ def _backward(
     """Gradients of w, temp, bias, the three initial sums and the factors' logarithms."""
     with torch.cuda.device_of(w):
         call = _Call(w, log_decay, mask, seq_idx, causal)
-        bias, grad_membership = _contiguous(bias), _contiguous(grad_membership)
+        grad_membership, by_position = _contiguous(grad_membership), _bias(bias, positions)
         grad = torch.zeros_like(call.w) if grad_output is None else grad_output.contiguous()
         sums = [carry_sq, carry_weighted_sq, carry_membership]
         if seq_idx is not None:
@@ -1136,8 +1268,9 @@ def _backward(
         total_dS = call.new_totals()[0]
         call.all_heads(
             _score_grad_kernel,
-            *(call.w, grad, grad_membership, temp, bias, membership, *call.where, *before, suffix_dN, suffix_dD),
-            *(dscore, dtemp, total_dS, call.T, _bias_tokens(bias), _floor(causal), EPS_MEMBERSHIP),
+            *(call.w, grad, grad_membership, temp, by_position.table, by_position.positions, membership, *call.where),
+            *(*before, suffix_dN, suffix_dD, dscore, dtemp, total_dS),
+            *(call.T, by_position.tokens, by_position.rows, *by_position.strides, _floor(causal), EPS_MEMBERSHIP),
             SPAN=_SPAN,
         )
         (suffix_dS,) = call.scan((total_dS,), (dS,), dstate[:1], reverse=True)
@@ -1148,21 +1281,23 @@ def _backward(
             *(call.T, _floor(causal), EPS_MEMBERSHIP),
             SPAN=_SPAN,
         )
-    dbias = call.new(0) if bias is None else dscore.mul_(call.p)
-    if bias is not None and bias.shape[0] != call.B:
-        dbias = dbias.sum(0, keepdim=True)
-    d_sq, d_weighted_sq, d_membership, dlog = (call.new(0) if x is None else x for x in (*dstate, dlog_decay))
-    return dw, dtemp.sum(0), dbias, d_sq, d_weighted_sq, d_membership, dlog
+        dtemp, dbias = call.finish(dscore, dtemp, bias, positions, mask)
+    given = (call.new(0) if x is None else x for x in (dbias, *dstate, dlog_decay))
+    dbias, d_sq, d_weighted_sq, d_membership, dlog_decay = given
+    return dw, dtemp, dbias, d_sq, d_weighted_sq, d_membership, dlog_decay
 
 
 @_backward.register_fake
 def _(
-    grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership, w, temp, bias, mask, seq_idx,
-    sum_sq, sum_weighted_sq, sum_membership, log_decay, *rest,
+    grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership, w, temp, bias, positions, mask,
+    seq_idx, sum_sq, sum_weighted_sq, sum_membership, log_decay, *rest,
 ):  # fmt: skip
-    shapes = (temp.shape, (0,) if bias is None else bias.shape, *(((0,),) * 3 if sum_sq is None else state_shapes(w)))
-    shapes += ((0,) if log_decay is None else log_decay.shape,)
-    return w.new_empty(w.shape), *(w.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    def like(x):
+        return w.new_empty(0, dtype=torch.float32) if x is None else x.new_empty(x.shape)
+
+    dbias = like(None) if bias is None else torch.empty_like(bias)
+    others = sum_sq, sum_weighted_sq, sum_membership, log_decay
+    return w.new_empty(w.shape), torch.empty_like(temp), dbias, *(like(x) for x in others)
 
 
 def _setup_context(ctx, inputs, output):
@@ -1176,9 +1311,9 @@ def _setup_context(ctx, inputs, output):
 def _autograd_backward(ctx, *grads):
     saved = ctx.saved_tensors  # once: checkpointing computes them at each look
     dw, dtemp, dbias, *dstate, dlog_decay = _backward(*grads[:5], *saved, ctx.causal)
-    bias, sum_sq, log_decay = saved[2], saved[5], saved[8]
+    bias, sum_sq, log_decay = saved[2], saved[6], saved[9]
     dbias, dlog_decay = None if bias is None else dbias, None if log_decay is None else dlog_decay
-    return dw, dtemp, dbias, None, None, *((None,) * 3 if sum_sq is None else dstate), dlog_decay, None
+    return dw, dtemp, dbias, None, None, None, *((None,) * 3 if sum_sq is None else dstate), dlog_decay, None
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -1189,6 +1324,7 @@ def _step(
     w: torch.Tensor,
     temp: torch.Tensor,
     bias: torch.Tensor | None,
+    positions: torch.Tensor | None,
     mask: torch.Tensor | None,
     sum_sq: torch.Tensor,
     sum_weighted_sq: torch.Tensor,
@@ -1197,15 +1333,18 @@ def _step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and membership of one token."""
     B, H, p = w.shape
-    w, bias, log_decay = w.contiguous(), _contiguous(bias), _contiguous(log_decay)
+    w, log_decay = w.contiguous(), _contiguous(log_decay)
     output, membership = torch.empty_like(w), w.new_empty((B, H), dtype=torch.float32)
     mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
-    bias_stride, decay_stride = (0 if x is None or x.shape[0] != B else H for x in (bias, log_decay))
+    decay_stride = 0 if log_decay is None or log_decay.shape[0] != B else H
+    rows, strides = (1, (1, 1)) if bias is None else (len(bias), bias.stride())
+    if positions is None and rows != B:
+        strides = 0, strides[1]
     blocks = _blocks(H, p)
     with torch.cuda.device_of(w):
         _step_kernel[(B,)](
-            *(w, temp, bias, log_decay, mask, sum_sq, sum_weighted_sq, sum_membership, output, membership),
-            *(bias_stride, EPS_SUM_SQ, EPS_MEMBERSHIP, decay_stride),
+            *(w, temp, bias, positions, log_decay, mask, sum_sq, sum_weighted_sq, sum_membership, output, membership),
+            *(0 if positions is None else positions.stride(0), rows, *strides, EPS_SUM_SQ, EPS_MEMBERSHIP, decay_stride),
             H=H,
             P=p,
             BLOCK_H=blocks.heads,
@@ -1216,7 +1355,7 @@ def _step(
 
 
 @_step.register_fake
-def _(w, temp, bias, mask, sum_sq, sum_weighted_sq, sum_membership, log_decay):
+def _(w, temp, bias, positions, mask, sum_sq, sum_weighted_sq, sum_membership, log_decay):
     return w.new_empty(w.shape), w.new_empty(w.shape[:2], dtype=torch.float32)
 
 
@@ -1246,30 +1385,37 @@ def tssa_triton(
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     causal: bool,
     log_decay: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """TSSA by the kernels; `tssa.tssa` without its checks of shapes.
 
     Args:
         w: (B, T, H, p), of a dtype and device that `supports` accepts.
         temp: (H,).
-        bias: (B or 1, T, H), or None.
+        bias: (B or 1, T, H), or (rows, H) with `positions`, or None.
         mask: (B, T), bool, true at real tokens, or None.
         seq_idx: (B, T) integers, packed rows, or None. Read on the host, once for all layers that share the tensor.
-        state: sums before the first token, (B, H, p), (B, H, p) and (B, H), or None; causal form only.
+        state: sums before the first token, (B, H, p), (B, H, p) and (B, H), in the dtypes of a `TSSAState`, or None; causal
+            form only.
         causal: prefix sums or totals.
         log_decay: (B, T, H), logarithms of the factors that the sums are multiplied by before a token is added, or None
             where nothing is forgotten; taken as 0 at padding. Causal form only.
+        positions: (B or 1, T) integers, the tokens' rows of `bias`; where one is none, the membership is NaN.
 
     Returns:
         The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the three sums after the last token (None in
         the bidirectional form), all differentiable once with respect to w, temp, bias, state and log_decay.
     """
-    sums = (None,) * 3 if state is None else [x.float() for x in state]
-    bias = None if bias is None else bias.float()
+    sums = (None,) * 3 if state is None else [x.to(dtype) for x, dtype in zip(state, state_dtypes(w))]
+    bias = None if bias is None else bias.float() if positions is not None else bias.float().reshape(-1, w.shape[2])
     log_decay = None if log_decay is None else log_decay.float()
+    if positions is not None and positions.shape[0] != w.shape[0]:
+        positions = positions.expand(w.shape[:2])
     if log_decay is not None and mask is not None:
         log_decay = log_decay.masked_fill(~mask.unsqueeze(-1), 0)
-    output, membership, *rest = _forward(w, temp.float().contiguous(), bias, mask, seq_idx, *sums, log_decay, causal)
+    output, membership, *rest = _forward(
+        w, temp.float().contiguous(), bias, positions, mask, seq_idx, *sums, log_decay, causal
+    )
     return output, membership, *(rest[:3] if causal else (None,) * 3)
 
 
@@ -1282,17 +1428,19 @@ def tssa_step_triton(
     sum_weighted_sq: torch.Tensor,
     sum_membership: torch.Tensor,
     log_decay: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal TSSA of one new token. Has no gradient: a backward through it is refused.
 
     Args:
         w: (B, H, p), of a dtype and device that `supports` accepts.
         temp: (H,).
-        bias: (B or 1, H), or None.
+        bias: (B or 1, H), or (rows, H) with `positions`, or None.
         mask: (B,), bool, or None; a padding token leaves the sums as they were.
         sum_sq, sum_weighted_sq, sum_membership: (B, H, p), (B, H, p) and (B, H), float32 or float64 and contiguous; updated
             in place. A million terms added one by one need float64 in the last two.
         log_decay: (B or 1, H), or None; as in `tssa_triton`.
+        positions: (B,) integers, the tokens' rows of `bias`; where one is none, the output is NaN.
 
     Returns:
         The output (B, H, p) in `w`'s dtype and the membership (B, H).
@@ -1307,4 +1455,4 @@ def tssa_step_triton(
             )
     bias = None if bias is None else bias.float()
     log_decay = None if log_decay is None else log_decay.float()
-    return _step(w, temp.float().contiguous(), bias, mask, sum_sq, sum_weighted_sq, sum_membership, log_decay)
+    return _step(w, temp.float().contiguous(), bias, positions, mask, sum_sq, sum_weighted_sq, sum_membership, log_decay)
