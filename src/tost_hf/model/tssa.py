@@ -85,12 +85,10 @@ def tssa(
     if _runs_on_kernels(w, backend, form, forgets=forgets, gradients=needs_grad):
         from .tssa_triton import tssa_triton
 
-        output, membership, *sums = tssa_triton(
-            w, temp, denom_bias, mask, seq_idx, initial_state, causal, log_decay, positions
-        )
+        options = mask, seq_idx, initial_state, causal, log_decay, positions
+        output, membership, *sums = tssa_triton(w, temp, denom_bias, *options)
         after = TSSAState(*cast(list[torch.Tensor], sums)) if causal else None
         return TSSAOutput(output, membership.transpose(1, 2), after)
-
     dtype = compute_dtype(w.dtype)
     temp, padding = temp.to(dtype), None if mask is None else ~mask
     if not causal:
