@@ -17,11 +17,13 @@ HYBRID = ["tost_causal_statistics", "full_attention"]
 MODELS = OPTIONS | {
     "hybrid": {"layer_types": HYBRID, "num_key_value_heads": 4, "max_position_embeddings": None},
     "uneven vocabulary": {"vocab_size": 98, "max_position_embeddings": 64},
+    "uneven MLP": {"intermediate_size": 51},
     "raw scores": {"normalize_scores": False},
     "six heads": {"hidden_size": 48, "num_attention_heads": 6},
+    "one head": {"num_attention_heads": 1},
     "two groups of keys": {"layer_types": HYBRID, "num_key_value_heads": 1},
 }
-REFUSED = {2: ["two groups of keys"], 4: ["two groups of keys", "six heads"]}
+REFUSED = {2: ["one head", "two groups of keys"], 4: ["one head", "two groups of keys", "six heads"]}
 
 
 def folder_of(name: str) -> Path:
@@ -115,7 +117,7 @@ def run(name: str):
 
 
 EQUAL = [
-    *(f"equal, {model}, packed and padded" for model in [*OPTIONS, "encoder", "hybrid", "uneven vocabulary"]),
+    *(f"equal, {model}, packed and padded" for model in [*OPTIONS, "encoder", "hybrid", "uneven vocabulary", "uneven MLP"]),
     *(f"equal, all, {texts}" for texts in TEXTS if texts != "packed and padded"),
     "float32, all, padded",
 ]

@@ -1,8 +1,9 @@
-"""`accelerate launch` with examples/accelerate/fsdp2.yaml, as far as CPUs take it: saved, resumed, loaded as one model."""
+"""`accelerate launch` with the files of examples/accelerate, as far as CPUs take them: saved, resumed, loaded as one model."""
 
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ STEPS = 4
 def arguments(clm_args, tmp_path):
     """Of run_clm.py, with a batch of 8 texts over so many processes; training begins with the same weights."""
     sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"forgetting": "token", "conv_kernel": 3}
     randomize(ToSTForCausalLM(ToSTConfig(**sizes, max_position_embeddings=32))).save_pretrained(tmp_path / "start")
     common = {"config_name": None, "config_overrides": None, "model_name_or_path": tmp_path / "start", "max_steps": STEPS}
 
@@ -31,13 +33,13 @@ def arguments(clm_args, tmp_path):
     return make
 
 
-def launch(file: str, tmp_path, args: list[str], processes: int) -> None:
+def launch(file: str, tmp_path, args: list[str], processes: int, *flags: str) -> None:
     script = [str(EXAMPLES.parent / "tests" / "cpus_as_devices.py"), str(RUN_CLM)]
     plain = launch_command(RUN_CLM, [], 2)
     port = plain[plain.index("--main_process_port") + 1]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / "accelerate" / file)]
-    command += ["--num_processes", str(processes), "--main_process_port", port, "--mixed_precision", "no"]
-    settings = environment(tmp_path) | {"ACCELERATE_USE_CPU": "false"}
+    command += ["--num_processes", str(processes), "--main_process_port", port, "--mixed_precision", "no", *flags]
+    settings = environment(tmp_path) | {"ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([*command, *script, *args], env=settings, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
@@ -59,4 +61,14 @@ def test_sharded_runs_resume_on_more_processes_and_load_in_one(tmp_path, argumen
     for folder in (two, four):
         assert losses(folder) == pytest.approx(expected, rel=0, abs=1e-4) and len(expected) == STEPS
         found, whole = (ToSTForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "one"))
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-3)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (pip install deepspeed)")
+def test_deepspeed_has_the_losses_of_one_process(tmp_path, arguments):
+    expected = one_process(tmp_path, arguments)
+    for stage in ("2", "3"):
+        launch("deepspeed_zero2.yaml", tmp_path, arguments(tmp_path / stage, 2), 2, "--zero_stage", stage)
+        assert losses(tmp_path / stage) == pytest.approx(expected, rel=0, abs=1e-4)
+        found, whole = (ToSTForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in (stage, "one"))
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-3)

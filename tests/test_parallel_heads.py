@@ -39,8 +39,9 @@ def test_a_model_with_cut_heads_is_saved_as_a_whole(answers):
 
 
 SENTENCES = {
-    "six heads": "ValueError: 6 heads (num_attention_heads) cannot be cut for 4 processes",
-    "two groups of keys": "ValueError: 1 heads (num_key_value_heads) cannot be cut for",
+    "six heads": "ValueError: num_attention_heads 6 cannot be cut for 4 processes: start so many that their number divides it",
+    "one head": "ValueError: num_attention_heads 1 cannot be cut for",
+    "two groups of keys": "ValueError: num_key_value_heads 1 cannot be cut for",
 }
 
 

@@ -49,7 +49,8 @@ class HeadsParallel(TensorParallelLayer):
 def _check_heads(name: str, heads: int, mesh: DeviceMesh) -> None:
     if heads % mesh.size():
         raise ValueError(
-            f"{heads} heads ({name}) cannot be cut for {mesh.size()} processes: the number of processes must divide them."
+            f"{name} {heads} cannot be cut for {mesh.size()} processes: start so many that their number divides it, or train "
+            "with fully_shard or DistributedDataParallel."
         )
 
 
