@@ -227,6 +227,10 @@ def test_deepspeed_layout(make, trained, monkeypatch):
     monkeypatch.setitem(trainer.accelerator.state.__dict__, "deepspeed_plugins", DeepSpeedPlugin())
     monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", DeepSpeedPlugin())
     assert choose_checkpoint(trainer, True) == str(folder)
+    (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+    with pytest.raises(ValueError, match="another number of processes than the 1 of today, each with its part of DeepSpeed's"):
+        choose_checkpoint(trainer, True)
+    (folder / "rng_state_0.pth").rename(folder / "rng_state.pth")
     cut(folder / "global_step6" / name)
     with pytest.raises(ValueError, match=r"global_step6/bf16_zero.* is damaged"):
         choose_checkpoint(trainer, str(folder))

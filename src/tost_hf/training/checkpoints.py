@@ -58,8 +58,8 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None
 
     Raises:
         FileNotFoundError: the folder named does not exist, or True was given and there is no complete checkpoint.
-        ValueError: the checkpoint named is incomplete or of another model, or checkpoints that were complete once are all
-            damaged.
+        ValueError: the checkpoint named is incomplete or of another model, checkpoints that were complete once are all
+            damaged, or DeepSpeed saved one with another number of processes.
     """
     word = str(wanted).lower()
     if word == "false":
@@ -80,6 +80,11 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None
         return None
     _check_model(trainer, chosen)
     if _processes_differ(trainer, chosen):
+        if trainer.is_deepspeed_enabled:
+            raise ValueError(
+                f"{chosen} was saved by another number of processes than the {trainer.args.world_size} of today, each with "
+                "its part of DeepSpeed's optimizer: start as many as then, or begin from its weights in another output_dir."
+            )
         logger.warning(
             f"{chosen} was saved by another number of processes than the {trainer.args.world_size} of today: the order of the "
             "data and all random numbers differ from those of a run without interruption."
