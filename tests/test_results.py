@@ -62,6 +62,7 @@ def measured():
 def test_every_row_says_where_it_comes_from(measured):
     speed = {
         "decode",
+        "exported_state",
         "exports",
         "kernel_costs",
         "lra",

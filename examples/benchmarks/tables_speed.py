@@ -154,6 +154,19 @@ def exports(measured: Measured) -> str:
     return f"{markdown(['', 'inputs', *formats], lines)}\n\n{listed}\n\n{commands(rows)}"
 
 
+def exported_state(measured: Measured) -> str:
+    """How far a float32 state drifts, by position in a text."""
+    rows = measured.find("exported_state")
+    models, positions = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "position"))
+
+    def cell(model: str, position: str) -> str:
+        return f"{measured.spread('exported_state', model=model, position=position).value:.1e}"
+
+    lines = [[model, *(cell(model, position) for position in positions)] for model in models]
+    head = ["", *(f"at token {int(position):,}" for position in positions)]
+    return with_source(measured, markdown(head, lines), "exported_state")
+
+
 # The kernels of a GPU ---------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +424,7 @@ TABLES = {
     "serving": serving,
     "quantised": quantised,
     "exports": exports,
+    "exported state": exported_state,
     "kernel costs": kernel_costs,
     "operator": operator,
     "operator memory": operator_memory,
