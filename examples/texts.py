@@ -6,6 +6,7 @@ import os
 import zlib
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tost_hf.training.token_shards import check_prepared, is_prepared, load_prep
 
 
 COMPRESSED = ("gz", "bz2", "xz", "zst", "lz4")
+PACKAGES = {"zst": "zstandard", "lz4": "lz4"}  # that decompress what Python itself cannot
 READ_FROM = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSED)}"
 
 
@@ -106,7 +108,8 @@ def expand_files(given: str | list[str] | None) -> list[str] | None:
 
     Raises:
         FileNotFoundError: there are none.
-        ValueError: a file is empty or of an unknown kind, or they are of several kinds.
+        ValueError: a file is empty, of an unknown kind or compressed as no installed package can read, or they are of several
+            kinds.
     """
     if given is None:
         return None
@@ -119,6 +122,9 @@ def expand_files(given: str | list[str] | None) -> list[str] | None:
     for file in files:
         if ending(file) not in LOADERS:
             raise ValueError(f"The text file {file!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
+        package = PACKAGES.get(last_ending(file))
+        if package is not None and find_spec(package) is None:
+            raise ValueError(f"The text file {file!r} is read with a package that is not installed: pip install {package}.")
         if "://" in file:  # a URL, which datasets fetches
             continue
         if not os.path.isfile(file):

@@ -37,7 +37,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     for file in range(FILES):
         rows = Dataset.from_dict({"text": [str(number) for number in range(file * ROWS, (file + 1) * ROWS)]})
-        rows.to_json(folder / f"{file}.jsonl.gz", compression="gzip")
+        for ending, compression in (("gz", "gzip"), ("bz2", "bz2"), ("xz", "xz")):
+            rows.to_json(folder / f"{file}.jsonl.{ending}", compression=compression)
         rows.to_parquet(folder / f"{file}.parquet", batch_size=16)
     return folder
 
@@ -50,7 +51,7 @@ def make(folder, kind: str, held_out: int = 0, **options) -> PackedStream:
     return PackedStream(rows, encode, "text", BLOCK, **options)
 
 
-@pytest.mark.parametrize("kind, shuffle_buffer", [("jsonl.gz", 0), ("parquet", 5)])
+@pytest.mark.parametrize("kind, shuffle_buffer", [("jsonl.gz", 0), ("jsonl.xz", 0), ("parquet", 5)])
 def test_each_document_once_per_epoch_over_two_processes_with_two_workers(folder, kind, shuffle_buffer):
     seen = Counter()
     for process in range(2):
@@ -69,7 +70,7 @@ def test_what_is_left_over_begins_the_next_epoch(folder):
     assert tokens == (whole * 4)[: len(tokens)] and len(tokens) > 2 * len(whole)
 
 
-@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "jsonl.bz2"])
 @pytest.mark.parametrize("shuffle_buffer, held_out", [(0, 0), (50, 0), (7, 30)])
 def test_goes_on_from_every_place(folder, monkeypatch, kind, shuffle_buffer, held_out):
     """Also within a buffer, in the second epoch, and by way of JSON."""
@@ -155,11 +156,13 @@ def test_two_processes_with_two_workers_go_on(tmp_path, clm_args, text_parts):
         ({"train_file": "x*.jsonl"}, "No text file is called 'x*.jsonl'"),
         ({"train_file": "DAMAGED"}, "cannot be read"),
         ({"train_file": "DAMAGED LATER", "dataloader_num_workers": 2}, "cannot be read on"),
+        ({"train_file": "ZSTANDARD"}, "is not installed: pip install zstandard."),
         ({"train_file": "WORDLESS", "dataloader_num_workers": 2}, "There is no text in 1 files of the 2"),
     ],
 )
 def test_bad_input(tmp_path, clm_args, text_parts, monkeypatch, changes, sentence):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(texts, "find_spec", lambda package: None)
     good = json.dumps({"text": "import os, sys\n" * 40}) + "\n"
     folders = {
         "OTHER": {"a.jsonl": '{"a": "x", "b": "y"}\n'},
@@ -169,6 +172,7 @@ def test_bad_input(tmp_path, clm_args, text_parts, monkeypatch, changes, sentenc
         "NONE": {"a.docx": "x"},
         "DAMAGED": {"a.jsonl": good, "b.jsonl": good + '{"text": '},
         "DAMAGED LATER": {"a.jsonl": good * 1100, "b.jsonl": good + '{"text": '},
+        "ZSTANDARD": {"a.jsonl.zst": good},
         "WORDLESS": {"a.jsonl": good, "b.jsonl": '{"text": ""}\n'},
     }
     for name, contents in folders.get(changes.get("train_file"), {}).items():
