@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import gpu  # noqa: E402
+import kernel_cases  # noqa: E402
 import kernel_times  # noqa: E402
 from rows import append_rows  # noqa: E402
 
@@ -38,6 +39,17 @@ def test_gpu_targets():
     }
     verdicts = [verdict for *_, verdict in gpu.judge(rows)]
     assert verdicts == ["missed", "reached"] + ["not measured"] * 8 + ["missed", "reached"]
+
+
+def test_gpu_lists_peaks_of_memory_side_by_side():
+    case = {"date": "now", "command": "x", "T": "1024", "sizes": "equal width", "size": "", "metric": "peak MiB"}
+    rows = {"train_lm": [case | {"model": model, "value": value} for model, value in (("ToST", "12"), ("GPT-2", "34.5"))]}
+    rows["decode"] = [{"model": "ToST", "batch": "64", "metric": "forward peak MiB", "value": "5"}]
+    rows["op"] = [{"variant": "triton", "metric": "ms", "value": "3"}]
+    assert gpu.peaks(rows) == {
+        "train_lm, T 1024, sizes equal width": {"ToST": 12, "GPT-2": 34.5},
+        "decode, batch 64": {"ToST": 5},
+    }
 
 
 def test_gpu_parts_end_in_time(tmp_path, capsys):
@@ -115,8 +127,24 @@ def test_the_best_sizes_are_written_where_the_kernels_read_them(tmp_path, monkey
     assert written["TUNED"] == {"Device A": {"_output_kernel": (8, 2)}, "Device B": {"_totals_kernel": (2, 1)}}
 
 
+@pytest.mark.parametrize("H, p, T, form", [(3, 16, 1000, "causal"), (12, 64, 65, "bidirectional"), (20, 8, 1, "causal")])
+def test_tolerances_hold_for_rounding_and_find_a_token_left_out(H, p, T, form):
+    """The formulas in float32 stand for kernels that are right, and without one token of one row for wrong ones."""
+    torch.manual_seed(0)
+    case = {"causal": form == "causal"}
+    leaves = kernel_cases.make(2, T, H, p, **case)
+    mask = torch.ones(2, T, dtype=torch.bool)
+    for last in (True, False):
+        mask[1, T // 2] = last
+        out = kernel_cases.run_exact(leaves, mask, **case)
+        grads = [torch.randn_like(x) for x in out]
+        got = [*out, *torch.autograd.grad(out, list(leaves.values()), grads)]
+        wrong = kernel_cases.wrong(kernel_cases.errors(got, leaves, grads, **case))
+        assert ("output" in wrong and "gradient of w" in wrong) if not last else not wrong
+
+
 @pytest.mark.slow
-def test_gpu_rehearsal(tmp_path):
+def test_gpu_rehearsal(tmp_path, capsys):
     """Every part in a process of its own, as a user starts it."""
     assert gpu.main(["--rehearse", "--minutes", "20", "--repeats", "1", "--results", str(tmp_path)]) == 0
     assert {path.stem for path in tmp_path.glob("*.csv")} == {
@@ -127,3 +155,5 @@ def test_gpu_rehearsal(tmp_path):
         "scaling",
         "resolution",
     }
+    peaks = capsys.readouterr().out.partition("peak memory, MiB")[2]
+    assert all(f"{name}, " in peaks for name in ("train_lm", "scaling", "resolution"))

@@ -35,26 +35,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 needs_triton = pytest.mark.skipif(not tssa_triton.is_available(), reason="Triton is not installed")
 
 if INTERPRETED and tssa_triton.is_available():
-    # Triton patches its language again at each call of a device function, most of the interpreter's time: here, once.
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    for kernel in (tssa_triton._output_kernel, tl.sum):
-        interpreter._patch_lang(kernel.fn)
-    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
-
-    def scan_rows(self, inputs):
-        """A scan over the first axis, row by row, where the interpreter goes number by number."""
-        outputs, as_arrays = [x.handle.data.copy() for x in inputs], "_join_chunks" not in self.combine_fn.fn.__name__
-        for i in range(1, len(outputs[0])):
-            pair = [x[j] for j in (i - 1, i) for x in outputs]
-            if not as_arrays:  # a function of Triton's, not of sums and products alone
-                pair = [self.to_tensor(x, y.dtype) for x, y in zip(pair, [*inputs, *inputs])]
-            for x, joined in zip(outputs, self.combine_fn.fn(*pair)):
-                x[i] = joined if as_arrays else joined.handle.data.reshape(x[i].shape)
-        return [self.to_tensor(x, y.dtype) for x, y in zip(outputs, inputs)]
-
-    interpreter.ScanOps.generic_scan = scan_rows
+    kernel_cases.quicken_interpreter()
 
 
 def load_again(package: str):
@@ -440,6 +421,40 @@ def test_kernels_in_the_interpreter():
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout)
+
+
+class Counted:
+    """Stands before a kernel, notes that it would be launched, and launches nothing."""
+
+    def __init__(self, kernel, launched):
+        self.fn, self.launched = kernel.fn, launched
+
+    def __getitem__(self, grid):
+        return lambda *args, **sizes: self.launched.append(self.fn.__name__)
+
+
+@needs_triton
+def test_launches_of_a_training_step(monkeypatch):
+    """Six kernels backward, five forward, and nothing around them: no copies, casts, sums or look-ups by PyTorch."""
+    launched = []
+    for name in [name for name in dir(tssa_triton) if name.endswith("_kernel")]:
+        monkeypatch.setattr(tssa_triton, name, Counted(getattr(tssa_triton, name), launched))
+    w, temp = torch.zeros(2, 70, 3, 16, dtype=torch.bfloat16, requires_grad=True), torch.ones(3, requires_grad=True)
+    table = torch.zeros(3, 90, 1, requires_grad=True)  # as a layer has it
+    positions = torch.arange(70).expand(2, 70)
+    grad, ops = torch.zeros(2, 70, 3, 16, dtype=torch.bfloat16), set()
+    for _ in range(2):  # the first finds what layers share
+        launched.clear()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            bias = table.squeeze(-1).t()
+            out = tssa_triton.tssa_triton(w, temp, bias, None, None, None, True, None, positions)
+            found = torch.autograd.grad(out[0], (w, temp, table), grad)
+        ops = {event.name for event in profile.events()}
+    assert [x.shape for x in found] == [w.shape, temp.shape, table.shape]
+    assert len(launched) == 11
+    assert launched.count("_scan_kernel") == 4
+    assert not ops & {f"aten::{name}" for name in ("copy_", "sum", "mul_", "mul", "index_select", "zero_", "fill_", "sort")}
+    assert "aten::empty_like" in ops
 
 
 def test_loads_without_triton(monkeypatch):

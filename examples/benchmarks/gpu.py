@@ -25,8 +25,8 @@ from pathlib import Path
 STARTED = time.monotonic()  # before torch is imported, which takes a while on a cold machine
 
 import torch  # noqa: E402
-from rows import RESULTS, Spread, read_rows  # noqa: E402
-from timing import describe, print_header  # noqa: E402
+from rows import ORIGIN_COLUMNS, RESULTS, Spread, read_rows  # noqa: E402
+from timing import VALUE_COLUMNS, describe, print_header  # noqa: E402
 
 
 HERE = Path(__file__).resolve().parent
@@ -78,6 +78,7 @@ PARTS = [  # name, seconds it may always have, arguments, arguments of a rehears
         ["resolution.py", "--sizes", "32", "--layers", "1"],
     ),
 ]
+PEAK_CASES = ("form", "pass", "batch", "B", "T", "tokens", "position", "pixels", "cache", "code", "sizes")
 NOTE = (
     "Time within 1.5 times the floor is not expected of these kernels: they ask for 2.1 times the least bytes forward "
     "and for 3.1 times these forward + backward (kernel_costs.csv), of which caches hold some."
@@ -119,6 +120,20 @@ def judge(rows: dict[str, list[dict[str, str]]]) -> list[tuple[str, str, str, st
         value = Spread(*(float(found[-1][name]) for name in ("value", "low", "high")))
         table.append((what, target, describe(value), "reached" if compare(value.value, bound) else "missed"))
     return table
+
+
+def peaks(rows: dict[str, list[dict[str, str]]]) -> dict[str, dict[str, float]]:
+    """Peak memory in MiB of every case of every part, by model."""
+    found: dict[str, dict[str, float]] = {}
+    for script, measured in rows.items():
+        for row in measured:
+            if row["metric"].endswith("peak MiB"):
+                case = {name: x for name, x in row.items() if name not in (*ORIGIN_COLUMNS, *VALUE_COLUMNS) and x}
+                model = next(case.pop(name) for name in ("model", "kind", "variant") if name in case)
+                places = (name for name in PEAK_CASES if name in case)
+                case = ", ".join([script, *(f"{name} {case[name]}" for name in places)])
+                found.setdefault(case, {})[model] = float(row["value"])
+    return found
 
 
 def run_part(name: str, arguments: list[str], seconds: float) -> bool:
@@ -180,6 +195,9 @@ def main(argv: list[str] | None = None, started: float | None = None) -> int:
     print(f"\n{'':56}{'target':>16}{'measured':>24}")
     for what, target, measured, verdict in judge(rows_since(args.results, since)):
         print(f"{what:56}{target:>16}{measured:>24}  {verdict}")
+    print("\npeak memory, MiB")
+    for case, models in peaks(rows_since(args.results, since)).items():
+        print(f"{case:56}" + ", ".join(f"{model} {x:,.0f}" for model, x in models.items()))
     print(NOTE)
     return 0 if succeeded else 1
 

@@ -82,6 +82,30 @@ def moved_softmax(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor
     return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
 
 
+def quicken_interpreter() -> None:
+    """Takes out what Triton's interpreter spends most of its time on; once in a process that was started with it."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    # Triton patches its language again at each call of a device function: here, once
+    for kernel in (tssa_triton._output_kernel, tl.sum):
+        interpreter._patch_lang(kernel.fn)
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    interpreter.ScanOps.generic_scan = _scan_rows
+
+
+def _scan_rows(self, inputs):
+    """A scan over the first axis, row by row, where the interpreter goes number by number."""
+    outputs, as_arrays = [x.handle.data.copy() for x in inputs], "_join_chunks" not in self.combine_fn.fn.__name__
+    for i in range(1, len(outputs[0])):
+        pair = [x[j] for j in (i - 1, i) for x in outputs]
+        if not as_arrays:  # a function of Triton's, not of sums and products alone
+            pair = [self.to_tensor(x, y.dtype) for x, y in zip(pair, [*inputs, *inputs])]
+        for x, joined in zip(outputs, self.combine_fn.fn(*pair)):
+            x[i] = joined if as_arrays else joined.handle.data.reshape(x[i].shape)
+    return [self.to_tensor(x, y.dtype) for x, y in zip(outputs, inputs)]
+
+
 def rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item() if x.numel() else 0.0
 

@@ -274,6 +274,8 @@ def main(argv: list[str] | None = None) -> int:
     if not tssa_triton.is_available():
         print("Triton is not installed: there are no kernels to run.")
         return 1
+    if args.device == "cpu":
+        kernel_cases.quicken_interpreter()
     if args.smoke:
         return int(smoke(args.device) > 0)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32

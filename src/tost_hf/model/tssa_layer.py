@@ -174,7 +174,7 @@ class TokenStatisticsSelfAttention(nn.Module):
     def _statistics(self, w, positions, log_decay, mask, seq_idx, layer) -> TSSAOutput:
         """The operator, or its step where a cache layer goes on by one token."""
         state = None if layer is None else layer.state
-        bias = None if self.denom_bias is None else self.denom_bias[..., 0].t()
+        bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
         if layer is None or w.shape[1] > 1:
             return self.operators.tssa(
                 w,
