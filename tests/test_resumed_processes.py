@@ -65,7 +65,7 @@ def test_a_killed_process_ends_the_run_which_goes_on_bit_for_bit(clients, tmp_pa
     print(f"The moment is that of seed {seed}.")
     chance = random.Random(seed)
     clients.wait(start(clients, KILLED, way, processes, tmp_path / "whole")).check()
-    checkpoint = tmp_path / "killed" / f"checkpoint-{chance.randint(1, STEPS - 2)}"
+    checkpoint = tmp_path / "killed" / f"checkpoint-{chance.randint(1, STEPS - 8)}"
     kill_one(clients, start(clients, KILLED, way, processes, tmp_path / "killed"), checkpoint, chance.uniform(0, 0.1), chance)
     assert not (tmp_path / "killed" / "trainer_state.json").exists()
     clients.wait(start(clients, KILLED, way, processes, tmp_path / "killed")).check()
