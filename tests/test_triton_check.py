@@ -50,8 +50,16 @@ class TestKernelsAreLookedAt:
         monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
         operator._warn_of_fallback.cache_clear()
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("form, forgets", [("bidirectional", False), ("causal", False), ("causal", True), ("step", True)])
+    @pytest.mark.parametrize(
+        "form, forgets, dtype",
+        [
+            ("bidirectional", False, torch.bfloat16),
+            ("causal", False, torch.float16),
+            ("causal", True, torch.float32),
+            ("step", True, torch.bfloat16),
+        ],
+        ids=str,
+    )
     def test_right_kernels_pass(self, form, forgets, dtype):
         w = tokens(1, 3, 8, dtype=dtype)
         before = torch.random.get_rng_state()

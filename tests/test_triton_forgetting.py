@@ -30,13 +30,13 @@ STATE = ("sum_sq", "sum_weighted_sq", "sum_membership")
 class TestKernelsThatForget:
     __test__ = INTERPRETED or ON_GPU
 
-    @pytest.mark.parametrize("H, p, T", SIZES[::8] if ON_GPU else SIZES)
+    @pytest.mark.parametrize("H, p, T", SIZES[::8] if ON_GPU else SIZES[::2])
     def test_sizes(self, H, p, T):
         check(make(2, T, H, p, decay=ANY))
 
     @pytest.mark.parametrize("decay", [(1e-5, 1.1e-5), (1e-3, 1e-2), (4.5, 4.7), (80.0, 100.0)], ids=str)
     def test_weak_and_strong(self, decay):
-        check(make(2, 150, 3, 16, decay=decay))
+        check(make(2, 70, 3, 16, decay=decay))
 
     def test_factors_of_zero_and_one(self):
         leaves = make(2, 70, 3, 16, decay=ANY)
@@ -49,8 +49,7 @@ class TestKernelsThatForget:
     def test_low_precision(self, dtype):
         check(make(2, 65, 3, 16, dtype, decay=ANY))
 
-    @pytest.mark.parametrize("inside", [False, True])
-    @pytest.mark.parametrize("poison", [None, float("nan"), float("inf")])
+    @pytest.mark.parametrize("inside, poison", [(False, float("nan")), (True, float("inf"))])
     def test_padding(self, inside, poison):
         """Which neither adds nor forgets, whatever factors stand there."""
         mask = padding_mask(150)
@@ -59,8 +58,7 @@ class TestKernelsThatForget:
             mask[0, 30:50] = mask[0, 60:130] = False
         check(make(2, 150, 3, 16, decay=ANY), mask, poison=poison)
 
-    @pytest.mark.parametrize("state", [False, True])
-    @pytest.mark.parametrize("masked", [False, True])
+    @pytest.mark.parametrize("state, masked", [(False, True), (True, False)])
     def test_packed_rows(self, masked, state):
         """Other borders in each row, one-token sequences, a sequence of several chunks, a fully padded sequence."""
         mask = torch.ones(2, 100, dtype=torch.bool)
@@ -114,8 +112,7 @@ class TestKernelsThatForget:
             prefix = {name: x[:, :stop] if name in ("w", "bias", "log_decay") else x for name, x in leaves.items()}
             assert all(torch.equal(x, y[:, :stop]) for x, y in zip(run_kernels(prefix), whole))
 
-    @pytest.mark.parametrize("wide", [False, True])
-    @pytest.mark.parametrize("rows", [1, 2])
+    @pytest.mark.parametrize("rows, wide", [(1, True), (2, False)])
     def test_steps_are_the_whole(self, rows, wide):
         leaves = {name: x.detach() for name, x in make(2, 20, 3, 40, decay=ANY).items()}
         leaves["log_decay"] = leaves["log_decay"][:rows].expand(2, -1, -1)
@@ -137,11 +134,10 @@ class TestKernelsThatForget:
         expected = (600 * log_decay.double()).exp()
         torch.testing.assert_close(state[0][0, :, 0].double(), expected, rtol=3e-6, atol=0)
 
-    @pytest.mark.parametrize("is_packed", [True, False])
-    def test_compiles_whole(self, is_packed):
+    def test_compiles_whole(self):
         torch._dynamo.reset()
         leaves = make(2, 20, 2, 8, decay=ANY)
-        seq_idx = packed([(5, 15), (19, 1)]).to(DEVICE) if is_packed else None
+        seq_idx = packed([(5, 15), (19, 1)]).to(DEVICE)
         mask = padding_mask(20).to(DEVICE)
 
         def run(leaves):
