@@ -22,7 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, cache_bytes, membership_of, state_shapes, zero_state
-from .tssa_sums import CountedSums, Factors, RunningSum, decay_grad, factors_of, pad_tokens, round_up, with_borders
+from .tssa_sums import Factors, RunningSum, decay_grad, factors_of, pad_tokens, round_up, with_borders
 
 
 CHUNK_TOKENS = 256  # of a chunk: enough for the operations to be worth spreading over threads
@@ -282,7 +282,7 @@ def _chunk_codes(
         if compiled is not None and code is not None and length == compiled.tokens:
             codes += [code] * len(parts)
             continue
-        space = _Workspace(tokens.w, round_up(length), dtype, backward, tokens.log_decay is not None)
+        space = _Workspace(tokens.w, round_up(length), dtype, backward)
         factors: Sequence[Factors | None] = [None] * len(parts)
         if tokens.log_decay is not None:
             factors = factors_of(tokens.log_decay[:, parts[0].start : parts[-1].stop], len(parts), length, backward)
@@ -299,21 +299,23 @@ class _Workspace:
     Each is named after what it holds first; later steps write over it, so that the whole stays in the cache.
     """
 
-    def __init__(self, w: torch.Tensor, tokens: int, dtype: torch.dtype, backward: bool, decayed: bool):
+    def __init__(self, w: torch.Tensor, tokens: int, dtype: torch.dtype, backward: bool):
         rows, _, H, p = w.shape
 
         def new():
             return w.new_empty(rows, tokens, H, p, dtype=dtype)
 
-        self.x, self.sq = new(), new()
-        if backward:
-            self.grad, self.inverse, self.sum_sq = new(), new(), new()
-            self.counted, self.grad_counted = CountedSums(new(), decayed), CountedSums(new(), decayed, reverse=True)
-            self.add_up_grad_sq = RunningSum(self.sum_sq, reverse=True)
-        else:
-            self.counted = CountedSums(self.sq, decayed)
-            self.sum_sq, self.numerator = (self.counted.terms, self.sq) if decayed else [new()] * 2
+        self.x, self.sq, self.sum_sq = new(), new(), new()
         self.add_up_sq = RunningSum(self.sum_sq, source=self.sq)
+        self.add_up_count = RunningSum(w.new_empty(rows, tokens, H, 1, dtype=dtype))
+        if not backward:
+            self.add_up_weighted_sq = RunningSum(self.sq)
+            return
+        self.grad, self.sum_weighted_sq, self.grad_quotient, self.inverse = new(), new(), new(), new()
+        self.add_up_weighted_sq = RunningSum(self.sum_weighted_sq)
+        self.add_up_grad_sq = RunningSum(self.sum_sq, reverse=True)
+        self.add_up_grad_count = RunningSum(w.new_empty(rows, tokens, H, 1, dtype=dtype), reverse=True)
+        self.add_up_grad_weighted_sq = RunningSum(self.grad_quotient, reverse=True)
 
 
 def _forward_chunk(
@@ -331,12 +333,13 @@ def _forward_chunk(
     membership = membership_of(score, temp, padding)
 
     weight = pad_tokens(membership, x.shape[1])
-    weighted = torch.mul(sq, weight.unsqueeze(-1), out=space.counted.terms)
-    count, sum_weighted_sq, sum_membership = space.counted(weight, sums.sum_weighted_sq, sums.sum_membership, factors)
+    sq.mul_(weight.unsqueeze(-1))
+    sum_weighted_sq = space.add_up_weighted_sq(sums.sum_weighted_sq, factors)
+    count, sum_membership = space.add_up_count.of_column(weight, sums.sum_membership, factors)
     count.add_(EPS_MEMBERSHIP)
     # -x Pi / (1 + N / D), as -x Pi D / (N + D)
-    numerator = torch.mul(x, (weight * count).neg_().unsqueeze(-1), out=space.numerator)
-    denominator = weighted.add_(count.unsqueeze(-1))
+    numerator = torch.mul(x, (weight * count).neg_().unsqueeze(-1), out=ratio)
+    denominator = sq.add_(count.unsqueeze(-1))
     torch.div(numerator[:, :count_tokens], denominator[:, :count_tokens], out=tokens.output)
     return ForwardChunk(membership, score, TSSAState(sum_sq, sum_weighted_sq, sum_membership))
 
@@ -370,12 +373,10 @@ def _backward_chunk(
     grad_sq, grad_sum_sq = _score_to_squares(space, sq, grad_score, sums, grad_sums, factors, decay)
     if decay is not None and tokens.grad_log_decay is not None:
         tokens.grad_log_decay.copy_(decay_grad(decay.terms, decay.after_groups)[:, :count_tokens])
-    grad_sq.addcmul_(space.grad_counted.terms, weight)
+    grad_sq.addcmul_(space.grad_quotient, weight)
     weighted_count = (membership * by_output.counted).unsqueeze(-1)
-    terms = space.grad.mul_(weighted_count.neg_()), grad_sq, x
-    torch.addcmul(*(term[:, :count_tokens] for term in terms), value=2, out=tokens.grad_w)
-    if padding is not None:
-        tokens.grad_w.masked_fill_(padding[..., None, None], 0)
+    grad_x = space.grad.mul_(weighted_count.neg_()).addcmul_(grad_sq, x, value=2)[:, :count_tokens]
+    tokens.grad_w.copy_(grad_x if padding is None else grad_x.masked_fill_(padding[..., None, None], 0))
     grads = TSSAState(grad_sum_sq, by_output.sum_weighted_sq, by_output.sum_membership)
     return BackwardChunk(grad_score[:, :count_tokens], grad_temp, grads)
 
@@ -408,27 +409,30 @@ def _output_to_membership(
 ) -> _OutputGrads:
     """From the output to the running sums N and D (`count`) and the membership.
 
-    Leaves g / (N + D) in `space.grad` and the gradients of N's terms in `space.grad_counted.terms`.
+    Leaves g / (N + D) in `space.grad` and the gradients of N's terms in `space.grad_quotient`.
     """
     weight = membership.unsqueeze(-1)
-    sum_weighted_sq = torch.mul(space.sq, weight, out=space.counted.terms)
-    counted, *_ = space.counted(membership, sums.sum_weighted_sq, sums.sum_membership, factors)
+    counted, _ = space.add_up_count.of_column(membership, sums.sum_membership, factors)
     count = counted + EPS_MEMBERSHIP
+    sum_weighted_sq = torch.mul(space.sq, weight, out=space.sum_weighted_sq)
+    space.add_up_weighted_sq(sums.sum_weighted_sq, factors)
+    ends = None if decay is None else space.add_up_weighted_sq.last_sums()
     inverse = torch.add(sum_weighted_sq, count.unsqueeze(-1), out=space.inverse).reciprocal_()
     torch.mul(grad, inverse, out=space.grad)
-    quotient = torch.mul(space.grad, x, out=space.grad_counted.terms)
+    quotient = torch.mul(space.grad, x, out=space.grad_quotient)
     grad_membership = quotient.sum(-1).mul_(count).neg_()
     quotient.mul_(inverse)  # g x / (N + D)^2
     product = torch.mul(quotient, sum_weighted_sq, out=sum_weighted_sq)
     grad_count = product.sum(-1).mul_(membership).neg_()
     quotient.mul_((membership * count).unsqueeze(-1))
-    carried = grad_sums.sum_weighted_sq, grad_sums.sum_membership
-    grad_counts, grad_weighted_sq, grad_sum_membership = space.grad_counted(grad_count, *carried, factors)
+    grad_weighted_sq = space.add_up_grad_weighted_sq(grad_sums.sum_weighted_sq, factors)
+    grad_counts, grad_sum_membership = space.add_up_grad_count.of_column(grad_count, grad_sums.sum_membership, factors)
     by_sums = torch.mul(space.sq, quotient, out=product).sum(-1).add_(grad_counts)
     grad_membership += by_sums
     if decay is not None:  # dN N and dD D cancel, but for the floor in count
         decay.terms = by_sums.mul_(membership).add_(grad_count, alpha=EPS_MEMBERSHIP)
-        decay.after_groups = _at_group_ends(space.counted.add_up, space.grad_counted.add_up)
+        decay.after_groups = (ends * space.add_up_grad_weighted_sq.before_groups).sum(-1)
+        decay.after_groups += (space.add_up_count.groups[:, :, -1] * space.add_up_grad_count.before_groups).squeeze(-1)
     return _OutputGrads(grad_membership, grad_weighted_sq, grad_sum_membership, count)
 
 
@@ -443,6 +447,7 @@ def _score_to_squares(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From the score to the squares, by way of their running sums: their gradient, and that of the sum before the chunk."""
     space.add_up_sq(sums.sum_sq, factors)
+    ends = None if decay is None else space.add_up_sq.last_sums()
     floored = space.sum_sq < EPS_SUM_SQ if _may_be_floored(space, sums.sum_sq, factors) else None
     if floored is not None:
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
@@ -457,13 +462,8 @@ def _score_to_squares(
     grad_sq = grad_ratio.sub_(loss)
     if decay is not None:
         decay.terms += torch.mul(sq, grad_sq, out=loss).sum(-1)
-        decay.after_groups -= _at_group_ends(space.add_up_sq, space.add_up_grad_sq)
+        decay.after_groups -= (ends * space.add_up_grad_sq.before_groups).sum(-1)
     return grad_sq, grad_sum_sq
-
-
-def _at_group_ends(sums: RunningSum, grads: RunningSum) -> torch.Tensor:
-    """Where each group of tokens ends, running sums times their gradients from the tokens after it, (rows, groups, H)."""
-    return (sums.after_groups * grads.before_groups).sum(-1)
 
 
 def _may_be_floored(space: _Workspace, sum_sq: torch.Tensor, factors: Factors | None) -> bool:

@@ -17,7 +17,7 @@ class Way(NamedTuple):
     """Factors on the way through a chunk, onwards for sums or back for their gradients."""
 
     inside: torch.Tensor  # (rows, groups, tokens, H or 1, 1) from outside a group to each token
-    to_borders: torch.Tensor  # (rows, groups + 1, H or 1, 1) from outside the chunk to each border of groups
+    to_groups: torch.Tensor  # (rows, groups, H or 1, 1) from outside the chunk to each group
 
 
 class Factors(NamedTuple):
@@ -31,22 +31,23 @@ class Factors(NamedTuple):
 
 
 def factors_of(log_decay: torch.Tensor, chunks: int, tokens: int, backward: bool) -> list[Factors]:
-    """For each chunk of `log_decay` (rows, chunks * tokens, H or 1) its factors, those of several tokens as products.
+    """For each chunk of `log_decay` (rows, chunks * tokens, H or 1) its factors, exp of sums that are at most 0.
 
     Chunks are made up to whole groups with factors of 1; `back` is there if asked for.
     """
-    logs = F.pad(log_decay.unflatten(1, (chunks, tokens)), (0, 0, 0, round_up(tokens) - tokens))
-    each = logs.exp().unflatten(2, (-1, GROUP_TOKENS)).unsqueeze(-1)
-    inside = each.cumprod(3)
-    groups = inside[:, :, :, -1]
-    borders = _products_before(groups)
-    fields = [each, groups, borders[:, :, -1], inside, borders]
+    rows = log_decay.shape[0]
+    logs = log_decay.unflatten(1, (chunks, tokens)).transpose(0, 1).flatten(0, 1)
+    logs = pad_tokens(logs, round_up(tokens)).unflatten(1, (-1, GROUP_TOKENS)).unsqueeze(-1)
+    sums = logs.cumsum(2)
+    through, inside = sums[:, :, -1], sums.exp()
+    before = _sums_before(through).exp()
+    fields = [logs.exp(), inside[:, :, -1], before[:, -1], inside, before[:, :-1]]
     if backward:
-        fields += [_products_before(each.flip(3).flatten(1, 2))[:, :, :-1].flip(2).view_as(each)]
-        fields += [_products_before(groups.flip(2)).flip(2)]
+        fields.append(_sums_before(logs.flip(2).flatten(0, 1))[:, :-1].flip(1).view_as(logs).exp())
+        fields.append(_sums_before(through.flip(1))[:, :-1].flip(1).exp())
     return [
         Factors(each.unbind(2), groups.unbind(1), chunk, Way(*ways[:2]), Way(*ways[2:]) if backward else None)
-        for each, groups, chunk, *ways in zip(*(x.unbind(1) for x in fields))
+        for each, groups, chunk, *ways in zip(*(x.split(rows) for x in fields))
     ]
 
 
@@ -55,9 +56,9 @@ def round_up(tokens: int) -> int:
     return -(-tokens // GROUP_TOKENS) * GROUP_TOKENS
 
 
-def _products_before(x: torch.Tensor) -> torch.Tensor:
-    """Products over dimension 2 of (..., n, H or 1, 1) before each and after the last, n + 1."""
-    return F.pad(x.cumprod(2), (0, 0, 0, 0, 1, 0), value=1.0)
+def _sums_before(x: torch.Tensor) -> torch.Tensor:
+    """Sums over dimension 1 of (..., n, H or 1, 1) before each and after the last, n + 1."""
+    return F.pad(x.cumsum(1), (0, 0, 0, 0, 1, 0))
 
 
 class RunningSum:
@@ -91,12 +92,13 @@ class RunningSum:
         if reverse:  # where the ends go that factors have multiplied
             self.scaled_ends = torch.empty_like(self.ends)
             self.over_scaled = list(zip(chain, self.scaled_ends.unbind(1)[::order], chain[1:]))
-        self.before, self.total = before, chain[-1]
+        self.before = before[:, 1:] if reverse else before[:, :-1]
+        self.total = chain[-1]
 
     def __call__(self, carry: torch.Tensor, factors: Factors | None = None) -> torch.Tensor:
         """Sums on from `carry` (rows, H, p); returns the sum over all tokens, in the carry's dtype.
 
-        Leaves in `before_groups` and `after_groups` the sums that each group goes on from and ends with, (rows, groups, H, p).
+        Leaves the sums that each group goes on from, (rows, groups, H, p), in `before_groups`.
         """
         if not self.inside:
             self._make_views()
@@ -105,7 +107,7 @@ class RunningSum:
         if factors is None:
             for total, term, result in itertools.chain(self.inside, self.over):
                 torch.add(total, term, out=result)
-            self._keep_borders(self.before + carry.to(self.total.dtype).unsqueeze(1))
+            self.before_groups = self.before + carry.to(self.total.dtype).unsqueeze(1)
             self.groups.add_(self.before_groups.unsqueeze(2))
             return carry + self.total
         way, tokens, over = factors.onwards, factors.tokens[1:], self.over
@@ -118,48 +120,26 @@ class RunningSum:
             torch.mul(self.ends, factors.tokens[0], out=self.scaled_ends)
         for (total, term, result), factor in zip(over, factors.groups[:: self.order]):
             torch.addcmul(term, total, factor, out=result)
-        self._keep_borders(torch.addcmul(self.before, carry.to(self.total.dtype).unsqueeze(1), way.to_borders))
+        self.before_groups = torch.addcmul(self.before, carry.to(self.total.dtype).unsqueeze(1), way.to_groups)
         self.groups.addcmul_(self.before_groups.unsqueeze(2), way.inside)
         return torch.addcmul(self.total.to(carry.dtype), carry, factors.chunk.to(carry.dtype))
 
-    def _keep_borders(self, sums: torch.Tensor) -> None:
-        """Of the sums at the borders of groups, (rows, groups + 1, H, p)."""
-        borders = sums[:, :-1], sums[:, 1:]
-        self.before_groups, self.after_groups = borders[:: self.order]
+    def of_column(self, x: torch.Tensor, carry: torch.Tensor, factors: Factors | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of x (rows, tokens, H) on from `carry` (rows, H): the sums, and the last in the carry's dtype.
 
-
-class CountedSums:
-    """Running sums of weighted squares N, (rows, tokens, H, p), and of the memberships D that they are divided by.
-
-    Sums that factors decay lie in one tensor, D as a channel after those of N: half the steps, for the cost of one.
-
-    Args:
-        terms: where the terms of N are put and its sums left, if they are plain.
-        decayed: whether sums are decayed; their terms are put into the attribute `terms`, in which the sums are left.
-        reverse: as for `RunningSum`.
-    """
-
-    def __init__(self, terms: torch.Tensor, decayed: bool, reverse: bool = False):
-        self.terms, self.reverse, self.both = terms, reverse, None
-        if decayed:
-            self.both = terms.new_empty(*terms.shape[:-1], terms.shape[-1] + 1)
-            self.terms = self.both[..., :-1]
-        self.add_up = RunningSum(terms if self.both is None else self.both, reverse=reverse)
-
-    def __call__(
-        self, counted: torch.Tensor, carry_sq: torch.Tensor, carry_count: torch.Tensor, factors: Factors | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """D from its terms `counted` (rows, tokens, H), and the last N and D, on from those of `carry`.
-
-        D lies in the tensor that the next call writes over.
+        With factors the sums lie in the tensor that the next call writes over.
         """
-        if self.both is None:
-            sums = suffix_sum(counted) if self.reverse else counted.cumsum(1)
-            last_count = carry_count + sums[:, 0 if self.reverse else -1]
-            return sums.add_(carry_count.to(counted.dtype).unsqueeze(1)), self.add_up(carry_sq), last_count
-        self.both[..., -1] = counted
-        last = self.add_up(torch.cat([carry_sq, carry_count.unsqueeze(-1)], dim=-1), factors)
-        return self.both[..., -1], last[..., :-1], last[..., -1]
+        if factors is None:
+            sums = suffix_sum(x) if self.order < 0 else x.cumsum(1)
+            total = carry + sums[:, 0 if self.order < 0 else -1]
+            return sums.add_(carry.to(x.dtype).unsqueeze(1)), total
+        self.groups.copy_(x.unsqueeze(-1).view_as(self.groups))
+        total = self(carry.unsqueeze(-1), factors).squeeze(-1)
+        return self.groups.flatten(1, 2).squeeze(-1), total
+
+    def last_sums(self) -> torch.Tensor:
+        """Of each group the sum at its last token in order of time, (rows, groups, H, p)."""
+        return self.groups[:, :, -1].clone()
 
 
 def decay_grad(terms: torch.Tensor, after_groups: torch.Tensor) -> torch.Tensor:
