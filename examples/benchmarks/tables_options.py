@@ -20,6 +20,7 @@ SHORT = {  # columns of the top README
     "ToST conv, no statistics": "the same without statistics",
     "ToST hybrid": "hybrid",
     "GPT-2": "GPT-2",
+    "Mamba-2": "Mamba-2",
 }
 
 
