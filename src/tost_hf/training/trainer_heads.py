@@ -7,7 +7,6 @@ the parameters' names, and cut again when they are loaded, for as many processes
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer
-
-from .checkpoints import OPTIMIZER
 
 
 BY_NAME = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -37,11 +34,11 @@ class HeadsTrainer(Trainer):
         return getattr(self.model, "is_distributed_loading_by_transformers", False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.heads_are_cut:
-            whole = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=BY_NAME)  # of all processes
-            if self.args.should_save:
-                torch.save(whole, Path(output_dir, OPTIMIZER))
+        whole = None
+        if self.heads_are_cut:  # all processes give their parts, though one writes the file
+            whole = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=BY_NAME)
+        with self._whole_optimizer(whole):
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _cutting(self.model if model is None else model):
@@ -52,20 +49,29 @@ class HeadsTrainer(Trainer):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self._whole_optimizer():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    @contextmanager
+    def _whole_optimizer(self, state: dict[str, Any] | None = None) -> Iterator[None]:
+        """Within it the optimizer gives `state` as its own, and takes that of the whole model."""
         before = self.optimizer
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # which have files of their own
-            self.optimizer = _WholeOptimizer(self)
+            self.optimizer = _WholeOptimizer(self, state)
         try:
-            super()._load_optimizer_and_scheduler(checkpoint)
+            yield
         finally:
             self.optimizer = before
 
 
 class _WholeOptimizer:
-    """In an optimizer's place while its state is loaded."""
+    """In an optimizer's place while its state is saved or loaded."""
 
-    def __init__(self, trainer: HeadsTrainer):
-        self.trainer, self.optimizer = trainer, trainer.optimizer
+    def __init__(self, trainer: HeadsTrainer, state: dict[str, Any] | None):
+        self.trainer, self.optimizer, self.state = trainer, trainer.optimizer, state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict() if self.state is None else self.state
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
