@@ -2,6 +2,8 @@
 
 import heads_cases
 import pytest
+import transformers
+from packaging.version import Version
 from processes import run_cases
 from transformers.distributed import DistributedConfig
 
@@ -21,6 +23,8 @@ def answers(request, tmp_path_factory):
 @pytest.mark.parametrize("case", heads_cases.EQUAL)
 def test_cut_heads_give_the_same_numbers(answers, case):
     processes, answers = answers
+    if "uneven MLP" in case and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("this transformers cuts the activations of an uneven MLP unlike its weights")
     for distances in answers[case]:
         assert distances.pop("heads") == processes
         assert distances.pop("loss") < 1e-6  # transformers computes it in float32
