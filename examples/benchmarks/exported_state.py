@@ -10,6 +10,7 @@ float64, reads the same text by the thousand. The difference is the largest of t
 position, in standard deviations of the model's.
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +24,7 @@ from tost_hf import CausalStatisticsCache, export_model
 from tost_hf.exporting.comparing import Text
 from tost_hf.exporting.programs import LanguageProgram
 from tost_hf.exporting.runtime import load
-from tost_hf.exporting.writing import describe
+from tost_hf.exporting.writing import FACTS
 
 
 MODELS = ("ToST", "ToST token")
@@ -45,7 +46,8 @@ def differences(name: str, tokens: int) -> dict[int, float]:
         source, target = Path(folder, "model"), Path(folder, "onnx")
         model.save_pretrained(source)
         export_model(source, target)
-        text = Text(program, load(target, describe(program, "onnx", "float32", "model.onnx")), torch.ones_like(ids))
+        facts = json.loads((target / FACTS).read_text(encoding="utf-8"))
+        text = Text(program, load(target, facts), torch.ones_like(ids))
         found = torch.cat([torch.from_numpy(text(token)[0]) for token in ids.split(1, 1)])
     errors = (found - expected).abs().amax(-1) / expected.std()
     return {n: errors[n - COMPARED : n].max().item() for n in POSITIONS if n <= tokens}

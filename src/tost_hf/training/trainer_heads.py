@@ -26,16 +26,12 @@ class HeadsTrainer(Trainer):
     optimizer: Any  # Accelerate's, around the own one
 
     def __init__(self, model=None, args=None, **kwargs):
-        with _without_a_word(args, getattr(model, "is_distributed_loading_by_transformers", False)):
+        with _without_a_word(args, _heads_are_cut(model)):
             super().__init__(model, args, **kwargs)
-
-    @property
-    def heads_are_cut(self) -> bool:
-        return getattr(self.model, "is_distributed_loading_by_transformers", False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         whole = None
-        if self.heads_are_cut:  # all processes give their parts, though one writes the file
+        if _heads_are_cut(self.model):  # all processes give their parts, though one writes the file
             whole = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=BY_NAME)
         with self._whole_optimizer(whole):
             super()._save_optimizer_and_scheduler(output_dir)
@@ -78,16 +74,20 @@ class _WholeOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         name = next((name for group in state["param_groups"] for name in group["params"]), None)
-        if isinstance(name, str) != self.trainer.heads_are_cut:
+        if isinstance(name, str) != _heads_are_cut(self.trainer.model):
             before, now = ("cut", "now are not") if isinstance(name, str) else ("not cut", "now are")
             raise ValueError(
                 f"The checkpoint is of a run whose heads were {before} and {now}: the state of its optimizer cannot be used. "
                 "Go on as it was, or begin from its weights in another output_dir."
             )
-        if self.trainer.heads_are_cut:
+        if _heads_are_cut(self.trainer.model):
             set_optimizer_state_dict(self.trainer.model, self.optimizer.optimizer, state, options=BY_NAME)
         else:
             self.optimizer.load_state_dict(state)
+
+
+def _heads_are_cut(model: nn.Module | None) -> bool:
+    return getattr(model, "is_distributed_loading_by_transformers", False)
 
 
 @contextmanager
@@ -105,7 +105,10 @@ def _without_a_word(args, is_cut: bool) -> Iterator[None]:
 
 @contextmanager
 def _cutting(model: nn.Module) -> Iterator[None]:
-    """Whole weights that are loaded here are cut as the model's are."""
+    """Whole weights that are loaded here are cut as the model's heads are."""
+    if not _heads_are_cut(model):
+        yield
+        return
     hook = model.register_load_state_dict_pre_hook(_cut_weights)
     try:
         yield
