@@ -473,7 +473,7 @@ def _may_be_floored(space: _Workspace, sum_sq: torch.Tensor, factors: Factors | 
     if factors is None:  # they only grow
         return sum_sq.amin().item() < EPS_SUM_SQ
     # within a group what was there before decays to this at least; twice the floor, for rounding
-    least = space.add_up_sq.before_groups * factors.onwards.inside[:, :, -1]
+    least = space.add_up_sq.before_groups.amin(-1, keepdim=True) * factors.onwards.inside[:, :, -1]
     return least.amin().item() < 2 * EPS_SUM_SQ and space.sum_sq.amin().item() < EPS_SUM_SQ
 
 
