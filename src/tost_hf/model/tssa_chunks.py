@@ -22,7 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, cache_bytes, membership_of, state_shapes, zero_state
-from .tssa_sums import Factors, RunningSum, decay_grad, factors_of, pad_tokens, round_up, with_borders
+from .tssa_sums import DecayedSum, Factors, RunningSum, decay_grad, factors_of, pad_tokens, round_up, with_borders
 
 
 CHUNK_TOKENS = 256  # of a chunk: enough for the operations to be worth spreading over threads
@@ -282,7 +282,7 @@ def _chunk_codes(
         if compiled is not None and code is not None and length == compiled.tokens:
             codes += [code] * len(parts)
             continue
-        space = _Workspace(tokens.w, round_up(length), dtype, backward)
+        space = _Workspace(tokens.w, round_up(length), dtype, backward, decayed=tokens.log_decay is not None)
         factors: Sequence[Factors | None] = [None] * len(parts)
         if tokens.log_decay is not None:
             factors = factors_of(tokens.log_decay[:, parts[0].start : parts[-1].stop], len(parts), length, backward)
@@ -299,23 +299,24 @@ class _Workspace:
     Each is named after what it holds first; later steps write over it, so that the whole stays in the cache.
     """
 
-    def __init__(self, w: torch.Tensor, tokens: int, dtype: torch.dtype, backward: bool):
+    def __init__(self, w: torch.Tensor, tokens: int, dtype: torch.dtype, backward: bool, decayed: bool):
         rows, _, H, p = w.shape
+        running_sum = DecayedSum if decayed else RunningSum
 
-        def new():
-            return w.new_empty(rows, tokens, H, p, dtype=dtype)
+        def new(size: int = p):
+            return w.new_empty(rows, tokens, H, size, dtype=dtype)
 
         self.x, self.sq, self.sum_sq = new(), new(), new()
-        self.add_up_sq = RunningSum(self.sum_sq, source=self.sq)
-        self.add_up_count = RunningSum(w.new_empty(rows, tokens, H, 1, dtype=dtype))
+        self.add_up_sq = running_sum(self.sum_sq, source=self.sq)
+        self.add_up_count = running_sum(new(1))
         if not backward:
-            self.add_up_weighted_sq = RunningSum(self.sq)
+            self.add_up_weighted_sq = running_sum(self.sq)
             return
         self.grad, self.sum_weighted_sq, self.grad_quotient, self.inverse = new(), new(), new(), new()
-        self.add_up_weighted_sq = RunningSum(self.sum_weighted_sq)
-        self.add_up_grad_sq = RunningSum(self.sum_sq, reverse=True)
-        self.add_up_grad_count = RunningSum(w.new_empty(rows, tokens, H, 1, dtype=dtype), reverse=True)
-        self.add_up_grad_weighted_sq = RunningSum(self.grad_quotient, reverse=True)
+        self.add_up_weighted_sq = running_sum(self.sum_weighted_sq)
+        self.add_up_grad_sq = running_sum(self.sum_sq, reverse=True)
+        self.add_up_grad_count = running_sum(new(1), reverse=True)
+        self.add_up_grad_weighted_sq = running_sum(self.grad_quotient, reverse=True)
 
 
 def _forward_chunk(

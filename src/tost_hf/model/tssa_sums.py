@@ -2,6 +2,7 @@
 """Running sums over a chunk, plain or decayed, and the gradient of what decays them, for the engine of tssa_chunks.py."""
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,15 @@ from .tssa_state import sequence_starts
 
 
 GROUP_TOKENS = 16  # tokens summed one after the other within a chunk
+BLOCK_GROUPS = 4  # groups of decayed sums that are summed one after the other
+
+
+class GroupFactors(NamedTuple):
+    """By what decayed sums over groups are multiplied, block by block of groups, in the order of their way."""
+
+    each: tuple[torch.Tensor, ...]  # through the groups by place in a block, (rows, blocks, H or 1, 1)
+    inside: torch.Tensor  # (rows, blocks, groups, H or 1, 1) from outside a block through each group
+    blocks: tuple[torch.Tensor, ...]  # (rows, H or 1, 1) through each block
 
 
 class Way(NamedTuple):
@@ -18,14 +28,14 @@ class Way(NamedTuple):
 
     inside: torch.Tensor  # (rows, groups, tokens, H or 1, 1) from outside a group to each token
     to_groups: torch.Tensor  # (rows, groups, H or 1, 1) from outside the chunk to each group
+    groups: GroupFactors
 
 
 class Factors(NamedTuple):
     """By what decayed sums are multiplied in a chunk; their gradients a token's factor multiplies once they have passed it."""
 
     tokens: tuple[torch.Tensor, ...]  # of the tokens by place in a group, (rows, groups, H or 1, 1)
-    groups: tuple[torch.Tensor, ...]  # (rows, H or 1, 1) through each group
-    chunk: torch.Tensor  # the same through the chunk
+    chunk: torch.Tensor  # (rows, H or 1, 1) through the chunk
     onwards: Way
     back: Way | None
 
@@ -41,19 +51,37 @@ def factors_of(log_decay: torch.Tensor, chunks: int, tokens: int, backward: bool
     sums = logs.cumsum(2)
     through, inside = sums[:, :, -1], sums.exp()
     before = _sums_before(through).exp()
-    fields = [logs.exp(), inside[:, :, -1], before[:, -1], inside, before[:, :-1]]
+    fields = [logs.exp(), before[:, -1], inside, before[:, :-1], *_through_blocks(through)]
     if backward:
         fields.append(_sums_before(logs.flip(2).flatten(0, 1))[:, :-1].flip(1).view_as(logs).exp())
         fields.append(_sums_before(through.flip(1))[:, :-1].flip(1).exp())
+        fields += (x.flip(1) for x in _through_blocks(through.flip(1)))
     return [
-        Factors(each.unbind(2), groups.unbind(1), chunk, Way(*ways[:2]), Way(*ways[2:]) if backward else None)
-        for each, groups, chunk, *ways in zip(*(x.split(rows) for x in fields))
+        Factors(each.unbind(2), chunk, _way(ways[:4]), _way(ways[4:], order=-1) if backward else None)
+        for each, chunk, *ways in zip(*(x.split(rows) for x in fields))
     ]
+
+
+def _way(fields: Sequence[torch.Tensor], order: int = 1) -> Way:
+    inside, to_groups, each, in_blocks = fields
+    through = in_blocks[:, :, -1]
+    return Way(inside, to_groups, GroupFactors(each.unbind(2), in_blocks, through.unbind(1)[::order]))
+
+
+def _through_blocks(through: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors through groups, from their logarithms (..., groups, H or 1, 1): through each, and on from outside its block."""
+    blocks = through.unflatten(1, (-1, block_size(through.shape[1])))
+    return blocks.exp(), blocks.cumsum(2).exp()
 
 
 def round_up(tokens: int) -> int:
     """To whole groups."""
     return -(-tokens // GROUP_TOKENS) * GROUP_TOKENS
+
+
+def block_size(groups: int) -> int:
+    """In how many groups a block is; all are one block where they cannot be cut evenly."""
+    return BLOCK_GROUPS if groups % BLOCK_GROUPS == 0 else groups
 
 
 def _sums_before(x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +99,7 @@ class RunningSum:
     Args:
         tensor: where the sums go.
         source: what is summed; `tensor` itself if None.
-        reverse: sum from the last token back: from gradients of a decayed sum to those of its terms.
+        reverse: sum from the last token back: from gradients of a sum to those of its terms.
     """
 
     def __init__(self, tensor: torch.Tensor, source: torch.Tensor | None = None, reverse: bool = False):
@@ -81,21 +109,53 @@ class RunningSum:
 
     def _make_views(self) -> None:
         """The views between which sums are added up, when they are first needed: there are many."""
-        order, reverse = self.order, self.order < 0
-        tokens = self.groups.unbind(2)[::order]
-        terms = tokens if self.source is None else self.source.unflatten(1, (-1, GROUP_TOKENS)).unbind(2)[::order]
+        tokens = self.groups.unbind(2)[:: self.order]
+        terms = tokens if self.source is None else self.source.unflatten(1, (-1, GROUP_TOKENS)).unbind(2)[:: self.order]
         self.first = None if self.source is None else (tokens[0], terms[0])
         self.inside = list(zip(tokens, terms[1:], tokens[1:]))
-        before = self.groups.new_zeros(self.groups[:, :1, 0].shape).repeat(1, self.groups.shape[1] + 1, 1, 1)
-        self.ends, chain = tokens[-1], before.unbind(1)[::order]
-        self.over = list(zip(chain, self.ends.unbind(1)[::order], chain[1:]))
-        if reverse:  # where the ends go that factors have multiplied
-            self.scaled_ends = torch.empty_like(self.ends)
-            self.over_scaled = list(zip(chain, self.scaled_ends.unbind(1)[::order], chain[1:]))
-        self.before = before[:, 1:] if reverse else before[:, :-1]
-        self.total = chain[-1]
+        self.ends = tokens[-1]
+        self.over = self.groups.new_zeros(self.groups[:, :1, 0].shape).repeat(1, self.groups.shape[1] + 1, 1, 1)
+        reverse = self.order < 0
+        self.before, self.after = (self.over[:, 1:], self.over[:, :-1]) if reverse else (self.over[:, :-1], self.over[:, 1:])
+        self.total = self.after[:, 0 if reverse else -1]
+        self._make_views_of_groups()
 
-    def __call__(self, carry: torch.Tensor, factors: Factors | None = None) -> torch.Tensor:
+    def _make_views_of_groups(self) -> None:
+        chain = self.over.unbind(1)[:: self.order]
+        self.over_groups = list(zip(chain, self.ends.unbind(1)[:: self.order], chain[1:]))
+
+    def __call__(self, carry: torch.Tensor, factors: None = None) -> torch.Tensor:
+        """Sums on from `carry` (rows, H, p); returns the sum over all tokens, in the carry's dtype."""
+        if not self.inside:
+            self._make_views()
+        if self.first is not None:
+            self.first[0].copy_(self.first[1])
+        for total, term, result in itertools.chain(self.inside, self.over_groups):
+            torch.add(total, term, out=result)
+        self.groups.add_((self.before + carry.to(self.total.dtype).unsqueeze(1)).unsqueeze(2))
+        return carry + self.total
+
+    def of_column(self, x: torch.Tensor, carry: torch.Tensor, factors: None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of x (rows, tokens, H) on from `carry` (rows, H): the sums, and the last in the carry's dtype."""
+        sums = suffix_sum(x) if self.order < 0 else x.cumsum(1)
+        total = carry + sums[:, 0 if self.order < 0 else -1]
+        return sums.add_(carry.to(x.dtype).unsqueeze(1)), total
+
+
+class DecayedSum(RunningSum):
+    """The same for sums that a token's factor multiplies before it is added; in reverse, for their gradients."""
+
+    def _make_views_of_groups(self) -> None:
+        blocks = self.after.unflatten(1, (-1, block_size(self.after.shape[1])))
+        places = blocks.unbind(2)[:: self.order]
+        ends = places[-1].unbind(1)[:: self.order]
+        self.in_blocks, self.over_blocks = list(zip(places, places[1:])), list(zip(ends, ends[1:]))
+        # what is still to be joined with the blocks before; their last sums are already
+        self.later = slice(1, None) if self.order > 0 else slice(None, -1)
+        self.earlier = slice(None, -1) if self.order > 0 else slice(1, None)
+        self.joined = blocks[:, self.later, self.earlier], places[-1][:, self.earlier].unsqueeze(2)
+
+    def __call__(self, carry: torch.Tensor, factors: Factors) -> torch.Tensor:
         """Sums on from `carry` (rows, H, p); returns the sum over all tokens, in the carry's dtype.
 
         Leaves the sums that each group goes on from, (rows, groups, H, p), in `before_groups`.
@@ -104,35 +164,36 @@ class RunningSum:
             self._make_views()
         if self.first is not None:
             self.first[0].copy_(self.first[1])
-        if factors is None:
-            for total, term, result in itertools.chain(self.inside, self.over):
-                torch.add(total, term, out=result)
-            self.before_groups = self.before + carry.to(self.total.dtype).unsqueeze(1)
-            self.groups.add_(self.before_groups.unsqueeze(2))
-            return carry + self.total
-        way, tokens, over = factors.onwards, factors.tokens[1:], self.over
-        if self.order < 0:
+        if self.order > 0:
+            way, tokens = factors.onwards, factors.tokens[1:]
+        else:
             assert factors.back is not None  # as they were asked for
-            way, tokens, over = factors.back, factors.tokens[:0:-1], self.over_scaled
+            way, tokens = factors.back, factors.tokens[:0:-1]
         for (total, term, result), factor in zip(self.inside, tokens):
             torch.addcmul(term, total, factor, out=result)
-        if self.order < 0:
-            torch.mul(self.ends, factors.tokens[0], out=self.scaled_ends)
-        for (total, term, result), factor in zip(over, factors.groups[:: self.order]):
-            torch.addcmul(term, total, factor, out=result)
+        if self.order > 0:
+            self.after.copy_(self.ends)
+        else:
+            torch.mul(self.ends, factors.tokens[0], out=self.after)
+        self._add_up_groups(way.groups)
         self.before_groups = torch.addcmul(self.before, carry.to(self.total.dtype).unsqueeze(1), way.to_groups)
         self.groups.addcmul_(self.before_groups.unsqueeze(2), way.inside)
         return torch.addcmul(self.total.to(carry.dtype), carry, factors.chunk.to(carry.dtype))
 
-    def of_column(self, x: torch.Tensor, carry: torch.Tensor, factors: Factors | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_up_groups(self, factors: GroupFactors) -> None:
+        for (before, result), factor in zip(self.in_blocks, factors.each[:: self.order][1:]):
+            result.addcmul_(before, factor)
+        for (before, result), factor in zip(self.over_blocks, factors.blocks[1:]):
+            result.addcmul_(before, factor)
+        if self.over_blocks:
+            joined, before = self.joined
+            joined.addcmul_(before, factors.inside[:, self.later, self.earlier])
+
+    def of_column(self, x: torch.Tensor, carry: torch.Tensor, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of x (rows, tokens, H) on from `carry` (rows, H): the sums, and the last in the carry's dtype.
 
-        With factors the sums lie in the tensor that the next call writes over.
+        The sums lie in the tensor that the next call writes over.
         """
-        if factors is None:
-            sums = suffix_sum(x) if self.order < 0 else x.cumsum(1)
-            total = carry + sums[:, 0 if self.order < 0 else -1]
-            return sums.add_(carry.to(x.dtype).unsqueeze(1)), total
         self.groups.copy_(x.unsqueeze(-1).view_as(self.groups))
         total = self(carry.unsqueeze(-1), factors).squeeze(-1)
         return self.groups.flatten(1, 2).squeeze(-1), total
