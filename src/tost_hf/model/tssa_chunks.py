@@ -52,6 +52,7 @@ class BackwardTokens(NamedTuple):
     padding: torch.Tensor | None  # (B, T)
     membership: torch.Tensor  # (B, T, H)
     score: torch.Tensor  # (B, T, H)
+    counted: torch.Tensor | None  # (B, T, H), to be formed again if None
     log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1)
     grad_log_decay: torch.Tensor | None  # (B, T, H), filled
 
@@ -62,6 +63,7 @@ class ForwardChunk(NamedTuple):
     membership: torch.Tensor  # (rows, tokens, H)
     score: torch.Tensor  # (rows, tokens, H)
     sums: TSSAState  # after the chunk
+    counted: torch.Tensor | None = None  # (rows, tokens, H) decayed sums of memberships, if the backward wants them
 
 
 class BackwardChunk(NamedTuple):
@@ -77,6 +79,7 @@ class Kept(NamedTuple):
 
     score: torch.Tensor  # (B, T, H)
     sums: TSSAState  # before each chunk, (borders, ...): those of a group of rows after each other
+    counted: torch.Tensor | None = None  # (B, T, H) decayed sums of memberships, of the eager engine
 
 
 class CausalResult(NamedTuple):
@@ -169,25 +172,29 @@ def causal_tssa(
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Causal TSSA with autograd; as `tssa_formulas.causal`, but `bias` (B, T, H) and `state` are always given."""
     log_decay = with_borders(log_decay, seq_idx, temp.dtype)
-    output, membership, *final = _CausalTSSA.apply(w, temp, bias, padding, log_decay, *state)
+    keep = torch.is_grad_enabled()  # inside it never is
+    output, membership, *final = _CausalTSSA.apply(keep, w, temp, bias, padding, log_decay, *state)
     return output, membership, TSSAState(*final)
 
 
 class _CausalTSSA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, w, temp, bias, padding, log_decay, *state):
-        result = causal_forward(w, temp, bias, padding, log_decay, TSSAState(*state), any(ctx.needs_input_grad))
-        ctx.save_for_backward(w, temp, padding, log_decay, result.membership, result.kept.score, *result.kept.sums)
+    def forward(ctx, keep, w, temp, bias, padding, log_decay, *state):
+        keep = keep and any(ctx.needs_input_grad)
+        result = causal_forward(w, temp, bias, padding, log_decay, TSSAState(*state), keep)
+        kept = result.kept
+        ctx.save_for_backward(w, temp, padding, log_decay, result.membership, kept.counted, kept.score, *kept.sums)
         ctx.set_materialize_grads(False)
         return result.output, result.membership, *result.state
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        w, temp, padding, log_decay, membership, score, *sums = ctx.saved_tensors
-        kept, learned = Kept(score, TSSAState(*sums)), ctx.needs_input_grad[4]
+        w, temp, padding, log_decay, membership, counted, score, *sums = ctx.saved_tensors
+        kept, learned = Kept(score, TSSAState(*sums), counted), ctx.needs_input_grad[5]
         grad = causal_backward(OutputGrads(*grads), w, temp, padding, log_decay, learned, membership, kept)
-        return grad.w, grad.temp, grad.bias, None, grad.log_decay, grad.sum_sq, grad.sum_weighted_sq, grad.sum_membership
+        by_state = grad.sum_sq, grad.sum_weighted_sq, grad.sum_membership
+        return None, grad.w, grad.temp, grad.bias, None, grad.log_decay, *by_state
 
 
 def causal_forward(
@@ -207,7 +214,8 @@ def causal_forward(
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
     final = TSSAState(*(torch.empty_like(x) for x in state))
     score = torch.empty_like(membership) if keep else membership.new_empty(0)
-    kept = Kept(score, TSSAState(*(membership.new_empty(borders, *shape[1:]) for shape in state_shapes(w))))
+    counted = torch.empty_like(score) if keep and log_decay is not None and compiled is None else None
+    kept = Kept(score, TSSAState(*(membership.new_empty(borders, *shape[1:]) for shape in state_shapes(w))), counted)
     for group in groups:
         tokens = _part(ForwardTokens(output, w, bias, padding, log_decay), group.rows)
         codes = _chunk_codes(tokens, group.chunks, temp.dtype, compiled)
@@ -220,6 +228,8 @@ def causal_forward(
             membership[group.rows, chunk] = done.membership
             if keep:
                 score[group.rows, chunk] = done.score
+            if counted is not None:
+                counted[group.rows, chunk] = done.counted
             sums = done.sums
         for x, value in zip(final, sums):
             x[group.rows] = value
@@ -251,6 +261,7 @@ def causal_backward(
         padding=padding,
         membership=membership,
         score=kept.score,
+        counted=kept.counted,
         log_decay=log_decay,
         grad_log_decay=grad_log_decay,
     )
@@ -331,22 +342,23 @@ def _forward_chunk(
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
     ratio = torch.div(sq, space.sum_sq, out=space.sum_sq)
     score = ratio.sum(-1)[:, :count_tokens].add_(tokens.bias, alpha=tokens.w.shape[-1])
-    membership = membership_of(score, temp, padding) if factors is None else _membership_of(score, temp, padding)
+    membership = membership_of(score, temp, padding) if factors is None else _quick_membership_of(score, temp, padding)
 
     weight = pad_tokens(membership, x.shape[1])
     sq.mul_(weight.unsqueeze(-1))
     sum_weighted_sq = space.add_up_weighted_sq(sums.sum_weighted_sq, factors)
-    count, sum_membership = space.add_up_count.of_column(weight, sums.sum_membership, factors)
-    count.add_(EPS_MEMBERSHIP)
+    counted, sum_membership = space.add_up_count.of_column(weight, sums.sum_membership, factors)
+    count = counted + EPS_MEMBERSHIP
     # -x Pi / (1 + N / D), as -x Pi D / (N + D)
     numerator = torch.mul(x, (weight * count).neg_().unsqueeze(-1), out=ratio)
     denominator = sq.add_(count.unsqueeze(-1))
     torch.div(numerator[:, :count_tokens], denominator[:, :count_tokens], out=tokens.output)
-    return ForwardChunk(membership, score, TSSAState(sum_sq, sum_weighted_sq, sum_membership))
+    sums = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
+    return ForwardChunk(membership, score, sums, None if factors is None else counted[:, :count_tokens])
 
 
-def _membership_of(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-    """As `membership_of`, to rounding: torch's softmax takes three times as long over so few heads."""
+def _quick_membership_of(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """`membership_of` but for rounding: torch's softmax, to which the published form holds, is slow over so few heads."""
     logit = score * temp
     exp = logit.sub_(logit.amax(-1, keepdim=True)).exp_()
     membership = exp.div_(exp.sum(-1, keepdim=True))
@@ -369,7 +381,11 @@ def _backward_chunk(
     sq = torch.mul(x, x, out=space.sq)
     decay = None if tokens.grad_log_decay is None else _DecayTerms()
 
-    by_output = _output_to_membership(space, x, grad, membership, sums, grad_sums, factors, decay)
+    if tokens.counted is None:
+        counted, _ = space.add_up_count.of_column(membership, sums.sum_membership, factors)
+    else:
+        counted = pad_tokens(tokens.counted, size, repeat_last=True)
+    by_output = _output_to_membership(space, x, grad, membership, counted, sums, grad_sums, factors, decay)
     grad_membership = by_output.membership
     if tokens.grad_membership is not None:
         grad_membership[:, :count_tokens] += tokens.grad_membership
@@ -411,17 +427,17 @@ def _output_to_membership(
     x: torch.Tensor,
     grad: torch.Tensor,
     membership: torch.Tensor,
+    counted: torch.Tensor,
     sums: TSSAState,
     grad_sums: TSSAState,
     factors: Factors | None,
     decay: _DecayTerms | None,
 ) -> _OutputGrads:
-    """From the output to the running sums N and D (`count`) and the membership.
+    """From the output to the running sums N and D (`counted`) and the membership.
 
     Leaves g / (N + D) in `space.grad` and the gradients of N's terms in `space.grad_quotient`.
     """
     weight = membership.unsqueeze(-1)
-    counted, _ = space.add_up_count.of_column(membership, sums.sum_membership, factors)
     count = counted + EPS_MEMBERSHIP
     sum_weighted_sq = torch.mul(space.sq, weight, out=space.sum_weighted_sq)
     space.add_up_weighted_sq(sums.sum_weighted_sq, factors)
@@ -441,7 +457,8 @@ def _output_to_membership(
     if decay is not None:  # dN N and dD D cancel, but for the floor in count
         decay.terms = by_sums.mul_(membership).add_(grad_count, alpha=EPS_MEMBERSHIP)
         decay.after_groups = (ends * space.add_up_grad_weighted_sq.before_groups).sum(-1)
-        decay.after_groups += (space.add_up_count.groups[:, :, -1] * space.add_up_grad_count.before_groups).squeeze(-1)
+        counted_before = counted.unflatten(1, space.add_up_count.groups.shape[1:3])[:, :, -1]
+        decay.after_groups.addcmul_(counted_before, space.add_up_grad_count.before_groups.squeeze(-1))
     return _OutputGrads(grad_membership, grad_weighted_sq, grad_sum_membership, count)
 
 

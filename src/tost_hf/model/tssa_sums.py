@@ -55,7 +55,7 @@ def factors_of(log_decay: torch.Tensor, chunks: int, tokens: int, backward: bool
     if backward:
         fields.append(_sums_before(logs.flip(2).flatten(0, 1))[:, :-1].flip(1).view_as(logs).exp())
         fields.append(_sums_before(through.flip(1))[:, :-1].flip(1).exp())
-        fields += (x.flip(1) for x in _through_blocks(through.flip(1)))
+        fields += (x.flip(1, 2) for x in _through_blocks(through.flip(1)))
     return [
         Factors(each.unbind(2), chunk, _way(ways[:4]), _way(ways[4:], order=-1) if backward else None)
         for each, chunk, *ways in zip(*(x.split(rows) for x in fields))
@@ -64,7 +64,7 @@ def factors_of(log_decay: torch.Tensor, chunks: int, tokens: int, backward: bool
 
 def _way(fields: Sequence[torch.Tensor], order: int = 1) -> Way:
     inside, to_groups, each, in_blocks = fields
-    through = in_blocks[:, :, -1]
+    through = in_blocks[:, :, -1 if order > 0 else 0]
     return Way(inside, to_groups, GroupFactors(each.unbind(2), in_blocks, through.unbind(1)[::order]))
 
 
@@ -149,7 +149,7 @@ class DecayedSum(RunningSum):
         blocks = self.after.unflatten(1, (-1, block_size(self.after.shape[1])))
         places = blocks.unbind(2)[:: self.order]
         ends = places[-1].unbind(1)[:: self.order]
-        self.in_blocks, self.over_blocks = list(zip(places, places[1:])), list(zip(ends, ends[1:]))
+        self.in_blocks, self.over_blocks = list(itertools.pairwise(places)), list(itertools.pairwise(ends))
         # what is still to be joined with the blocks before; their last sums are already
         self.later = slice(1, None) if self.order > 0 else slice(None, -1)
         self.earlier = slice(None, -1) if self.order > 0 else slice(1, None)
@@ -229,8 +229,12 @@ def with_borders(log_decay: torch.Tensor | None, seq_idx: torch.Tensor | None, d
     return log_decay.masked_fill(starts, float("-inf"))
 
 
-def pad_tokens(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    return x if x.shape[1] == tokens else F.pad(x, (0, 0, 0, tokens - x.shape[1]))
+def pad_tokens(x: torch.Tensor, tokens: int, repeat_last: bool = False) -> torch.Tensor:
+    """x (rows, fewer tokens, H) made up to `tokens` with zeros, or with its last numbers."""
+    more = tokens - x.shape[1]
+    if more and repeat_last:
+        return torch.cat([x, x[:, -1:].expand(-1, more, -1)], 1)
+    return F.pad(x, (0, 0, 0, more)) if more else x
 
 
 def suffix_sum(x: torch.Tensor) -> torch.Tensor:
