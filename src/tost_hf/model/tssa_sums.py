@@ -51,14 +51,14 @@ def factors_of(log_decay: torch.Tensor, chunks: int, tokens: int, backward: bool
     sums = logs.cumsum(2)
     through, inside = sums[:, :, -1], sums.exp()
     before = _sums_before(through).exp()
-    fields = [logs.exp(), before[:, -1], inside, before[:, :-1], *_through_blocks(through)]
+    fields = [logs.exp(), before[:, -1], inside, before[:, :-1], *_through_blocks(through, inside[:, :, -1])]
     if backward:
         fields.append(_sums_before(logs.flip(2).flatten(0, 1))[:, :-1].flip(1).view_as(logs).exp())
         fields.append(_sums_before(through.flip(1))[:, :-1].flip(1).exp())
-        fields += (x.flip(1, 2) for x in _through_blocks(through.flip(1)))
+        fields += (x.flip(1, 2) for x in _through_blocks(through.flip(1), inside[:, :, -1].flip(1)))
     return [
         Factors(each.unbind(2), chunk, _way(ways[:4]), _way(ways[4:], order=-1) if backward else None)
-        for each, chunk, *ways in zip(*(x.split(rows) for x in fields))
+        for each, chunk, *ways in zip(*(x.unflatten(0, (chunks, rows)).unbind() for x in fields))
     ]
 
 
@@ -68,10 +68,10 @@ def _way(fields: Sequence[torch.Tensor], order: int = 1) -> Way:
     return Way(inside, to_groups, GroupFactors(each.unbind(2), in_blocks, through.unbind(1)[::order]))
 
 
-def _through_blocks(through: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors through groups, from their logarithms (..., groups, H or 1, 1): through each, and on from outside its block."""
-    blocks = through.unflatten(1, (-1, block_size(through.shape[1])))
-    return blocks.exp(), blocks.cumsum(2).exp()
+def _through_blocks(logs: torch.Tensor, through: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors through groups (..., groups, H or 1, 1), with their logarithms, as those through each and on from its block."""
+    size = -1, block_size(through.shape[1])
+    return through.unflatten(1, size), logs.unflatten(1, size).cumsum(2).exp()
 
 
 def round_up(tokens: int) -> int:
@@ -114,7 +114,8 @@ class RunningSum:
         self.first = None if self.source is None else (tokens[0], terms[0])
         self.inside = list(zip(tokens, terms[1:], tokens[1:]))
         self.ends = tokens[-1]
-        self.over = self.groups.new_zeros(self.groups[:, :1, 0].shape).repeat(1, self.groups.shape[1] + 1, 1, 1)
+        rows, groups, _, H, p = self.groups.shape
+        self.over = self.groups.new_zeros(rows, groups + 1, H, p)
         reverse = self.order < 0
         self.before, self.after = (self.over[:, 1:], self.over[:, :-1]) if reverse else (self.over[:, :-1], self.over[:, 1:])
         self.total = self.after[:, 0 if reverse else -1]
