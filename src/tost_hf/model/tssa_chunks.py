@@ -15,6 +15,7 @@ weighted squares and of memberships.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from .tssa_sums import DecayedSum, Factors, RunningSum, decay_grad, factors_of, 
 
 
 CHUNK_TOKENS = 256  # of a chunk: enough for the operations to be worth spreading over threads
+SOFTMAX_WIDTH = 16  # of the vectors that torch's softmax is made for
 CHUNK_NUMBERS = cache_bytes()  # size of a chunk's tensors, several rows together: the working set stays in the caches
 
 
@@ -52,7 +54,6 @@ class BackwardTokens(NamedTuple):
     padding: torch.Tensor | None  # (B, T)
     membership: torch.Tensor  # (B, T, H)
     score: torch.Tensor  # (B, T, H)
-    counted: torch.Tensor | None  # (B, T, H), to be formed again if None
     log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1)
     grad_log_decay: torch.Tensor | None  # (B, T, H), filled
 
@@ -63,7 +64,7 @@ class ForwardChunk(NamedTuple):
     membership: torch.Tensor  # (rows, tokens, H)
     score: torch.Tensor  # (rows, tokens, H)
     sums: TSSAState  # after the chunk
-    counted: torch.Tensor | None = None  # (rows, tokens, H) decayed sums of memberships, if the backward wants them
+    factors: Factors | None = None  # of eager code, with what it found
 
 
 class BackwardChunk(NamedTuple):
@@ -79,7 +80,7 @@ class Kept(NamedTuple):
 
     score: torch.Tensor  # (B, T, H)
     sums: TSSAState  # before each chunk, (borders, ...): those of a group of rows after each other
-    counted: torch.Tensor | None = None  # (B, T, H) decayed sums of memberships, of the eager engine
+    factors: Sequence[Sequence[Factors | None]] | None = None  # of each group's chunks; None if they are to be formed again
 
 
 class CausalResult(NamedTuple):
@@ -182,16 +183,17 @@ class _CausalTSSA(torch.autograd.Function):
     def forward(ctx, keep, w, temp, bias, padding, log_decay, *state):
         keep = keep and any(ctx.needs_input_grad)
         result = causal_forward(w, temp, bias, padding, log_decay, TSSAState(*state), keep)
-        kept = result.kept
-        ctx.save_for_backward(w, temp, padding, log_decay, result.membership, kept.counted, kept.score, *kept.sums)
+        ctx.save_for_backward(w, temp, padding, log_decay, result.membership, result.kept.score, *result.kept.sums)
+        ctx.factors = result.kept.factors
         ctx.set_materialize_grads(False)
         return result.output, result.membership, *result.state
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        w, temp, padding, log_decay, membership, counted, score, *sums = ctx.saved_tensors
-        kept, learned = Kept(score, TSSAState(*sums), counted), ctx.needs_input_grad[5]
+        w, temp, padding, log_decay, membership, score, *sums = ctx.saved_tensors
+        kept, learned = Kept(score, TSSAState(*sums), ctx.factors), ctx.needs_input_grad[5]
+        ctx.factors = None  # a graph that is held on to holds them no longer than saved tensors
         grad = causal_backward(OutputGrads(*grads), w, temp, padding, log_decay, learned, membership, kept)
         by_state = grad.sum_sq, grad.sum_weighted_sq, grad.sum_membership
         return None, grad.w, grad.temp, grad.bias, None, grad.log_decay, *by_state
@@ -214,11 +216,11 @@ def causal_forward(
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
     final = TSSAState(*(torch.empty_like(x) for x in state))
     score = torch.empty_like(membership) if keep else membership.new_empty(0)
-    counted = torch.empty_like(score) if keep and log_decay is not None and compiled is None else None
-    kept = Kept(score, TSSAState(*(membership.new_empty(borders, *shape[1:]) for shape in state_shapes(w))), counted)
-    for group in groups:
+    factors: list[list[Factors | None]] = [[] for _ in groups]
+    kept = Kept(score, TSSAState(*(membership.new_empty(borders, *shape[1:]) for shape in state_shapes(w))), factors)
+    for group, found in zip(groups, factors):
         tokens = _part(ForwardTokens(output, w, bias, padding, log_decay), group.rows)
-        codes = _chunk_codes(tokens, group.chunks, temp.dtype, compiled)
+        codes = _chunk_codes(tokens, group.chunks, temp.dtype, compiled, both_ways=keep and compiled is None)
         sums, places = _part(state, group.rows), group.sums_before(kept.sums) if keep else []
         for index, chunk in enumerate(group.chunks):
             if keep:
@@ -228,8 +230,7 @@ def causal_forward(
             membership[group.rows, chunk] = done.membership
             if keep:
                 score[group.rows, chunk] = done.score
-            if counted is not None:
-                counted[group.rows, chunk] = done.counted
+                found.append(done.factors)
             sums = done.sums
         for x, value in zip(final, sums):
             x[group.rows] = value
@@ -261,14 +262,13 @@ def causal_backward(
         padding=padding,
         membership=membership,
         score=kept.score,
-        counted=kept.counted,
         log_decay=log_decay,
         grad_log_decay=grad_log_decay,
     )
     grad_initial = []
-    for group in _cut(w, compiled):
+    for group, factors in zip(_cut(w, compiled), kept.factors or itertools.repeat(None)):
         tokens = _part(all_tokens, group.rows)
-        codes = _chunk_codes(tokens, group.chunks, temp.dtype, compiled)
+        codes = _chunk_codes(tokens, group.chunks, temp.dtype, compiled, factors)
         grad_sums = _part(grad_final, group.rows)
         for chunk, code, sums in reversed(list(zip(group.chunks, codes, group.sums_before(kept.sums)))):
             done = code(_part(tokens, tokens=chunk), temp, sums, grad_sums)
@@ -281,9 +281,17 @@ def causal_backward(
 
 
 def _chunk_codes(
-    tokens: ForwardTokens | BackwardTokens, chunks: list[slice], dtype: torch.dtype, compiled: CompiledChunks | None
+    tokens: ForwardTokens | BackwardTokens,
+    chunks: list[slice],
+    dtype: torch.dtype,
+    compiled: CompiledChunks | None,
+    kept: Sequence[Factors | None] | None = None,
+    both_ways: bool = True,
 ) -> list[Callable]:
-    """For each chunk what computes it: `_forward_chunk` or `_backward_chunk`, or compiled code for its length."""
+    """For each chunk what computes it: `_forward_chunk` or `_backward_chunk`, or compiled code for its length.
+
+    Eager code gets the chunk's factors: those that were kept, or new ones, with those of the way back if `both_ways`.
+    """
     backward = isinstance(tokens, BackwardTokens)
     eager = _backward_chunk if backward else _forward_chunk
     code = None if compiled is None else compiled.backward if backward else compiled.forward
@@ -295,8 +303,10 @@ def _chunk_codes(
             continue
         space = _Workspace(tokens.w, round_up(length), dtype, backward, decayed=tokens.log_decay is not None)
         factors: Sequence[Factors | None] = [None] * len(parts)
-        if tokens.log_decay is not None:
-            factors = factors_of(tokens.log_decay[:, parts[0].start : parts[-1].stop], len(parts), length, backward)
+        if kept is not None:
+            factors = kept[len(codes) : len(codes) + len(parts)]
+        elif tokens.log_decay is not None:
+            factors = factors_of(tokens.log_decay[:, parts[0].start : parts[-1].stop], len(parts), length, both_ways)
         codes += [functools.partial(eager, space, x) for x in factors]
     return codes
 
@@ -320,6 +330,8 @@ class _Workspace:
         self.x, self.sq, self.sum_sq = new(), new(), new()
         self.add_up_sq = running_sum(self.sum_sq, source=self.sq)
         self.add_up_count = running_sum(new(1))
+        if decayed and not backward:
+            self.logits = w.new_full((rows, tokens, -(-H // SOFTMAX_WIDTH) * SOFTMAX_WIDTH), -math.inf, dtype=dtype)
         if not backward:
             self.add_up_weighted_sq = running_sum(self.sq)
             return
@@ -328,6 +340,13 @@ class _Workspace:
         self.add_up_grad_sq = running_sum(self.sum_sq, reverse=True)
         self.add_up_grad_count = running_sum(new(1), reverse=True)
         self.add_up_grad_weighted_sq = running_sum(self.grad_quotient, reverse=True)
+
+    def membership_of(self, score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """The `membership_of` all engines share, but for rounding: torch's softmax is slow over 12 heads, not over 16."""
+        tokens, H = score.shape[1:]
+        torch.mul(score, temp, out=self.logits[:, :tokens, :H])
+        membership = self.logits[:, :tokens].softmax(-1)[..., :H]
+        return membership if padding is None else membership.masked_fill_(padding.unsqueeze(-1), 0)
 
 
 def _forward_chunk(
@@ -338,11 +357,12 @@ def _forward_chunk(
     x = _load(tokens.w, padding, space.x)
     sq = torch.mul(x, x, out=space.sq)
     sum_sq = space.add_up_sq(sums.sum_sq, factors)
-    if _may_be_floored(space, sums.sum_sq, factors):
+    floored = _may_be_floored(space, sums.sum_sq, factors)
+    if floored:
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
     ratio = torch.div(sq, space.sum_sq, out=space.sum_sq)
     score = ratio.sum(-1)[:, :count_tokens].add_(tokens.bias, alpha=tokens.w.shape[-1])
-    membership = membership_of(score, temp, padding) if factors is None else _quick_membership_of(score, temp, padding)
+    membership = (membership_of if factors is None else space.membership_of)(score, temp, padding)
 
     weight = pad_tokens(membership, x.shape[1])
     sq.mul_(weight.unsqueeze(-1))
@@ -353,16 +373,9 @@ def _forward_chunk(
     numerator = torch.mul(x, (weight * count).neg_().unsqueeze(-1), out=ratio)
     denominator = sq.add_(count.unsqueeze(-1))
     torch.div(numerator[:, :count_tokens], denominator[:, :count_tokens], out=tokens.output)
-    sums = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
-    return ForwardChunk(membership, score, sums, None if factors is None else counted[:, :count_tokens])
-
-
-def _quick_membership_of(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-    """`membership_of` but for rounding: torch's softmax, to which the published form holds, is slow over so few heads."""
-    logit = score * temp
-    exp = logit.sub_(logit.amax(-1, keepdim=True)).exp_()
-    membership = exp.div_(exp.sum(-1, keepdim=True))
-    return membership if padding is None else membership.masked_fill_(padding.unsqueeze(-1), 0)
+    if factors is not None and factors.back is not None:
+        factors = factors._replace(counted=counted.clone(), floored=floored)
+    return ForwardChunk(membership, score, TSSAState(sum_sq, sum_weighted_sq, sum_membership), factors)
 
 
 def _backward_chunk(
@@ -381,10 +394,9 @@ def _backward_chunk(
     sq = torch.mul(x, x, out=space.sq)
     decay = None if tokens.grad_log_decay is None else _DecayTerms()
 
-    if tokens.counted is None:
+    counted = None if factors is None else factors.counted
+    if counted is None:
         counted, _ = space.add_up_count.of_column(membership, sums.sum_membership, factors)
-    else:
-        counted = pad_tokens(tokens.counted, size, repeat_last=True)
     by_output = _output_to_membership(space, x, grad, membership, counted, sums, grad_sums, factors, decay)
     grad_membership = by_output.membership
     if tokens.grad_membership is not None:
@@ -498,6 +510,8 @@ def _may_be_floored(space: _Workspace, sum_sq: torch.Tensor, factors: Factors | 
         return True  # a look would wait for the device
     if factors is None:  # they only grow
         return sum_sq.amin().item() < EPS_SUM_SQ
+    if factors.floored is not None:
+        return factors.floored
     # within a group what was there before decays to this at least; twice the floor, for rounding
     least = space.add_up_sq.before_groups.amin(-1, keepdim=True) * factors.onwards.inside[:, :, -1]
     return least.amin().item() < 2 * EPS_SUM_SQ and space.sum_sq.amin().item() < EPS_SUM_SQ

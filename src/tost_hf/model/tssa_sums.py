@@ -38,6 +38,9 @@ class Factors(NamedTuple):
     chunk: torch.Tensor  # (rows, H or 1, 1) through the chunk
     onwards: Way
     back: Way | None
+    # what a chunk's forward found and its backward need not find again
+    counted: torch.Tensor | None = None  # (rows, tokens, H) decayed sums of memberships
+    floored: bool | None = None  # whether decayed sums of squares may lie below their floor
 
 
 def factors_of(log_decay: torch.Tensor, chunks: int, tokens: int, backward: bool) -> list[Factors]:
@@ -230,12 +233,8 @@ def with_borders(log_decay: torch.Tensor | None, seq_idx: torch.Tensor | None, d
     return log_decay.masked_fill(starts, float("-inf"))
 
 
-def pad_tokens(x: torch.Tensor, tokens: int, repeat_last: bool = False) -> torch.Tensor:
-    """x (rows, fewer tokens, H) made up to `tokens` with zeros, or with its last numbers."""
-    more = tokens - x.shape[1]
-    if more and repeat_last:
-        return torch.cat([x, x[:, -1:].expand(-1, more, -1)], 1)
-    return F.pad(x, (0, 0, 0, more)) if more else x
+def pad_tokens(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    return x if x.shape[1] == tokens else F.pad(x, (0, 0, 0, tokens - x.shape[1]))
 
 
 def suffix_sum(x: torch.Tensor) -> torch.Tensor:
