@@ -368,13 +368,13 @@ def _forward_chunk(
     sq.mul_(weight.unsqueeze(-1))
     sum_weighted_sq = space.add_up_weighted_sq(sums.sum_weighted_sq, factors)
     counted, sum_membership = space.add_up_count.of_column(weight, sums.sum_membership, factors)
-    count = counted + EPS_MEMBERSHIP
+    if factors is not None and factors.back is not None:
+        factors = factors._replace(counted=counted.clone(), floored=floored)
+    count = counted.add_(EPS_MEMBERSHIP)
     # -x Pi / (1 + N / D), as -x Pi D / (N + D)
     numerator = torch.mul(x, (weight * count).neg_().unsqueeze(-1), out=ratio)
     denominator = sq.add_(count.unsqueeze(-1))
     torch.div(numerator[:, :count_tokens], denominator[:, :count_tokens], out=tokens.output)
-    if factors is not None and factors.back is not None:
-        factors = factors._replace(counted=counted.clone(), floored=floored)
     return ForwardChunk(membership, score, TSSAState(sum_sq, sum_weighted_sq, sum_membership), factors)
 
 
@@ -514,7 +514,10 @@ def _may_be_floored(space: _Workspace, sum_sq: torch.Tensor, factors: Factors | 
         return factors.floored
     # within a group what was there before decays to this at least; twice the floor, for rounding
     least = space.add_up_sq.before_groups.amin(-1, keepdim=True) * factors.onwards.inside[:, :, -1]
-    return least.amin().item() < 2 * EPS_SUM_SQ and space.sum_sq.amin().item() < EPS_SUM_SQ
+    after_first = least[:, 1:].amin().item() if least.shape[1] > 1 else math.inf
+    if after_first >= 2 * EPS_SUM_SQ:  # all but the first group, before which there may be nothing
+        return least[:, 0].amin().item() < 2 * EPS_SUM_SQ and space.add_up_sq.groups[:, 0].amin().item() < EPS_SUM_SQ
+    return space.sum_sq.amin().item() < EPS_SUM_SQ
 
 
 def _load(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
