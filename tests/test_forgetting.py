@@ -5,7 +5,7 @@ import torch
 from test_tssa import F64, compiled, formulas, make, padding_mask, short_chunks  # noqa: F401 (a fixture)
 
 from tost_hf import TSSAState, tssa, tssa_step
-from tost_hf.model import tssa_formulas
+from tost_hf.model import tssa_chunks, tssa_formulas
 
 
 @pytest.fixture(params=["eager", "compiled", "formulas"])
@@ -41,6 +41,44 @@ def test_numbers_and_gradients_are_those_of_the_formulas(op, kind, masked, packe
     grads = [torch.randn_like(x) for x in wanted]
     got, wanted = (torch.autograd.grad(x, inputs, grads) for x in (got, wanted))
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["token", "strong"])
+@pytest.mark.parametrize("chunk", [64, 192, 256])
+def test_long_chunks_add_up_their_groups_in_blocks(monkeypatch, kind, chunk):
+    """The eager engine, in chunks of 1, 3 and 4 blocks and a rest of 2 groups; a second backward has nothing kept for it."""
+    monkeypatch.setattr(tssa_chunks, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(tssa_chunks, "CHUNK_NUMBERS", chunk * 16)
+    T = 2 * chunk + 21
+    w, temp, bias = make(T=T)
+    decay = make_decay(kind, T=T)
+    out = tssa(w, temp, bias, log_decay=decay)
+    output, membership, final = tssa_formulas.causal(w, temp, bias, log_decay=decay)
+    got, wanted = (out.output, out.membership, *out.final_state), (output, membership.transpose(1, 2), *final)
+    torch.testing.assert_close(got, wanted, **F64)
+    grads, inputs = [torch.randn_like(x) for x in wanted], (w, temp, bias, decay)
+    first, second = (torch.autograd.grad(got, inputs, grads, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, torch.autograd.grad(wanted, inputs, grads), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(second, first, rtol=1e-12, atol=1e-14)
+
+
+def test_nothing_is_kept_for_a_backward_that_will_not_come(monkeypatch):
+    real, kept = tssa_chunks.causal_forward, []
+
+    def spy(*arguments, **named):
+        result = real(*arguments, **named)
+        kept.append(result.kept)
+        return result
+
+    monkeypatch.setattr(tssa_chunks, "causal_forward", spy)
+    inputs, decay = make(), make_decay("token")
+    outputs = [tssa(*inputs, log_decay=decay).output]
+    with torch.no_grad():
+        outputs.append(tssa(*inputs, log_decay=decay).output)
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    with_gradient, without = kept
+    assert with_gradient.score.numel() and with_gradient.sums.sum_sq.numel() and with_gradient.factors[0][0].back is not None
+    assert not without.score.numel() and not without.sums.sum_sq.numel() and without.factors == [[]] * len(without.factors)
 
 
 @pytest.mark.parametrize("masked", [False, True])
