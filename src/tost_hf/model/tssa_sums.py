@@ -128,26 +128,45 @@ class RunningSum:
         chain = self.over.unbind(1)[:: self.order]
         self.over_groups = list(zip(chain, self.ends.unbind(1)[:: self.order], chain[1:]))
 
-    def __call__(self, carry: torch.Tensor, factors: None = None) -> torch.Tensor:
-        """Sums on from `carry` (rows, H, p); returns the sum over all tokens, in the carry's dtype."""
+    def _start(self) -> None:
         if not self.inside:
             self._make_views()
         if self.first is not None:
             self.first[0].copy_(self.first[1])
+
+    def __call__(self, carry: torch.Tensor, factors: Factors | None = None) -> torch.Tensor:
+        """Sums on from `carry` (rows, H, p); returns the sum over all tokens, in the carry's dtype.
+
+        Leaves the sums that each group goes on from, (rows, groups, H, p), in `before_groups`.
+        """
+        self._start()
         for total, term, result in itertools.chain(self.inside, self.over_groups):
             torch.add(total, term, out=result)
-        self.groups.add_((self.before + carry.to(self.total.dtype).unsqueeze(1)).unsqueeze(2))
+        self.before_groups = self.before + carry.to(self.total.dtype).unsqueeze(1)
+        self.groups.add_(self.before_groups.unsqueeze(2))
         return carry + self.total
 
-    def of_column(self, x: torch.Tensor, carry: torch.Tensor, factors: None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of x (rows, tokens, H) on from `carry` (rows, H): the sums, and the last in the carry's dtype."""
+    def of_column(
+        self, x: torch.Tensor, carry: torch.Tensor, factors: Factors | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of x (rows, tokens, H) on from `carry` (rows, H): the sums, and the last in the carry's dtype.
+
+        Decayed ones lie in the tensor that the next call writes over.
+        """
         sums = suffix_sum(x) if self.order < 0 else x.cumsum(1)
         total = carry + sums[:, 0 if self.order < 0 else -1]
         return sums.add_(carry.to(x.dtype).unsqueeze(1)), total
 
+    def last_sums(self) -> torch.Tensor:
+        """Of each group the sum at its last token in order of time, (rows, groups, H, p)."""
+        return self.groups[:, :, -1].clone()
+
 
 class DecayedSum(RunningSum):
-    """The same for sums that a token's factor multiplies before it is added; in reverse, for their gradients."""
+    """The same of sums that a token's factor multiplies before it is added; in reverse, of their gradients.
+
+    Over the groups they are added up block by block of them.
+    """
 
     def _make_views_of_groups(self) -> None:
         blocks = self.after.unflatten(1, (-1, block_size(self.after.shape[1])))
@@ -159,15 +178,9 @@ class DecayedSum(RunningSum):
         self.earlier = slice(None, -1) if self.order > 0 else slice(1, None)
         self.joined = blocks[:, self.later, self.earlier], places[-1][:, self.earlier].unsqueeze(2)
 
-    def __call__(self, carry: torch.Tensor, factors: Factors) -> torch.Tensor:
-        """Sums on from `carry` (rows, H, p); returns the sum over all tokens, in the carry's dtype.
-
-        Leaves the sums that each group goes on from, (rows, groups, H, p), in `before_groups`.
-        """
-        if not self.inside:
-            self._make_views()
-        if self.first is not None:
-            self.first[0].copy_(self.first[1])
+    def __call__(self, carry: torch.Tensor, factors: Factors | None = None) -> torch.Tensor:
+        assert factors is not None
+        self._start()
         if self.order > 0:
             way, tokens = factors.onwards, factors.tokens[1:]
         else:
@@ -193,18 +206,12 @@ class DecayedSum(RunningSum):
             joined, before = self.joined
             joined.addcmul_(before, factors.inside[:, self.later, self.earlier])
 
-    def of_column(self, x: torch.Tensor, carry: torch.Tensor, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of x (rows, tokens, H) on from `carry` (rows, H): the sums, and the last in the carry's dtype.
-
-        The sums lie in the tensor that the next call writes over.
-        """
+    def of_column(
+        self, x: torch.Tensor, carry: torch.Tensor, factors: Factors | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.groups.copy_(x.unsqueeze(-1).view_as(self.groups))
         total = self(carry.unsqueeze(-1), factors).squeeze(-1)
         return self.groups.flatten(1, 2).squeeze(-1), total
-
-    def last_sums(self) -> torch.Tensor:
-        """Of each group the sum at its last token in order of time, (rows, groups, H, p)."""
-        return self.groups[:, :, -1].clone()
 
 
 def decay_grad(terms: torch.Tensor, after_groups: torch.Tensor) -> torch.Tensor:
