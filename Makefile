@@ -6,21 +6,21 @@ BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-fast test-lowest lint results browser clean
+.PHONY: demo test test-slow test-lowest lint results browser clean
 
 demo: $(VENV)/ready  ## trains a small ToST on the Python standard library, reloads it and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
 
 # a thread for each process of the tests
-test test-fast test-lowest: export OMP_NUM_THREADS ?= 1
+test test-slow test-lowest: export OMP_NUM_THREADS ?= 1
 
-test: $(VENV)/ready  ## all tests
-	$(BIN)/python $(PYTEST)
-
-test-fast: $(VENV)/ready  ## without the slow ones
+test: $(VENV)/ready  ## all tests but the slow ones
 	$(BIN)/python $(PYTEST) -m "not slow"
 
-test-lowest: $(LOWEST)/ready  ## without the slow ones, with the lowest versions the package declares
+test-slow: $(VENV)/ready  ## the slow ones
+	$(BIN)/python $(PYTEST) -m slow
+
+test-lowest: $(LOWEST)/ready  ## the tests of `make test` with the lowest versions the package declares
 	$(LOWEST)/bin/python $(PYTEST) -m "not slow"
 
 lint: $(VENV)/ready  ## the linter and the type checker
