@@ -15,19 +15,26 @@ weighted squares and of memberships.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, cache_bytes, membership_of, state_shapes, zero_state
-from .tssa_sums import DecayedSum, Factors, RunningSum, decay_grad, factors_of, pad_tokens, round_up, with_borders
+from .tssa_state import (
+    EPS_MEMBERSHIP,
+    EPS_SUM_SQ,
+    TSSAState,
+    cache_bytes,
+    membership_of,
+    quick_membership_of,
+    state_shapes,
+    zero_state,
+)
+from .tssa_sums import DecayedSum, Factors, RunningSum, decay_grad, factors_of, load_tokens, pad_tokens, round_up, with_borders
 
 
 CHUNK_TOKENS = 256  # of a chunk: enough for the operations to be worth spreading over threads
-SOFTMAX_WIDTH = 16  # of the vectors that torch's softmax is made for
 CHUNK_NUMBERS = cache_bytes()  # size of a chunk's tensors, several rows together: the working set stays in the caches
 
 
@@ -195,8 +202,7 @@ class _CausalTSSA(torch.autograd.Function):
         kept, learned = Kept(score, TSSAState(*sums), ctx.factors), ctx.needs_input_grad[5]
         ctx.factors = None  # a graph that is held on to holds them no longer than saved tensors
         grad = causal_backward(OutputGrads(*grads), w, temp, padding, log_decay, learned, membership, kept)
-        by_state = grad.sum_sq, grad.sum_weighted_sq, grad.sum_membership
-        return None, grad.w, grad.temp, grad.bias, None, grad.log_decay, *by_state
+        return None, grad.w, grad.temp, grad.bias, None, grad.log_decay, *grad[-3:]
 
 
 def causal_forward(
@@ -288,10 +294,7 @@ def _chunk_codes(
     kept: Sequence[Factors | None] | None = None,
     both_ways: bool = True,
 ) -> list[Callable]:
-    """For each chunk what computes it: `_forward_chunk` or `_backward_chunk`, or compiled code for its length.
-
-    Eager code gets the chunk's factors: those that were kept, or new ones, with those of the way back if `both_ways`.
-    """
+    """For each chunk what computes it: compiled code for its length, or eager code with its factors, `kept` or new ones."""
     backward = isinstance(tokens, BackwardTokens)
     eager = _backward_chunk if backward else _forward_chunk
     code = None if compiled is None else compiled.backward if backward else compiled.forward
@@ -330,8 +333,6 @@ class _Workspace:
         self.x, self.sq, self.sum_sq = new(), new(), new()
         self.add_up_sq = running_sum(self.sum_sq, source=self.sq)
         self.add_up_count = running_sum(new(1))
-        if decayed and not backward:
-            self.logits = w.new_full((rows, tokens, -(-H // SOFTMAX_WIDTH) * SOFTMAX_WIDTH), -math.inf, dtype=dtype)
         if not backward:
             self.add_up_weighted_sq = running_sum(self.sq)
             return
@@ -341,28 +342,21 @@ class _Workspace:
         self.add_up_grad_count = running_sum(new(1), reverse=True)
         self.add_up_grad_weighted_sq = running_sum(self.grad_quotient, reverse=True)
 
-    def membership_of(self, score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        """The `membership_of` all engines share, but for rounding: torch's softmax is slow over 12 heads, not over 16."""
-        tokens, H = score.shape[1:]
-        torch.mul(score, temp, out=self.logits[:, :tokens, :H])
-        membership = self.logits[:, :tokens].softmax(-1)[..., :H]
-        return membership if padding is None else membership.masked_fill_(padding.unsqueeze(-1), 0)
-
 
 def _forward_chunk(
     space: _Workspace, factors: Factors | None, tokens: ForwardTokens, temp: torch.Tensor, sums: TSSAState
 ) -> ForwardChunk:
     """One chunk: fills the output, goes on from `sums`."""
     padding, count_tokens = tokens.padding, tokens.w.shape[1]
-    x = _load(tokens.w, padding, space.x)
+    x = load_tokens(tokens.w, padding, space.x)
     sq = torch.mul(x, x, out=space.sq)
     sum_sq = space.add_up_sq(sums.sum_sq, factors)
-    floored = _may_be_floored(space, sums.sum_sq, factors)
+    floored = space.add_up_sq.may_be_below(EPS_SUM_SQ, sums.sum_sq, factors)
     if floored:
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
     ratio = torch.div(sq, space.sum_sq, out=space.sum_sq)
     score = ratio.sum(-1)[:, :count_tokens].add_(tokens.bias, alpha=tokens.w.shape[-1])
-    membership = (membership_of if factors is None else space.membership_of)(score, temp, padding)
+    membership = (membership_of if factors is None else quick_membership_of)(score, temp, padding)
 
     weight = pad_tokens(membership, x.shape[1])
     sq.mul_(weight.unsqueeze(-1))
@@ -388,7 +382,7 @@ def _backward_chunk(
 ) -> BackwardChunk:
     """One chunk: fills the gradients of w and `log_decay`; `grad_sums` are the gradients of the sums after the chunk."""
     padding, count_tokens, size = tokens.padding, tokens.w.shape[1], space.sq.shape[1]
-    x, grad = _load(tokens.w, padding, space.x), _load(tokens.grad_output, padding, space.grad)
+    x, grad = load_tokens(tokens.w, padding, space.x), load_tokens(tokens.grad_output, padding, space.grad)
     membership, score = pad_tokens(tokens.membership, size), pad_tokens(tokens.score, size)
     weight = membership.unsqueeze(-1)
     sq = torch.mul(x, x, out=space.sq)
@@ -486,7 +480,8 @@ def _score_to_squares(
     """From the score to the squares, by way of their running sums: their gradient, and that of the sum before the chunk."""
     space.add_up_sq(sums.sum_sq, factors)
     ends = None if decay is None else space.add_up_sq.last_sums()
-    floored = space.sum_sq < EPS_SUM_SQ if _may_be_floored(space, sums.sum_sq, factors) else None
+    may_be_floored = space.add_up_sq.may_be_below(EPS_SUM_SQ, sums.sum_sq, factors)
+    floored = space.sum_sq < EPS_SUM_SQ if may_be_floored else None
     if floored is not None:
         space.sum_sq.clamp_min_(EPS_SUM_SQ)
     inverse = space.sum_sq.reciprocal_()
@@ -502,31 +497,3 @@ def _score_to_squares(
         decay.terms += torch.mul(sq, grad_sq, out=loss).sum(-1)
         decay.after_groups -= (ends * space.add_up_grad_sq.before_groups).sum(-1)
     return grad_sq, grad_sum_sq
-
-
-def _may_be_floored(space: _Workspace, sum_sq: torch.Tensor, factors: Factors | None) -> bool:
-    """Whether running sums of squares on from `sum_sq` lie below the floor; true where looking is costly."""
-    if sum_sq.device.type != "cpu":
-        return True  # a look would wait for the device
-    if factors is None:  # they only grow
-        return sum_sq.amin().item() < EPS_SUM_SQ
-    if factors.floored is not None:
-        return factors.floored
-    # within a group what was there before decays to this at least; twice the floor, for rounding
-    least = space.add_up_sq.before_groups.amin(-1, keepdim=True) * factors.onwards.inside[:, :, -1]
-    after_first = least[:, 1:].amin().item() if least.shape[1] > 1 else math.inf
-    if after_first >= 2 * EPS_SUM_SQ:  # all but the first group, before which there may be nothing
-        return least[:, 0].amin().item() < 2 * EPS_SUM_SQ and space.add_up_sq.groups[:, 0].amin().item() < EPS_SUM_SQ
-    return space.sum_sq.amin().item() < EPS_SUM_SQ
-
-
-def _load(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
-    """A chunk `x` in the buffer's dtype and length, 0 at padding (not multiplied: it may hold NaN) and past the end."""
-    if padding is None and x.shape == buffer.shape and x.dtype == buffer.dtype:
-        return x
-    real = buffer[:, : x.shape[1]]
-    real.copy_(x)
-    if padding is not None:
-        real.masked_fill_(padding[..., None, None], 0)
-    buffer[:, x.shape[1] :] = 0
-    return buffer

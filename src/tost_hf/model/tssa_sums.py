@@ -161,6 +161,15 @@ class RunningSum:
         """Of each group the sum at its last token in order of time, (rows, groups, H, p)."""
         return self.groups[:, :, -1].clone()
 
+    def may_be_below(self, floor: float, carry: torch.Tensor, factors: Factors | None) -> bool:
+        """Whether sums just formed on from `carry`, of terms at least 0, lie below a floor; true if looking costs much."""
+        if carry.device.type != "cpu":
+            return True  # a look would wait for the device
+        return self._are_below(floor, carry, factors)
+
+    def _are_below(self, floor: float, carry: torch.Tensor, factors: Factors | None) -> bool:
+        return carry.amin().item() < floor  # they only grow
+
 
 class DecayedSum(RunningSum):
     """The same of sums that a token's factor multiplies before it is added; in reverse, of their gradients.
@@ -213,6 +222,16 @@ class DecayedSum(RunningSum):
         total = self(carry.unsqueeze(-1), factors).squeeze(-1)
         return self.groups.flatten(1, 2).squeeze(-1), total
 
+    def _are_below(self, floor: float, carry: torch.Tensor, factors: Factors | None) -> bool:
+        assert factors is not None
+        if factors.floored is not None:
+            return factors.floored
+        # within a group what was there before decays to this at least; twice the floor, for rounding
+        least = self.before_groups.amin(-1, keepdim=True) * factors.onwards.inside[:, :, -1]
+        if least.shape[1] == 1 or least[:, 1:].amin().item() >= 2 * floor:  # all but the first group, where sums may begin
+            return least[:, 0].amin().item() < 2 * floor and self.groups[:, 0].amin().item() < floor
+        return self.groups.amin().item() < floor
+
 
 def decay_grad(terms: torch.Tensor, after_groups: torch.Tensor) -> torch.Tensor:
     """The gradient of a chunk's `log_decay`, (rows, tokens, H), from the gradients of running sums.
@@ -242,6 +261,18 @@ def with_borders(log_decay: torch.Tensor | None, seq_idx: torch.Tensor | None, d
 
 def pad_tokens(x: torch.Tensor, tokens: int) -> torch.Tensor:
     return x if x.shape[1] == tokens else F.pad(x, (0, 0, 0, tokens - x.shape[1]))
+
+
+def load_tokens(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
+    """A chunk `x` in the buffer's dtype and length, 0 at padding (not multiplied: it may hold NaN) and past the end."""
+    if padding is None and x.shape == buffer.shape and x.dtype == buffer.dtype:
+        return x
+    real = buffer[:, : x.shape[1]]
+    real.copy_(x)
+    if padding is not None:
+        real.masked_fill_(padding[..., None, None], 0)
+    buffer[:, x.shape[1] :] = 0
+    return buffer
 
 
 def suffix_sum(x: torch.Tensor) -> torch.Tensor:
