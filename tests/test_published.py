@@ -137,6 +137,7 @@ def test_peft_adapter(hub, strangers, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("strangers")  # who publish the model
 def test_lm_eval(hub, without_package, tmp_path):  # noqa: F811
     """The harness's own command line, on a task of this repository, without the package."""
     command = [sys.executable, *without_package["options"], "-m", "lm_eval", "--model", "hf"]
