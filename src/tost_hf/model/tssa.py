@@ -340,7 +340,7 @@ def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bo
     if not 0 < dims <= len(tokens) or tuple(log_decay.shape) != tuple(tokens[-dims:]):
         shapes = [tuple(tokens[start:]) for start in reversed(range(len(tokens)))]
         raise ValueError(f"log_decay must have one of the shapes {', '.join(map(str, shapes))}, got {tuple(log_decay.shape)}.")
-    if log_decay.device.type == "cpu" and not torch.compiler.is_compiling() and log_decay.numel() and log_decay.amax() > 0:
+    if log_decay.device.type == "cpu" and not torch.compiler.is_compiling() and bool((log_decay > 0).any()):
         raise ValueError(f"log_decay must be at most 0, or the sums grow without end; got {log_decay.max().item():.3g}.")
 
 

@@ -180,16 +180,17 @@ def causal_tssa(
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Causal TSSA with autograd; as `tssa_formulas.causal`, but `bias` (B, T, H) and `state` are always given."""
     log_decay = with_borders(log_decay, seq_idx, temp.dtype)
-    keep = torch.is_grad_enabled()  # inside it never is
-    output, membership, *final = _CausalTSSA.apply(keep, w, temp, bias, padding, log_decay, *state)
+    if not torch.is_grad_enabled():  # what learns would have the function below keep what nobody asks for
+        result = causal_forward(w, temp, bias, padding, log_decay, state, keep=False)
+        return result.output, result.membership, result.state
+    output, membership, *final = _CausalTSSA.apply(w, temp, bias, padding, log_decay, *state)
     return output, membership, TSSAState(*final)
 
 
 class _CausalTSSA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, keep, w, temp, bias, padding, log_decay, *state):
-        keep = keep and any(ctx.needs_input_grad)
-        result = causal_forward(w, temp, bias, padding, log_decay, TSSAState(*state), keep)
+    def forward(ctx, w, temp, bias, padding, log_decay, *state):
+        result = causal_forward(w, temp, bias, padding, log_decay, TSSAState(*state), any(ctx.needs_input_grad))
         ctx.save_for_backward(w, temp, padding, log_decay, result.membership, result.kept.score, *result.kept.sums)
         ctx.factors = result.kept.factors
         ctx.set_materialize_grads(False)
@@ -199,10 +200,10 @@ class _CausalTSSA(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         w, temp, padding, log_decay, membership, score, *sums = ctx.saved_tensors
-        kept, learned = Kept(score, TSSAState(*sums), ctx.factors), ctx.needs_input_grad[5]
+        kept, learned = Kept(score, TSSAState(*sums), ctx.factors), ctx.needs_input_grad[4]
         ctx.factors = None  # a graph that is held on to holds them no longer than saved tensors
         grad = causal_backward(OutputGrads(*grads), w, temp, padding, log_decay, learned, membership, kept)
-        return None, grad.w, grad.temp, grad.bias, None, grad.log_decay, *grad[-3:]
+        return grad.w, grad.temp, grad.bias, None, grad.log_decay, grad.sum_sq, grad.sum_weighted_sq, grad.sum_membership
 
 
 def causal_forward(

@@ -119,9 +119,8 @@ class RunningSum:
         self.ends = tokens[-1]
         rows, groups, _, H, p = self.groups.shape
         self.over = self.groups.new_zeros(rows, groups + 1, H, p)
-        reverse = self.order < 0
-        self.before, self.after = (self.over[:, 1:], self.over[:, :-1]) if reverse else (self.over[:, :-1], self.over[:, 1:])
-        self.total = self.after[:, 0 if reverse else -1]
+        self.before, self.after = (self.over[:, :-1], self.over[:, 1:])[:: self.order]
+        self.total = self.after[:, -1 if self.order > 0 else 0]
         self._make_views_of_groups()
 
     def _make_views_of_groups(self) -> None:
@@ -183,8 +182,7 @@ class DecayedSum(RunningSum):
         ends = places[-1].unbind(1)[:: self.order]
         self.in_blocks, self.over_blocks = list(itertools.pairwise(places)), list(itertools.pairwise(ends))
         # what is still to be joined with the blocks before; their last sums are already
-        self.later = slice(1, None) if self.order > 0 else slice(None, -1)
-        self.earlier = slice(None, -1) if self.order > 0 else slice(1, None)
+        self.later, self.earlier = (slice(1, None), slice(None, -1))[:: self.order]
         self.joined = blocks[:, self.later, self.earlier], places[-1][:, self.earlier].unsqueeze(2)
 
     def __call__(self, carry: torch.Tensor, factors: Factors | None = None) -> torch.Tensor:
