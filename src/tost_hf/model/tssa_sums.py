@@ -167,7 +167,7 @@ class RunningSum:
         return self._are_below(floor, carry, factors)
 
     def _are_below(self, floor: float, carry: torch.Tensor, factors: Factors | None) -> bool:
-        return carry.amin().item() < floor  # they only grow
+        return not _reaches(carry, floor)  # they only grow
 
 
 class DecayedSum(RunningSum):
@@ -226,9 +226,14 @@ class DecayedSum(RunningSum):
             return factors.floored
         # within a group what was there before decays to this at least; twice the floor, for rounding
         least = self.before_groups.amin(-1, keepdim=True) * factors.onwards.inside[:, :, -1]
-        if least.shape[1] == 1 or least[:, 1:].amin().item() >= 2 * floor:  # all but the first group, where sums may begin
-            return least[:, 0].amin().item() < 2 * floor and self.groups[:, 0].amin().item() < floor
-        return self.groups.amin().item() < floor
+        if least.shape[1] == 1 or _reaches(least[:, 1:], 2 * floor):  # all but the first group, where sums may begin
+            return not (_reaches(least[:, 0], 2 * floor) or _reaches(self.groups[:, 0], floor))
+        return not _reaches(self.groups, floor)
+
+
+def _reaches(x: torch.Tensor, floor: float) -> bool:
+    """Whether no number lies below the floor, and none is NaN, behind which others may."""
+    return x.amin().item() >= floor
 
 
 def decay_grad(terms: torch.Tensor, after_groups: torch.Tensor) -> torch.Tensor:
