@@ -136,6 +136,19 @@ def test_padding_neither_adds_nor_forgets(op, side):
     assert (got[1][~real] == 0).all()
 
 
+@pytest.mark.parametrize("forgetting", [False, True])
+def test_a_sequence_that_is_not_finite_spoils_no_other(forgetting, monkeypatch):
+    """Not even one of zeros, whose sums stay below the floor through several chunks of both rows."""
+    monkeypatch.setattr(tssa_chunks, "CHUNK_NUMBERS", 2 * 32 * 12)
+    w = torch.randn(2, 600, 3, 4)
+    w[0, :550], w[1, 0] = 0, torch.nan
+    w.requires_grad_()
+    out = tssa(w, torch.ones(3), log_decay=-torch.rand(2, 600, 3) if forgetting else None)
+    (grad,) = torch.autograd.grad(out.output[0].square().sum(), w)
+    for x in (out.output[0], out.membership[0], grad[0], *(x[0] for x in out.final_state)):
+        assert x.isfinite().all()
+
+
 @pytest.mark.parametrize("pieces", [(40, 30), (1, 2, 67), (69, 1)])
 def test_the_state_carries_over(op, pieces):
     w, temp, bias = make()

@@ -282,19 +282,6 @@ def test_padding_may_hold_anything(op):
         torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("forgetting", [False, True])
-def test_a_sequence_that_is_not_finite_spoils_no_other(forgetting, monkeypatch):
-    """Not even one of zeros, whose sums stay below the floor through several chunks of both rows."""
-    monkeypatch.setattr(tssa_chunks, "CHUNK_NUMBERS", 2 * 32 * 12)
-    w = torch.randn(2, 600, 3, 4)
-    w[0, :550], w[1, 0] = 0, torch.nan
-    w.requires_grad_()
-    out = tssa(w, torch.ones(3), log_decay=-torch.rand(2, 600, 3) if forgetting else None)
-    (grad,) = torch.autograd.grad(out.output[0].square().sum(), w)
-    for x in (out.output[0], out.membership[0], grad[0], *(x[0] for x in out.final_state)):
-        assert x.isfinite().all()
-
-
 def test_prefix_invariance_and_determinism_bit_for_bit():
     w, temp, bias = make(dtype=torch.float32)
     g = torch.randn_like(w)
