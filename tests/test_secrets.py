@@ -169,6 +169,7 @@ def test_ordinary_files_hold_none(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
+        ["-t", "S3"],
         ["--token", "S3"],
         ["--token", "S3 and more"],
         ["--token=S3"],

@@ -41,7 +41,7 @@ trainer = tost_hf.ToSTTrainer(
     data_collator=default_data_collator,
 )
 trainer.train(resume_from_checkpoint=resume)
-trainer.push_to_hub(license="apache-2.0", language="en", tags="small", dataset_tags="me/numbers")
+trainer.push_to_hub(license="apache-2.0", language="en", tags="small", dataset_tags=["me/numbers", "TEXT_FOLDER"])
 """
 FETCH = """
 from huggingface_hub import snapshot_download

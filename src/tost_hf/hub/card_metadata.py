@@ -52,7 +52,7 @@ def card_metadata(config: PreTrainedConfig, card: Card, name: str, license: str 
     old, drafted, run = card.data, is_trainers_draft(card.text), records.run
     _, pipeline_tag = task(config)
     results = [_to_eval_result(result) for result in records.results]
-    if _is_hub_id(run.dataset_name):
+    if is_hub_id(run.dataset_name):
         results += _training_eval_results(records.evaluation.metrics, pipeline_tag, run)
     if old.pipeline_tag is not None and old.pipeline_tag not in [tag for _, tag in TASKS.values()]:
         pipeline_tag = old.pipeline_tag  # a person's choice
@@ -81,7 +81,7 @@ def tags(config: PreTrainedConfig) -> list[str]:
     return ["tost", PAPER_TAG, *(["tssa"] if getattr(config, "attention_type", "tssa") == "tssa" else [])]
 
 
-def _is_hub_id(name) -> bool:
+def is_hub_id(name) -> bool:
     """Whether a name that a script was given is an id on the Hub, rather than a folder."""
     if not isinstance(name, str) or "/" not in name:
         return False
@@ -95,10 +95,10 @@ def _is_hub_id(name) -> bool:
 def _hub_ids(set_by_hand, from_run, checked: bool):
     """The ids of the existing card (of a draft, those alone that are ids), or else the run's."""
     if not set_by_hand:
-        return [from_run] if _is_hub_id(from_run) else None
+        return [from_run] if is_hub_id(from_run) else None
     if not checked:
         return set_by_hand
-    return [name for name in listed(set_by_hand) if _is_hub_id(name)] or None
+    return [name for name in listed(set_by_hand) if is_hub_id(name)] or None
 
 
 def _to_eval_result(result: dict) -> EvalResult:
@@ -147,7 +147,7 @@ def _foreign_results(old: list[EvalResult] | None, new: list[EvalResult], checke
         for result in old or []
         if not (isinstance(result.metric_args, dict) and result.metric_args.get("file") in ours)
         and (result.task_type, result.dataset_type, result.metric_type) not in seen
-        and (not checked or _is_hub_id(result.dataset_type))
+        and (not checked or is_hub_id(result.dataset_type))
     ]
 
 

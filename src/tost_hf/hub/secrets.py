@@ -244,7 +244,7 @@ def _is_real(detector: RegexBasedDetector, match: re.Match) -> bool:
 
 _PREFIX = r"(?:(?:hub|hf|push[_-]to[_-]hub|use[_-]auth|auth|access|api|bot|github|refresh|user|wandb)[_-])?"
 _NAME = _PREFIX + r"token|(?:[\w-]*[_-])?(?:password|passwd|secret|(?:access|api|secret)[_-]?key)"
-_OPTION_NAME = rf"--(?:{_NAME}|{_PREFIX}t(?:o(?:ke?)?)?)"  # also what argparse completes to a token
+_OPTION_NAME = rf"(?:--(?:{_NAME}|{_PREFIX}t(?:o(?:ke?)?)?)|-t(?![\w-]))"  # also what argparse completes to a token
 SECRET_OPTION = re.compile(rf"{_OPTION_NAME}|(?:{_NAME})(?==)", re.IGNORECASE)
 SECRET_VALUE = re.compile(  # each group `value` is to be taken out of a text
     rf"(?<![\w-])(?:{_OPTION_NAME}(?:=|(?:\s|\\\n){{1,40}}(?!--))(?P<word>(?:'[^']*'|\"[^\"]*\"|\\.|[^\s'\"\\])+)"
