@@ -150,9 +150,25 @@ def test_refused(tmp_path, capsys, npm, make, options, words):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_page_over_its_model(tmp_path, capsys, monkeypatch, npm):
+    """Which once removed the model; refused before anything is computed."""
+    vision_folder(tmp_path / "model")
+    before = contents(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for output in (".", "model", "model/page"):
+        assert main(["space", "./model", output, "--npm", str(npm), "--overwrite"]) == 1
+        assert "choose a folder outside it" in capsys.readouterr().err
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page/model").symlink_to(tmp_path / "model")
+    assert main(["space", "./model", "page", "--npm", str(npm), "--overwrite"]) == 1
+    assert "page/model is a link, and a folder is written there" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
 def test_a_space_is_published(hub, page, tmp_path):
     """In one commit, with the metadata that the Hub asks for; what is there already is not sent again."""
     token = hub.token("writer")
+    assert "\n# Kinds: 10 &lt;of them>\n" in (page / "README.md").read_text()
     with Clients(hub, tmp_path) as clients:
         assert "a Space" in clients.command("publish", "--space", page, "tost/page", token=token).check().output
         assert hub.files("spaces/tost/page") == contents(page)
