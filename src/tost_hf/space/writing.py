@@ -49,7 +49,7 @@ def write_space(
         dtype: of the weights, as `export_model` takes it: "int8" makes the smallest folder.
         tokenizer: folder or repository of its tokenizer, where it is not beside the model.
         title: of the page; the model's name by default.
-        npm: where the JavaScript libraries come from: a folder with their tarballs, or the address of a registry.
+        npm: a folder with the tarballs of the JavaScript libraries; by default the npm client fetches them.
         revision: branch, tag or commit of the repository.
 
     Returns:
