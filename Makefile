@@ -32,9 +32,9 @@ results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows 
 	$(BIN)/python examples/benchmarks/tables.py
 	$(BIN)/tost-hf card --presets model_cards
 
-browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries from npm
-	command -v chromium && command -v chromedriver || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver)
-	$(BIN)/python -c "from tost_hf.space.packages import RUNTIME, TOKENIZERS, find; print(find(RUNTIME), find(TOKENIZERS))"
+browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries in npm's cache
+	command -v chromium && command -v chromedriver && command -v npm || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver npm)
+	$(BIN)/python -c "from pathlib import Path; from tempfile import mkdtemp; from tost_hf.space.packages import *; unpack([RUNTIME, TOKENIZERS], Path(mkdtemp()))"
 
 $(VENV)/ready: pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)

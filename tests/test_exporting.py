@@ -11,6 +11,7 @@ import pytest
 import torch
 from byte_models import byte_tokenizer, make_model
 from conftest import randomize, small_config, small_vision_config
+from hub_clients import contents
 
 import tost_hf
 from tost_hf.cli import main
@@ -156,6 +157,40 @@ def test_nothing_is_left_of_a_failure(tmp_path, capsys, monkeypatch, part, faili
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]) == 1
     assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_full_disk(tmp_path):
+    """PyTorch's writer of files would end the process."""
+    randomize(tost_hf.ToSTForCausalLM(small_config())).save_pretrained(tmp_path / "model")
+    limit = "import resource, signal, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+    code = limit + "from tost_hf.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "File too large" in done.stderr.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_output_that_is_the_model_itself(tmp_path, capsys):
+    source = language_folder(tmp_path / "model")
+    (source / "generate.py").write_text("mine")
+    before = contents(tmp_path)
+    for output in (source, source / "onnx", tmp_path):
+        assert main(["export", str(source), str(output), "--overwrite"]) == 1
+        assert "choose a folder outside it" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_weights_or_outputs_that_are_not_finite(tmp_path, capsys):
+    model = make_model()
+    torch.nn.init.constant_(model.model.layers[1].mlp.up_proj.weight, 3e4)  # finite in float16, with outputs that are not
+    model.save_pretrained(tmp_path / "model")
+    arguments = ["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]
+    assert main([*arguments, "--dtype", "float16"]) == 1
+    assert "The model gives NaN or infinite outputs in this dtype" in capsys.readouterr().err
+    torch.nn.init.constant_(model.model.layers[1].mlp.up_proj.weight, torch.nan)
+    model.save_pretrained(tmp_path / "model")
+    assert main(arguments) == 1
+    assert "model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def test_inputs_that_are_none(text_model, tokenizer, photo, tmp_path):
     with pytest.raises(ValueError, match=r"The image processor cannot prepare .*photo.png; its settings may be wrong"):
         interpret.inspect_model(model, odd, photo, out)
     torch.nn.init.constant_(model.tost.layers[0].attention.temp, torch.nan)
-    with pytest.raises(ValueError, match="The model's memberships are NaN"):
+    with pytest.raises(ValueError, match=r"attention\.temp of the model holds NaN"):
         interpret.inspect_model(model, None, photo, out)
     with pytest.raises(ValueError, match="layers is empty"):
         interpret.inspect_model(model, None, photo, out, layers=[])

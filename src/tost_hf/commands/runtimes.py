@@ -75,8 +75,8 @@ def add_space(commands) -> None:
         _space,
         summary="a web page that runs the model in the browser, ready to be a Space of the Hub",
         description=(
-            "Writes a folder with a page, the model as ONNX and the JavaScript libraries, which come from the npm registry "
-            "once and are checked by their hashes. The page needs no network: `python -m http.server` in the folder shows "
+            "Writes a folder with a page, the model as ONNX and the JavaScript libraries, which `npm pack` fetches and whose "
+            "hashes are checked. The page needs no network: `python -m http.server` in the folder shows "
             "it. `tost-hf publish --space OUT OWNER/NAME` sends it to the Hub."
         ),
         examples=(
@@ -89,8 +89,8 @@ def add_space(commands) -> None:
     parser.add_argument("--title", help="the page's title (default: the model's name)")
     parser.add_argument(
         "--npm",
-        metavar="FOLDER|URL",
-        help="take the JavaScript libraries from this folder of `npm pack` tarballs, or from this registry",
+        metavar="FOLDER",
+        help="take the JavaScript libraries from this folder of `npm pack` tarballs (default: npm fetches them)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is already at OUT")
 

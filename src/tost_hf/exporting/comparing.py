@@ -65,6 +65,10 @@ def compare(program: ModelProgram, run: Run, tolerance: float, fixed: Sizes | No
 
 
 def _relative(got: np.ndarray, expected: torch.Tensor) -> float:
+    """The root of the mean squared difference, in standard deviations of `expected`; ValueError if either is not finite."""
+    for who, x in (("model", expected.numpy()), ("exported program", got)):
+        if not np.isfinite(x).all():
+            raise ValueError(f"The {who} gives NaN or infinite outputs in this dtype. Nothing was written.")
     wanted = expected.detach().double().numpy()
     spread = max(float(wanted.std()), 1e-6)
     return float(np.sqrt(np.mean((got.astype(np.float64) - wanted) ** 2))) / spread

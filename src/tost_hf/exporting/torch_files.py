@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """A program as a file of torch.export, which PyTorch runs without this package."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,10 @@ def trace(program: ModelProgram) -> Any:
 
 def write(traced: Any, folder: Path, dtype: str) -> Path:
     """Writes `model.pt2`."""
+    content = io.BytesIO()  # a file that cannot be written would end the process: PyTorch's writer raises in its destructor
     with quiet():
-        torch.export.save(traced, folder / MODEL_FILE)
+        torch.export.save(traced, content)
+    (folder / MODEL_FILE).write_bytes(content.getbuffer())
     return folder / MODEL_FILE
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi, snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..files import check_folder, staged_folder
-from ..hub.checks import load_config
+from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
+from ..hub.checks import check_weights, load_config
 from ..hub.connection import hub_calls, listing
 from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model
 from ..hub.records import IMAGE_PROCESSOR_FILES
@@ -23,7 +23,7 @@ from .programs import MASKED, LanguageProgram, ModelProgram, Sizes, TensorSpec, 
 from .runtime import load
 
 
-FACTS = "export.json"
+FACTS = EXPORT_DESCRIPTION
 DTYPES = ("float32", "float16", "int8")
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.2}  # see `compare`
 
@@ -76,18 +76,21 @@ def export_model(
         dtype: "float32", "float16" (statistics stay in float32) or, for "onnx" alone, "int8" (weights of matrix products, by
             ONNX Runtime's own quantiser).
         tokenizer: a folder or repository to take the tokenizer from; by default the model's own, if it has one.
-        overwrite: write into a folder that is not empty.
+        overwrite: write into a folder that is not empty. Files of the same names are replaced, the program of an earlier
+            export is removed, and all else stays.
 
     Raises:
-        ValueError: the model cannot be exported, or gives other numbers there; or the tokenizer does not fit it.
+        ValueError: the model cannot be exported, or gives other numbers there; the tokenizer does not fit it; or the output
+            is the folder of the model or tokenizer, contains it or lies in it.
         ImportError: the format's packages are not installed.
         OSError: the model is not there, or the folder cannot be written.
     """
     _check_format(format, dtype)
     target = Path(output_dir)
-    check_folder(target, overwrite)
+    check_folder(target, overwrite, sources=[source, *([] if tokenizer is None else [tokenizer])])
     folder = model_folder(source, revision)
     config = load_config(folder)
+    check_weights(folder, config)
     found = _tokenizer(folder, config, tokenizer)
     program = program_of(_in_dtype(load_model(folder, config), dtype))
     files = importlib.import_module(f".{FORMATS[format].module}", __package__)

@@ -150,6 +150,9 @@ def inspect_model(
 
     require_extra("matplotlib")
     numbers = _chosen_layers(layers, len(tssa_layers(model)))
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name} of the model holds NaN or infinite numbers: there is nothing to draw.")
     out_dir = Path(out_dir)
     page = _earlier_page(out_dir)
     if find_modules(model, ToSTVisionPatchEmbeddings):
@@ -159,7 +162,7 @@ def inspect_model(
     else:
         trace, facts, files = _inspect_text(model, processor_or_tokenizer, input, numbers)
     if not trace.memberships.isfinite().all():
-        raise ValueError("The model's memberships are NaN: its weights, or the image that its processor makes, are damaged.")
+        raise ValueError("The model's memberships are NaN: the image that its processor makes is damaged.")
     terms = {name: compression_terms(trace, name) for name in NORMALIZATIONS}
     chosen = numbers if len(numbers) <= 3 else [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
     grams = [subspace_gram(model, layer) for layer in chosen]
