@@ -261,7 +261,10 @@ def unpack_published(version: str, kind: str, folder: Path) -> Path:
         shutil.copytree(PUBLISHED / kind, folder)
         for name in CODE_0_1_0["both"] + CODE_0_1_0[kind]:
             shutil.copy(PUBLISHED / "code" / f"{name}.py", folder)
-        inputs = {"vision": {"pixel_values": torch.randn(2, 3, 16, 16)}, "language": {"input_ids": torch.arange(12).view(2, 6)}}
+        inputs = {
+            "vision": {"pixel_values": torch.randn(2, 3, 16, 16)},
+            "language": {"input_ids": torch.arange(12).view(2, 6)},
+        }
         save_file(inputs[kind], folder / "expected.safetensors")
         return folder
     with tarfile.open(PUBLISHED / f"{version}.tar.xz") as archive:
