@@ -411,8 +411,8 @@ def _option_rows(config: ToSTConfig) -> list[tuple[str, str | None]]:
         rows += [("layers with attention to all tokens", full)] if full else []
         rows += [(f"layers with attention to {config.sliding_window:,} tokens", sliding)] if sliding else []
         rows.append(("heads of keys and values", number(config.num_key_value_heads or config.num_attention_heads)))
-        if config.rope_parameters:
-            rows.append(("rotary positions", f"theta {number(config.rope_parameters['rope_theta'])}"))
+        if rotary := getattr(config, "rope_parameters", None):  # no attribute where no layer rotates
+            rows.append(("rotary positions", f"theta {number(rotary['rope_theta'])}"))
     return rows
 
 

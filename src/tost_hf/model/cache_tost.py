@@ -19,6 +19,7 @@ from .tssa_state import TSSAState
 
 
 FILE_FORMAT = "tost_causal_statistics/1"
+MAX_LENGTH_DIGITS = 18  # of a number of tokens; an int64 holds it
 
 
 class StateBytes(NamedTuple):
@@ -242,7 +243,7 @@ def load_cache(
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
     stated = metadata.get("seq_length", "")
-    if not stated.isascii() or not stated.isdecimal():
+    if not stated.isascii() or not stated.isdecimal() or len(stated) > MAX_LENGTH_DIGITS:
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {stated!r} as the number of cached tokens.")
     length = int(stated)
     layers = [layer_shapes(config, kind, length) for kind in config.layer_types]

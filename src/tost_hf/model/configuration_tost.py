@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of ToST language models, and the sizes of the paper."""
 
+from dataclasses import field
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -210,7 +211,7 @@ class ToSTConfig(CodeCarryingConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     num_key_value_heads: int | None = None
-    rope_parameters: dict | None = None
+    rope_parameters: dict | None = field(default=None, compare=False)  # no attribute where no layer rotates
     is_causal: bool = True
     pooling: str | None = None
     pre_norm: bool = True
@@ -269,14 +270,10 @@ class ToSTConfig(CodeCarryingConfig):
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without the options that are off: a published model's file stays as it was."""
         fields = super().to_dict()
-        given = fields.pop("_layer_types", None)
-        if given is not None:
-            fields["layer_types"] = list(given)
+        for name in ("layer_types", "rope_parameters"):
+            if (given := fields.pop(f"_{name}", None)) is not None:
+                fields[name] = given
         return leave_out(fields, OFF)
-
-    def convert_rope_params_to_dict(self, **kwargs):
-        """transformers completes `rope_parameters` here; without rotary positions they stay None."""
-        return super().convert_rope_params_to_dict(**kwargs) if self.rotates else kwargs
 
     def validate_layer_type(self):
         """See `validate_architecture` (the base class knows only its own names)."""
@@ -288,7 +285,7 @@ class ToSTConfig(CodeCarryingConfig):
             if self.pooling == "first":
                 raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
             return
-        causal = [name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name) != OFF[name]]
+        causal = [name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name, None) != OFF[name]]
         if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
             causal.append("layer_types")
         if causal:
@@ -312,7 +309,7 @@ class ToSTConfig(CodeCarryingConfig):
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {groups}."
             )
-        if self.rope_parameters is not None and not self.rotates:
+        if self.__dict__["_rope_parameters"] is not None and not self.rotates:
             raise ValueError(
                 "rope_parameters are for attention layers of position-free models (max_position_embeddings=None)."
             )
@@ -377,9 +374,21 @@ def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
     config.__dict__["_layer_types"] = layer_types
 
 
+def _get_rope_parameters(config: ToSTConfig) -> dict | None:
+    if not config.rotates:
+        raise AttributeError("Only position-free models with attention layers have rope_parameters.")
+    return config.__dict__.get("_rope_parameters")
+
+
+def _set_rope_parameters(config: ToSTConfig, rope_parameters: dict | None) -> None:
+    config.__dict__["_rope_parameters"] = rope_parameters
+
+
 # A property over the field, so that a model as published has as many layers as `num_hidden_layers` says at any time. It tells
 # transformers' caches which layer class to build.
 ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]  # replaces the field
+# Likewise: transformers takes any configuration with this attribute for one of a rotating model, even where it is None.
+ToSTConfig.rope_parameters = property(_get_rope_parameters, _set_rope_parameters)  # type: ignore[assignment]
 
 
 __all__ = [

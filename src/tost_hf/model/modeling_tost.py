@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import GenerationConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -26,7 +27,7 @@ from .convolution_tost import ShortConvolution
 from .inputs_tost import check_early_exit, check_prompt, resolve_inputs
 from .ista_tost import ISTAStep
 from .modeling_tost_base import ToSTBaseModel
-from .tssa_layer import KEPT_IN_FLOAT32, TokenStatisticsSelfAttention, initial_forget_bias
+from .tssa_layer import TokenStatisticsSelfAttention, initial_forget_bias
 
 
 @dataclass
@@ -139,7 +140,6 @@ class ToSTPreTrainedModel(ToSTBaseModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["ToSTDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = list(KEPT_IN_FLOAT32)
     _can_compile_fullgraph = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _can_record_outputs = {
@@ -308,9 +308,10 @@ class ToSTModel(ToSTPreTrainedModel):
                 raise ValueError(f"inputs_embeds must have shape {wanted}, got {got}.")
             return
         assert input_ids is not None
-        if input_ids.ndim != 2 or input_ids.is_floating_point():
+        if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"input_ids must be integers of shape (batch, tokens), got {input_ids.dtype} {tuple(input_ids.shape)}."
+                f"input_ids must be int64 or int32 integers of shape (batch, tokens), got {input_ids.dtype} "
+                f"{tuple(input_ids.shape)}."
             )
         # elsewhere the check would wait for the device, which has an assertion of its own
         if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
@@ -408,19 +409,22 @@ class ToSTForCausalLM(ToSTPreTrainedModel, BatchedGenerationMixin):
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, *args, **kwargs):
         """As `GenerationMixin.generate`.
 
         Raises:
             ValueError: `past_key_values` holds the whole prompt already, so that there is no token to go on from; or the
                 model has no such layer at which to exit early.
+            TypeError: `generation_config` is not a GenerationConfig.
         """
         check_prompt(inputs, kwargs)
-        check_early_exit(self.config, kwargs.get("generation_config") or self.generation_config, kwargs)
+        if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+            raise TypeError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}.")
+        check_early_exit(self.config, generation_config or self.generation_config, kwargs)
         config = cast("ToSTModel", self.base_model).config
         layers = config.num_hidden_layers
         try:
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]  # its self is declared as a class that is none
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # its self is declared as a class that is none
         finally:  # an early exit that ends in an error leaves its own number behind
             config.num_hidden_layers = layers
 

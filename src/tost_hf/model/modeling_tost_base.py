@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from .remote_code import CodeCarryingConfig, carrying_code
+from .tssa_layer import KEPT_IN_FLOAT32, TokenStatisticsSelfAttention
 
 
 ADAPTER_TARGETS = ("in_proj", "out_proj")  # the projections of TSSA
@@ -42,6 +43,14 @@ class ToSTBaseModel(PreTrainedModel):
                 raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}.")
         super().__init__(config, *inputs, **kwargs)
         _name_adapter_targets(wanted.model_type)
+
+    def post_init(self):
+        # by the parameters that this model has: transformers' shared tests look for each name
+        layers = [module for module in self.modules() if isinstance(module, TokenStatisticsSelfAttention)]
+        self._keep_in_fp32_modules_strict = {
+            name for name in KEPT_IN_FLOAT32 if any(getattr(layer, name) is not None for layer in layers)
+        }
+        super().post_init()
 
     _saved_with_code = False
 

@@ -306,11 +306,6 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
         "class_attentions": OutputRecorder(ToSTVisionClassAttention, index=1),
     }
 
-    def keep_temperatures_exact(self) -> None:
-        """TSSA's temperatures stay float32 in a model of half precision."""
-        if self.config.attention_type == "tssa":  # only then is there one
-            self._keep_in_fp32_modules_strict = {"attention.temp"}
-
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):
@@ -349,7 +344,6 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
         )
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
-        self.keep_temperatures_exact()
         self.post_init()
 
     @merge_with_config_defaults

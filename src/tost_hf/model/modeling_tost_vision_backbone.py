@@ -39,7 +39,6 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
         self.num_features = [config.hidden_size] * len(config.stage_names)
         self.embeddings = ToSTVisionEmbeddings(config)
         self.layers = nn.ModuleList(ToSTVisionLayer(config) for _ in range(config.num_hidden_layers))
-        self.keep_temperatures_exact()
         self.post_init()
 
     @merge_with_config_defaults
