@@ -1,6 +1,7 @@
 """Pictures and pages: what they show, what they escape, and which files they may replace."""
 
 import json
+import math
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -284,8 +285,17 @@ def test_inputs_that_are_none(text_model, tokenizer, photo, tmp_path):
     with pytest.raises(ValueError, match=r"The image processor cannot prepare .*photo.png; its settings may be wrong"):
         interpret.inspect_model(model, odd, photo, out)
     torch.nn.init.constant_(model.tost.layers[0].attention.temp, torch.nan)
-    with pytest.raises(ValueError, match="The model's memberships are NaN"):
+    with pytest.raises(ValueError, match=r"damaged: tost.layers.0.attention.temp holds NaN or infinite numbers"):
         interpret.inspect_model(model, None, photo, out)
+    model.tost.layers[0].attention.temp.data.fill_(1)
+    model.classifier.bias.data[0] = torch.inf  # no membership shows it
+    with pytest.raises(ValueError, match=r"damaged: classifier.bias holds NaN or infinite numbers"):
+        interpret.inspect_model(model, None, photo, out)
+    model.classifier.bias.data.zero_()
+    odd = tost_hf.make_image_processor(16)
+    odd.image_std = [math.nan] * 3
+    with pytest.raises(ValueError, match="The model's memberships are NaN"):
+        interpret.inspect_model(model, odd, photo, out)
     with pytest.raises(ValueError, match="layers is empty"):
         interpret.inspect_model(model, None, photo, out, layers=[])
     assert not out.exists()

@@ -142,14 +142,17 @@ def inspect_model(
         The files written, `index.html` first.
 
     Raises:
-        ValueError, OSError: the model has no TSSA, the input is no image or text, a layer does not exist, or `out_dir` holds
-            files of these names that are not from an earlier run.
+        ValueError, OSError: the model has no TSSA or weights that are not finite, the input is no image or text, a layer does
+            not exist, or `out_dir` holds files of these names that are not from an earlier run.
         ImportError: matplotlib or Pillow is missing.
     """
     from . import plots
 
     require_extra("matplotlib")
     numbers = _chosen_layers(layers, len(tssa_layers(model)))
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"The weights of the model are damaged: {name} holds NaN or infinite numbers.")
     out_dir = Path(out_dir)
     page = _earlier_page(out_dir)
     if find_modules(model, ToSTVisionPatchEmbeddings):
@@ -159,7 +162,7 @@ def inspect_model(
     else:
         trace, facts, files = _inspect_text(model, processor_or_tokenizer, input, numbers)
     if not trace.memberships.isfinite().all():
-        raise ValueError("The model's memberships are NaN: its weights, or the image that its processor makes, are damaged.")
+        raise ValueError("The model's memberships are NaN: its weights overflow, or the image processor's settings are wrong.")
     terms = {name: compression_terms(trace, name) for name in NORMALIZATIONS}
     chosen = numbers if len(numbers) <= 3 else [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
     grams = [subspace_gram(model, layer) for layer in chosen]
