@@ -22,7 +22,7 @@ import lra
 import lra_models
 import lra_tasks
 import run_lra
-import tables_lra
+import tables
 from rows import Measured
 
 from tost_hf import LRA_PRESETS, ToSTConfig, ToSTForSequenceClassification
@@ -193,7 +193,7 @@ def test_the_small_comparison(tmp_path, monkeypatch, capsys):
     assert "seed 1" not in capsys.readouterr().out  # what is there is not measured again
     measured = Measured(tmp_path / "results")
     assert len(measured.find("lra", metric="accuracy")) == 4
-    table = tables_lra.TABLES["long range arena"](measured)
+    table = tables.KINDS["results"]["long range arena"](measured)
     assert "| listops | 64 | 2 | " in table and "python examples/benchmarks/lra.py" in table
 
 
