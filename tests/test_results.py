@@ -17,6 +17,7 @@ BENCHMARKS = ROOT / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import rows  # noqa: E402
+import table_builder  # noqa: E402
 import tables  # noqa: E402
 
 from tost_hf.hub.cards import preset_card  # noqa: E402
@@ -137,6 +138,67 @@ def test_numbers_over_seeds():
     assert rows.markdown(["a", ""], [["1", "2"], ["", "3"]]) == "| a | |\n|---|---|\n| 1 | 2 |\n| | 3 |"
 
 
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+class Records(rows.Measured):
+    """Records of a test: (model, T, metric) to values, one for each seed, or to the median and range of a speed."""
+
+    def __init__(self, found: dict):
+        origin = {"command": "python x.py", "machine": "a machine", "versions": "torch 2.13.0", "width": "64", "layers": "6"}
+        self.rows = {"results": [], "speed": []}
+        for (model, length, metric), values in found.items():
+            case = origin | {"model": model, "T": str(length), "metric": metric, "steps": "400"}
+            if isinstance(values, list):
+                self.rows["results"] += [case | {"value": str(x), "seed": str(seed)} for seed, x in enumerate(values)]
+            else:
+                self.rows["speed"].append(case | dict(zip(("value", "low", "high"), map(str, values))))
+
+
+RECORDS = Records(
+    {
+        ("A", 8, "step 1, loss"): [1.5, 1.75],
+        ("A", 16, "step 1, loss"): [1.25, 1.25],
+        ("B", 8, "step 1, loss"): [0.5, 0.5],
+        ("A", 8, "ms"): (1.234, 1, 2),
+        ("A", 8, "GPT-2 / this"): (2, 1.5, 2.5),
+    }
+)
+TABLE = {
+    "head": "model | step",
+    "cell": {"metric": "step {_step}, loss", "show": "mean .2f"},
+    "rows": [{"title": "{model} | {_step}", "model": {"A": "ours", "B": "theirs", "C": "nobody's"}, "_step": 1}],
+    "columns": [{"title": "{T:,} tokens", "T": [8, 16]}],
+}
+
+
+def test_a_sparse_table_leaves_empty_what_was_not_measured():
+    expected = ["| model | step | 8 tokens | 16 tokens |", "|---|---|---|---|"]
+    expected += ["| ours | 1 | 1.62 ± 0.18 | 1.25 ± 0.00 |", "| theirs | 1 | 0.50 ± 0.00 | |"]
+    assert table_builder.make_body(TABLE | {"sparse": True}, RECORDS).splitlines() == expected
+    with pytest.raises(LookupError, match=r"no row with .*'T': 16, 'model': 'B'"):
+        table_builder.make_body(TABLE, RECORDS)
+    whole = table_builder.make_table(TABLE | {"sparse": True, "settings": True}, RECORDS)
+    assert whole.startswith("Width 64, 6 layers, 400 steps, 2 seeds.\n\n| model") and "```bash\npython x.py\n```" in whole
+
+
+@pytest.mark.parametrize(
+    ("show", "metric", "text"),
+    [("ms", "ms", "1.23 ms"), ("range", "GPT-2 / this", "2.00 (1.50 to 2.50)"), ("{0:.1f} x", "ms", "1.2 x")],
+)
+def test_formats_of_speeds(show, metric, text):
+    cell = {"file": "speed", "model": "A", "metric": metric, "show": show, "after": " (GPT-2)"}
+    assert table_builder.make_number(cell, RECORDS) == text + " (GPT-2)"
+    row = {"cells": ["as it is", cell]}
+    assert table_builder.make_body({"rows": [row]}, RECORDS).endswith(f"| as it is | {text} (GPT-2) |")
+
+
+def test_lines_of_plots():
+    panel = {"xlabel": "T", "ylabel": "loss", "x": ["T", "(\\d+)"], "above": 0.6, "where": {"metric": "step 1, loss"}}
+    (found,) = table_builder.make_panels([panel | {"lines": [{"title": "{model}", "model": ["A", "B"]}]}], RECORDS)
+    assert found.lines["A"][16] == (1.25, 1.25, 1.25) and list(found.lines["A"]) == [8, 16] and not found.lines["B"]
+
+
 # What is cited --------------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +256,7 @@ def test_two_rows_of_one_case_are_not_cited(tmp_path):
     measured = rows.Measured(folder)
     with pytest.raises(LookupError, match="has 2 rows"):
         tables.KINDS["results"]["decode"](measured)
-    with pytest.raises(LookupError, match="several rows of one seed"):
+    with pytest.raises(LookupError, match="cite one, or one for each seed"):
         tables.KINDS["results"]["copying"](measured)
 
 

@@ -222,6 +222,12 @@ def main(args: list[str] | None = None) -> None:
         raise ValueError(f"--max_length {length} is no square, so no picture has as many pixels.")
     config = make_config(preset, model_args.attention)
     config = override_config(config, model_args.config_overrides, max_position_embeddings=length)
+    positions = config.max_position_embeddings
+    if positions is not None and positions < length:
+        raise ValueError(
+            f"The model has {positions} positions and texts are up to {length} tokens long: set --max_length {positions}, or "
+            "leave max_position_embeddings to it."
+        )
     if training_args.push_to_hub and isinstance(config, LRAConfig):
         raise ValueError("--push_to_hub is for ToST alone: only the code of this folder could load the other models.")
     model = make_model(config)
