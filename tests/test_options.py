@@ -25,7 +25,7 @@ from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
 from tost_hf.model.cache_tost import state_bytes
 from tost_hf.model.configuration_tost import OFF, PAPER_PRESETS
-from tost_hf.model.convolution_tost import ShortConvolution, find_taps
+from tost_hf.model.layers_tost import ShortConvolution, find_taps
 
 
 F64 = {"rtol": 1e-9, "atol": 1e-9}

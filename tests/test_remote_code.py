@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import tost_hf
 from tost_hf.model import remote_code
-from tost_hf.model.remote_code import CODE_FILES
+from tost_hf.model.configuration_tost import CODE_FILES
 
 
 TRUST = {"trust_remote_code": True}

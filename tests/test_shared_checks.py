@@ -1,4 +1,4 @@
-"""What transformers' shared model tests (test_modeling_common.py, causal_lm_tester.py), which its wheel lacks, ask of a model."""
+"""What transformers' shared model tests (test_modeling_common.py, causal_lm_tester.py; not in the wheel) ask of a model."""
 
 import re
 

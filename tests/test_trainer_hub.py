@@ -12,7 +12,7 @@ from scripts import EXAMPLES, command_line
 from transformers import Trainer
 
 import tost_hf
-from tost_hf.model.remote_code import CODE_FILES
+from tost_hf.model.configuration_tost import CODE_FILES
 from tost_hf.training.trainer_guard import GuardedTrainer
 from tost_hf.training.trainer_hub import PublishingTrainer
 from tost_hf.training.trainer_vision import ToSTVisionTrainer

@@ -21,15 +21,15 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
-from ..model.modeling_tost_heads import (
+from ..model.modeling_tost import (
+    ToSTForCausalLM,
     ToSTForMaskedLM,
     ToSTForQuestionAnswering,
     ToSTForSequenceClassification,
     ToSTForTokenClassification,
+    ToSTModel,
 )
-from ..model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel
-from ..model.modeling_tost_vision_backbone import ToSTBackbone
+from ..model.modeling_tost_vision import ToSTBackbone, ToSTForImageClassification, ToSTVisionModel
 from .records import CARD, Card, load_card, open_safetensors, read_json
 from .secrets import is_secret_name, secrets_in, secrets_in_file, without_secrets
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..model.remote_code import AUTO_MAPS, CODE_FILES
+from ..model.configuration_tost import AUTO_MAPS, CODE_FILES
 
 
 # names in the repositories of any version of ToST, each of which `publish` replaces or removes

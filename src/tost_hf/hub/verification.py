@@ -14,8 +14,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ..model.cache_tost import state_bytes
-from ..model.configuration_tost import CAUSAL_STATISTICS
-from ..model.remote_code import AUTO_MAPS, code_files
+from ..model.configuration_tost import AUTO_MAPS, CAUSAL_STATISTICS, code_files
 from ..version import __version__
 from .checks import (
     check_card,

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from .attention_tost import build_attention_masks
 from .cache_tost import CausalStatisticsCache, cached_length, check_cache
 from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
-from .convolution_tost import find_taps
+from .layers_tost import find_taps
 from .tssa_state import sequence_starts
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Token Statistics Self-Attention (TSSA, arXiv 2412.17810): the operator. tssa_layer.py builds the layer on it.
+"""Token Statistics Self-Attention (TSSA, arXiv 2412.17810): the operator. layers_tost.py builds the layer on it.
 
 No token is ever compared with another one: time is linear in the number of tokens, and the causal form needs only three
 running sums (`TSSAState`). tssa_formulas.py says what is computed. Everything inside runs in float32, or in float64 for

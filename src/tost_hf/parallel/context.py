@@ -21,11 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ..model.configuration_tost import CAUSAL_STATISTICS
-from ..model.convolution_tost import ShortConvolution, find_taps
 from ..model.inputs_tost import resolve_inputs
+from ..model.layers_tost import LayerOperators, ShortConvolution, TokenStatisticsSelfAttention, find_taps
 from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
-from ..model.tssa_layer import LayerOperators, TokenStatisticsSelfAttention
 from ..model.tssa_state import TSSAState, compute_dtype, real_tokens, sequence_starts, zero_state
 from .exchange import gather
 

@@ -22,8 +22,7 @@ from ..hub.cards import write_card
 from ..hub.checks import forbidden_file
 from ..hub.publishing import STAGED, Commit, commit_files, model_files
 from ..hub.records import CARD, load_card, save_card
-from ..model.modeling_tost_base import ToSTBaseModel
-from ..model.remote_code import AUTO_MAPS
+from ..model.configuration_tost import AUTO_MAPS, ToSTBaseModel
 from ..version import __version__
 from .checkpoints import output_folder
 
