@@ -12,8 +12,9 @@ import pickletools
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,14 +32,14 @@ from ..model.modeling_tost import (
 )
 from ..model.modeling_tost_vision import ToSTBackbone, ToSTForImageClassification, ToSTVisionModel
 from .records import CARD, Card, load_card, open_safetensors, read_json
-from .secrets import is_secret_name, secrets_in, secrets_in_file, without_secrets
+from .secrets import holds_hub_token, is_secret_name, secrets_in_file, without_secrets
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack")
 TRAINER_STATE = re.compile(r"((optimizer|scheduler|scaler|rng_state|random_states)[\w.-]*|.*\.distcp)$", re.IGNORECASE)
 PICKLE_START = re.compile(rb"\x80[\x02-\x05]")  # of protocols 2 to 5; the older ones have no mark
 PICKLE_BYTES = 2**18  # at the start of a file, which are looked at
-COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
+COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -50,8 +51,8 @@ def forbidden_file(name: str, path: Path) -> str | None:
         path: where it lies.
     """
     base = name.rsplit("/", 1)[-1]
-    if kinds := secrets_in(name):
-        return f"{without_secrets(name)} has a secret in its name ({', '.join(kinds)})"
+    if holds_hub_token(name):
+        return f"{without_secrets(name)} has a secret in its name (Hugging Face Token)"
     if TRAINER_STATE.match(base):
         return f"{name} is state of a training run (optimizer, scheduler, random numbers)"
     if base.lower().endswith(PICKLES):
@@ -78,8 +79,8 @@ def _wrong_safetensors(name: str, path: Path) -> str | None:
         return f"{name} holds a pickle in its metadata"
     with open(path, "rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
-    if kinds := secrets_in(header):
-        return f"{name} holds a secret ({', '.join(kinds)}) in its metadata"
+    if holds_hub_token(header):
+        return f"{name} holds a secret (Hugging Face Token) in its metadata"
     return None
 
 

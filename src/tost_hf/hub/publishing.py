@@ -23,6 +23,7 @@ from .checks import check_card, check_space, check_weights, forbidden_file, lead
 from .code_references import CODE_NAMES, foreign_code
 from .connection import hub_calls, listing
 from .loading import check_loading
+from .secrets import check_detect_secrets
 
 
 STAGED = "_push-"  # how folders begin that hold a checkpoint while the Trainer sends it
@@ -80,10 +81,12 @@ def publish(
         commit_message: "Publish with tost_hf VERSION" by default.
 
     Raises:
-        ValueError: the folder holds something that must not be published, or is not a complete model; the sentence says what.
+        ValueError: the folder holds something that must not be published, or is not a complete model; the message says what.
+        ImportError: detect-secrets (the extra `publish`) is not installed.
         OSError: the Hub refused, or could not be reached. Nothing became visible.
     """
     folder = Path(folder)
+    check_detect_secrets()
     check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
     config = load_config(folder)
     check_code(folder)  # before a model is built, which may load what the configuration names
@@ -118,6 +121,7 @@ def publish_space(
         OSError: the Hub refused, or could not be reached. Nothing became visible.
     """
     folder = Path(folder)
+    check_detect_secrets()
     check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
     check_space(folder)
     files = model_files(folder)

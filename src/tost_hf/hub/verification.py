@@ -30,6 +30,7 @@ from .connection import hub_calls, listing
 from .loading import NUM_TOKENS, check_loading
 from .publishing import same_content, wrong_links
 from .records import CARD, load_card
+from .secrets import has_detect_secrets
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def _check_files(folder: Path) -> str:
     reasons = wrong_links(folder) + [reason for name, path in files.items() if (reason := forbidden_file(name, path))]
     if reasons:
         raise ValueError("; ".join(reasons))
-    return f"{len(files)} files, no pickle, no training state, nothing that looks like a secret"
+    kinds = "nothing that looks like a secret" if has_detect_secrets() else "no token of the Hub (without detect-secrets)"
+    return f"{len(files)} files, no pickle, no training state, {kinds}"
 
 
 def _describe(config: PreTrainedConfig) -> str:

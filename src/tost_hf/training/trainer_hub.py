@@ -17,8 +17,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import CONFIG_NAME
 
 from ..files import RUN_ARGUMENTS
-from ..hub.card_metadata import is_hub_id
-from ..hub.cards import write_card
+from ..hub.cards import is_hub_id, write_card
 from ..hub.checks import forbidden_file
 from ..hub.publishing import STAGED, Commit, commit_files, model_files
 from ..hub.records import CARD, load_card, save_card
