@@ -212,7 +212,7 @@ def test_damaged_compression_and_deep_json(prepare, tmp_path, clm_args, ending):
     """Damaged at the beginning, which is read before training, or further on."""
     good = (json.dumps({"text": "import os, sys\n" * 40}) + "\n").encode() * 300
     if ending == "deep":
-        damaged = b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}\n"
+        damaged = b'{"text": "a", "b": ' + b"[" * 900 + b"]" * 900 + b"}\n"
         first, later = damaged, good * 5 + damaged  # some 4,000 levels further on crash Arrow itself
     else:
         content = {"gz": gzip, "xz": lzma, "bz2": bz2}[ending].compress(good * 10)
