@@ -15,6 +15,7 @@ from hub_clients import contents
 
 import tost_hf
 from tost_hf.cli import main
+from tost_hf.exporting import writing
 from tost_hf.image_processing import save_image_processor
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 
@@ -121,10 +122,12 @@ def test_vision_models(tmp_path, format):
 def test_models_that_read_whole_texts(tmp_path, kind):
     randomize(getattr(tost_hf, kind)(small_config(is_causal=False))).save_pretrained(tmp_path / "model")
     assert tost_hf.export_model(tmp_path / "model", tmp_path / "onnx").agreement.difference < 1e-5
+    outputs = json.loads((tmp_path / "onnx" / "export.json").read_text())["outputs"]
+    assert outputs[0]["shape"] == ["batch", 2 if outputs[0]["name"] == "logits" else "tokens"]
 
 
-def full_disk(traced, folder, dtype):
-    (folder / "model.pt2").write_bytes(b"half")
+def full_disk(program, path, dtype):
+    path.write_bytes(b"half")
     raise OSError(28, "No space left on device")
 
 
@@ -142,18 +145,17 @@ def no_runtime(folder, facts):
 @pytest.mark.parametrize(
     "part, failing, sentence",
     [
-        ("write", full_disk, "No space left on device"),
+        ("save", full_disk, "No space left on device"),
         ("load", another_program, "gives other outputs than the model"),
         ("load", no_runtime, "does not run: an operator is missing"),
     ],
 )
 def test_nothing_is_left_of_a_failure(tmp_path, capsys, monkeypatch, part, failing, sentence):
-    from tost_hf.exporting import torch_files, writing
-
     randomize(tost_hf.ToSTForCausalLM(small_config())).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(torch_files, "trace", lambda program: None)
-    monkeypatch.setattr(torch_files, "write", lambda traced, folder, dtype: folder / "model.pt2")
-    monkeypatch.setattr(writing if part == "load" else torch_files, part, failing)
+    save = failing if part == "save" else lambda program, path, dtype: None
+    monkeypatch.setitem(writing.FORMATS, "torch", writing.FORMATS["torch"]._replace(save=save))
+    if part == "load":
+        monkeypatch.setattr(writing, "load", failing)
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]) == 1
     assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The subcommands that take models to where they run: a server, other runtimes, a browser, the Hub's kernels."""
+"""The subcommands that deploy models: a server, other runtimes, a browser, the Hub's kernels."""
 
 import argparse
 
@@ -45,9 +45,9 @@ def add_export(commands) -> None:
         _export,
         summary="a model for ONNX Runtime, OpenVINO or torch.export, checked against the model",
         description=(
-            "Writes the model as a program for another runtime, with what runs it there without this package. A text's state "
-            "goes in and comes out as tensors: one program reads prompts and single tokens. It is run beside the model "
-            "first; where they differ nothing is written."
+            "Writes the model as a program for another runtime, with scripts that run it without this package. A text's state "
+            "goes in and comes out as tensors: one program reads prompts and single tokens. Its outputs are compared with the "
+            "model's first; if they differ nothing is written."
         ),
         examples=(
             "./tost-demo ./tost-onnx",
