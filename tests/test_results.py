@@ -80,15 +80,15 @@ def test_every_row_says_where_it_comes_from(measured):
         assert tuple(found[0])[: len(rows.ORIGIN_COLUMNS)] == rows.ORIGIN_COLUMNS
         for row in found:
             assert all(row[column] for column in (*rows.ORIGIN_COLUMNS, "metric", "value")), name
-            assert row["command"].startswith(f"python examples/benchmarks/{row['script']}")
-            assert (BENCHMARKS / row["script"]).is_file()
+            assert re.match(rf"python examples/(benchmarks|research)/(lra/)?{row['script']}( |$)", row["command"])
+            assert (ROOT / rows.script_path(row["script"])).is_file()
 
 
 def test_commands_in_rows_name_arguments_that_exist(measured):
     """A flag of a recorded command stands in its script, or in what the scripts share."""
     sharing = ("experiments.py", "timing.py", "compare_vision.py", "observations.py")
-    shared = "".join((BENCHMARKS / name).read_text() for name in sharing)
-    for command in {row["command"] for found in measured.rows.values() for row in found}:
+    shared = "".join((ROOT / rows.script_path(name)).read_text() for name in sharing)
+    for command in {rows.repeat_command(row) for found in measured.rows.values() for row in found}:
         script, *arguments = shlex.split(command)[1:]
         source = (ROOT / script).read_text() + shared
         assert all(f'"{flag}"' in source for flag in arguments if flag.startswith("--")), command
@@ -145,7 +145,14 @@ class Records(rows.Measured):
     """Records of a test: (model, T, metric) to values, one for each seed, or to the median and range of a speed."""
 
     def __init__(self, found: dict):
-        origin = {"command": "python x.py", "machine": "a machine", "versions": "torch 2.13.0", "width": "64", "layers": "6"}
+        origin = {
+            "script": "op.py",
+            "command": "python op.py --repeats 3",
+            "machine": "a machine",
+            "versions": "torch 2.13.0",
+            "width": "64",
+            "layers": "6",
+        }
         self.rows = {"results": [], "speed": []}
         for (model, length, metric), values in found.items():
             case = origin | {"model": model, "T": str(length), "metric": metric, "steps": "400"}
@@ -179,7 +186,10 @@ def test_a_sparse_table_leaves_empty_what_was_not_measured():
     with pytest.raises(LookupError, match=r"no row with .*'T': 16, 'model': 'B'"):
         table_builder.make_body(TABLE, RECORDS)
     whole = table_builder.make_table(TABLE | {"sparse": True, "settings": True}, RECORDS)
-    assert whole.startswith("Width 64, 6 layers, 400 steps, 2 seeds.\n\n| model") and "```bash\npython x.py\n```" in whole
+    assert (
+        whole.startswith("Width 64, 6 layers, 400 steps, 2 seeds.\n\n| model")
+        and "```bash\npython examples/benchmarks/op.py --repeats 3\n```" in whole
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,6 +285,6 @@ def test_numbers_in_the_pages_own_words_are_allowed_ones():
 
 def test_the_page_names_scripts_that_exist():
     for name in re.findall(r"`(\w+\.py)`", PAGE):
-        assert (BENCHMARKS / name).is_file(), name
+        assert rows.script_path(name), name
     for path in re.findall(r"\]\((results[^)]*)\)", PAGE):
         assert (BENCHMARKS / path).exists(), path

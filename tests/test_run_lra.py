@@ -15,7 +15,7 @@ from scripts import command_line, losses
 from transformers import AutoModelForSequenceClassification
 
 
-sys.path.append(str(Path(__file__).parents[1] / "examples" / "lra"))
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "research" / "lra"))
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 import lra
@@ -194,7 +194,7 @@ def test_the_small_comparison(tmp_path, monkeypatch, capsys):
     measured = Measured(tmp_path / "results")
     assert len(measured.find("lra", metric="accuracy")) == 4
     table = tables.KINDS["results"]["long range arena"](measured)
-    assert "| listops | 64 | 2 | " in table and "python examples/benchmarks/lra.py" in table
+    assert "| listops | 64 | 2 | " in table and "python examples/research/lra/lra.py" in table
 
 
 # Data -----------------------------------------------------------------------------------------------------------------

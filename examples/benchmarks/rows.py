@@ -213,10 +213,22 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
+def script_path(name: str) -> str:
+    """Where a script lies today; rows keep the command of the day they were measured."""
+    (path,) = ROOT.glob(f"examples/**/{name}")
+    return path.relative_to(ROOT).as_posix()
+
+
+def repeat_command(row: Mapping[str, str]) -> str:
+    """The command that measures a row again."""
+    _, _, *arguments = row["command"].split(" ", 2)
+    return " ".join(["python", script_path(row["script"]), *arguments])
+
+
 def commands(rows: Iterable[Mapping[str, str]]) -> str:
-    """The commands that measured the rows, as a block of Markdown, and what they ran on."""
+    """The commands that measure the rows again, as a block of Markdown, and what they ran on."""
     rows = list(rows)
-    lines = "\n".join(dict.fromkeys(row["command"] for row in rows))
+    lines = "\n".join(dict.fromkeys(map(repeat_command, rows)))
     return f"```bash\n{lines}\n```\n\nOn {where(rows)}."
 
 
