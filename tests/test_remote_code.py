@@ -251,7 +251,7 @@ def test_folders_published_before_go_on_working(clients, strangers, tmp_path, ki
     again = "getattr(transformers, argv[0]).from_pretrained(argv[1]).save_pretrained(argv[2], with_code=True)"
     clients.run(again, auto_class, folder, tmp_path / "again").check()
     assert same(strangers.load(tmp_path / "again", auto_class, **TRUST), before)
-    assert (tmp_path / "again" / "tssa_state.py").is_file() and not (folder / "tssa_state.py").is_file()
+    assert (tmp_path / "again" / "tssa_reference.py").is_file() and not (folder / "tssa_reference.py").is_file()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ INIT = '''\
 
 from .tssa_layer import TokenStatisticsSelfAttention
 from .tssa import TSSAOutput, tssa, tssa_step
-from .tssa_state import TSSAState
+from .tssa_reference import TSSAState
 
 
 __all__ = ["TSSAOutput", "TSSAState", "TokenStatisticsSelfAttention", "tssa", "tssa_step"]

@@ -12,7 +12,7 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 from .configuration_tost import CAUSAL_STATISTICS
 from .convolution_tost import find_taps, join_rows, last_rows
-from .tssa_state import TSSAState, as_state
+from .tssa_reference import TSSAState, as_state
 
 
 Tensors = TypeVar("Tensors", bound=tuple)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLa
 
 from .cache_layer_tost import STATE_NAMES, CausalStatisticsLayer
 from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
-from .tssa_state import TSSAState
+from .tssa_reference import TSSAState
 
 
 FILE_FORMAT = "tost_causal_statistics/1"

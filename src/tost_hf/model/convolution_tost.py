@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .tssa_state import sequence_starts
+from .tssa_reference import sequence_starts
 
 
 class ShortConvolution(nn.Module):

@@ -22,7 +22,7 @@ from .configuration_tost_vision import ToSTVisionConfig
 from .ista_tost import ISTAStep
 from .modeling_tost_base import ToSTBaseModel
 from .tssa_layer import TokenStatisticsSelfAttention
-from .tssa_state import compute_dtype
+from .tssa_reference import compute_dtype
 
 
 @dataclass

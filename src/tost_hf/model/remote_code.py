@@ -18,10 +18,8 @@ from transformers.utils import cached_file
 
 # The operator and the attention layer alone: what an exported kernel holds.
 KERNEL_FILES = (
-    "tssa_state.py",
-    "tssa_formulas.py",
-    "tssa_sums.py",
-    "tssa_chunks.py",
+    "tssa_reference.py",
+    "tssa_chunked.py",
     "tssa_compiled.py",
     "tssa_bidirectional.py",
     "tssa_tuned.py",

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .convolution_tost import ShortConvolution, convolve
 from .tssa import TSSAOutput, step_by_formulas, tssa, tssa_by_formulas, tssa_step
-from .tssa_state import TSSAState, compute_dtype
+from .tssa_reference import TSSAState, compute_dtype
 
 
 KEPT_IN_FLOAT32 = ("temp", "denom_bias", "forget_bias")
@@ -54,7 +54,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         forgetting: "none", "head" (a learned forget factor per head) or "token" (one per token and head); causal form only.
         conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
-            paper's ablation) the formulas of tssa_formulas.py run, whatever the backend.
+            paper's ablation) the formulas of tssa_reference.py run, whatever the backend.
         backend: as in `tssa`; may be set later as well.
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
