@@ -25,7 +25,7 @@ import serving  # noqa: E402
 import timing  # noqa: E402
 import train_lm  # noqa: E402
 
-from tost_hf.model import tssa_formulas  # noqa: E402
+from tost_hf.model import tssa_reference  # noqa: E402
 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
@@ -150,7 +150,7 @@ def test_peak_memory():
 @pytest.mark.parametrize("causal", [True, False])
 def test_literal_is_the_formulas(causal):
     w, temp, *bias = op.make_inputs("literal", (2, 37, 3, 5), causal, torch.float64, "cpu")
-    expected = tssa_formulas.causal(w, temp, *bias) if causal else tssa_formulas.bidirectional(w, temp)
+    expected = tssa_reference.causal(w, temp, *bias) if causal else tssa_reference.bidirectional(w, temp)
     assert torch.equal(op.literal(w, temp, *bias, causal=causal), expected[0])
 
 

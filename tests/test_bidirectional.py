@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tost_hf import tssa
-from tost_hf.model import tssa_bidirectional, tssa_formulas
+from tost_hf.model import tssa_bidirectional, tssa_reference
 
 
 B, T, H, P = 7, 53, 3, 8
@@ -42,7 +42,7 @@ def make(kind: str = "", dtype=torch.float64):
 
 
 def formulas(w, temp, mask=None, seq_idx=None):
-    return tssa_formulas.bidirectional(w, temp, None if mask is None else ~mask, seq_idx)
+    return tssa_reference.bidirectional(w, temp, None if mask is None else ~mask, seq_idx)
 
 
 def engine(w, temp, mask=None, seq_idx=None):

@@ -149,7 +149,7 @@ def test_words_that_only_look_like_it(tmp_path):
 def test_code_of_an_earlier_version_is_replaced(tmp_path):
     """`publish` sends this version's files in place of those that a folder was saved with, under whatever names."""
     folder = language_folder(tmp_path / "model", with_code=True)
-    (folder / "tssa_formulas.py").write_text("# as it was")
+    (folder / "tssa_reference.py").write_text("# as it was")
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] |= {"AutoModelForMaskedLM": "modeling_tost_heads.ToSTForMaskedLM"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -37,7 +37,7 @@ from tost_hf.convert import convert_to_original
 from tost_hf.hub.cards import build_card
 from tost_hf.hub.checks import parameter_count
 from tost_hf.hub.verification import info
-from tost_hf.model.tssa_formulas import bidirectional
+from tost_hf.model.tssa_reference import bidirectional
 
 
 F64 = {"rtol": 1e-10, "atol": 1e-10}

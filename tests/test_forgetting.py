@@ -5,7 +5,7 @@ import torch
 from test_tssa import F64, compiled, formulas, make, padding_mask, short_chunks  # noqa: F401 (a fixture)
 
 from tost_hf import TSSAState, tssa, tssa_step
-from tost_hf.model import tssa_chunks, tssa_formulas
+from tost_hf.model import tssa_chunked, tssa_reference
 
 
 @pytest.fixture(params=["eager", "compiled", "formulas"])
@@ -35,7 +35,7 @@ def test_numbers_and_gradients_are_those_of_the_formulas(op, kind, masked, packe
     inputs = (w, temp, bias, decay, *state)
     out = op(w, temp, bias, mask=mask, seq_idx=seq_idx, initial_state=TSSAState(*state), log_decay=decay)
     at_tokens = decay.expand(2, 70, 3).masked_fill(~mask[..., None], 0)
-    output, membership, final = tssa_formulas.causal(w, temp, bias, ~mask, seq_idx, TSSAState(*state), at_tokens)
+    output, membership, final = tssa_reference.causal(w, temp, bias, ~mask, seq_idx, TSSAState(*state), at_tokens)
     got, wanted = (out.output, out.membership, *out.final_state), (output, membership.transpose(1, 2), *final)
     torch.testing.assert_close(got, wanted, **F64)
     grads = [torch.randn_like(x) for x in wanted]
@@ -47,13 +47,13 @@ def test_numbers_and_gradients_are_those_of_the_formulas(op, kind, masked, packe
 @pytest.mark.parametrize("chunk", [64, 192, 256])
 def test_long_chunks_add_up_their_groups_in_blocks(monkeypatch, kind, chunk):
     """The eager engine, in chunks of 1, 3 and 4 blocks and a rest of 2 groups; a second backward has nothing kept for it."""
-    monkeypatch.setattr(tssa_chunks, "CHUNK_TOKENS", chunk)
-    monkeypatch.setattr(tssa_chunks, "CHUNK_NUMBERS", chunk * 16)
+    monkeypatch.setattr(tssa_chunked, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(tssa_chunked, "CHUNK_NUMBERS", chunk * 16)
     T = 2 * chunk + 21
     w, temp, bias = make(T=T)
     decay = make_decay(kind, T=T)
     out = tssa(w, temp, bias, log_decay=decay)
-    output, membership, final = tssa_formulas.causal(w, temp, bias, log_decay=decay)
+    output, membership, final = tssa_reference.causal(w, temp, bias, log_decay=decay)
     got, wanted = (out.output, out.membership, *out.final_state), (output, membership.transpose(1, 2), *final)
     torch.testing.assert_close(got, wanted, **F64)
     grads, inputs = [torch.randn_like(x) for x in wanted], (w, temp, bias, decay)
@@ -63,14 +63,14 @@ def test_long_chunks_add_up_their_groups_in_blocks(monkeypatch, kind, chunk):
 
 
 def test_nothing_is_kept_for_a_backward_that_will_not_come(monkeypatch):
-    real, kept = tssa_chunks.causal_forward, []
+    real, kept = tssa_chunked.causal_forward, []
 
     def spy(*arguments, **named):
         result = real(*arguments, **named)
         kept.append(result.kept)
         return result
 
-    monkeypatch.setattr(tssa_chunks, "causal_forward", spy)
+    monkeypatch.setattr(tssa_chunked, "causal_forward", spy)
     inputs, decay = make(), make_decay("token")
     outputs = [tssa(*inputs, log_decay=decay).output]
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_padding_neither_adds_nor_forgets(op, side):
 @pytest.mark.parametrize("forgetting", [False, True])
 def test_a_sequence_that_is_not_finite_spoils_no_other(forgetting, monkeypatch):
     """Not even one of zeros, whose sums stay below the floor through several chunks of both rows."""
-    monkeypatch.setattr(tssa_chunks, "CHUNK_NUMBERS", 2 * 32 * 12)
+    monkeypatch.setattr(tssa_chunked, "CHUNK_NUMBERS", 2 * 32 * 12)
     w = torch.randn(2, 600, 3, 4)
     w[0, :550], w[1, 0] = 0, torch.nan
     w.requires_grad_()
@@ -185,7 +185,7 @@ def test_float32_is_close_to_float64_over_many_tokens(op):
     inputs = (w, temp, bias, decay)
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     out = op(*inputs[:3], log_decay=decay).output
-    exact = tssa_formulas.causal(*exact_inputs[:3], log_decay=exact_inputs[3].expand(1, 1500, 4))[0]
+    exact = tssa_reference.causal(*exact_inputs[:3], log_decay=exact_inputs[3].expand(1, 1500, 4))[0]
     g = torch.randn_like(out)
     got = (out, *torch.autograd.grad(out, inputs, g))
     wanted = (exact, *torch.autograd.grad(exact, exact_inputs, g.double()))

@@ -12,7 +12,7 @@ from torch import nn
 import tost_hf
 from tost_hf import interpret
 from tost_hf.interpret import quantities
-from tost_hf.model import tssa_formulas
+from tost_hf.model import tssa_reference
 
 
 def projected(model, layers, norm, attention, **inputs):
@@ -70,7 +70,7 @@ def test_memberships_of_texts(tiny_model, texts):
         attention = model.model.layers[i].self_attn
         bias = attention.denom_bias.detach()[:, :, 0].double()[:, positions].transpose(0, 1)
         temp = attention.temp.detach().flatten().double()
-        _, membership, _ = tssa_formulas.causal(w, temp, bias.transpose(1, 2), ~mask)
+        _, membership, _ = tssa_reference.causal(w, temp, bias.transpose(1, 2), ~mask)
         torch.testing.assert_close(maps[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
     torch.testing.assert_close(maps.sum(2), mask[:, None].double().expand(3, 3, 12), atol=1e-12, rtol=0)
 
@@ -95,7 +95,7 @@ def test_forget_factors_are_those_that_the_sums_used(forgetting_model, texts):
     layers = [forgetting_model.model.layers[i].self_attn for i in (0, 2)]
     for i, (layer, w) in enumerate(zip(layers, trace.projections)):
         log_decay = trace.log_forget_factors[:, i].transpose(1, 2)
-        _, membership, _ = tssa_formulas.causal(w, layer.temp.flatten(), None, padding, log_decay=log_decay)
+        _, membership, _ = tssa_reference.causal(w, layer.temp.flatten(), None, padding, log_decay=log_decay)
         torch.testing.assert_close(trace.memberships[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
 
 
@@ -138,7 +138,7 @@ def test_memberships_of_images(images):
     ws = projected(model, model.tost.layers, "attention_norm", "attention", pixel_values=images.double())
     for i, w in enumerate(ws):
         temp = model.tost.layers[i].attention.temp.detach().flatten().double()
-        _, membership = tssa_formulas.bidirectional(w, temp)
+        _, membership = tssa_reference.bidirectional(w, temp)
         for row in range(4):
             for column in range(6):
                 patch = membership[:, row * 6 + column]

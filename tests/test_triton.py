@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import TSSAState, tssa, tssa_step
 from tost_hf.model import tssa_triton
-from tost_hf.model.tssa_state import state_dtypes
+from tost_hf.model.tssa_reference import state_dtypes
 
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))

@@ -17,7 +17,7 @@ from tost_hf import (
     tssa,
     tssa_step,
 )
-from tost_hf.model import tssa_chunks, tssa_compiled, tssa_formulas, tssa_state
+from tost_hf.model import tssa_chunked, tssa_compiled, tssa_reference
 from tost_hf.model.tssa import tssa_by_formulas
 
 
@@ -27,8 +27,8 @@ F64 = {"rtol": 1e-10, "atol": 1e-12}
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     """So that small inputs have several chunks and several groups of rows; compiled chunks run their formulas as they are."""
-    monkeypatch.setattr(tssa_chunks, "CHUNK_TOKENS", 32)
-    monkeypatch.setattr(tssa_chunks, "CHUNK_NUMBERS", 32 * 16)
+    monkeypatch.setattr(tssa_chunked, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(tssa_chunked, "CHUNK_NUMBERS", 32 * 16)
     values = {"SHORTEST_CHUNK": 16, "BLOCK_GROUPS": 4, "UNROLLED_TOKENS": 4, "COMPILED_CHUNK_NUMBERS": 2 * 32 * 16}
     values |= {f"_compiled_{way}": getattr(tssa_compiled, f"_{way}_formulas") for way in ("forward", "backward")}
     for name, value in values.items():
@@ -108,9 +108,9 @@ def test_the_formulas_are_the_definition(causal, forgetting, dead):
     mask, seq_idx = padding_mask(17), torch.arange(17).div(7, rounding_mode="floor").expand(2, 17)
     if causal:
         decay_at_tokens = decay.masked_fill(~mask[..., None], 0) if forgetting else None
-        output, membership, _ = tssa_formulas.causal(w, temp, bias, ~mask, seq_idx, log_decay=decay_at_tokens)
+        output, membership, _ = tssa_reference.causal(w, temp, bias, ~mask, seq_idx, log_decay=decay_at_tokens)
     else:
-        output, membership = tssa_formulas.bidirectional(w, temp, ~mask, seq_idx)
+        output, membership = tssa_reference.bidirectional(w, temp, ~mask, seq_idx)
     for row in range(2):
         for part in (slice(0, 7), slice(7, 14), slice(14, 17)):
             decay_of_part = decay[row, part] if forgetting else None
@@ -123,7 +123,7 @@ def test_the_formulas_are_the_definition(causal, forgetting, dead):
 def test_causal_forward(op, T, H, p):
     w, temp, bias = make(T=T, H=H, p=p)
     out = op(w, temp, bias)
-    expected, membership, final = tssa_formulas.causal(w, temp, bias)
+    expected, membership, final = tssa_reference.causal(w, temp, bias)
     torch.testing.assert_close(out.output, expected, **F64)
     torch.testing.assert_close(out.membership, membership.transpose(1, 2), **F64)
     torch.testing.assert_close(out.final_state, final, **F64)
@@ -136,7 +136,7 @@ def test_causal_gradients_are_those_of_the_formulas(op, masked, dead):
     mask = padding_mask(70) if masked else None
     g = torch.randn_like(w)
     got = torch.autograd.grad(op(w, temp, bias, mask=mask).output, (w, temp, bias), g)
-    expected = tssa_formulas.causal(w, temp, bias, None if mask is None else ~mask)[0]
+    expected = tssa_reference.causal(w, temp, bias, None if mask is None else ~mask)[0]
     torch.testing.assert_close(got, torch.autograd.grad(expected, (w, temp, bias), g), rtol=1e-9, atol=1e-11)
 
 
@@ -146,7 +146,7 @@ def test_bidirectional(op, masked, dead):
     w, temp, _ = make(dead=dead)
     mask = padding_mask(70) if masked else None
     out = op(w, temp, causal=False, mask=mask)
-    expected, membership = tssa_formulas.bidirectional(w, temp, None if mask is None else ~mask)
+    expected, membership = tssa_reference.bidirectional(w, temp, None if mask is None else ~mask)
     torch.testing.assert_close(out.output, expected, **F64)
     torch.testing.assert_close(out.membership, membership.transpose(1, 2), **F64)
     assert out.final_state is None
@@ -487,7 +487,7 @@ def test_chunks_fit_the_cache(tmp_path, files, size):
         (tmp_path / name).mkdir()
         (tmp_path / name / "level").write_text(f"{level}\n")
         (tmp_path / name / "size").write_text(text)
-    assert tssa_state.cache_bytes(tmp_path) == size
+    assert tssa_reference.cache_bytes(tmp_path) == size
 
 
 # Bad input, and the layer --------------------------------------------------------------------------------------------

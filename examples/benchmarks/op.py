@@ -4,7 +4,7 @@
     python examples/benchmarks/op.py               # forward and backward, causal and bidirectional
     python examples/benchmarks/op.py --memory      # peak memory of a forward pass over 131,072 tokens
 
-`literal` is the plain formulas (tssa_formulas.py) with autograd's backward, as the authors' eager code computes them: in
+`literal` is the plain formulas (tssa_reference.py) with autograd's backward, as the authors' eager code computes them: in
 float32 inside whatever the input's dtype, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention (flash
 where the GPU has it) on queries, keys and values of the same shape, and `fla ...` are operators of flash-linear-attention
 where it is installed.
@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tost_hf import tssa
-from tost_hf.model import tssa_formulas
+from tost_hf.model import tssa_reference
 
 
 CPU_SHAPES = [(4, 1024, 12, 64)]
@@ -56,7 +56,7 @@ VARIANTS = (*TSSA, "sdpa", *FLA)
 
 def literal(w, temp, denom_bias=None, causal=True):
     """The plain formulas in their order, with autograd's backward."""
-    return tssa_formulas.causal(w, temp, denom_bias)[0] if causal else tssa_formulas.bidirectional(w, temp)[0]
+    return tssa_reference.causal(w, temp, denom_bias)[0] if causal else tssa_reference.bidirectional(w, temp)[0]
 
 
 def ours(backend: str):

@@ -37,7 +37,7 @@ from transformers import ViTConfig, ViTModel
 
 import tost_hf.model.tssa as operators
 from tost_hf import ToSTVisionConfig, ToSTVisionModel
-from tost_hf.model import tssa_formulas
+from tost_hf.model import tssa_reference
 
 
 PATCH = 16
@@ -90,7 +90,7 @@ def find_seconds(side: int, layers: int, repeats: int, device: str, dtype) -> di
 def plain_formulas():
     """Within it, bidirectional layers on a CPU are computed by the formulas."""
     engine = operators.bidirectional_tssa
-    operators.bidirectional_tssa = tssa_formulas.bidirectional
+    operators.bidirectional_tssa = tssa_reference.bidirectional
     try:
         yield
     finally:

@@ -37,7 +37,7 @@ from .model.modeling_tost import (
 )
 from .model.modeling_tost_vision import ToSTBackbone, ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
 from .model.tssa import TSSAOutput, tssa, tssa_step
-from .model.tssa_state import TSSAState
+from .model.tssa_reference import TSSAState
 from .version import __version__
 
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from ..model.cache_tost import CausalStatisticsCache, layer_shapes, layer_type_of
 from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION
 from ..model.modeling_tost_vision import ToSTVisionPreTrainedModel
-from ..model.tssa_state import TSSAState
+from ..model.tssa_reference import TSSAState
 
 
 BATCH, TOKENS, CACHED, HEIGHT, WIDTH = "batch", "tokens", "cached", "height", "width"  # dimensions that are free

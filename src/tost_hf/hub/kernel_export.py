@@ -20,7 +20,7 @@ INIT = '''\
 
 from .layers_tost import TokenStatisticsSelfAttention
 from .tssa import TSSAOutput, tssa, tssa_step
-from .tssa_state import TSSAState
+from .tssa_reference import TSSAState
 
 
 __all__ = ["TSSAOutput", "TSSAState", "TokenStatisticsSelfAttention", "tssa", "tssa_step"]

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION
-from .tssa_state import sequence_starts
+from .tssa_reference import sequence_starts
 
 
 class ToSTRotaryEmbedding(LlamaRotaryEmbedding):

@@ -15,7 +15,7 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLaye
 
 from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 from .layers_tost import find_taps, input_window, last_inputs
-from .tssa_state import TSSAState, as_state
+from .tssa_reference import TSSAState, as_state
 
 
 # Layer ----------------------------------------------------------------------------------------------------------------

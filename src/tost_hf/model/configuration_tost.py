@@ -27,10 +27,8 @@ from transformers.utils import cached_file
 
 OPERATOR_FILES = (
     "tssa.py",
-    "tssa_state.py",
-    "tssa_formulas.py",
-    "tssa_sums.py",
-    "tssa_chunks.py",
+    "tssa_reference.py",
+    "tssa_chunked.py",
     "tssa_compiled.py",
     "tssa_bidirectional.py",
     "tssa_tuned.py",

@@ -16,7 +16,7 @@ from .attention_tost import build_attention_masks
 from .cache_tost import CausalStatisticsCache, cached_length, check_cache
 from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
 from .layers_tost import find_taps
-from .tssa_state import sequence_starts
+from .tssa_reference import sequence_starts
 
 
 class ToSTInputs(NamedTuple):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .tssa import TSSAOutput, step_by_formulas, tssa, tssa_by_formulas, tssa_step
-from .tssa_state import TSSAState, compute_dtype, sequence_starts
+from .tssa_reference import TSSAState, compute_dtype, sequence_starts
 
 
 # Short convolution ----------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         forgetting: "none", "head" (a learned forget factor per head) or "token" (one per token and head); causal form only.
         conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
-            paper's ablation) the formulas of tssa_formulas.py run, whatever the backend.
+            paper's ablation) the formulas of tssa_reference.py run, whatever the backend.
         backend: as in `tssa`; may be set later as well.
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the

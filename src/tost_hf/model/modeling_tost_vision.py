@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_tost import ToSTBaseModel
 from .configuration_tost_vision import ToSTVisionConfig
 from .layers_tost import ISTAStep, TokenStatisticsSelfAttention
-from .tssa_state import compute_dtype
+from .tssa_reference import compute_dtype
 
 
 @dataclass

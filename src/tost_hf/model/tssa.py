@@ -2,12 +2,12 @@
 """Token Statistics Self-Attention (TSSA, arXiv 2412.17810): the operator. layers_tost.py builds the layer on it.
 
 No token is ever compared with another one: time is linear in the number of tokens, and the causal form needs only three
-running sums (`TSSAState`). tssa_formulas.py says what is computed. Everything inside runs in float32, or in float64 for
+running sums (`TSSAState`). tssa_reference.py says what is computed. Everything inside runs in float32, or in float64 for
 float64 inputs, whatever comes in.
 
 Two backends: the *reference* in PyTorch, for every device and dtype, and the *triton* kernels of tssa_triton.py. `backend=`
 or, without it, the environment variable TOST_HF_BACKEND chooses: "auto" takes the kernels on a GPU, where they can run. The
-causal reference is the eager engine of tssa_chunks.py; under torch.compile on a CPU it is the operator of tssa_compiled.py;
+causal reference is the eager engine of tssa_chunked.py; under torch.compile on a CPU it is the operator of tssa_compiled.py;
 under torch.export, and for other compilers, it is the formulas themselves. The bidirectional reference is the eager engine of
 tssa_bidirectional.py on a CPU, and else, and for all compilers, the formulas.
 """
@@ -20,11 +20,11 @@ from typing import NamedTuple, cast
 import torch
 
 from .tssa_bidirectional import bidirectional_tssa
-from .tssa_chunks import causal_tssa
-from .tssa_formulas import bidirectional as bidirectional_formulas
-from .tssa_formulas import causal as causal_formulas
-from .tssa_formulas import step as step_formulas
-from .tssa_state import TSSAState, as_state, bias_of_tokens, compute_dtype, state_shapes, zero_state
+from .tssa_chunked import causal_tssa
+from .tssa_reference import TSSAState, as_state, bias_of_tokens, compute_dtype, state_shapes, zero_state
+from .tssa_reference import bidirectional as bidirectional_formulas
+from .tssa_reference import causal as causal_formulas
+from .tssa_reference import step as step_formulas
 
 
 BACKENDS = ("auto", "reference", "triton")
@@ -186,7 +186,7 @@ def tssa_by_formulas(
     backend: str | None = None,
     **variant,
 ) -> TSSAOutput:
-    """`tssa` by the formulas of tssa_formulas.py whatever the backend, without its checks.
+    """`tssa` by the formulas of tssa_reference.py whatever the backend, without its checks.
 
     `softmax` and `normalize_scores`, which only the formulas know, are passed on to them.
     """

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The eager engine of bidirectional TSSA on CPUs: a few rows at a time, in two work tensors that stay in the cache.
 
-The forward takes the steps of `tssa_formulas.bidirectional` in their order, so that rows that are not packed give the same
+The forward takes the steps of `tssa_reference.bidirectional` in their order, so that rows that are not packed give the same
 numbers, bit for bit. The backward is written down in closed form; for it only the input, the scores, the memberships and each
 sequence's sums are kept. A packed sequence is worked on alone.
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .tssa_state import EPS_MEMBERSHIP, EPS_NORM, cache_bytes, membership_of, real_tokens, sequence_starts
+from .tssa_reference import EPS_MEMBERSHIP, EPS_NORM, cache_bytes, membership_of, real_tokens, sequence_starts
 
 
 GROUP_NUMBERS = cache_bytes()  # size of a group's work tensors
@@ -89,7 +89,7 @@ class _Workspace:
 def bidirectional_tssa(
     w: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None, seq_idx: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bidirectional TSSA with autograd; as `tssa_formulas.bidirectional`."""
+    """Bidirectional TSSA with autograd; as `tssa_reference.bidirectional`."""
     return _BidirectionalTSSA.apply(w, temp, padding, _cut(w, seq_idx))
 
 

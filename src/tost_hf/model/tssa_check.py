@@ -7,8 +7,7 @@ not compile, is described by a sentence, and nobody computes with it.
 
 import torch
 
-from .tssa_formulas import bidirectional, causal
-from .tssa_state import zero_state
+from .tssa_reference import bidirectional, causal, zero_state
 
 
 TOKENS = 70  # more than one chunk, and not a whole number of tiles

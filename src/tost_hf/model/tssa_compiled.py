@@ -2,7 +2,7 @@
 """Causal TSSA under torch.compile on a CPU: one opaque operator, whose chunks run code that Inductor made once for all layers.
 
 The caller's graph sees an operator with a closed-form backward, so it does not grow with the formulas. Inside, chunks of
-many tokens run compiled formulas; what is shorter, at the end of a row, runs the eager ones of tssa_chunks.py.
+many tokens run compiled formulas; what is shorter, at the end of a row, runs the eager ones of tssa_chunked.py.
 
 Inductor has no fused running sum on CPUs: here one is unrolled over UNROLLED_TOKENS consecutive tokens, each in a tensor of
 its own (a *phase*), and only the sums before each group of them pass through memory.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .tssa_chunks import (
+from .tssa_chunked import (
     BackwardChunk,
     BackwardTokens,
     CompiledChunks,
@@ -25,9 +25,10 @@ from .tssa_chunks import (
     OutputGrads,
     causal_backward,
     causal_forward,
+    suffix_sum,
+    with_borders,
 )
-from .tssa_state import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, cache_bytes, custom_operator, membership_of, state_shapes
-from .tssa_sums import suffix_sum, with_borders
+from .tssa_reference import EPS_MEMBERSHIP, EPS_SUM_SQ, TSSAState, cache_bytes, custom_operator, membership_of, state_shapes
 
 
 UNROLLED_TOKENS = 8  # of a group: their sums are unrolled
@@ -359,7 +360,7 @@ def causal_tssa(
     state: TSSAState,
     log_decay: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
-    """As `tssa_chunks.causal_tssa`."""
+    """As `tssa_chunked.causal_tssa`."""
     log_decay = with_borders(log_decay, seq_idx, temp.dtype)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (w, temp, bias, log_decay, *state))
     output, membership, *rest = _forward_operator(w, temp, bias, padding, seq_idx, log_decay, *state, keep, SHORTEST_CHUNK)

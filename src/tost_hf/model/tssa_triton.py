@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
-from .tssa_state import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, custom_operator, sequence_starts, state_dtypes, state_shapes
+from .tssa_reference import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, custom_operator, sequence_starts, state_dtypes, state_shapes
 from .tssa_tuned import TUNED, Sizes
 
 

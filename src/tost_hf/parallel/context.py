@@ -25,7 +25,7 @@ from ..model.inputs_tost import resolve_inputs
 from ..model.layers_tost import LayerOperators, ShortConvolution, TokenStatisticsSelfAttention, find_taps
 from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
-from ..model.tssa_state import TSSAState, compute_dtype, real_tokens, sequence_starts, zero_state
+from ..model.tssa_reference import TSSAState, compute_dtype, real_tokens, sequence_starts, zero_state
 from .exchange import gather
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from ..model.tssa import step_by_formulas, tssa_by_formulas
-from ..model.tssa_state import state_dtypes
+from ..model.tssa_reference import state_dtypes
 from .exchange import gather
 
 
