@@ -19,6 +19,7 @@ from tost_hf import (
     load_cache,
     save_cache,
 )
+from tost_hf.model.attention_tost import rotary_embedding
 from tost_hf.model.cache_tost import state_bytes
 
 
@@ -195,12 +196,26 @@ def test_layers_as_published_follow_their_number():
     assert config.layer_types == [TSSA] * 3 and "layer_types" not in config.to_dict()
 
 
-def test_rotary_positions_keep_their_precision(tmp_path):
+def test_rotary_positions_keep_their_precision():
     model = ToSTForCausalLM(four_layers(**LAYERS["rope"]))
-    model.save_pretrained(tmp_path)
     assert model.config.rope_parameters == {"rope_theta": 10_000.0, "rope_type": "default"}
-    for narrow in (ToSTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model.to(torch.bfloat16)):
-        assert narrow.model.rotary_emb.inv_freq.dtype == torch.float32
+    position_ids = torch.tensor([[0, 1, 1000]])
+    exact = torch.cat([position_ids[..., None].double() / 1e4 ** (torch.arange(0, 8, 2).double() / 8)] * 2, -1)
+    for dtype, tolerance in ((torch.float64, 1e-4), (torch.bfloat16, 4e-3)):  # angles in bfloat16 would be off by radians
+        cos, sin = rotary_embedding(model.config, torch.zeros((), dtype=dtype), position_ids)
+        assert (
+            cos.dtype == dtype and (cos - exact.cos()).abs().max() < tolerance and (sin - exact.sin()).abs().max() < tolerance
+        )
+
+
+def test_attentions_are_those_of_the_softmax_layers(model, tokens):
+    assert model(tokens).attentions is None
+    model.set_attn_implementation("eager")
+    attentions = model(tokens, output_attentions=True).attentions
+    assert len(attentions) == sum(layer.attends for layer in model.model.layers)
+    for weights in attentions:
+        assert weights.shape == (2, 4, 23, 23) and (weights.triu(1) == 0).all()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 23, dtype=weights.dtype))
 
 
 def test_state_bytes_count_keys_and_values(tokens, tmp_path):

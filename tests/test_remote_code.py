@@ -15,8 +15,7 @@ from hub_clients import CARD, Client, Clients, language_folder, language_model, 
 from safetensors.torch import load_file, save_file
 
 import tost_hf
-from tost_hf.model import remote_code
-from tost_hf.model.configuration_tost import CODE_FILES
+from tost_hf.model.configuration_tost import CODE_FILES, code_files
 
 
 TRUST = {"trust_remote_code": True}
@@ -104,7 +103,7 @@ def refused(outcome) -> bool:
 @pytest.mark.parametrize("model_type", CODE_FILES)
 def test_the_files_that_travel_are_complete(model_type):
     """Whatever one imports from its neighbours travels too: transformers looks for all of it, even inside `try`."""
-    for path in remote_code.code_files(model_type).values():
+    for path in code_files(model_type).values():
         imported = re.findall(r"^\s*from \.(\w+) import", path.read_text(), re.MULTILINE)
         assert {f"{name}.py" for name in imported} <= set(CODE_FILES[model_type]), path.name
 

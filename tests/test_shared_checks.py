@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from conftest import small_config, small_vision_config
 from transformers import AutoConfig
 
@@ -41,7 +42,12 @@ def test_rope_parameters_only_where_a_layer_rotates():
     config = small_config(**ROTATING)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
     config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
-    assert ToSTModel(config).rotary_emb.inv_freq[0] == 0.5
+    model = ToSTModel(config).eval()
+    config.rope_parameters = config.rope_parameters | {"factor": 1.0}
+    tokens, places = torch.arange(1, 7)[None], torch.arange(1, 7)[None]
+    halved = model(tokens, position_ids=places).last_hidden_state
+    config.rope_parameters = config.rope_parameters | {"factor": 2.0}
+    torch.testing.assert_close(model(tokens, position_ids=2 * places).last_hidden_state, halved)
     loaded = AutoConfig.for_model(**config.to_dict())
     assert loaded.rope_parameters == config.rope_parameters and loaded.options()["rope_parameters"]["factor"] == 2.0
     older = small_config(**ROTATING, rope_theta=300.0)  # as configurations before transformers 5 give it

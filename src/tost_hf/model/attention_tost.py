@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Softmax attention for hybrid models, on transformers' own attention functions, masks and rotary positions."""
+"""Softmax attention layers of hybrid models, on transformers' attention functions and masks."""
 
 import functools
 
@@ -7,31 +7,53 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-    packed_sequence_mask_function,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
 
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION
-from .tssa_reference import sequence_starts
+from .tssa_reference import compute_dtype, sequence_starts
 
 
-class ToSTRotaryEmbedding(LlamaRotaryEmbedding):
-    """Cosines and sines of positions, each (B, T, head_dim); the frequencies stay float32 whatever the model is moved to."""
+def rotary_embedding(
+    config: PreTrainedConfig, x: torch.Tensor, position_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of rotary positions (RoFormer, arXiv 2104.09864), each (B, T, head_dim), computed in float32.
 
-    def _apply(self, fn, recurse=True):
-        kept = self.inv_freq
-        super()._apply(fn, recurse)
-        if self.inv_freq.dtype != kept.dtype:
-            self.register_buffer("inv_freq", kept.to(self.inv_freq.device), persistent=False)
-        return self
+    Args:
+        config: its `rope_parameters` have rope_type "default", or "linear", which divides the frequencies by "factor".
+        x: a tensor of the dtype and device of the result.
+        position_ids: (B, T).
+    """
+    rope = config.rope_parameters
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=x.device) / config.head_dim
+    frequency = 1.0 / rope["rope_theta"] ** exponent
+    if rope["rope_type"] == "linear":
+        frequency = frequency / rope["factor"]
+    angle = position_ids[..., None].float() * frequency
+    angle = torch.cat([angle, angle], -1)
+    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+
+def apply_rotary_pos_emb(query, key, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys (B, heads, T, head_dim), rotated."""
+
+    def rotate(x):
+        left, right = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat([-right, left], -1) * sin.unsqueeze(1)
+
+    return rotate(query), rotate(key)
+
+
+def eager_attention_forward(
+    module: nn.Module, query, key, value, attention_mask: torch.Tensor | None, scaling: float, dropout: float = 0.0, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers' attention interface, in plain PyTorch: the attended tokens (B, T, heads, head_dim), and the weights."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(-1, dtype=compute_dtype(query.dtype)).to(query.dtype)
+    weights = nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights
 
 
 class ToSTAttention(nn.Module):
@@ -77,7 +99,7 @@ class ToSTAttention(nn.Module):
             attention_mask: (B, T), true at real tokens; these tokens only, not those in the cache.
             attention_masks: what `build_attention_masks` gives.
             position_ids: (B, T).
-            position_embeddings: from `ToSTRotaryEmbedding`; None where the tokens carry their positions.
+            position_embeddings: from `rotary_embedding`; None where the embedded tokens contain their positions.
             past_key_values: a cache with an attention layer at `layer_idx`; updated.
 
         Returns:
@@ -155,6 +177,9 @@ def build_attention_masks(
     kinds = [kind for kind in dict.fromkeys(config.layer_types) if kind != CAUSAL_STATISTICS]
     if not kinds:
         return {}
+    # here, so that a model without such layers loads whatever becomes of this module
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
     starts = isinstance(past_length, int) and past_length == 0
     if mask is not None and not starts and mask.shape[1] == inputs_embeds.shape[1]:
         raise ValueError(
@@ -164,7 +189,7 @@ def build_attention_masks(
     if seq_idx is not None:
         if "flash" in config._attn_implementation and (mask is not None or len(seq_idx) > 1):
             raise ValueError("Flash attention takes packed rows only one at a time and without padding; use 'sdpa'.")
-        packed = packed_sequence_mask_function(sequence_starts(seq_idx).cumsum(1))
+        packed = _within_sequence(sequence_starts(seq_idx).cumsum(1))
     masks = {}
     for kind in kinds:
         create, conditions = create_causal_mask, [packed]
@@ -196,6 +221,15 @@ def _all_of(conditions: list):
     return condition
 
 
+def _within_sequence(sequence: torch.Tensor):
+    """Attention within packed sequences, by the tokens' sequence numbers (B, T)."""
+
+    def condition(batch, head, query, key):
+        return sequence[batch, query] == sequence[batch, key]
+
+    return condition
+
+
 def _window_of_real_tokens(mask: torch.Tensor, window: int):
     """A sliding window that counts real tokens only, whatever padding stands between them."""
     # a static cache asks for keys up to its size, which the causal mask shuts out
@@ -219,4 +253,4 @@ def _check_gaps(mask: torch.Tensor | None) -> None:
         )
 
 
-__all__ = ["ToSTAttention", "ToSTRotaryEmbedding", "build_attention_masks"]
+__all__ = ["ToSTAttention", "build_attention_masks", "rotary_embedding"]

@@ -3,7 +3,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -19,12 +19,11 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
-from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_tost import ToSTAttention, ToSTRotaryEmbedding, build_attention_masks
+from .attention_tost import ToSTAttention, build_attention_masks, rotary_embedding
 from .batching_tost import BatchedGenerationMixin
 from .cache_tost import cached_length
 from .configuration_tost import CAUSAL_STATISTICS, ToSTBaseModel, ToSTConfig
@@ -146,6 +145,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _can_record_outputs = {
         "hidden_states": ToSTDecoderLayer,
+        "attentions": OutputRecorder(ToSTAttention, index=1),  # of hybrid models, with attn_implementation="eager"
         "memberships": OutputRecorder(TokenStatisticsSelfAttention, index=1),
     }
 
@@ -224,8 +224,6 @@ class ToSTModel(ToSTPreTrainedModel):
         self.embed_positions = None
         if config.max_position_embeddings is not None:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        # declared for Llama's configuration; it reads what ours has, too
-        self.rotary_emb = ToSTRotaryEmbedding(config) if config.rotates else None  # type: ignore[arg-type]
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm: nn.Module = nn.Identity()
@@ -291,7 +289,7 @@ class ToSTModel(ToSTPreTrainedModel):
         )
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
-        rotations = None if self.rotary_emb is None else self.rotary_emb(hidden_states, inputs.position_ids)
+        rotations = rotary_embedding(self.config, hidden_states, inputs.position_ids) if self.config.rotates else None
         hidden_states = self.embedding_dropout(hidden_states)
         for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers that number meanwhile
             hidden_states = layer(hidden_states, position_embeddings=rotations, **inputs._asdict())
@@ -387,6 +385,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, BatchedGenerationMixin):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
             memberships=outputs.memberships,
         )
 
@@ -520,6 +519,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
             logits=pooled_logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
             memberships=outputs.memberships,
         )
 

@@ -4,7 +4,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
-from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
