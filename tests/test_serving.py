@@ -18,7 +18,7 @@ from tost_hf.cli import main
 openai = pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
 pytestmark = pytest.mark.slow
 
-from tost_hf.serving.models import ServedModels  # noqa: E402  needs the extra's packages
+from tost_hf.serving.server_models import ServedModels  # noqa: E402  needs the extra's packages
 
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
