@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> str | None:
-        """The sentence of an error, in an answer or in a stream."""
+        """The message of an error, in an answer or in a stream."""
         for event in self.events:
             error = event.get("error") or (event.get("response") or {}).get("error")
             if error:

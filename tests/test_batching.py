@@ -201,12 +201,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("prompt, options, sentence", WRONG.values(), ids=WRONG)
-def test_wrong_requests_are_refused_before_anything_is_computed(model, prompt, options, sentence):
+@pytest.mark.parametrize("prompt, options, message", WRONG.values(), ids=WRONG)
+def test_wrong_requests_are_refused_before_anything_is_computed(model, prompt, options, message):
     model.register_forward_pre_hook(lambda *args: pytest.fail("The model was run."))
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         model.generate_batch([[5], prompt], **options)
-    with model.continuous_batching_context_manager() as manager, pytest.raises(ValueError, match=sentence):
+    with model.continuous_batching_context_manager() as manager, pytest.raises(ValueError, match=message):
         manager.add_request(prompt, **options)
 
 

@@ -190,12 +190,12 @@ def test_model_whose_own_settings_ask_for_code_is_not_run(served, monkeypatch, p
     assert answer.status == 400 and "contrastive_search is not possible here" in answer.error
 
 
-@pytest.mark.parametrize("path, body, status, sentence", ODD.values(), ids=ODD)
-def test_odd_requests(served, path, body, status, sentence):
+@pytest.mark.parametrize("path, body, status, message", ODD.values(), ids=ODD)
+def test_odd_requests(served, path, body, status, message):
     if body == {"model": "FOLDER:x.gguf"}:
         body = {"model": f"{served.folder}:x.gguf"}
     answer = served.ask(path, body)
-    assert (answer.status, sentence in answer.error) == (status, True), answer
+    assert (answer.status, message in answer.error) == (status, True), answer
     assert len(answer.error) > 10
 
 
@@ -254,15 +254,15 @@ NOT_SERVED = {
 }
 
 
-@pytest.mark.parametrize("damage, sentence", NOT_SERVED.values(), ids=NOT_SERVED)
-def test_open_server_refuses_what_it_cannot_load(open_server, tmp_path, damage, sentence):
+@pytest.mark.parametrize("damage, message", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_open_server_refuses_what_it_cannot_load(open_server, tmp_path, damage, message):
     folder = language_folder(tmp_path / "named")
     damage(folder)
     for path in LIMIT:
         answer = open_server.ask(path, asking(path, "hi", model=str(folder)))
-        assert answer.status == 400 and sentence in answer.error and len(answer.error) > 20, answer
+        assert answer.status == 400 and message in answer.error and len(answer.error) > 20, answer
     loading = open_server.ask("/load_model", {"model": str(folder)})
-    assert loading.events[-1]["status"] == "error" and sentence in loading.events[-1]["message"]
+    assert loading.events[-1]["status"] == "error" and message in loading.events[-1]["message"]
     assert not (folder / "ran").exists()
 
 

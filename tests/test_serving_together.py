@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import serving_clients
@@ -65,50 +66,46 @@ def test_generation_ends_when_the_client_has_gone(served, slow_steps, path, stre
 
 @both_ways
 def test_client_that_goes_while_it_waits_is_not_served(served, one_at_a_time, slow_steps, stream):
-    first = threading.Thread(target=served.ask, args=(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20)))
-    first.start()
-    wait_until(lambda: slow_steps)
-    leave(served, COMPLETIONS, stream, when=lambda: one_at_a_time.waiting)
-    first.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(served.ask, COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20))
+        wait_until(lambda: slow_steps)
+        leave(served, COMPLETIONS, stream, when=lambda: one_at_a_time.waiting)
     served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1))
     assert [served.processor("gone").input_ids] not in slow_steps
     assert len(slow_steps) == 20 + 1
 
 
+@pytest.fixture
+def held_tokenizer(served, monkeypatch):
+    """The tokenizer begins (first event) and goes on when it may (second event)."""
+    tokenize, begun, released = type(served.processor).__call__, threading.Event(), threading.Event()
+
+    def wait(*args, **options):
+        begun.set()
+        assert released.wait(20), "The event loop waits for the tokenizer."
+        return tokenize(*args, **options)
+
+    monkeypatch.setattr(type(served.processor), "__call__", wait)
+    return begun, released
+
+
 @everywhere
 @both_ways
-def test_others_are_answered_while_a_prompt_is_tokenized(served, monkeypatch, path, stream):
-    tokenize, others_answered = type(served.processor).__call__, threading.Event()
-
-    def slow_tokenize(*args, **options):
-        assert others_answered.wait(20), "The event loop waits for the tokenizer."
-        return tokenize(*args, **options)
-
-    monkeypatch.setattr(type(served.processor), "__call__", slow_tokenize)
-    answers = []
-    client = threading.Thread(
-        target=lambda: answers.append(served.ask(path, asking(path, "hi", stream=stream, **{LIMIT[path]: 2})))
-    )
-    client.start()
-    assert served.ask("/health", method="GET").status == 200
-    others_answered.set()
-    client.join()
-    assert answers[0].usage == (2, 2)
+def test_others_are_answered_while_a_prompt_is_tokenized(served, held_tokenizer, path, stream):
+    begun, released = held_tokenizer
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(served.ask, path, asking(path, "hi", stream=stream, **{LIMIT[path]: 2}))
+        assert begun.wait(20) and served.ask("/health", method="GET").status == 200
+        released.set()
+    assert answer.result().usage == (2, 2)
 
 
 @both_ways
-def test_client_that_goes_while_its_prompt_is_tokenized_is_not_served(served, slow_steps, monkeypatch, stream):
-    tokenize, begun, gone = type(served.processor).__call__, threading.Event(), threading.Event()
-
-    def slow_tokenize(*args, **options):
-        begun.set()
-        assert gone.wait(20)
-        return tokenize(*args, **options)
-
-    monkeypatch.setattr(type(served.processor), "__call__", slow_tokenize)
+def test_client_that_goes_while_its_prompt_is_tokenized_is_not_served(served, slow_steps, held_tokenizer, stream):
+    begun, released = held_tokenizer
     leave(served, COMPLETIONS, stream, when=begun.is_set)
     time.sleep(0.2)  # until the server knows
-    gone.set()
+    released.set()
     assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=2)).usage == (2, 2)
     assert [served.processor("gone").input_ids] not in slow_steps
 
@@ -130,19 +127,14 @@ def test_bytes_of_an_unfinished_character_are_sent(served, stream):
 
 @both_ways
 def test_more_requests_than_may_wait_are_refused(served, one_at_a_time, slow_steps, stream):
-    def ask():
-        answers.append(served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20)))
-
-    answers, clients = [], [threading.Thread(target=ask) for _ in range(2)]
-    clients[0].start()
-    wait_until(lambda: slow_steps)
-    clients[1].start()
-    wait_until(lambda: one_at_a_time.waiting)
-    refused = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(served.ask, COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20))
+        wait_until(lambda: slow_steps)
+        second = pool.submit(served.ask, COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20))
+        wait_until(lambda: one_at_a_time.waiting)
+        refused = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream))
     assert refused.status == 429 and refused.error == "1 requests wait already; try again later."
-    for client in clients:
-        client.join()
-    assert [answer.usage for answer in answers] == [(2, 20)] * 2
+    assert first.result().usage == second.result().usage == (2, 20)
     assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream, max_tokens=2)).usage == (2, 2)
 
 
@@ -166,18 +158,11 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(served, stream):
     ways = WAYS | {"stop": WAYS["stop"] | {"stop": next(c for c in whole[3:] if c.isascii())}}
     bodies = [asking(COMPLETIONS, "hi" * (1 + i % 3), stream=stream, **way) for i, way in enumerate([*ways.values()] * 3)]
     expected = [text_of(served.ask(COMPLETIONS, body | {"stream": False})) for body in bodies]
-    together, rows = [None] * len(bodies), []
-
-    def ask(i):
-        together[i] = text_of(served.ask(COMPLETIONS, bodies[i]))
-
-    clients = [threading.Thread(target=ask, args=(i,)) for i in range(len(bodies))]
-    with served.before_each_step(lambda tokens: (rows.append(len(tokens)), time.sleep(0.01))):
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
-    assert together == expected and max(rows) > 3
+    batches = []
+    with served.before_each_step(lambda tokens: (batches.append(len(tokens)), time.sleep(0.01))):
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            together = list(pool.map(lambda body: text_of(served.ask(COMPLETIONS, body)), bodies))
+    assert together == expected and max(batches) > 3
     assert len(set(expected)) > 5
 
 
@@ -204,16 +189,12 @@ def failing_model(served):
 def test_failure_reaches_its_own_client_alone(served, failing_model, path, stream, text, message, temperature):
     good = asking(COMPLETIONS, "hi", max_tokens=30, temperature=0)
     alone = served.ask(COMPLETIONS, good).events[0]["choices"]
-    answers = []
-    others = [threading.Thread(target=lambda: answers.append(served.ask(COMPLETIONS, good))) for _ in range(2)]
-    for other in others:
-        other.start()
-    body = asking(path, text, stream=stream, temperature=temperature, generation_config='{"do_sample": true}')
-    answer = served.ask(path, body)
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(served.ask, COMPLETIONS, good) for _ in range(2)]
+        body = asking(path, text, stream=stream, temperature=temperature, generation_config='{"do_sample": true}')
+        answer = served.ask(path, body)
     assert answer.status == (200 if stream else 500) and message in answer.error
-    for other in others:
-        other.join()
-    assert [answer.events[0]["choices"] for answer in answers] == [alone, alone]
+    assert [other.result().events[0]["choices"] for other in others] == [alone, alone]
 
 
 # Requests that are generated alone: beams, compiled steps, and models of other classes -------------------------------

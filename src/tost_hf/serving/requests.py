@@ -138,7 +138,7 @@ def prepare_request(
     streaming: bool = False,
     record_timestamps: bool = False,
     modes: Collection[GenerationMode] = BATCHED_MODES,
-    max_tokens: int | None = None,
+    default_positions: int | None = None,
     **options: Any,
 ) -> BatchRequest:
     """Validates and prepares a request.
@@ -149,14 +149,14 @@ def prepare_request(
         seed: of the tokens it samples.
         tokenizer: needed for stop strings.
         modes: of generation, that are possible.
-        max_tokens: of prompt and answer, where the model has no limit.
+        default_positions: for prompt and answer, where the model has no limit.
         options: fields of the `GenerationConfig`, which override those of `generation_config`.
 
     Raises:
         ValueError: nothing can be generated after this prompt, or not in this way.
     """
     config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or max_tokens
+    positions = getattr(config, "max_position_embeddings", None) or default_positions
     prompt = _check_prompt(input_ids, config.vocab_size, positions)
     settings = _prepare_settings(model, len(prompt), generation_config, options, positions)
     _check_mode(settings, modes)

@@ -165,7 +165,7 @@ class BoundedGeneration(BaseGenerateManager):
             seed=int(torch.randint(2**63 - 1, ())) if client.seed is None else client.seed,
             streaming=streaming,
             modes=SERVED_MODES,
-            max_tokens=MAX_TOKENS,
+            default_positions=MAX_TOKENS,
         )
         gen_config.max_new_tokens, gen_config.max_length = request.max_new_tokens, None  # by which handlers see why it ended
         client.generation = request
