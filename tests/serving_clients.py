@@ -15,7 +15,7 @@ from hub_clients import language_folder
 
 pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
 
-from tost_hf.serving import guards_in_place
+from tost_hf.serving.server import patch_server
 
 
 POSITIONS = 64  # of the model of language_folder; its tokens are bytes
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> str | None:
-        """The sentence of an error, in an answer or in a stream."""
+        """The message of an error, in an answer or in a stream."""
         for event in self.events:
             error = event.get("error") or (event.get("response") or {}).get("error")
             if error:
@@ -106,7 +106,7 @@ def serving(**options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with guards_in_place():
+    with patch_server():
         running = Serve(device="cpu", host="127.0.0.1", port=port, non_blocking=True, **options)
     wait_until(lambda: running.server.started)
     yield running, port

@@ -18,7 +18,9 @@ from tost_hf.cli import main
 openai = pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
 pytestmark = pytest.mark.slow
 
-from tost_hf.serving.models import ServedModels  # noqa: E402  needs the extra's packages
+from serving_clients import COMPLETIONS, Served, asking, serving  # noqa: E402  need the extra's packages
+
+from tost_hf.serving.server_models import ServedModels  # noqa: E402
 
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -90,19 +92,19 @@ def test_openai_endpoint(server, folder, expected, kind, stream):
     assert text == said == expected
 
 
-def test_a_hybrid_that_forgets_is_served(tmp_path):
+def test_a_hybrid_with_decay_is_served(tmp_path):
     kinds = ["tost_causal_statistics", "sliding_attention"]
     options = {"forgetting": "token", "conv_kernel": 4, "layer_types": kinds, "sliding_window": 8}
     model = language_model(max_position_embeddings=None, **options)
     model.save_pretrained(tmp_path / "hybrid")
     save_tokenizer(tmp_path / "hybrid")
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "hybrid")("import os", return_tensors="pt").input_ids
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hybrid")
+    tokens = tokenizer("import os", return_tensors="pt").input_ids
     written = model.generate(tokens, max_new_tokens=12, do_sample=False)[0, tokens.shape[1] :]
-    with running_server(str(tmp_path / "hybrid"), "--device", "cpu", log=tmp_path / "log.txt") as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
-        request = {"model": str(tmp_path / "hybrid"), "max_tokens": 12, "temperature": 0}
-        answer = client.completions.create(prompt="import os", **request)
-    assert answer.choices[0].text == AutoTokenizer.from_pretrained(tmp_path / "hybrid").decode(written)
+    with serving(force_model=str(tmp_path / "hybrid")) as (_, port):
+        served = Served(port, tmp_path, None, None)
+        answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "import os", max_tokens=12, temperature=0))
+    assert answer.events[0]["choices"][0]["text"] == tokenizer.decode(written)
 
 
 def test_transformers_chat(server, folder, hub, tmp_path):
@@ -123,6 +125,14 @@ def test_model_without_chat_template_is_named(folder, tmp_path, capsys):
     assert "has no chat template" in capsys.readouterr().err
     assert ServedModels(force_model=str(folder), device="cpu").loaded_models
     assert "template" not in capsys.readouterr().err
+
+
+def test_quantized_model_is_served(folder):
+    pytest.importorskip("bitsandbytes")
+    models = ServedModels(force_model=str(folder), device="cpu", quantization="bnb-8bit")
+    (loaded,) = models.loaded_models.values()
+    assert loaded.model.is_loaded_in_8bit
+    models.shutdown()
 
 
 EVIL = """
@@ -156,19 +166,18 @@ def serve_command(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=180, check=False)
 
 
-def test_code_of_a_repository_runs_only_with_the_flag(evil, tmp_path):
+def test_code_of_a_repository_runs_only_with_the_flag(evil):
     folder, marker = evil
     refused = serve_command(folder, stdin="y\n" * 20)
     assert refused.returncode == 1 and not marker.exists()
     assert "trust_remote_code" in refused.stderr and "Traceback" not in refused.stderr and "[y/N]" not in refused.stdout
-    with running_server("--device", "cpu", str(folder), "--trust-remote-code", log=tmp_path / "log.txt") as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
-        answer = client.completions.create(model=str(folder), prompt="import os", max_tokens=3)
-    assert answer.usage.completion_tokens == 3 and marker.exists()
+    with serving(force_model=str(folder), trust_remote_code=True) as (_, port):
+        answer = Served(port, folder, None, None).ask(COMPLETIONS, asking(COMPLETIONS, "import os", max_tokens=3))
+    assert answer.usage[1] == 3 and marker.exists()
 
 
 @pytest.mark.parametrize(
-    "arguments, sentence",
+    "arguments, message",
     [
         (["/nope"], "There is no folder '/nope'."),
         (["./nope"], "There is no folder './nope'."),
@@ -178,14 +187,14 @@ def test_code_of_a_repository_runs_only_with_the_flag(evil, tmp_path):
         (["--dtype", "float3"], "Unsupported dtype: 'float3'"),
     ],
 )
-def test_wrong_command_line(arguments, sentence, monkeypatch, capsys):
+def test_wrong_command_line(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr("uvicorn.Server.run", lambda server: pytest.fail("The server started."))
     assert main(["serve", *arguments]) == 1
-    assert sentence in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "damage, sentence",
+    "damage, message",
     [
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "damaged"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
@@ -193,8 +202,8 @@ def test_wrong_command_line(arguments, sentence, monkeypatch, capsys):
         (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
     ],
 )
-def test_folder_that_cannot_be_served(damage, sentence, tmp_path, capsys):
+def test_folder_that_cannot_be_served(damage, message, tmp_path, capsys):
     folder = language_folder(tmp_path / "broken")
     damage(folder)
     assert main(["serve", str(folder), "--device", "cpu"]) == 1
-    assert sentence in capsys.readouterr().err
+    assert message in capsys.readouterr().err

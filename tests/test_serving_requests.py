@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ from serving_clients import (
     serving,
 )
 
-from tost_hf.serving import guards_in_place
-from tost_hf.serving.generation import MAX_TOKENS
-from tost_hf.serving.requests import MAX_BODY_BYTES
+from tost_hf.serving.application import MAX_BODY_BYTES
+from tost_hf.serving.server import patch_server
+from tost_hf.serving.server_generation import MAX_TOKENS
 
 
 folder, served = serving_clients.folder, serving_clients.served  # fixtures
@@ -39,11 +40,11 @@ def open_server():
 RIGHT = {
     "to the last position": ("hi", {}, POSITIONS - 2),
     "three tokens": ("hi", {"LIMIT": 3}, 3),
+    "own configuration": ("hi", {"generation_config": '{"do_sample": true, "max_new_tokens": 4}'}, 4),
     "more than there are": ("hi", {"LIMIT": 10**30}, POSITIONS - 2),
     "one position left": ("x" * (POSITIONS - 1), {}, 1),
     "greedy": ("hi", {"LIMIT": 3, "temperature": 0}, 3),
     "sampled": ("hi", {"LIMIT": 3, "temperature": 0.7, "top_p": 0.9, "seed": 3}, 3),
-    "own configuration": ("hi", {"generation_config": '{"do_sample": true, "max_new_tokens": 4}'}, 4),
     "configuration without a length": ("hi", {"generation_config": "{}"}, POSITIONS - 2),
     "length of all": ("hi", {"generation_config": '{"max_length": 7}'}, 5),
     "emoji": ("🙂", {"LIMIT": 3}, 3),
@@ -53,10 +54,19 @@ RIGHT = {
 }
 
 
-@everywhere
-@both_ways
-@pytest.mark.parametrize("text, fields, tokens", RIGHT.values(), ids=RIGHT)
-def test_right_requests(served, path, stream, text, fields, tokens):
+def spread(cases: dict, on_all: int):
+    """The first cases on all endpoints, plain and streamed; the others, which differ before these do, on one after another."""
+    ways = list(product(LIMIT, [False, True]))
+    chosen = [(name, way) for i, name in enumerate(cases) for way in (ways if i < on_all else [ways[i % len(ways)]])]
+    return pytest.mark.parametrize(
+        "path, stream, case",
+        [pytest.param(*way, cases[name], id=f"{name}-{way[0]}-{'stream' if way[1] else 'plain'}") for name, way in chosen],
+    )
+
+
+@spread(RIGHT, on_all=3)
+def test_right_requests(served, path, stream, case):
+    text, fields, tokens = case
     fields = {LIMIT[path] if name == "LIMIT" else name: value for name, value in fields.items()}
     answer = served.ask(path, asking(path, text, stream=stream, **fields))
     assert answer.status == 200 and answer.error is None, answer
@@ -66,13 +76,16 @@ def test_right_requests(served, path, stream, text, fields, tokens):
     assert 1 <= written <= tokens and prompt + written <= POSITIONS
 
 
-WRONG = {
+WRONG = {  # first those that the model or each endpoint tells
     "empty": ("", {}, "The prompt is empty"),
     "as many tokens as positions": ("x" * POSITIONS, {}, "The prompt has 64 tokens; there are 64 positions"),
-    "million tokens": ("x" * 10**6, {}, "The prompt has 1000000 tokens"),
-    "number for text": (5, {}, "valid string"),
-    "null for text": (None, {}, ""),
+    "all but zero": ("hi", {"generation_config": '{"do_sample": true, "temperature": 1e-40}'}, "at least 0.001"),
+    "shorter than the prompt": ("hi", {"generation_config": '{"max_length": 2}'}, "At least 1 token must be generated"),
     "no tokens": ("hi", {"LIMIT": 0}, "greater than 0"),
+    "null for text": (None, {}, ""),
+    "unknown field": ("hi", {"colour": "red"}, "Unexpected fields in the request: {'colour'}"),
+    "many beams": ("hi", {"generation_config": '{"num_beams": 1000000}'}, "less than or equal to 8"),
+    "number for text": (5, {}, "valid string"),
     "negative": ("hi", {"LIMIT": -1}, "greater than 0"),
     "half a token": ("hi", {"LIMIT": 1.5}, "valid integer"),
     "text for a number": ("hi", {"LIMIT": "3"}, "valid integer"),
@@ -80,37 +93,32 @@ WRONG = {
     "hot": ("hi", {"temperature": "hot"}, "temperature: Input should be a valid number"),
     "below zero": ("hi", {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
     "NaN": ("hi", {"temperature": float("nan")}, "temperature: "),
-    "all but zero": ("hi", {"generation_config": '{"do_sample": true, "temperature": 1e-40}'}, "at least 0.001"),
     "top_p": ("hi", {"top_p": 2}, "top_p: Input should be less than or equal to 1"),
     "seed": ("hi", {"seed": 2**70}, "seed: "),
     "stream of a number": ("hi", {"stream": 1}, "stream: Input should be a valid boolean"),
-    "another model": ("hi", {"model": "owner/other"}, "pinned to"),
+    "another model": ("hi", {"model": "owner/other"}, "loads no other model"),
     "model of a number": ("hi", {"model": 5}, "model: Input should be a valid string"),
-    "unknown field": ("hi", {"colour": "red"}, "Unexpected fields in the request: {'colour'}"),
     "configuration of a list": ("hi", {"generation_config": "[]"}, "generation_config: "),
     "broken configuration": ("hi", {"generation_config": "{"}, "generation_config: Invalid JSON"),
     "code of a repository": ("hi", {"generation_config": '{"penalty_alpha": 0.6}'}, "penalty_alpha: Extra inputs"),
     "memory for nothing": ("hi", {"generation_config": '{"max_cache_len": 1000000000}'}, "max_cache_len: Extra inputs"),
-    "many beams": ("hi", {"generation_config": '{"num_beams": 1000000}'}, "less than or equal to 8"),
     "many answers": ("hi", {"generation_config": '{"num_return_sequences": 9}'}, "num_return_sequences: "),
     "no length": ("hi", {"generation_config": '{"max_new_tokens": 0}'}, "greater than 0"),
-    "shorter than the prompt": ("hi", {"generation_config": '{"max_length": 2}'}, "At least 1 token must be generated"),
     "length of text": ("hi", {"generation_config": '{"max_new_tokens": "a"}'}, "valid integer"),
     "penalty": ("hi", {"generation_config": '{"repetition_penalty": -1}'}, "greater than 0"),
     "no end": ("hi", {"generation_config": '{"eos_token_id": [[]]}'}, "eos_token_id"),
 }
 
 
-@everywhere
-@both_ways
-@pytest.mark.parametrize("text, fields, sentence", WRONG.values(), ids=WRONG)
-def test_wrong_requests(served, path, stream, text, fields, sentence):
+@spread(WRONG, on_all=8)
+def test_wrong_requests(served, path, stream, case):
+    text, fields, message = case
     fields = {LIMIT[path] if name == "LIMIT" else name: value for name, value in fields.items()}
     steps = []
     with served.before_each_step(steps.append):
         answer = served.ask(path, asking(path, text, **{"stream": stream} | fields))
     assert not steps, "The model was run."
-    assert answer.status in (400, 422) and sentence in answer.error and len(answer.error) > 20, answer
+    assert answer.status in (400, 422) and message in answer.error and len(answer.error) > 20, answer
 
 
 def chat(**fields) -> tuple[str, dict]:
@@ -179,15 +187,15 @@ def test_model_whose_own_settings_ask_for_code_is_not_run(served, monkeypatch, p
     monkeypatch.setattr(served.model.generation_config, "penalty_alpha", 0.6)
     monkeypatch.setattr(served.model.generation_config, "top_k", 4)
     answer = served.ask(path, asking(path, "hi", stream=stream))
-    assert answer.status == 400 and "contrastive_search is not served" in answer.error
+    assert answer.status == 400 and "contrastive_search is not possible here" in answer.error
 
 
-@pytest.mark.parametrize("path, body, status, sentence", ODD.values(), ids=ODD)
-def test_odd_requests(served, path, body, status, sentence):
+@pytest.mark.parametrize("path, body, status, message", ODD.values(), ids=ODD)
+def test_odd_requests(served, path, body, status, message):
     if body == {"model": "FOLDER:x.gguf"}:
         body = {"model": f"{served.folder}:x.gguf"}
     answer = served.ask(path, body)
-    assert (answer.status, sentence in answer.error) == (status, True), answer
+    assert (answer.status, message in answer.error) == (status, True), answer
     assert len(answer.error) > 10
 
 
@@ -246,15 +254,15 @@ NOT_SERVED = {
 }
 
 
-@pytest.mark.parametrize("damage, sentence", NOT_SERVED.values(), ids=NOT_SERVED)
-def test_open_server_refuses_what_it_cannot_load(open_server, tmp_path, damage, sentence):
+@pytest.mark.parametrize("damage, message", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_open_server_refuses_what_it_cannot_load(open_server, tmp_path, damage, message):
     folder = language_folder(tmp_path / "named")
     damage(folder)
     for path in LIMIT:
         answer = open_server.ask(path, asking(path, "hi", model=str(folder)))
-        assert answer.status == 400 and sentence in answer.error and len(answer.error) > 20, answer
+        assert answer.status == 400 and message in answer.error and len(answer.error) > 20, answer
     loading = open_server.ask("/load_model", {"model": str(folder)})
-    assert loading.events[-1]["status"] == "error" and sentence in loading.events[-1]["message"]
+    assert loading.events[-1]["status"] == "error" and message in loading.events[-1]["message"]
     assert not (folder / "ran").exists()
 
 
@@ -276,7 +284,7 @@ def test_prompts_of_a_model_without_positions_are_bounded(served, monkeypatch):
 )
 def test_server_without_a_part_to_guard_is_not_started(module, name, monkeypatch):
     monkeypatch.delattr(f"transformers.cli.serving.{module}.{name}")
-    with pytest.raises(ImportError, match=f"has no {module}.{name}, which tost-hf must guard"), guards_in_place():
+    with pytest.raises(ImportError, match=f"has no {module}.{name}, which tost-hf replaces"), patch_server():
         pass
 
 

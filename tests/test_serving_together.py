@@ -3,21 +3,27 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import serving_clients
+import torch
+from hub_clients import save_tokenizer
 from serving_clients import (
     COMPLETIONS,
     JSON,
     LIMIT,
     Answer,
+    Served,
     asking,
     both_ways,
     everywhere,
+    serving,
     wait_until,
 )
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from tost_hf.serving.generation import MANAGER_NAME
+from tost_hf.serving.server_generation import MANAGER_NAME
 
 
 folder, served = serving_clients.folder, serving_clients.served  # fixtures
@@ -27,7 +33,7 @@ folder, served = serving_clients.folder, serving_clients.served  # fixtures
 def slow_steps(served):
     """Each step of the model takes a while; the list of the steps' token ids, row by row, grows with them."""
     steps = []
-    with served.before_each_step(lambda tokens: (steps.append(tokens.tolist()), time.sleep(0.03))):
+    with served.before_each_step(lambda tokens: (steps.append(tokens.tolist()), time.sleep(0.02))):
         yield steps
 
 
@@ -36,7 +42,7 @@ def one_at_a_time(served, monkeypatch):
     """One request is computed, one more may wait."""
     served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1))  # makes the scheduler
     scheduler = getattr(served.model, MANAGER_NAME).scheduler
-    monkeypatch.setattr(scheduler, "max_rows", 1)
+    monkeypatch.setattr(scheduler, "max_batch_size", 1)
     monkeypatch.setattr(scheduler, "max_waiting", 1)
     return scheduler
 
@@ -58,53 +64,48 @@ def test_generation_ends_when_the_client_has_gone(served, slow_steps, path, stre
     assert len(slow_steps) <= begun + 2 + 5, "The generation went on."
 
 
-@everywhere
 @both_ways
-def test_client_that_goes_while_it_waits_is_not_served(served, one_at_a_time, slow_steps, path, stream):
-    first = threading.Thread(target=served.ask, args=(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20)))
-    first.start()
-    wait_until(lambda: slow_steps)
-    leave(served, path, stream, when=lambda: one_at_a_time.waiting)
-    first.join()
+def test_client_that_goes_while_it_waits_is_not_served(served, one_at_a_time, slow_steps, stream):
+    with ThreadPoolExecutor() as pool:
+        pool.submit(served.ask, COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20))
+        wait_until(lambda: slow_steps)
+        leave(served, COMPLETIONS, stream, when=lambda: one_at_a_time.waiting)
     served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1))
     assert [served.processor("gone").input_ids] not in slow_steps
     assert len(slow_steps) == 20 + 1
 
 
+@pytest.fixture
+def held_tokenizer(served, monkeypatch):
+    """The tokenizer begins (first event) and goes on when it may (second event)."""
+    tokenize, begun, released = type(served.processor).__call__, threading.Event(), threading.Event()
+
+    def wait(*args, **options):
+        begun.set()
+        assert released.wait(20), "The event loop waits for the tokenizer."
+        return tokenize(*args, **options)
+
+    monkeypatch.setattr(type(served.processor), "__call__", wait)
+    return begun, released
+
+
 @everywhere
 @both_ways
-def test_others_are_answered_while_a_prompt_is_tokenized(served, monkeypatch, path, stream):
-    tokenize, others_answered = type(served.processor).__call__, threading.Event()
-
-    def slow_tokenize(*args, **options):
-        assert others_answered.wait(20), "The event loop waits for the tokenizer."
-        return tokenize(*args, **options)
-
-    monkeypatch.setattr(type(served.processor), "__call__", slow_tokenize)
-    answers = []
-    client = threading.Thread(
-        target=lambda: answers.append(served.ask(path, asking(path, "hi", stream=stream, **{LIMIT[path]: 2})))
-    )
-    client.start()
-    assert served.ask("/health", method="GET").status == 200
-    others_answered.set()
-    client.join()
-    assert answers[0].usage == (2, 2)
+def test_others_are_answered_while_a_prompt_is_tokenized(served, held_tokenizer, path, stream):
+    begun, released = held_tokenizer
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(served.ask, path, asking(path, "hi", stream=stream, **{LIMIT[path]: 2}))
+        assert begun.wait(20) and served.ask("/health", method="GET").status == 200
+        released.set()
+    assert answer.result().usage == (2, 2)
 
 
 @both_ways
-def test_client_that_goes_while_its_prompt_is_tokenized_is_not_served(served, slow_steps, monkeypatch, stream):
-    tokenize, begun, gone = type(served.processor).__call__, threading.Event(), threading.Event()
-
-    def slow_tokenize(*args, **options):
-        begun.set()
-        assert gone.wait(20)
-        return tokenize(*args, **options)
-
-    monkeypatch.setattr(type(served.processor), "__call__", slow_tokenize)
+def test_client_that_goes_while_its_prompt_is_tokenized_is_not_served(served, slow_steps, held_tokenizer, stream):
+    begun, released = held_tokenizer
     leave(served, COMPLETIONS, stream, when=begun.is_set)
     time.sleep(0.2)  # until the server knows
-    gone.set()
+    released.set()
     assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=2)).usage == (2, 2)
     assert [served.processor("gone").input_ids] not in slow_steps
 
@@ -124,23 +125,17 @@ def test_bytes_of_an_unfinished_character_are_sent(served, stream):
     assert text_of(answer) == served.processor.decode(begun) != "" and answer.usage == (2, 2)
 
 
-@everywhere
 @both_ways
-def test_more_requests_than_may_wait_are_refused(served, one_at_a_time, slow_steps, path, stream):
-    def ask():
-        answers.append(served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20)))
-
-    answers, clients = [], [threading.Thread(target=ask) for _ in range(2)]
-    clients[0].start()
-    wait_until(lambda: slow_steps)
-    clients[1].start()
-    wait_until(lambda: one_at_a_time.waiting)
-    refused = served.ask(path, asking(path, "hi", stream=stream))
+def test_more_requests_than_may_wait_are_refused(served, one_at_a_time, slow_steps, stream):
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(served.ask, COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20))
+        wait_until(lambda: slow_steps)
+        second = pool.submit(served.ask, COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20))
+        wait_until(lambda: one_at_a_time.waiting)
+        refused = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream))
     assert refused.status == 429 and refused.error == "1 requests wait already; try again later."
-    for client in clients:
-        client.join()
-    assert [answer.usage for answer in answers] == [(2, 20)] * 2
-    assert served.ask(path, asking(path, "hi", stream=stream, **{LIMIT[path]: 2})).usage == (2, 2)
+    assert first.result().usage == second.result().usage == (2, 20)
+    assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream, max_tokens=2)).usage == (2, 2)
 
 
 def text_of(answer: Answer) -> str:
@@ -163,18 +158,11 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(served, stream):
     ways = WAYS | {"stop": WAYS["stop"] | {"stop": next(c for c in whole[3:] if c.isascii())}}
     bodies = [asking(COMPLETIONS, "hi" * (1 + i % 3), stream=stream, **way) for i, way in enumerate([*ways.values()] * 3)]
     expected = [text_of(served.ask(COMPLETIONS, body | {"stream": False})) for body in bodies]
-    together, rows = [None] * len(bodies), []
-
-    def ask(i):
-        together[i] = text_of(served.ask(COMPLETIONS, bodies[i]))
-
-    clients = [threading.Thread(target=ask, args=(i,)) for i in range(len(bodies))]
-    with served.before_each_step(lambda tokens: (rows.append(len(tokens)), time.sleep(0.01))):
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
-    assert together == expected and max(rows) > 3
+    batches = []
+    with served.before_each_step(lambda tokens: (batches.append(len(tokens)), time.sleep(0.01))):
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            together = list(pool.map(lambda body: text_of(served.ask(COMPLETIONS, body)), bodies))
+    assert together == expected and max(batches) > 3
     assert len(set(expected)) > 5
 
 
@@ -195,17 +183,62 @@ def failing_model(served):
 
 @everywhere
 @both_ways
-@pytest.mark.parametrize("text, sentence", [("a!", "logits are not finite"), ("a?", "out of 'memory' / at 0x7f")])
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_failure_reaches_its_own_client_alone(served, failing_model, path, stream, text, sentence, temperature):
+@pytest.mark.parametrize(
+    "text, message, temperature", [("a!", "logits are not finite", 1), ("a?", "out of 'memory' / at 0x7f", 0)]
+)
+def test_failure_reaches_its_own_client_alone(served, failing_model, path, stream, text, message, temperature):
     good = asking(COMPLETIONS, "hi", max_tokens=30, temperature=0)
     alone = served.ask(COMPLETIONS, good).events[0]["choices"]
-    answers = []
-    others = [threading.Thread(target=lambda: answers.append(served.ask(COMPLETIONS, good))) for _ in range(2)]
-    for other in others:
-        other.start()
-    answer = served.ask(path, asking(path, text, stream=stream, generation_config='{"do_sample": true}'))
-    assert answer.status == (200 if stream else 500) and sentence in answer.error
-    for other in others:
-        other.join()
-    assert [answer.events[0]["choices"] for answer in answers] == [alone, alone]
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(served.ask, COMPLETIONS, good) for _ in range(2)]
+        body = asking(path, text, stream=stream, temperature=temperature, generation_config='{"do_sample": true}')
+        answer = served.ask(path, body)
+    assert answer.status == (200 if stream else 500) and message in answer.error
+    assert [other.result().events[0]["choices"] for other in others] == [alone, alone]
+
+
+# Requests that are generated alone: beams, compiled steps, and models of other classes -------------------------------
+
+
+@pytest.fixture(scope="module")
+def served_gpt2(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=320, n_embd=16, n_layer=1, n_head=2, n_positions=64, initializer_range=1.0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    with serving(force_model=str(folder)) as (running, port):
+        (loaded,) = running._model_manager.loaded_models.values()
+        yield Served(port, folder, loaded.model, loaded.processor)
+
+
+@both_ways
+def test_models_of_other_classes_answer_one_at_a_time(served_gpt2, stream):
+    tokens = served_gpt2.processor("hi", return_tensors="pt").input_ids
+    expected = served_gpt2.model.generate(tokens, max_new_tokens=9, do_sample=False)[0, tokens.shape[1] :]
+    greedy = served_gpt2.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream, temperature=0, max_tokens=9))
+    assert text_of(greedy) == served_gpt2.processor.decode(expected, skip_special_tokens=True)
+    assert greedy.usage == (tokens.shape[1], len(expected))
+    sampled = [served_gpt2.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream, **SAMPLED, seed=i)) for i in (1, 1, 2)]
+    assert text_of(sampled[0]) == text_of(sampled[1]) != text_of(sampled[2])
+
+
+@both_ways
+def test_generation_alone_ends_when_the_client_has_gone(served_gpt2, stream):
+    steps = []
+    with served_gpt2.before_each_step(lambda tokens: (steps.append(tokens), time.sleep(0.02))):
+        leave(served_gpt2, COMPLETIONS, stream, when=lambda: len(steps) >= 3)
+        begun = len(steps)
+        assert served_gpt2.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1)).usage[1] == 1
+    assert len(steps) <= begun + 1 + 5, "The generation went on."
+
+
+@both_ways
+def test_failure_alone_reaches_its_client(served_gpt2, stream):
+    def fail(module, args, output):
+        output.logits[:] = float("nan")
+
+    hook = served_gpt2.model.register_forward_hook(fail)
+    answer = served_gpt2.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream))
+    hook.remove()
+    assert answer.status == (200 if stream else 500) and "logits are not finite" in answer.error

@@ -3,6 +3,7 @@
 Importing this package registers the models with transformers' Auto classes.
 """
 
+import functools
 import importlib
 import sys
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationMixin,
 )
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -112,6 +114,20 @@ IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil
 
 if torch.distributed.is_available():  # which not every build of PyTorch has
     from .parallel import heads as _heads  # noqa: F401  the style of transformers' tp_plan
+
+
+def _bind_batching(name: str) -> None:
+    """Makes a function of serving/generation.py a method of `ToSTForCausalLM`; it is imported when first called."""
+
+    @functools.wraps(getattr(GenerationMixin, name))  # transformers' own, with the same signature
+    def method(self, *args, **kwargs):
+        return getattr(importlib.import_module(".serving.generation", __name__), name)(self, *args, **kwargs)
+
+    setattr(ToSTForCausalLM, name, method)
+
+
+for method_name in ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch"):
+    _bind_batching(method_name)
 
 
 def __getattr__(name: str):

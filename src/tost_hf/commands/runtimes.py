@@ -14,9 +14,10 @@ def add_serve(commands) -> None:
         summary="transformers' OpenAI-compatible server, with ToST in it",
         description=(
             "Starts `transformers serve` with ToST's classes and with limits: answers end at the model's last position, and "
-            "a bad request gets a sentence and harms no other. Options are those of `transformers serve`, whose --help lists "
-            "them. Started with a MODEL, the server loads no other. Without one, each request names a folder or repository, "
-            "so let only clients in that may read them. A repository's code runs only with --trust-remote-code and a MODEL."
+            "a bad request gets an error message and affects no other. Options are those of `transformers serve`, whose "
+            "--help lists them. Started with a MODEL, the server loads no other. Without one, each request names a folder or "
+            "repository, so let only clients in that may read them. A repository's code runs only with --trust-remote-code "
+            "and a MODEL."
         ),
         examples=(
             "./tost-demo --device cpu --port 8000",
@@ -26,7 +27,7 @@ def add_serve(commands) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> None:
-    from ..serving import serve
+    from ..serving.server import serve
 
     serve(args.rest)
 

@@ -43,9 +43,6 @@ CODE_FILES = {  # by model type; siblings of this file, here and in every publis
         "cache_tost.py",
         "inputs_tost.py",
         "attention_tost.py",
-        "batch_requests_tost.py",
-        "batch_scheduler_tost.py",
-        "batching_tost.py",
     ),
     "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
 }

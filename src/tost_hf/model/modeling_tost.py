@@ -8,7 +8,7 @@ from typing import Any, Unpack, cast
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -24,7 +24,6 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_tost import ToSTAttention, build_attention_masks, rotary_embedding
-from .batching_tost import BatchedGenerationMixin
 from .cache_tost import cached_length
 from .configuration_tost import CAUSAL_STATISTICS, ToSTBaseModel, ToSTConfig
 from .inputs_tost import check_early_exit, check_prompt, resolve_inputs
@@ -320,7 +319,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 raise IndexError(f"input_ids must lie between 0 and {size - 1}, got values from {low} to {high}.")
 
 
-class ToSTForCausalLM(ToSTPreTrainedModel, BatchedGenerationMixin):
+class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     """ToST with a language-model head, tied to the token embedding by default.
 
     With the attribute `fuse_linear_cross_entropy` set (see `ToSTTrainingArguments`), training with labels gives the loss and
@@ -428,6 +427,19 @@ class ToSTForCausalLM(ToSTPreTrainedModel, BatchedGenerationMixin):
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # its self is declared as a class that is none
         finally:  # an early exit that ends in an error leaves its own number behind
             config.num_hidden_layers = layers
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Replaced by the package tost-hf: transformers' own continuous batching needs pages of keys and values.
+
+        `generate_batch` and `continuous_batching_context_manager` call this.
+
+        Raises:
+            ImportError: always.
+        """
+        raise ImportError(
+            "Continuous batching (generate_batch) of ToST models needs the package tost-hf beside the code published with "
+            "the weights: install tost-hf, `import tost_hf` and load the model again; or use generate."
+        )
 
     @staticmethod
     def create_masks_for_generate(

@@ -1,309 +1,317 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Generation that keeps to the model's positions, ends when its client has gone, and fails alone."""
+"""Continuous batching by the methods that transformers gives to models: `generate_batch` and a manager of requests.
 
-import asyncio
-import logging
+transformers' own needs layers with pages of keys and values. This one, with the same signatures and results, has a state per
+request, and accepts sampling options, stop strings and a seed for each. The functions are methods of `ToSTForCausalLM` where
+this package is imported.
+
+Of a `ContinuousBatchingConfig` these are used: `max_requests_per_batch` (how many are computed together; 256 by default),
+`max_batch_tokens` (of prompts, processed between two tokens of the others; 512 by default), `max_queue_size` (how many more a
+manager accepts; 0, the default, for any number), `return_logprobs`, `seed`. The rest is about pages of keys and values.
+"""
+
 import threading
-from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, cast
-from uuid import uuid4
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-import anyio.from_thread
 import torch
-from fastapi import HTTPException
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.cli.serving.utils import (
-    CBStreamer,
-    GenerateManager,
-    GenerationState,
-    _StreamError,
-    response_events_to_chunks,
-)
-from transformers.generation import GenerationMode
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.utils import logging
 
-from ..model.batch_requests_tost import BatchOutput
-from ..model.batch_scheduler_tost import TooManyRequests
-from ..model.batching_tost import BatchedGenerationMixin, BatchingManager, check_batching_config
+from .requests import BatchOutput, BatchRequest, prepare_request
+from .scheduler import MAX_BATCH_SIZE, MAX_PREFILL_TOKENS, BatchScheduler
 
 
-BUILT_IN_MODES = {
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.BEAM_SEARCH,
-    GenerationMode.BEAM_SAMPLE,
-}  # transformers takes the code of the others from repositories
-MAX_TOKENS = 2**16  # of prompt and answer, where the model sets no limit: the memory of the server does
-DEFAULT_NEW_TOKENS = 1024  # as transformers' server
-MAX_BEAMS = 8
-MIN_TEMPERATURE = 1e-3  # below, logits overflow
-MAX_TOGETHER = 64  # requests that are computed together
-MAX_WAITING = 256  # and that wait for a place; more are refused
-MANAGER_NAME = "_served_in_batches"  # attribute of a model
-logger = logging.getLogger(__name__)
+class BatchingManager:
+    """Accepts requests at any time and computes them on its own thread, which exists while there are any.
 
-
-@dataclass
-class ClientRequest:
-    """The HTTP request being answered: the seed it asks for, and how to cancel what it has generated."""
-
-    seed: int | None = None
-    cancel: Callable[[], object] = field(default=lambda: None)
-
-
-current_request: ContextVar[ClientRequest] = ContextVar("current_request")
-
-
-class GenerationFailed(RuntimeError):
-    """The model, not the request, is to blame."""
-
-
-class BoundedGenerationState(GenerationState):
-    """Hands out one `BoundedGeneration` per model."""
-
-    def __init__(self, continuous_batching: bool = True, cb_config: ContinuousBatchingConfig | None = None, **options):
-        """Batching is always continuous. `cb_config`: see `BatchedGenerationMixin`."""
-        super().__init__(**options)
-        self._config = ContinuousBatchingConfig() if cb_config is None else cb_config
-        check_batching_config(self._config)
-        self._config.max_requests_per_batch = self._config.max_requests_per_batch or MAX_TOGETHER
-        self._config.max_queue_size = self._config.max_queue_size or MAX_WAITING
-        self._managers: dict[str, BoundedGeneration] = {}
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> "BoundedGeneration":
-        if model_id not in self._managers:
-            self._managers[model_id] = BoundedGeneration(self._config)
-        return self._managers[model_id]
-
-
-class BoundedGeneration(GenerateManager):
-    """Generates for all requests together; beams, compiled steps and other models' texts one at a time, on another thread.
-
-    Both methods raise, before anything is computed, ValueError for a request that does not fit the model, and HTTPException
-    (429) where too many wait. Both are called on a worker thread (see `_start_in_thread`) and continue on the event loop.
+    The methods are those of transformers' ContinuousBatchingManager.
     """
 
-    def __init__(self, config: ContinuousBatchingConfig):
-        super().__init__()
-        self._config = config
-
-    def generate_streaming(self, *request, **options):
-        anyio.from_thread.check_cancelled()  # the client has gone while its prompt was tokenized
-        return anyio.from_thread.run_sync(partial(self._start_streaming, *request, **options))
-
-    def _start_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
-        fit_to_model(model, inputs["input_ids"], gen_config)
-        if (gen_config.num_beams or 1) > 1:
-            raise ValueError("Beams (num_beams) are chosen at the very end, so their answer cannot be streamed.")
-        if not _can_be_batched(model, gen_config):
-            guarded = cast(PreTrainedModel, _GuardedModel(model))
-            return super().generate_streaming(guarded, processor, inputs, gen_config, request_id, response_parser)
-        queue: asyncio.Queue = asyncio.Queue()
-        batching, name = self._batching(model), uuid4().hex  # a client may give two requests the same request_id
-        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
-        loop = asyncio.get_running_loop()
-        streamer = _WholeTextStreamer(cast(Any, batching), name, tokenizer, loop, queue, response_parser=response_parser)
-
-        def pass_on(output: BatchOutput) -> None:
-            try:
-                streamer.put(output)
-                error = output.error
-            except Exception as failure:  # a tokenizer that cannot decode what was generated
-                streamer.cancel()
-                error = f"{type(failure).__name__}: {failure}"
-            if error is not None:
-                queue.put_nowait(_StreamError(_failure(error)))
-            elif output.is_finished():
-                streamer.end()
-
-        self._add(batching, processor, inputs, gen_config, name, pass_on, streaming=True)
-        return queue, streamer
-
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        await asyncio.sleep(0)  # the first suspension: from here on the event loop
-        fit_to_model(model, inputs["input_ids"], gen_config)
-        if not _can_be_batched(model, gen_config):
-            return await self._generate_alone(model, processor, inputs, gen_config, request_id)
-        batching, name = self._batching(model), uuid4().hex
-        done: asyncio.Future[BatchOutput] = asyncio.get_running_loop().create_future()
-
-        def pass_on(output: BatchOutput) -> None:
-            if not done.cancelled():
-                done.set_result(output)
-
-        self._add(batching, processor, inputs, gen_config, name, pass_on)
-        output = await done
-        if isinstance(output.cause, ValueError):
-            raise ValueError(one_line(output.error))
-        if output.error is not None:
-            raise GenerationFailed(_failure(output.error))
-        tokens = output.generated_tokens
-        return processor.decode(tokens, skip_special_tokens=True), len(output.prompt_ids), tokens
-
-    def _batching(self, model: Any) -> BatchingManager:
-        """The model's manager. It lies with the model, and goes with it when that is unloaded."""
-        if (manager := vars(model).get(MANAGER_NAME)) is None:
-            manager = model.init_continuous_batching(continuous_batching_config=self._config)
-            manager.start()
-            setattr(model, MANAGER_NAME, manager)
-        return manager
-
-    @staticmethod
-    def _add(batching: BatchingManager, processor, inputs, gen_config, name, pass_on, streaming: bool = False) -> None:
-        """Adds a request whose outputs come to `pass_on` on this event loop."""
-        loop, request = asyncio.get_running_loop(), current_request.get()
-        request.cancel = partial(batching.cancel_request, name)
-        try:
-            batching.add_request(
-                inputs["input_ids"][0].tolist(),
-                name,
-                streaming=streaming,
-                generation_config=gen_config,
-                tokenizer=processor,
-                seed=request.seed,
-                on_output=lambda output: loop.call_soon_threadsafe(pass_on, output),
-            )
-        except TooManyRequests as error:
-            raise HTTPException(429, str(error)) from error
-
-    async def _generate_alone(self, model, processor, inputs, gen_config, request_id):
-        guarded = _GuardedModel(model)
-        answer = super().generate_non_streaming(
-            cast(PreTrainedModel, guarded), processor, inputs, gen_config, request_id=request_id
-        )
-        work = asyncio.ensure_future(answer)
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits any more
-        return await asyncio.shield(work)
-
-
-class _WholeTextStreamer(CBStreamer):
-    """Sends at the end what was held back of an unfinished character, as the answer that is not streamed has it."""
-
-    _text = ""  # that was sent
-
-    def put(self, output) -> None:
-        tokens = output.generated_tokens
-        for token in tokens[self.total_tokens :]:
-            self.total_tokens += 1
-            self._send(self._decode_stream.step(self._tokenizer, token))
-        if output.is_finished():
-            whole = self._tokenizer.decode(tokens, skip_special_tokens=self._parser is None)
-            self._send(whole[len(self._text) :] if whole.startswith(self._text) else None)
-
-    def _send(self, text: str | None) -> None:
-        if text:
-            self._text += text
-            chunks = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
-            for chunk in chunks:
-                self._queue.put_nowait(chunk)
-
-
-def _can_be_batched(model: Any, gen_config: GenerationConfig) -> bool:
-    chosen_one_by_one = gen_config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-    return isinstance(model, BatchedGenerationMixin) and chosen_one_by_one and gen_config.cache_implementation is None
-
-
-def fit_to_model(model: PreTrainedModel, input_ids: torch.Tensor, gen_config: GenerationConfig) -> None:
-    """Caps what is generated (in place) by the positions that a prompt (1, T) leaves.
-
-    Raises:
-        ValueError: nothing can be generated after this prompt, or not in this way.
-    """
-    config, tokens = model.config.get_text_config(), input_ids.shape[-1]
-    if tokens == 0:
-        raise ValueError("The prompt is empty: write at least one token.")
-    positions = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
-    if tokens >= positions:
-        raise ValueError(f"The prompt has {tokens} tokens; there are {positions} positions for prompt and answer.")
-    if int(input_ids.max()) >= config.vocab_size:
-        raise ValueError(f"The prompt has token {int(input_ids.max())}; the model knows {config.vocab_size} tokens.")
-    _check_mode(gen_config)
-    wanted = gen_config.max_new_tokens
-    if wanted is None:
-        wanted = DEFAULT_NEW_TOKENS if gen_config.max_length is None else gen_config.max_length - tokens
-    if wanted < 1:
-        raise ValueError(f"At least 1 token must be generated after the {tokens} of the prompt, got {wanted}.")
-    gen_config.max_new_tokens, gen_config.max_length = min(wanted, positions - tokens), None
-
-
-def _check_mode(gen_config: GenerationConfig) -> None:
-    mode = gen_config.get_generation_mode()
-    if mode not in BUILT_IN_MODES:
-        raise ValueError(f"Generation by {mode.value} is not served, only greedy search, sampling and beams.")
-    if (gen_config.num_beams or 1) > MAX_BEAMS or (gen_config.num_return_sequences or 1) > 1:
-        raise ValueError(f"At most {MAX_BEAMS} beams (num_beams) and one answer (num_return_sequences) are served.")
-    if gen_config.do_sample and gen_config.temperature is not None and gen_config.temperature < MIN_TEMPERATURE:
-        raise ValueError(f"temperature must be 0 or at least {MIN_TEMPERATURE}, got {gen_config.temperature}.")
-
-
-class _GuardedModel:
-    """A model as one request sees it: it stops when `client_gone` is set, and its errors are one line."""
-
-    def __init__(self, model: Any):
-        self.model, self.client_gone = model, threading.Event()
-        request = current_request.get()
-        self.seed, request.cancel = request.seed, self.client_gone.set
-
-    def __getattr__(self, name: str):
-        return getattr(self.model, name)
-
-    def generate(self, **inputs) -> torch.Tensor:
-        """As the model's.
+    def __init__(
+        self,
+        model: Any,
+        generation_config: GenerationConfig | None = None,
+        batching_config: ContinuousBatchingConfig | None = None,
+    ):
+        """`generation_config` is for requests that have none.
 
         Raises:
-            ValueError: the request is to blame.
-            GenerationFailed: the model is to blame.
+            ValueError: with this `batching_config` no request would ever be computed.
         """
-        if self.client_gone.is_set():  # while it waited for its turn
-            return inputs["input_ids"]
-        inputs["logits_processor"] = LogitsProcessorList([_FiniteLogits()])
-        inputs["stopping_criteria"] = StoppingCriteriaList([_ClientGone(self.client_gone)])
-        try:
-            with torch.random.fork_rng(enabled=self.seed is not None):
-                if self.seed is not None:
-                    torch.manual_seed(self.seed)
-                return self.model.generate(**inputs)
-        except ValueError as error:
-            raise ValueError(one_line(error)) from error
-        except Exception as error:
-            if type(error).__module__.startswith("transformers.cli."):  # the server's own sign to stop
-                raise
-            logger.error("A generation failed.", exc_info=True)
-            raise GenerationFailed(_failure(f"{type(error).__name__}: {error}")) from error
+        self.model, self.generation_config = model, generation_config
+        self.scheduler = _build_scheduler(model, batching_config)
+        self._seeds = _seed_generator(batching_config)
+        self._changed = threading.Condition()  # of all that follows
+        self._results: list[BatchOutput] = []
+        self._thread: threading.Thread | None = None
+        self._started = False
+        self._count = 0
+
+    def start(self) -> None:
+        """Begins to compute the requests that were added, and will be."""
+        with self._changed:
+            self._started = True
+            self._ensure_thread()
+
+    def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False, **kwargs: Any) -> None:
+        """Computes nothing more after the requests that were added (with `hard_stop` these are cancelled).
+
+        Args:
+            block: whether to wait for that.
+            timeout: seconds to wait at most.
+        """
+        with self._changed:
+            self._started, thread = False, self._thread
+            self._changed.notify_all()
+        if hard_stop:
+            self.scheduler.cancel()
+        if block and thread is not None:
+            thread.join(timeout)
+
+    def is_running(self) -> bool:
+        """Whether requests are computed as they come."""
+        return self._started or self._thread is not None
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        *,
+        generation_config: GenerationConfig | None = None,
+        seed: int | None = None,
+        on_output: Callable[[BatchOutput], object] | None = None,
+        **options: Any,
+    ) -> str:
+        """Adds a request; returns its name. Arguments not named here are `prepare_request`'s.
+
+        Args:
+            request_id: a name that no other request has; generated unless given.
+            streaming: whether there is an output after each token, rather than one at the end.
+            on_output: receives the outputs, on the manager's thread; without it they wait for `get_result`.
+
+        Raises:
+            ValueError: nothing can be generated after this prompt, or not in this way.
+            TooManyRequests: the queue is full.
+        """
+        if request_id is None:
+            with self._changed:
+                request_id, self._count = f"req_{self._count}", self._count + 1
+        request = prepare_request(
+            self.model,
+            input_ids,
+            request_id,
+            self._keep_result if on_output is None else on_output,
+            generation_config=self.generation_config if generation_config is None else generation_config,
+            seed=_draw_seed(self._seeds) if seed is None else seed,
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos_token_id,
+            **options,
+        )
+        self.submit(request)
+        return request_id
+
+    def submit(self, request: BatchRequest) -> None:
+        """Adds a request of `prepare_request`.
+
+        Raises:
+            TooManyRequests: the queue is full.
+        """
+        with self._changed:
+            self.scheduler.submit(request)
+            self._ensure_thread()
+
+    def add_requests(self, inputs: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        """Adds several with the same options; returns their names."""
+        return [self.add_request(input_ids, **options) for input_ids in inputs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Ends a request; its last output says so. Nothing happens where it is done."""
+        self.scheduler.cancel(request_id)
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> BatchOutput | None:
+        """The next output (of this request), or None where there is none within `timeout` seconds.
+
+        Without a timeout it waits as long as requests are computed.
+        """
+
+        def find() -> BatchOutput | None:
+            return next((x for x in self._results if request_id in (None, x.request_id)), None)
+
+        def is_over() -> bool:
+            return self._thread is None and (timeout is None or not self._started)
+
+        with self._changed:
+            self._changed.wait_for(lambda: find() is not None or is_over(), timeout)
+            result = find()
+            if result is not None:
+                self._results.remove(result)
+            return result
+
+    def __iter__(self) -> Iterator[BatchOutput]:
+        """Outputs as they come, until all requests are done."""
+        while (result := self.get_result()) is not None:
+            yield result
+
+    def request_id_iter(self, request_id: str) -> Generator[BatchOutput]:
+        """Outputs of one request as they come, the last one included."""
+        while (result := self.get_result(request_id)) is not None:
+            yield result
+            if result.is_finished():
+                return
+
+    def _keep_result(self, output: BatchOutput) -> None:
+        with self._changed:
+            self._results.append(output)
+            self._changed.notify_all()
+
+    def _ensure_thread(self) -> None:
+        if self._started and self._thread is None and self.scheduler.busy:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)
+        while self._has_work():
+            try:
+                self.scheduler.step()
+            except Exception as error:  # outside a forward pass, whose errors the scheduler handles
+                logging.get_logger(__name__).error("Continuous batching failed.", exc_info=True)
+                self.scheduler.fail_all(error)
+
+    def _has_work(self) -> bool:
+        """Whether there are requests; if not, the thread is to end."""
+        with self._changed:
+            if not self.scheduler.busy:
+                self._thread = None
+                self._changed.notify_all()
+            return self._thread is not None
 
 
-class _ClientGone(StoppingCriteria):
-    def __init__(self, event: threading.Event):
-        self.event = event
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full(input_ids.shape[:1], self.event.is_set(), device=input_ids.device, dtype=torch.bool)
-
-
-class _FiniteLogits(LogitsProcessor):
-    """Sampling from logits that are not finite ends, on a GPU, the whole process."""
-
-    def __call__(self, input_ids, scores) -> torch.Tensor:
-        if not torch.isfinite(scores.max(dim=-1).values).all():  # -inf is a token ruled out; not all may be
-            raise FloatingPointError("the model's logits are not finite numbers; check its weights with `tost-hf verify`.")
-        return scores
+def init_continuous_batching(
+    model: Any,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    **kwargs: Any,
+) -> BatchingManager:
+    """A manager of requests, which computes after its `start`."""
+    return BatchingManager(model, generation_config, continuous_batching_config)
 
 
-def _failure(message: object) -> str:
-    return f"The generation failed: {one_line(message)}"
+@contextmanager
+def continuous_batching_context_manager(
+    model: Any,
+    generation_config: GenerationConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    **kwargs: Any,
+) -> Generator[BatchingManager]:
+    """A manager that computes within the context, and at its end finishes the requests that were added."""
+    manager = BatchingManager(model, generation_config, continuous_batching_config)
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(block=block, timeout=timeout)
 
 
-def one_line(message: object) -> str:
-    """As a sentence for a client: short, and plain enough to be put between quotes in a stream, which transformers does."""
-    text = " ".join(str(message).split()).replace("\\", "/").replace('"', "'")
-    return text[:500].encode("utf-8", "replace").decode()
+@torch.no_grad()
+def generate_batch(
+    model: Any,
+    inputs: Sequence[Sequence[int]],
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    **options: Any,
+) -> dict[str, GenerationOutput]:
+    """Continues prompts of any lengths together: greedily the same texts as `generate` for each, up to rounding.
+
+    Args:
+        inputs: token ids of the prompts.
+        generation_config: as in `generate`; with `num_return_sequences` each prompt has as many answers.
+        continuous_batching_config: see this module.
+        record_timestamps: whether outputs have the time of each token.
+        progress_bar: whether to show how many are done.
+        options: fields of the `GenerationConfig`, such as `max_new_tokens`; and `tokenizer`, needed for stop strings.
+
+    `persistent_manager` and `warmup` have no effect: there is nothing to keep or to warm up.
+
+    Returns:
+        Outputs by name, in the order of the prompts. One that failed has an `error`.
+
+    Raises:
+        ValueError: a prompt is empty or too long, or an option cannot be used; before anything is computed.
+    """
+    options.pop("cache_implementation", None)  # "paged", where `generate` calls this
+    answers = options.pop("num_return_sequences", None) or getattr(generation_config, "num_return_sequences", None) or 1
+    options |= {"generation_config": generation_config, "record_timestamps": record_timestamps, "num_return_sequences": 1}
+    scheduler, seeds = _build_scheduler(model, continuous_batching_config), _seed_generator(continuous_batching_config)
+    scheduler.max_waiting = None
+    results: dict[str, BatchOutput] = {}
+    requests = []
+    with logging.tqdm(total=len(inputs) * answers, disable=not progress_bar, unit="request") as bar:
+
+        def deliver(output: BatchOutput) -> None:
+            results[output.request_id] = output
+            bar.update()
+
+        for i, prompt in enumerate(inputs):
+            for name in (*(f"req_{i}__child#{j}" for j in range(answers - 1)), f"req_{i}"):
+                requests.append(prepare_request(model, prompt, name, deliver, seed=_draw_seed(seeds), **options))
+        for request in requests:
+            scheduler.submit(request)
+        while scheduler.busy:
+            scheduler.step()
+    return {request.output.request_id: results[request.output.request_id] for request in requests}
+
+
+def _build_scheduler(model: Any, config: ContinuousBatchingConfig | None) -> BatchScheduler:
+    config = ContinuousBatchingConfig() if config is None else config
+    check_batching_config(config)
+    return BatchScheduler(
+        model,
+        max_batch_size=config.max_requests_per_batch or MAX_BATCH_SIZE,
+        max_prefill_tokens=config.max_batch_tokens or MAX_PREFILL_TOKENS,
+        max_waiting=config.max_queue_size or None,
+        return_logprobs=config.return_logprobs,
+    )
+
+
+def check_batching_config(config: ContinuousBatchingConfig) -> None:
+    """Raises ValueError where no request would ever be computed."""
+    for name in ("max_requests_per_batch", "max_batch_tokens"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, or None for the default; got {value}.")
+    if config.max_queue_size < 0:
+        raise ValueError(f"max_queue_size must be at least 1, or 0 for any number; got {config.max_queue_size}.")
+
+
+def _seed_generator(config: ContinuousBatchingConfig | None) -> torch.Generator | None:
+    """The generator of the requests' seeds; None for torch's default one."""
+    return None if config is None or config.seed is None else torch.Generator().manual_seed(config.seed)
+
+
+def _draw_seed(generator: torch.Generator | None) -> int:
+    return int(torch.randint(2**63 - 1, (), generator=generator))
+
+
+__all__ = [
+    "BatchingManager",
+    "check_batching_config",
+    "continuous_batching_context_manager",
+    "generate_batch",
+    "init_continuous_batching",
+]

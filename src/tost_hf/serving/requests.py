@@ -1,280 +1,233 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What is let in: requests that are small enough and well formed. What goes out: for each that fails, a sentence."""
+"""Requests for generation: their one validation, for library and server, and their progress until they are done.
 
-import inspect
-from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
-from typing import Annotated, Any, Literal
+A request is prepared by the methods of the model that `generate` uses, so that it gets the text that it would get alone.
+"""
 
-import anyio
-import anyio.lowlevel
-import anyio.to_thread
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from jinja2 import TemplateError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, NonNegativeInt, PositiveInt, ValidationError
-from starlette.exceptions import HTTPException
-from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.server import build_server
+import copy
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any
 
-from .generation import MAX_BEAMS, ClientRequest, GenerationFailed, current_request, one_line
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, StopStringCriteria
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 
-MAX_BODY_BYTES = 2**20  # which bounds the characters of a prompt, too
-MAX_TOKENIZER_THREADS = 4
-# of transformers' handlers, which read requests without checking their form
-REQUEST_ERRORS: tuple[type[Exception], ...] = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    TemplateError,
-    OSError,
-    RequestValidationError,
-)
-SERVER_ERRORS: tuple[type[Exception], ...] = (GenerationFailed, Exception)
+BATCHED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+MAX_BEAMS = 8
+MIN_TEMPERATURE = 1e-3  # below, logits overflow
 
 
-def _for_the_template(variables: dict[str, Any]) -> dict[str, Any]:
-    reserved = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    if taken := sorted(variables.keys() & reserved):
-        raise ValueError(f"the server sets {', '.join(taken)} itself")
-    return variables
+class Cancelled(RuntimeError):
+    """The request was cancelled."""
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=128)]
-Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
-FrequencyPenalty = Annotated[float, Field(gt=-1, le=2)]  # the server makes a factor of it: 1 more
+@dataclass
+class BatchOutput(GenerationOutput):
+    """transformers' results of a request, and the exception where there is one."""
+
+    cause: BaseException | None = None
 
 
-Temperature = Annotated[float, Field(ge=0, le=100)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+@dataclass(eq=False)
+class BatchRequest:
+    """A sequence that is being continued.
 
-
-class GenerationOptions(BaseModel):
-    """The fields of transformers' GenerationConfig that a client may set."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    max_new_tokens: PositiveInt | None = None
-    max_length: PositiveInt | None = None
-    min_new_tokens: NonNegativeInt | None = None
-    min_length: NonNegativeInt | None = None
-    do_sample: bool | None = None
-    use_cache: bool | None = None
-    temperature: Temperature | None = None
-    top_k: PositiveInt | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    no_repeat_ngram_size: NonNegativeInt | None = None
-    num_beams: Annotated[int, Field(ge=1, le=MAX_BEAMS)] | None = None
-    num_return_sequences: Literal[1] | None = None
-    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    early_stopping: bool | None = None
-    bos_token_id: Token | None = None
-    eos_token_id: Token | Annotated[list[Token], Field(min_length=1, max_length=64)] | None = None
-    pad_token_id: Token | None = None
-    stop_strings: Stop | None = None
-    transformers_version: str | None = None
-
-
-class ModelRequest(BaseModel):
-    """What a request to load a model says. Fields not named here are transformers' to accept or refuse."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    model: Annotated[str, Field(min_length=1, max_length=500)] | None = None
-
-
-class GenerationRequest(ModelRequest):
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    generation_config: Json[GenerationOptions] | None = None
-
-
-class CompletionRequest(GenerationRequest):
-    prompt: str
-    suffix: str | None = None
-    max_tokens: PositiveInt | None = None
-    frequency_penalty: FrequencyPenalty | None = None
-    stop: Stop | None = None
-
-
-class MessagesRequest(GenerationRequest):
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_for_the_template)] = {}
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-
-
-class ChatRequest(MessagesRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: PositiveInt | None = None
-    max_completion_tokens: PositiveInt | None = None
-    frequency_penalty: FrequencyPenalty | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1000)] | None = None
-    stop: Stop | None = None
-
-
-class ResponseRequest(MessagesRequest):
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
-    instructions: str | None = None
-    max_output_tokens: PositiveInt | None = None
-    parallel_tool_calls: bool = False
-
-
-ENDPOINTS: dict[str, type[ModelRequest]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponseRequest,
-    "/load_model": ModelRequest,
-}
-
-
-def build_guarded_server(model_manager, chat_handler, **more_handlers) -> FastAPI:
-    """transformers' application, behind the gate, with a sentence for each error."""
-    limiter = anyio.CapacityLimiter(MAX_TOKENIZER_THREADS)
-    for handler in (chat_handler, more_handlers["completion_handler"], more_handlers["response_handler"]):
-        handler.handle_request = partial(_start_in_thread, handler.handle_request, limiter=limiter)
-    app = build_server(model_manager, chat_handler, **more_handlers)
-    app.add_middleware(Gate, model_needed=model_manager.force_model is None)
-    app.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
-    for kind in REQUEST_ERRORS:
-        app.add_exception_handler(kind, lambda _, error: refusal(400, _blame_request(error)))
-    for kind in SERVER_ERRORS:
-        app.add_exception_handler(kind, lambda _, error: refusal(500, str(error) or type(error).__name__))
-    return app
-
-
-async def _start_in_thread(function: Callable[..., Coroutine], *args: Any, limiter: anyio.CapacityLimiter) -> Any:
-    """Runs a coroutine on a worker thread up to its first suspension, and the rest here, on the event loop.
-
-    transformers' handlers load the model and tokenize before they suspend, which may take seconds.
+    `deliver` is called with a copy of `output`: when the request is done, and if it streams after each token.
     """
-    steps = function(*args).__await__()
 
-    def run_first_step() -> tuple[bool, Any]:
+    output: BatchOutput
+    settings: GenerationConfig  # prepared as in `generate`; `max_length` counts prompt and answer
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList  # beside the length and the end tokens
+    generator: torch.Generator
+    deliver: Callable[[BatchOutput], object]
+    streaming: bool = False
+    cancelled: bool = False
+    attempts: int = 0  # to compute it together with others, which failed
+
+    def __post_init__(self) -> None:
+        end_tokens = self.settings._eos_token_tensor  # set by generate's own preparation
+        self.end_tokens = frozenset(() if end_tokens is None else end_tokens.tolist())
+        self.max_new_tokens = self.settings.max_length - len(self.output.prompt_ids)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and what was generated after it."""
+        return self.output.prompt_ids + self.output.generated_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens its state contains while it is decoded: all but the last, which is the next input."""
+        return len(self.output.prompt_ids) + len(self.output.generated_tokens) - 1
+
+    def cancel(self) -> None:
+        """Ends it at the next step; from any thread."""
+        self.cancelled = True
+
+    def start(self) -> None:
+        """Marks it as no longer waiting."""
+        if self.output.status == RequestStatus.PENDING:
+            self.output.lifespan = (time.perf_counter(), -1)
+        self.output.status = RequestStatus.PREFILLING
+
+    def add_token(self, token: int, logprob: float | None = None) -> None:
+        """Appends a token and delivers; finishes where it is the last one."""
+        output = self.output
+        output.status = RequestStatus.DECODING
+        output.generated_tokens.append(token)
+        if logprob is not None:
+            output.logprobs.append(logprob)
+        if output.timestamps is not None:
+            output.timestamps.append(time.perf_counter())
         try:
-            return False, next(steps)
-        except StopIteration as end:
-            return True, end.value
-
-    ended, value = await anyio.to_thread.run_sync(run_first_step, limiter=limiter)
-    if ended:
-        return value
-    await anyio.lowlevel.checkpoint_if_cancelled()  # the client has gone meanwhile
-    return await _Resumed(steps)
-
-
-class _Resumed(Awaitable):
-    def __init__(self, steps):
-        self.steps = steps
-
-    def __await__(self):
-        return self.steps
-
-
-def refusal(status: int, message: object) -> JSONResponse:
-    """An error in the form of OpenAI's."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": one_line(message), "type": kind, "param": None, "code": None}}, status)
-
-
-def _blame_request(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"The request lacks the field {error}."
-    if isinstance(error, (ValueError, OSError)):
-        return str(error)
-    return f"The request cannot be read: {error}"
-
-
-class Gate:
-    """ASGI middleware: lets in the POST requests that are known, and ends their work when the client has gone."""
-
-    def __init__(self, app, model_needed: bool):
-        """`model_needed`: whether a request must name a model."""
-        self.app, self.model_needed = app, model_needed
-
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self.app(scope, receive, send)
+            finished = self._is_last(token)
+        except Exception as error:  # of a stopping criterion
+            self.fail(error)
             return
+        if finished:
+            self.finish()
+        elif self.streaming:
+            self.send()
+
+    def finish(self) -> None:
+        """Ends successfully, with what was generated."""
+        self._end(RequestStatus.FINISHED)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends with an error, and with what was generated before it."""
+        kind = "" if isinstance(error, ValueError | Cancelled) else f"{type(error).__name__}: "
+        self.output.cause, self.output.error = error, f"{kind}{error}"
+        self._end(RequestStatus.FAILED)
+
+    def send(self) -> None:
+        """Delivers a copy of the output."""
+        output = self.output
+        times = None if output.timestamps is None else output.timestamps[:]
+        tokens, logprobs = output.generated_tokens[:], output.logprobs[:]
         try:
-            body, seed = self._check(scope, await _read(scope, receive))
-        except HTTPException as error:
-            await refusal(error.status_code, error.detail)(scope, receive, send)
-            return
-        request = ClientRequest(seed)
-        current_request.set(request)
-        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+            self.deliver(replace(output, generated_tokens=tokens, logprobs=logprobs, timestamps=times))
+        except Exception:  # the listener no longer exists
+            self.cancel()
 
-        async def checked_body():
-            for message in messages:
-                return message
-            await anyio.sleep_forever()
+    def _end(self, status: RequestStatus) -> None:
+        self.output.status, self.output.lifespan = status, (self.output.lifespan[0], time.perf_counter())
+        self.send()
 
-        failure = None
-        async with anyio.create_task_group() as group:
-
-            async def watch_client() -> None:
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                group.cancel_scope.cancel()
-
-            group.start_soon(watch_client)
-            try:
-                await self.app(scope, checked_body, send)
-            except Exception as error:
-                failure = error  # raised outside: the group would put it into an ExceptionGroup
-            group.cancel_scope.cancel()
-        request.cancel()  # what goes on although the client has gone; nothing else does
-        if failure is not None:
-            raise failure
-
-    def _check(self, scope, body: bytes) -> tuple[bytes, int | None]:
-        """The request as it was understood, so that nobody after this understands it in another way; and its seed.
-
-        The rest of the server would seed everybody's draws with that.
-        """
-        try:
-            request = ENDPOINTS[scope["path"]].model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(str(part) for part in first["loc"]) or "The body"
-            reason = first["msg"].removeprefix("Value error, ")
-            raise HTTPException(400, f"{place}: {reason}.") from error
-        if request.model is None and self.model_needed:
-            raise HTTPException(400, "model: name the model that is to answer.")
-        checked = request.model_dump_json(exclude_unset=True, round_trip=True, exclude={"seed"})
-        return checked.encode(), getattr(request, "seed", None)
+    def _is_last(self, token: int) -> bool:
+        if token in self.end_tokens or len(self.output.generated_tokens) >= self.max_new_tokens:
+            return True
+        lengths = [criterion.maximum_token_len for criterion in self.criteria if isinstance(criterion, StopStringCriteria)]
+        tokens = torch.tensor([self.tokens[-max(lengths, default=1) :]])
+        return any(bool(criterion(tokens, None).all()) for criterion in self.criteria)
 
 
-async def _read(scope, receive) -> bytes:
-    """The body. What is not kept is read to its end all the same: a client that writes does not see the answer.
+def prepare_request(
+    model: Any,
+    input_ids: Sequence[int],
+    request_id: str,
+    deliver: Callable[[BatchOutput], object],
+    *,
+    generation_config: GenerationConfig | None = None,
+    seed: int,
+    tokenizer: Any = None,
+    streaming: bool = False,
+    record_timestamps: bool = False,
+    modes: Collection[GenerationMode] = BATCHED_MODES,
+    default_positions: int | None = None,
+    **options: Any,
+) -> BatchRequest:
+    """Validates and prepares a request.
+
+    Args:
+        model: a `ToSTForCausalLM`.
+        generation_config: what it leaves open is as in `model.generation_config`, and then as in `generate`.
+        seed: of the tokens it samples.
+        tokenizer: needed for stop strings.
+        modes: of generation, that are possible.
+        default_positions: for prompt and answer, where the model has no limit.
+        options: fields of the `GenerationConfig`, which override those of `generation_config`.
 
     Raises:
-        HTTPException: the endpoint is unknown, or the body too large or not JSON.
+        ValueError: nothing can be generated after this prompt, or not in this way.
     """
-    kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
-    body, size, more = bytearray(), 0, True
-    while more:
-        message = await receive()
-        more = message["type"] == "http.request" and message.get("more_body", False)
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size <= MAX_BODY_BYTES:
-            body += chunk
-    if scope["path"] not in ENDPOINTS:
-        raise HTTPException(404, f"There is no {scope['path']} here; POST to {', '.join(ENDPOINTS)}.")
-    if size > MAX_BODY_BYTES:
-        raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BODY_BYTES} are read.")
-    if kind != "application/json":  # a web page may send other kinds to any server that its reader can reach
-        raise HTTPException(415, f"Send the header Content-Type: application/json, not {kind or 'none'!r}.")
-    return bytes(body)
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or default_positions
+    prompt = _check_prompt(input_ids, config.vocab_size, positions)
+    settings = _prepare_settings(model, len(prompt), generation_config, options, positions)
+    _check_mode(settings, modes)
+    criteria = model._get_stopping_criteria(settings, StoppingCriteriaList(), tokenizer=tokenizer)
+    return BatchRequest(
+        output=BatchOutput(request_id, prompt_ids=prompt, timestamps=[] if record_timestamps else None),
+        settings=settings,
+        processors=model._get_logits_processor(settings, input_ids_seq_length=len(prompt), device=model.device),
+        criteria=StoppingCriteriaList(x for x in criteria if not isinstance(x, EosTokenCriteria | MaxLengthCriteria)),
+        generator=torch.Generator(model.device).manual_seed(seed),
+        deliver=deliver,
+        streaming=streaming,
+    )
+
+
+def _check_prompt(input_ids: Sequence[int], vocab_size: int, positions: int | None) -> list[int]:
+    try:
+        prompt = [index(token) for token in input_ids]
+    except TypeError as error:
+        raise ValueError(f"A prompt must be a sequence of token ids, which are integers: {error}.") from error
+    if not prompt:
+        raise ValueError("The prompt is empty: write at least one token.")
+    if positions is not None and len(prompt) >= positions:
+        raise ValueError(f"The prompt has {len(prompt)} tokens; there are {positions} positions for prompt and answer.")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise ValueError(f"The prompt has token {wrong}; the model knows {vocab_size} tokens.")
+    return prompt
+
+
+def _prepare_settings(
+    model: Any, prompt_length: int, given: GenerationConfig | None, options: dict, positions: int | None
+) -> GenerationConfig:
+    """The complete configuration of one request; `max_length` is then the length of prompt and answer together."""
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise ValueError(f"generation_config must be a GenerationConfig, got {given!r}; name single options by keyword.")
+    given = GenerationConfig() if given is None else copy.deepcopy(given)
+    unknown = given.update(**{name: value for name, value in options.items() if value is not None})
+    if unknown:
+        raise ValueError(f"These are no options of generation: {', '.join(sorted(unknown))}.")
+    is_default = {
+        name: all(getattr(config, name) is None for config in (given, model.generation_config))
+        for name in ("max_length", "min_length")
+    }
+    settings, _ = model._prepare_generation_config(given)
+    model._prepare_special_tokens(settings, kwargs_has_attention_mask=True, device=model.device)
+    settings = model._prepare_generated_length(
+        generation_config=settings,
+        has_default_max_length=is_default["max_length"],
+        has_default_min_length=is_default["min_length"],
+        model_input_name="input_ids",
+        input_ids_length=prompt_length,
+        inputs_tensor=None,
+    )
+    settings.max_length = min(settings.max_length, positions or settings.max_length)
+    if settings.max_length <= prompt_length:
+        wanted = settings.max_length - prompt_length
+        raise ValueError(f"At least 1 token must be generated after the {prompt_length} of the prompt, got {wanted}.")
+    return settings
+
+
+def _check_mode(settings: GenerationConfig, modes: Collection[GenerationMode]) -> None:
+    mode = settings.get_generation_mode()
+    if mode not in modes:
+        raise ValueError(f"Generation by {mode.value} is not possible here, only by {', '.join(x.value for x in modes)}.")
+    if (settings.num_beams or 1) > MAX_BEAMS or (settings.num_return_sequences or 1) > 1:
+        raise ValueError(f"A request may have {MAX_BEAMS} beams (num_beams) at most, and one answer (num_return_sequences).")
+    if settings.guidance_scale not in (None, 1):
+        raise ValueError("guidance_scale runs the model twice per token, which is not possible here.")
+    if settings.do_sample and settings.temperature is not None and settings.temperature < MIN_TEMPERATURE:
+        raise ValueError(f"temperature must be at least {MIN_TEMPERATURE} (do_sample=False is 0), got {settings.temperature}.")
+
+
+__all__ = ["BATCHED_MODES", "MAX_BEAMS", "BatchOutput", "BatchRequest", "Cancelled", "prepare_request"]

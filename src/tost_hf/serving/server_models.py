@@ -1,19 +1,17 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Which models the server loads, and how: those it may, without a prompt, every failure a sentence."""
+"""The models of the server: which it may load, with a message for each that cannot be loaded."""
 
 import os
 import sys
-from typing import Any
 
 import transformers
-from fastapi import HTTPException
 from huggingface_hub.errors import CacheNotFound
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cli.serving.model_manager import ModelManager
 
 
 class ServedModels(ModelManager):
-    """Holds the models of the server. Started with one, it loads no other."""
+    """The models of the server."""
 
     def __init__(self, *, force_model: str | None = None, trust_remote_code: bool = False, **options):
         """Loads `force_model`, if there is one.
@@ -27,7 +25,6 @@ class ServedModels(ModelManager):
             )
         if force_model is not None and _is_path(force_model) and not os.path.isdir(force_model):
             raise FileNotFoundError(f"There is no folder {force_model!r}.")
-        self._pinned: tuple[str, str | None] | None = None
         super().__init__(force_model=force_model, trust_remote_code=trust_remote_code, **options)
         for loaded in self.loaded_models.values():
             if getattr(loaded.processor, "chat_template", None) is None:
@@ -37,34 +34,18 @@ class ServedModels(ModelManager):
                     file=sys.stderr,
                 )
 
-    def load_model_and_processor(self, model_id_and_revision, *args, gguf_file: str | None = None, **options):
-        """As transformers' own, for the models that may be loaded.
+    def load_model_and_processor(self, model_id_and_revision, *args, **options):
+        """As transformers' own.
 
         Raises:
-            HTTPException: 400, the server holds another model.
             ValueError, OSError, ImportError: the model cannot be loaded.
         """
-        if self.force_model is not None and self._pinned is None:  # the first one is the server's own
-            self._pinned = (model_id_and_revision, gguf_file)
-        self._check_pin(model_id_and_revision, gguf_file)
-        if gguf_file is not None:
-            options["gguf_file"] = gguf_file
         try:
             return super().load_model_and_processor(model_id_and_revision, *args, **options)
         except (ValueError, OSError, ImportError):
             raise
         except Exception as error:
             raise ValueError(f"{model_id_and_revision} cannot be loaded: {type(error).__name__}: {error}") from error
-
-    def load_model_streaming(self, model_id_and_revision, gguf_file: str | None = None):
-        """As transformers' own, for the models that may be loaded.
-
-        Raises:
-            HTTPException: 400, the server holds another model; before the answer has begun.
-        """
-        self._check_pin(model_id_and_revision, gguf_file)
-        options = {} if gguf_file is None else {"gguf_file": gguf_file}
-        return super().load_model_streaming(model_id_and_revision, **options)
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]  # theirs is static
         """The model that the server holds; else those of the Hub's cache."""
@@ -75,25 +56,19 @@ class ServedModels(ModelManager):
         except CacheNotFound:
             return []
 
-    def _check_pin(self, model_id_and_revision: str, gguf_file: str | None) -> None:
-        if self._pinned is not None and (model_id_and_revision, gguf_file) != self._pinned:
-            raise HTTPException(400, f"This server answers for {self.force_model!r} alone and loads no other model.")
-
-    def _load_model(self, model_id_and_revision, tqdm_class=None, progress_callback=None, gguf_file=None):
-        # transformers looks for the class in its own module, where neither ToST's nor a repository's own is
-        model_id, revision = model_id_and_revision.split("@", 1)
-        loading = {"revision": revision, "trust_remote_code": self.trust_remote_code}
-        if gguf_file is None:
+    def _load_model(self, model_id_and_revision, tqdm_class=None, **options):  # type: ignore[override]
+        # transformers looks for the class in its own module, where a repository's own is not
+        if options.get("gguf_file") is None:
+            model_id, revision = model_id_and_revision.split("@", 1)
+            loading = {"revision": revision, "trust_remote_code": self.trust_remote_code}
             names = AutoConfig.from_pretrained(model_id, **loading).architectures
             own = getattr(transformers, str(names[0]), None) if names else None
             if own is None or not own.__module__.startswith("transformers."):
                 loading |= {"dtype": self.dtype, "device_map": self.device, "tqdm_class": tqdm_class}
                 loading |= {"attn_implementation": self.attn_implementation}
+                loading |= {"quantization_config": self.get_quantization_config()} if self.quantization else {}
                 return AutoModelForCausalLM.from_pretrained(model_id, **loading)
-        options: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-        return super()._load_model(
-            model_id_and_revision, tqdm_class=tqdm_class, progress_callback=progress_callback, **options
-        )
+        return super()._load_model(model_id_and_revision, tqdm_class=tqdm_class, **options)
 
 
 def _is_path(model: str) -> bool:

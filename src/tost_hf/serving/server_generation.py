@@ -1,0 +1,268 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Generation for the server's clients: bounded by the model's positions, cancelled when the client has disconnected."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+from uuid import uuid4
+
+import anyio.from_thread
+import torch
+from fastapi import HTTPException
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    CBStreamer,
+    GenerationState,
+    InferenceThread,
+    _StreamError,
+    response_events_to_chunks,
+)
+from transformers.generation import GenerationMode
+
+from ..model.modeling_tost import ToSTForCausalLM
+from .generation import BatchingManager, check_batching_config
+from .requests import BATCHED_MODES, BatchOutput, BatchRequest, Cancelled, prepare_request
+from .sampling import RejectNonFinite
+from .scheduler import TooManyRequests
+
+
+SERVED_MODES = (*BATCHED_MODES, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)  # others' code is in repositories
+MAX_TOKENS = 2**16  # of prompt and answer, where the model sets no limit: the memory of the server does
+DEFAULT_NEW_TOKENS = 1024  # as transformers' server
+MAX_TOGETHER = 64  # requests that are computed together
+MAX_WAITING = 256  # and that wait; more are rejected
+MANAGER_NAME = "_served_in_batches"  # attribute of a model
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ClientRequest:
+    """The HTTP request being answered: the seed it asks for, and what is generated for it."""
+
+    seed: int | None = None
+    generation: BatchRequest | None = None
+
+    def cancel(self) -> None:
+        """Ends the generation; nothing happens where it is done."""
+        if self.generation is not None:
+            self.generation.cancel()
+
+
+current_request: ContextVar[ClientRequest] = ContextVar("current_request")
+
+
+class GenerationFailed(RuntimeError):
+    """The model, not the request, is to blame."""
+
+
+class BoundedGenerationState(GenerationState):
+    """Hands out one `BoundedGeneration` per model."""
+
+    def __init__(self, continuous_batching: bool = True, cb_config: ContinuousBatchingConfig | None = None, **options):
+        """Batching is always continuous. `cb_config`: see generation.py.
+
+        Raises:
+            ValueError: with this `cb_config` no request would ever be computed.
+        """
+        config = ContinuousBatchingConfig() if cb_config is None else cb_config
+        check_batching_config(config)
+        config.max_requests_per_batch = config.max_requests_per_batch or MAX_TOGETHER
+        config.max_queue_size = config.max_queue_size or MAX_WAITING
+        super().__init__(cb_config=config, **options)
+        self._config, self._managers = config, dict[str, BoundedGeneration]()
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> "BoundedGeneration":
+        if model_id not in self._managers:
+            self._managers[model_id] = BoundedGeneration(self._config)
+        return self._managers[model_id]
+
+
+class BoundedGeneration(BaseGenerateManager):
+    """Generates for all requests together; beams, compiled steps and other models' texts one at a time, on another thread.
+
+    Both methods raise, before anything is computed, ValueError for a request that does not fit the model, and HTTPException
+    (429) where too many wait. Both are called on a worker thread (see `start_in_thread`) and continue on the event loop.
+    """
+
+    def __init__(self, config: ContinuousBatchingConfig):
+        self._config = config
+        self._thread = InferenceThread()  # one for all that is generated alone: compiled steps are bound to their thread
+
+    def stop(self) -> None:
+        """Does nothing: the threads end with the process."""
+
+    def generate_streaming(self, *args, **kwargs):
+        anyio.from_thread.check_cancelled()  # the client has disconnected while its prompt was tokenized
+        return anyio.from_thread.run_sync(partial(self._start_streaming, *args, **kwargs))
+
+    def _start_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
+        if (gen_config.num_beams or 1) > 1:
+            raise ValueError("Beams (num_beams) are chosen at the very end, so their answer cannot be streamed.")
+        queue: asyncio.Queue = asyncio.Queue()
+        streamer = TextStreamer(getattr(processor, "tokenizer", processor)._tokenizer, queue, response_parser)
+
+        def pass_on(output: BatchOutput) -> None:
+            error = _find_error(output)
+            try:
+                streamer.put(output)
+            except Exception as failure:  # a tokenizer that cannot decode what was generated
+                streamer.cancel()
+                error = GenerationFailed(_describe_failure(f"{type(failure).__name__}: {failure}"))
+            if error is not None:
+                queue.put_nowait(_StreamError(str(error)))
+            elif output.is_finished():
+                streamer.end()
+
+        streamer.request = self._submit(model, processor, inputs, gen_config, pass_on, streaming=True)
+        return queue, streamer
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        await asyncio.sleep(0)  # the first suspension: from here on the event loop
+        done: asyncio.Future[BatchOutput] = asyncio.get_running_loop().create_future()
+
+        def pass_on(output: BatchOutput) -> None:
+            if not done.cancelled():
+                done.set_result(output)
+
+        self._submit(model, processor, inputs, gen_config, pass_on)
+        output = await done
+        if (error := _find_error(output)) is not None:
+            raise error
+        tokens = output.generated_tokens
+        return processor.decode(tokens, skip_special_tokens=True), len(output.prompt_ids), tokens
+
+    def _submit(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: dict[str, Any],
+        gen_config: GenerationConfig,
+        pass_on: Callable[[BatchOutput], object],
+        streaming: bool = False,
+    ) -> BatchRequest:
+        """Submits a request whose outputs come to `pass_on` on this event loop."""
+        loop, client = asyncio.get_running_loop(), current_request.get()
+        if gen_config.max_new_tokens is None and gen_config.max_length is None:
+            gen_config.max_new_tokens = DEFAULT_NEW_TOKENS
+        request = prepare_request(
+            model,
+            inputs["input_ids"][0].tolist(),
+            uuid4().hex,
+            lambda output: loop.call_soon_threadsafe(pass_on, output),
+            generation_config=gen_config,
+            tokenizer=processor,
+            seed=int(torch.randint(2**63 - 1, ())) if client.seed is None else client.seed,
+            streaming=streaming,
+            modes=SERVED_MODES,
+            default_positions=MAX_TOKENS,
+        )
+        gen_config.max_new_tokens, gen_config.max_length = request.max_new_tokens, None  # by which handlers see why it ended
+        client.generation = request
+        batched = isinstance(model, ToSTForCausalLM) and gen_config.cache_implementation is None
+        if batched and request.settings.get_generation_mode() in BATCHED_MODES:
+            try:
+                self._batching_manager(model).submit(request)
+            except TooManyRequests as error:
+                raise HTTPException(429, str(error)) from error
+        else:
+            self._thread.submit(_generate_alone, request, model, processor, inputs, gen_config)
+        return request
+
+    def _batching_manager(self, model: ToSTForCausalLM) -> BatchingManager:
+        """The model's manager: an attribute of the model, so that both are unloaded together."""
+        if (manager := vars(model).get(MANAGER_NAME)) is None:
+            manager = BatchingManager(model, batching_config=self._config)
+            manager.start()
+            setattr(model, MANAGER_NAME, manager)
+        return manager
+
+
+class TextStreamer(CBStreamer):
+    """Decodes the tokens of a request into text; at its end the bytes of an unfinished character, too."""
+
+    def __init__(self, tokenizer: Any, queue: asyncio.Queue, response_parser: Any):
+        super().__init__(cast(Any, None), "", tokenizer, asyncio.get_running_loop(), queue, response_parser=response_parser)
+        self.request: BatchRequest | None = None
+        self._text = ""  # that was sent
+
+    def put(self, output) -> None:
+        tokens = output.generated_tokens
+        for token in tokens[self.total_tokens :]:
+            self.total_tokens += 1
+            self._send(self._decode_stream.step(self._tokenizer, token))
+        if output.is_finished():
+            text = self._tokenizer.decode(tokens, skip_special_tokens=self._parser is None)
+            self._send(text[len(self._text) :] if text.startswith(self._text) else None)
+
+    def cancel(self) -> None:
+        if self.request is not None:
+            self.request.cancel()
+
+    def _send(self, text: str | None) -> None:
+        if text:
+            self._text += text
+            for chunk in [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text)):
+                self._queue.put_nowait(chunk)
+
+
+def _generate_alone(request: BatchRequest, model: Any, processor: Any, inputs: dict, gen_config: GenerationConfig) -> None:
+    """Computes a request by `generate`, with the same outputs as the scheduler's."""
+    request.start()
+    try:
+        if not request.cancelled:  # while it waited
+            with torch.random.fork_rng():
+                torch.manual_seed(request.generator.initial_seed())
+                tokens = model.generate(
+                    **inputs,
+                    generation_config=gen_config,
+                    tokenizer=processor,
+                    logits_processor=LogitsProcessorList([RejectNonFinite()]),
+                    stopping_criteria=StoppingCriteriaList([_Progress(request)]),
+                )
+            request.output.generated_tokens = tokens[0, len(request.output.prompt_ids) :].tolist()
+    except Exception as error:  # whatever a model raises
+        logger.error("A generation failed.", exc_info=error)
+        request.fail(error)
+    else:
+        request.fail(Cancelled("The request was cancelled.")) if request.cancelled else request.finish()
+
+
+class _Progress(StoppingCriteria):
+    """Delivers the tokens of a request that streams, and stops one that was cancelled."""
+
+    def __init__(self, request: BatchRequest):
+        self.request = request
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if self.request.streaming:
+            self.request.output.generated_tokens = input_ids[0, len(self.request.output.prompt_ids) :].tolist()
+            self.request.send()
+        return torch.full(input_ids.shape[:1], self.request.cancelled, device=input_ids.device, dtype=torch.bool)
+
+
+def _find_error(output: BatchOutput) -> Exception | None:
+    """What the client is told of a request that failed."""
+    if isinstance(output.cause, ValueError):
+        return ValueError(shorten(output.error))
+    return None if output.error is None else GenerationFailed(_describe_failure(output.error))
+
+
+def _describe_failure(message: object) -> str:
+    return f"The generation failed: {shorten(message)}"
+
+
+def shorten(message: object) -> str:
+    """One short line, plain enough to be put between quotes in a stream, which transformers does."""
+    text = " ".join(str(message).split()).replace("\\", "/").replace('"', "'")
+    return text[:500].encode("utf-8", "replace").decode()
