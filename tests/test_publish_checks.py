@@ -177,6 +177,10 @@ LANGUAGE = {
         edit_json("config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
         "config.json has a quantization_config, but",
     ),
+    "other-weights": (
+        edit_json("config.json", transformers_weights="other.safetensors"),
+        "names its weights by transformers_w",
+    ),
     "tokenizer-too-large": (larger_tokenizer, "does not fit: its last token is number 320, and the model has 320 tokens"),
 }
 VISION = {
@@ -186,31 +190,31 @@ VISION = {
 }
 
 
-def check_refusal(folder, sentence):
-    """`publish` says the sentence, and `verify` fails with it, too."""
+def check_refusal(folder, message):
+    """`publish` raises with the message, and `verify` fails with it, too."""
     with pytest.raises((ValueError, FileNotFoundError)) as refusal:
         publish(folder, "tost/refused", dry_run=True)
-    assert re.search(sentence, str(refusal.value)), str(refusal.value)
+    assert re.search(message, str(refusal.value)), str(refusal.value)
     failed = [check.detail for check in verify(folder) if not check.passed]
-    assert any(re.search(sentence, detail) for detail in failed), failed
+    assert any(re.search(message, detail) for detail in failed), failed
     assert TOKEN.decode() not in str(refusal.value) + str(failed)
 
 
 @pytest.mark.parametrize("case", LANGUAGE)
 def test_a_language_model_that_is_refused(tmp_path, case):
-    damage, sentence = LANGUAGE[case]
+    damage, message = LANGUAGE[case]
     folder = language_folder(tmp_path / "model")
     damage(folder)
-    check_refusal(folder, sentence)
+    check_refusal(folder, message)
 
 
 @needs_auto_processor
 @pytest.mark.parametrize("case", VISION)
 def test_a_vision_model_that_is_refused(tmp_path, case):
-    damage, sentence = VISION[case]
+    damage, message = VISION[case]
     folder = vision_folder(tmp_path / "model")
     damage(folder)
-    check_refusal(folder, sentence)
+    check_refusal(folder, message)
 
 
 def from_the_cache(folder):

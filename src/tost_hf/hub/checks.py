@@ -147,7 +147,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
-    read_json(path)  # for its sentences
+    read_json(path)  # for its error messages
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a wrong kind of value leads to in transformers
@@ -244,6 +244,8 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> int:
     Raises:
         ValueError: tensors are missing, superfluous, of another shape or kind, not finite, or tied but not equal.
     """
+    if getattr(config, "transformers_weights", None) is not None:
+        raise ValueError("config.json names its weights by transformers_weights; remove that entry, and name them as usual.")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             "config.json has a quantization_config, but a published ToST model holds floating-point weights: remove that "

@@ -69,14 +69,14 @@ def publish(
     that this folder lacks stay, but for weights and ToST's own code of an earlier version.
 
     Args:
-        folder: config, safetensors weights and a model card with a licence; tokenizer, image processor and so on travel along.
+        folder: config, safetensors weights and a model card with a licence; tokenizer, image processor and so on are sent too.
         repo_id: "owner/name", or "name" in the token's own namespace. Created if it is not there.
         private: whether a repository that is created here is private.
         revision: the branch to commit to, created from main if it is not there.
         tag: a tag to put on the commit.
         create_pr: propose the commit as a pull request.
         dry_run: check, and say what would be sent; no request is made.
-        with_code: whether the repository carries ToST's source files, for `trust_remote_code=True` without this package.
+        with_code: whether the repository holds the remote code, for `trust_remote_code=True` without this package.
         token: of a user with write access; the logged-in one by default.
         commit_message: "Publish with tost_hf VERSION" by default.
 
