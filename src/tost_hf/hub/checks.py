@@ -60,7 +60,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
     if is_secret_name(base):
         return f"{name} has the name of a file that holds secrets"
     if base.endswith(".safetensors"):
-        return _wrong_safetensors(name, path)
+        return _check_safetensors(name, path)
     if _holds_pickle(path):
         return f"{name} is a pickle, whatever its name says; publish safetensors"
     if kinds := secrets_in_file(path):
@@ -68,7 +68,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
     return None
 
 
-def _wrong_safetensors(name: str, path: Path) -> str | None:
+def _check_safetensors(name: str, path: Path) -> str | None:
     """What is wrong in a safetensors file, its numbers aside: its kind, its metadata."""
     try:
         with safe_open(path, "pt") as opened:
@@ -129,7 +129,7 @@ def _is_pickle_text(text: str) -> bool:
     return _starts_pickle(text.encode("latin-1", "replace"))
 
 
-def leads_out(path: Path, folder: Path) -> bool:
+def points_outside(path: Path, folder: Path) -> bool:
     """Whether a file of a folder is a link to one outside it; those of the Hub's cache to its blobs are part of it."""
     target, folder = Path(os.path.realpath(path)), folder.resolve()  # Path.resolve raises for a link to itself
     if target.is_relative_to(folder):
