@@ -1,4 +1,4 @@
-"""Damaged files beside the weights: a sentence, or a card without what cannot be read. Never a traceback, never a hang."""
+"""Damaged files beside the weights: an error message, or a card without what cannot be read; no traceback, and no hang."""
 
 import json
 import time
@@ -81,8 +81,8 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize(("content", "sentence"), DAMAGED.values(), ids=DAMAGED)
-def test_damaged_files(trained_folder, capsys, content, sentence):
+@pytest.mark.parametrize(("content", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_files(trained_folder, capsys, content, message):
     (trained_folder / "eval_results.json").unlink()  # it comes before all_results.json
     for name in FILES:
         path = trained_folder / name
@@ -91,7 +91,7 @@ def test_damaged_files(trained_folder, capsys, content, sentence):
         started = time.monotonic()
         assert cli.main(["card", str(trained_folder)]) == 1
         error = capsys.readouterr().err
-        assert error.startswith("tost-hf: error: ") and name in error and sentence in error and time.monotonic() - started < 5
+        assert error.startswith("tost-hf: error: ") and name in error and message in error and time.monotonic() - started < 5
         assert not (trained_folder / "README.md").exists()
         path.write_bytes(sound)
 
@@ -137,35 +137,35 @@ CARDS = {  # metadata, and what is said of it; None if it is right
 }
 
 
-@pytest.mark.parametrize(("content", "sentence"), CARDS.values(), ids=CARDS)
-def test_metadata_of_any_kind(bare_folder, capsys, content, sentence):
+@pytest.mark.parametrize(("content", "message"), CARDS.values(), ids=CARDS)
+def test_metadata_of_any_kind(bare_folder, capsys, content, message):
     path = bare_folder / "README.md"
     path.write_text(f"---\n{content}\n---\n\n# Mine\n")
     before, started = path.read_bytes(), time.monotonic()
     status = cli.main(["card", str(bare_folder)])
     error = capsys.readouterr().err
     assert time.monotonic() - started < 5
-    if sentence is None:
+    if message is None:
         assert status == 0 and "# Mine" in ModelCard.load(path).text
     else:
-        assert status == 1 and error.startswith("tost-hf: error: The metadata at the top of ") and sentence in error
+        assert status == 1 and error.startswith("tost-hf: error: The metadata at the top of ") and message in error
         assert error.count("\n") == 1
         assert path.read_bytes() == before
-        assert cli.main(["verify", str(bare_folder)]) == 1 and sentence in capsys.readouterr().out
-    assert cli.main(["info", str(bare_folder)]) == (sentence is not None)
+        assert cli.main(["verify", str(bare_folder)]) == 1 and message in capsys.readouterr().out
+    assert cli.main(["info", str(bare_folder)]) == (message is not None)
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         (b"---\nlicense: mit\n", "that ends the metadata is missing"),
         (b"\xff\xfe", "cannot be read"),
         (b"x" * (2**22 + 1), "larger than"),
     ],
 )
-def test_cards_that_are_none(bare_folder, content, sentence):
+def test_cards_that_are_none(bare_folder, content, message):
     (bare_folder / "README.md").write_bytes(content)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         build_card(bare_folder)
 
 
@@ -180,7 +180,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), ARGUMENTS)
-def test_arguments_that_are_none(bare_folder, capsys, arguments, sentence):
+@pytest.mark.parametrize(("arguments", "message"), ARGUMENTS)
+def test_arguments_that_are_none(bare_folder, capsys, arguments, message):
     assert cli.main(["card", str(bare_folder), *arguments]) == 1
-    assert sentence in capsys.readouterr().err and not (bare_folder / "README.md").exists()
+    assert message in capsys.readouterr().err and not (bare_folder / "README.md").exists()

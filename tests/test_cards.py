@@ -275,7 +275,7 @@ def test_code_that_publishing_adds(bare_folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "sentence"),
+    ("name", "content", "message"),
     [
         ("config.json", None, "no config.json"),
         ("config.json", '{"model_type": "gpt2", "architectures": ["GPT2Model"]}', "not a ToST model"),
@@ -293,11 +293,11 @@ def test_code_that_publishing_adds(bare_folder):
         ("README.md", "---\nlicense: [mit\n---\n", "metadata at the top of .*README.md' cannot be read"),
     ],
 )
-def test_errors(bare_folder, name, content, sentence):
+def test_errors(bare_folder, name, content, message):
     (bare_folder / name).unlink(missing_ok=True)
     if content is not None:
         (bare_folder / name).write_text(content)
-    with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         write_card(bare_folder)
     if name == "README.md":
         assert (bare_folder / name).read_text() == content  # as it was

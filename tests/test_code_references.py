@@ -5,8 +5,10 @@ The ways were read in transformers 5.23.0 and 5.18.0; `READ_AT` names the lines 
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+import transformers
 from hub_clients import language_folder
 
 from tost_hf.hub.publishing import publish
@@ -89,6 +91,34 @@ KEYS = [  # (the key of READ_AT, file, what is added to it)
     ("reference", TOKENIZER, {"a_later_key": "repo--module.Evil"}),
 ]
 FILES = ["evil.py", "custom_generate/generate.py", "sub/modeling_tost.py", "evil.pyc", "EVIL.PY"]
+
+
+LOADERS = {  # of transformers' files: where code of a repository is imported
+    "dynamic_module_utils.py",
+    "generation/utils.py",
+    "pipelines/__init__.py",
+    *(
+        f"models/auto/{name}.py"
+        for name in (
+            "auto_factory",
+            "configuration_auto",
+            "feature_extraction_auto",
+            "image_processing_auto",
+            "processing_auto",
+            "tokenization_auto",
+            "video_processing_auto",
+        )
+    ),
+}
+
+
+def test_transformers_imports_code_nowhere_else():
+    """Another file that does is another way to be refused."""
+    root = Path(transformers.__file__).parent
+    call = re.compile(r"get_class_from_dynamic_module\(|get_cached_module_file\(")
+    paths = [path for path in root.rglob("*.py") if path.parent.parent.name != "models" or path.parent.name == "auto"]
+    found = {path.relative_to(root).as_posix() for path in paths if call.search(path.read_text(encoding="utf-8"))}
+    assert found == LOADERS
 
 
 def check_refused(folder, message):

@@ -1,5 +1,5 @@
-"""Model folders damaged at random, with a fixed seed: `verify` and `publish` neither hang nor run code, and each refusal is a
-sentence."""
+"""Model folders damaged at random, with a fixed seed: `verify` and `publish` neither hang nor run code, and each refusal is an
+error message."""
 
 import contextlib
 import copy
@@ -132,7 +132,7 @@ def time_limit(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
-def is_sentence(text: str) -> bool:
+def is_error_message(text: str) -> bool:
     first = text.strip().split("\n")[0]
     return len(first) > 15 and " " in first and "Traceback" not in text and not re.match(r"\w+(Error|Exception)\b", first)
 
@@ -172,8 +172,8 @@ def test_a_damaged_folder(sound, tmp_path, start):
             ]
             os.remove(folder / f"{CODE}.py")
             error = refusal(lambda folder=folder: publish(folder, "tost/fuzzed", dry_run=True))
-        sentences = [*failed, *([str(error)] if error else [])]
-        assert all(map(is_sentence, sentences)), (number, name, damaged[:200], sentences)
+        messages = [*failed, *([str(error)] if error else [])]
+        assert all(map(is_error_message, messages)), (number, name, damaged[:200], messages)
         assert bool(failed) == bool(error), (number, name, damaged[:200], failed, error)
         assert not list((tmp_path / "ran").iterdir())
         assert error or torch.equal(logits(folder), logits(sound)), (number, name, damaged[:200])  # accepted, then harmless

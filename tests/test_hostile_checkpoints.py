@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or hostile: `tost-hf convert` refuses them with a sentence, quickly, and writes nothing."""
+"""Damaged and hostile checkpoints: `tost-hf convert` rejects them with an error message, quickly, and writes nothing."""
 
 import io
 import os
@@ -122,7 +122,7 @@ def test_hostile_checkpoints_are_refused(make, message, tmp_path):
     assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
-def test_damaged_bytes_never_end_in_anything_but_a_sentence_or_a_model(tmp_path):
+def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp_path):
     """Bytes of a checkpoint changed, cut, repeated and moved, with a fixed seed."""
     chance, refused = random.Random(0), 0
     for trial in range(120):

@@ -65,7 +65,7 @@ assert torch.equal(*logits)
 
 @pytest.mark.slow
 def test_one_process_publishes_and_another_generates(hub, folder, tmp_path):
-    """Two processes from their start, each with a home of its own."""
+    """Two processes from their start, each with its own HF_HOME."""
     command = [sys.executable, "-m", "tost_hf.cli", "publish", folder, "tost/fresh"]
     environment = hub.environment(tmp_path / "publisher", hub.token("writer"))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -263,7 +263,7 @@ raise SystemExit(tost_hf.cli.main(argv))
 
 @pytest.mark.parametrize("step", ["repos/create", "blobs=", "preupload", "commit/"])
 def test_a_server_that_stalls(hub, clients, tmp_path, step):
-    """Ends in a sentence, and the repository is as it was."""
+    """Ends with an error message, and the repository is as it was."""
     folder, name = language_folder(tmp_path / "model"), f"tost/slow-{step.strip('/=').replace('/', '-')}"
     head = hub.create(name, {"config.json": b"{}"})
     with hub.fail(".*", step, delay=3.0, status=503):

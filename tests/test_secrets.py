@@ -51,7 +51,7 @@ def test_tokens_of_the_hub(token, tmp_path, monkeypatch):
     text = f"some words before it\n  {token}\nand after"
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"):
         assert holds_hub_token(text.encode(encoding)), encoding
-    monkeypatch.setattr("tost_hf.hub.secrets.PIECE", 2**15)
+    monkeypatch.setattr("tost_hf.hub.secrets.CHUNK_BYTES", 2**15)
     (tmp_path / "large").write_bytes(b"\xff" * (2**15 - 30) + text.encode() + b" word" * 2**13)
     assert secrets_in_file(tmp_path / "large") == ["Hugging Face Token"]
     assert without_secrets(text) == "some words before it\n  REMOVED\nand after"

@@ -180,7 +180,8 @@ def _add_card(commands) -> None:
         summary="write or refresh the model card of a folder",
         description=(
             "Writes README.md from what the folder holds: configuration, weights, the training run's record and "
-            "evaluation results. What nobody recorded is left out. Metadata and sections written by hand are kept."
+            "evaluation results. What nobody recorded is left out. Metadata written by hand is kept, and so is all text but "
+            "that between the two comments, which is generated."
         ),
         examples=(
             "./my-tost --license apache-2.0",
@@ -221,9 +222,9 @@ def _add_publish(commands) -> None:
         summary="send a model folder to the Hub, in one commit",
         description=(
             "Checks a model folder and sends what the repository does not have yet, in one commit: all of it becomes "
-            "visible at once, or nothing. Broken off, it leaves the repository as it was; run it again. It refuses "
-            "pickles, optimizer states, files that look like secrets, weights with NaN, weights that do not fit "
-            "config.json, and a card without a licence."
+            "visible at once, or nothing. Interrupted, it leaves the repository as it was; run it again. It refuses "
+            "pickles, optimizer states, code that is not ToST's, files that look like secrets, weights with NaN, weights "
+            "that do not fit config.json, and a card without a licence."
         ),
         examples=(
             "./my-tost me/my-tost --card",
@@ -244,7 +245,7 @@ def _add_publish(commands) -> None:
         "--with-code",
         action="store_true",
         default=True,
-        help="carry ToST's source files, for trust_remote_code=True where tost_hf is not installed (the default)",
+        help="include the remote code, for trust_remote_code=True where tost_hf is not installed (the default)",
     )
     code.add_argument("--without-code", dest="with_code", action="store_false", help="leave them out")
     parser.add_argument("--card", action="store_true", help="write or refresh the card in FOLDER first (`tost-hf card`)")

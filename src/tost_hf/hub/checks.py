@@ -60,7 +60,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
     if is_secret_name(base):
         return f"{name} has the name of a file that holds secrets"
     if base.endswith(".safetensors"):
-        return _wrong_safetensors(name, path)
+        return _check_safetensors(name, path)
     if _holds_pickle(path):
         return f"{name} is a pickle, whatever its name says; publish safetensors"
     if kinds := secrets_in_file(path):
@@ -68,7 +68,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
     return None
 
 
-def _wrong_safetensors(name: str, path: Path) -> str | None:
+def _check_safetensors(name: str, path: Path) -> str | None:
     """What is wrong in a safetensors file, its numbers aside: its kind, its metadata."""
     try:
         with safe_open(path, "pt") as opened:
@@ -129,7 +129,7 @@ def _is_pickle_text(text: str) -> bool:
     return _starts_pickle(text.encode("latin-1", "replace"))
 
 
-def leads_out(path: Path, folder: Path) -> bool:
+def points_outside(path: Path, folder: Path) -> bool:
     """Whether a file of a folder is a link to one outside it; those of the Hub's cache to its blobs are part of it."""
     target, folder = Path(os.path.realpath(path)), folder.resolve()  # Path.resolve raises for a link to itself
     if target.is_relative_to(folder):
@@ -147,7 +147,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
-    read_json(path)  # for its sentences
+    read_json(path)  # for its error messages
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a wrong kind of value leads to in transformers
@@ -244,6 +244,8 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> int:
     Raises:
         ValueError: tensors are missing, superfluous, of another shape or kind, not finite, or tied but not equal.
     """
+    if getattr(config, "transformers_weights", None) is not None:
+        raise ValueError("config.json names its weights by transformers_weights; remove that entry, and name them as usual.")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             "config.json has a quantization_config, but a published ToST model holds floating-point weights: remove that "

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Requests to the Hub: none waits without end, and what goes wrong on the way is an OSError with a sentence."""
+"""Requests to the Hub: each has a time limit, and network failures raise OSError with a message."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -22,7 +22,7 @@ from .records import IMAGE_PROCESSOR_FILES
 
 
 NUM_TOKENS = 16
-LARGEST_IMAGE = 256  # pixels a side; the model takes images of any size
+MAX_IMAGE_SIDE = 256  # pixels a side; the model takes images of any size
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 Loaded = TypeVar("Loaded")
 
@@ -82,7 +82,7 @@ def check_output(model: PreTrainedModel, config: PreTrainedConfig) -> str:
     """
     if config.model_type == "tost_vision":
         side = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
-        side = min(side, max(LARGEST_IMAGE, config.patch_size))
+        side = min(side, max(MAX_IMAGE_SIDE, config.patch_size))
         side += -side % config.patch_size
         inputs = torch.linspace(-2, 2, config.num_channels * side * side).view(1, config.num_channels, side, side)
         inputs = inputs.to(model.dtype)

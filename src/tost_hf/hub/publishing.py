@@ -19,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..files import is_weights_name
 from ..model.configuration_tost import AUTO_MAPS, code_files
 from ..version import __version__
-from .checks import check_card, check_space, check_weights, forbidden_file, leads_out, load_config
+from .checks import check_card, check_space, check_weights, forbidden_file, load_config, points_outside
 from .code_references import CODE_NAMES, foreign_code
 from .connection import hub_calls, listing
 from .loading import check_loading
@@ -28,9 +28,9 @@ from .secrets import check_detect_secrets
 
 STAGED = "_push-"  # how folders begin that hold a checkpoint while the Trainer sends it
 # by-products of training and of tools
-LEFT_OUT_FOLDERS = ("checkpoint-*", "last-checkpoint", f"{STAGED}*", "runs", "__pycache__", ".*")
-LEFT_OUT_FILES = ("training_args.bin", ".gitattributes", ".gitignore", ".DS_Store")
-RETRIES_WHEN_OVERTAKEN = 30  # of commits: other publishers of the same repository got there first
+EXCLUDED_FOLDERS = ("checkpoint-*", "last-checkpoint", f"{STAGED}*", "runs", "__pycache__", ".*")
+EXCLUDED_FILES = ("training_args.bin", ".gitattributes", ".gitignore", ".DS_Store")
+MAX_COMMIT_RETRIES = 30  # when others commit to the same repository first
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ def publish(
     that this folder lacks stay, but for weights and ToST's own code of an earlier version.
 
     Args:
-        folder: config, safetensors weights and a model card with a licence; tokenizer, image processor and so on travel along.
+        folder: config, safetensors weights and a model card with a licence; tokenizer, image processor and so on are sent too.
         repo_id: "owner/name", or "name" in the token's own namespace. Created if it is not there.
         private: whether a repository that is created here is private.
         revision: the branch to commit to, created from main if it is not there.
         tag: a tag to put on the commit.
         create_pr: propose the commit as a pull request.
         dry_run: check, and say what would be sent; no request is made.
-        with_code: whether the repository carries ToST's source files, for `trust_remote_code=True` without this package.
+        with_code: whether the repository holds the remote code, for `trust_remote_code=True` without this package.
         token: of a user with write access; the logged-in one by default.
         commit_message: "Publish with tost_hf VERSION" by default.
 
@@ -125,7 +125,7 @@ def publish_space(
     check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
     check_space(folder)
     files = model_files(folder)
-    _refuse_forbidden(folder, files)
+    _check_files(folder, files)
     if dry_run:
         return Publication(repo_id, None, None, tuple(sorted(files)), (), (), None)
     with hub_calls():
@@ -142,7 +142,7 @@ def check_target(repo_id: str, *, revision: str | None = None, tag: str | None =
 def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dict[str, Path]:
     """What the repository is to hold: name -> file. Refuses what must not be published."""
     files = {name: path for name, path in model_files(folder).items() if name not in CODE_NAMES}
-    _refuse_forbidden(folder, files)
+    _check_files(folder, files)
     content = json.loads((folder / "config.json").read_text())
     content.pop("auto_map", None)
     if with_code:
@@ -153,7 +153,7 @@ def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dic
     return files
 
 
-def _refuse_forbidden(folder: Path, files: dict[str, Path]) -> None:
+def _check_files(folder: Path, files: dict[str, Path]) -> None:
     refused = [reason for name, path in files.items() if (reason := forbidden_file(name, path))] + wrong_links(folder)
     if refused:
         raise ValueError(f"{folder} is not published: {'; '.join(refused)}. Move it out of the folder.")
@@ -170,29 +170,31 @@ def check_code(folder: Path) -> None:
 
 def model_files(folder: Path) -> dict[str, Path]:
     """The files of a model folder, name -> path, without by-products of training and tools, and links that lead out."""
-    return {name: path for name, path in _ours(folder).items() if path.is_file() and not leads_out(path, folder)}
+    return {
+        name: path for name, path in _published_paths(folder).items() if path.is_file() and not points_outside(path, folder)
+    }
 
 
 def wrong_links(folder: Path) -> list[str]:
     """Why links in a model folder cannot be published: one reason for each that leads out of it, to a folder or nowhere."""
     reasons = []
-    for name, path in _ours(folder).items():
-        if path.is_symlink() and leads_out(path, folder):
+    for name, path in _published_paths(folder).items():
+        if path.is_symlink() and points_outside(path, folder):
             reasons.append(f"{name} is a link to something outside the folder")
         elif path.is_symlink() and not path.is_file():
             reasons.append(f"{name} is a link to {'a folder' if path.is_dir() else 'nothing, or to itself'}")
     return reasons
 
 
-def _ours(folder: Path) -> dict[str, Path]:
+def _published_paths(folder: Path) -> dict[str, Path]:
     """All in a folder but by-products: name -> path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        by_product = name.name in LEFT_OUT_FILES or any(
+        by_product = name.name in EXCLUDED_FILES or any(
             fnmatch(part, pattern)
             for part in (name.parts if path.is_dir() else name.parts[:-1])
-            for pattern in LEFT_OUT_FOLDERS
+            for pattern in EXCLUDED_FOLDERS
         )
         if not by_product:
             found[name.as_posix()] = path
@@ -214,7 +216,7 @@ def _send(target: _Target, files: dict[str, Path], token: str | None, commit_mes
     api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
     target = target._replace(repo_id=_create_repository(api, target))
     if target.tag is not None:
-        _refuse_taken_tag(api, target, target.tag, files)
+        _check_tag(api, target, target.tag, files)
     commit = commit_files(
         api,
         target.repo_id,
@@ -275,7 +277,7 @@ def commit_files(
                 repo_type=repo_type,
             )
         except HfHubHTTPError as error:
-            if error.response is None or error.response.status_code != 412 or attempt == RETRIES_WHEN_OVERTAKEN:
+            if error.response is None or error.response.status_code != 412 or attempt == MAX_COMMIT_RETRIES:
                 raise
             attempt += 1
             time.sleep(random.uniform(0, 0.2 * attempt))
@@ -299,7 +301,7 @@ def _create_repository(api: HfApi, target: _Target) -> str:
     ).repo_id
 
 
-def _refuse_taken_tag(api: HfApi, target: _Target, tag: str, files: dict[str, Path]) -> None:
+def _check_tag(api: HfApi, target: _Target, tag: str, files: dict[str, Path]) -> None:
     """A tag that is there already must not silently stay at another version, so nothing is sent."""
     try:
         taken = listing(api, target.repo_id, tag, target.repo_type)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 REMOVED = "REMOVED"
-PIECE, OVERLAP = 2**20, 2**10  # bytes read at once; of these, what is read again, since a token may lie across the cut
+CHUNK_BYTES, OVERLAP_BYTES = 2**20, 2**10  # read at once, and read again of these: a token may lie across the cut
 HUB_TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.=-]{20,})|api_(?:org_)?[A-Za-z]{34}(?![A-Za-z0-9]))",
     re.ASCII,
@@ -60,10 +60,10 @@ def secrets_in_file(path: Path) -> list[str]:
     kinds = set()
     with open(path, "rb") as file:
         kept = b""
-        while piece := file.read(PIECE):
-            if holds_hub_token(kept + piece):
+        while chunk := file.read(CHUNK_BYTES):
+            if holds_hub_token(kept + chunk):
                 kinds.add("Hugging Face Token")
-            kept = piece[-OVERLAP:]
+            kept = chunk[-OVERLAP_BYTES:]
     if has_detect_secrets() and _is_plain_text(path):
         kinds |= _detected(path)
     return sorted(kinds)

@@ -147,9 +147,9 @@ def _check_code(folder: Path, config: PreTrainedConfig) -> str:
     there = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     auto_map = getattr(config, "auto_map", None)
     if not auto_map and not there:
-        return "none carried: loads where tost_hf is installed"
+        return "no remote code: loads where tost_hf is installed"
     if not auto_map:
-        raise ValueError(f"It carries {', '.join(there)}, but its config.json has no auto_map that names them.")
+        raise ValueError(f"It has {', '.join(there)}, but no auto_map in its config.json that names them.")
     if auto_map != AUTO_MAPS[config.model_type]:
         raise ValueError(f"Its config.json has an auto_map that is not that of tost_hf {__version__}; do not trust it.")
     ours = code_files(config.model_type)
@@ -217,7 +217,9 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         rows["images"] = f"{config.image_size} pixels, patches of {config.patch_size}, attention {config.attention_type}"
     if options := [f"{name} {value}" for name, value in config.options().items() if name != "layer_types"]:
         rows["options"] = ", ".join(options)
-    rows["code"] = "carried (trust_remote_code works)" if getattr(config, "auto_map", None) else "not carried (needs tost_hf)"
+    rows["code"] = (
+        "included (trust_remote_code works)" if getattr(config, "auto_map", None) else "not included (needs tost_hf)"
+    )
     if (folder / CARD).is_file():
         rows["licence"] = str(load_card(folder / CARD).data.license or "not named")
     return rows
