@@ -17,25 +17,21 @@ import argparse
 import copy
 
 import torch
-from language_models import NO_STATISTICS, OPTIONS, tost_options
-from rows import Panel, Spread, parse_arguments, plot
+from language_models import NO_STATISTICS, OPTIONS, make_language_model
+from rows import Spread
 from timing import (
     Report,
-    arguments,
     attempt,
-    choose_dtype,
+    benchmark,
     describe,
-    dtype_argument,
+    dtype_name,
     measure,
     peak_bytes,
-    print_header,
     ratio,
     spread,
 )
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StaticCache
-
-from tost_hf import ToSTConfig, ToSTForCausalLM
+from transformers import DynamicCache, StaticCache
 
 
 VOCABULARY = 50304
@@ -44,11 +40,8 @@ MODELS = (*(name for name in OPTIONS if name != NO_STATISTICS), "GPT-2")
 
 def build(name: str, layers: int, positions: int):
     """Models of width 768 with 12 heads."""
-    if name in OPTIONS:
-        overrides = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "max_position_embeddings": positions}
-        overrides |= tost_options(name, layers)
-        return ToSTForCausalLM(ToSTConfig.from_preset("tost-base", **overrides)).eval()
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_layer=layers, n_positions=positions)).eval()
+    sizes = {"width": 768, "layers": layers, "head_dim": 64, "context": positions}
+    return make_language_model(name, vocab_size=VOCABULARY, **sizes).eval()
 
 
 def cache_tensors(cache) -> list[torch.Tensor]:
@@ -129,7 +122,7 @@ def start(name: str, kind, model, token, position: int, args):
 
 
 @torch.no_grad()
-def benchmark(models, batch: int, positions, args, report: Report) -> dict[tuple[str, int], list[float]]:
+def benchmark_batch(models, batch: int, positions, args, report: Report) -> dict[tuple[str, int], list[float]]:
     """Reports one batch size; returns the seconds of each model at each position in each round."""
     torch.compiler.reset()
     token = torch.randint(0, VOCABULARY, (batch, 1), device=args.device)
@@ -142,7 +135,8 @@ def benchmark(models, batch: int, positions, args, report: Report) -> dict[tuple
                 runs[name, position] = steps
     seconds = measure(runs, args.repeats, device=args.device)
     for (name, position), steps in runs.items():
-        case = {"model": name, "position": position, "batch": batch, "layers": args.layers, "dtype": args.dtype}
+        case = {"model": name, "position": position, "batch": batch, "layers": args.layers}
+        case["dtype"] = dtype_name(args.dtype)
         case |= {"cache": "static" if args.static else "dynamic", "code": "compiled" if args.compile else "eager"}
         step = spread(seconds[name, position]) * (1 / args.steps)
         rival = seconds.get(("GPT-2", position))
@@ -158,9 +152,7 @@ def benchmark(models, batch: int, positions, args, report: Report) -> dict[tuple
     return seconds
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = arguments(__doc__)
-    dtype_argument(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu_default = "default: on a GPU"
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["ToST", "GPT-2"])
     parser.add_argument("--layers", type=int, default=12)
@@ -169,7 +161,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="tokens in a row in one timed run; default: 1; 16 on a GPU")
     parser.add_argument("--static", action=argparse.BooleanOptionalAction, help=gpu_default)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=gpu_default)
-    args = parse_arguments(parser, argv, __file__)
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
     on_gpu = args.device == "cuda"
     args.static = on_gpu if args.static is None else args.static
     args.compile = on_gpu if args.compile is None else args.compile
@@ -177,28 +171,21 @@ def main(argv: list[str] | None = None) -> None:
     batches = args.batch or ([1, 64, 1024] if on_gpu else [1])
     positions = args.positions or ([1024] if on_gpu else [10, 100, 1000])
     if args.compile and not args.static:
-        parser.error("--compile needs --static: a growing cache would be compiled again at every step")
-    dtype = choose_dtype(args)
-    args.dtype = str(dtype).removeprefix("torch.")
-
-    print_header(args.device)
-    report = Report(args, labels=2)
+        raise SystemExit("--compile needs --static: a growing cache would be compiled again at every step")
     torch.manual_seed(0)
     longest = max(1024, max(positions) + args.steps)
-    models = {name: build(name, args.layers, longest).to(args.device, dtype) for name in args.models}
-    series = {}
+    models = {name: build(name, args.layers, longest).to(args.device, args.dtype) for name in args.models}
     for batch in batches:
-        seconds = benchmark(models, batch, positions, args, report)
+        seconds = benchmark_batch(models, batch, positions, args, report)
         for name in args.models:
             times = {position: times for (model, position), times in seconds.items() if model == name}
-            series[f"{name}, batch {batch}"] = {x: spread(t) * (1e3 / args.steps) for x, t in times.items()}
             if len(times) > 1:
                 first, last = min(times), max(times)
                 growth = ratio(times[last], times[first])
                 print(f"{name}: time at {last:,} / time at {first:,}: {describe(growth)}")
-    if args.plot:
-        plot(args.plot, Panel(series, "position", "ms a step"))
 
+
+main = benchmark(__doc__, __file__, run, add_arguments, dtype=True, labels=2)
 
 if __name__ == "__main__":
     main()

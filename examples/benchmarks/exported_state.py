@@ -11,14 +11,12 @@ position, in standard deviations of the model's.
 """
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 from language_models import make_language_model
-from rows import parse_arguments
-from timing import Report, arguments, print_header
+from timing import Report, benchmark
 
 from tost_hf import CausalStatisticsCache, export_model
 from tost_hf.exporting.runtime import LanguageModel, load
@@ -50,17 +48,17 @@ def differences(name: str, tokens: int) -> dict[int, float]:
     return {n: errors[n - COMPARED : n].max().item() for n in POSITIONS if n <= tokens}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = arguments(__doc__, repeats=1)
+def add_arguments(parser) -> None:
     parser.add_argument("--tokens", type=int, default=max(POSITIONS))
-    args = parse_arguments(parser, argv, __file__)
-    print_header(args.device)
-    report = Report(args)
+
+
+def run(args, report: Report) -> None:
     for name in MODELS:
         for position, difference in differences(name, args.tokens).items():
             report.add({"model": name, "position": position}, {"difference": difference})
-    return 0
 
+
+main = benchmark(__doc__, __file__, run, add_arguments, repeats=1)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

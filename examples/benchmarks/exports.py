@@ -20,15 +20,14 @@ import importlib.util
 import multiprocessing
 import os
 import re
-import sys
 import tempfile
 import time
 from typing import NamedTuple
 
 import torch
 from language_models import make_language_model
-from rows import parse_arguments, read_rows, select
-from timing import Report, arguments, print_header
+from rows import read_rows, select
+from timing import Report, benchmark
 from transformers import DynamicCache, StaticCache, ViTConfig, ViTForImageClassification
 
 import tost_hf
@@ -178,15 +177,14 @@ def in_process(kind: str, name: str, case: str) -> tuple[str, float]:
     return outcome
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = arguments(__doc__, repeats=1)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+def add_arguments(parser) -> None:
     models = (*LANGUAGE_MODELS, *VISION_MODELS)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--models", nargs="+", choices=models, default=list(models))
-    args = parse_arguments(parser, argv, __file__)
+
+
+def run(args, report: Report) -> None:
     torch.set_num_threads(1)  # threads do not survive the fork of a process
-    print_header(args.device)
-    report = Report(args)
     done = read_rows(report.path) if report.path.exists() else []
     for kind in args.formats:
         for name in args.models:
@@ -195,8 +193,9 @@ def main(argv: list[str] | None = None) -> int:
                 if not select(done, **columns):
                     outcome, difference = in_process(kind, name, case)
                     report.add(columns | {"outcome": outcome}, {"difference": difference})
-    return 0
 
+
+main = benchmark(__doc__, __file__, run, add_arguments, repeats=1)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,45 +9,27 @@ same tokens; the factors of forgetting are those of a new model, and per token s
 """
 
 import sys
+from dataclasses import replace
 
 import torch
-from op import PASSES, make_grad, make_inputs, make_run
-from rows import parse_arguments
-from timing import Report, arguments, measure, print_header, ratio, restart_keeping_freed_memory, spread
-from torch.nn import functional as F
+from registry import DECAYS, PASSES, make_grad, make_run
+from timing import Report, benchmark, measure, ratio, restart_keeping_freed_memory, spread
 
-from tost_hf import TokenStatisticsSelfAttention, tssa
-from tost_hf.model.layers_tost import initial_forget_bias
+from tost_hf import TokenStatisticsSelfAttention
 
 
 SHAPE = (4, 1024, 12, 64)
 CODES = ("eager", "compiled")
-FORGETTING = ("none", "head", "token")
 CONV_KERNEL = 4
 
 
-def forgetting_inputs(kind: str, shape, device: str) -> list[torch.Tensor]:
-    """The operator's differentiable inputs, with the logarithms of factors where it forgets."""
-    inputs = make_inputs("eager", shape, True, torch.float32, device)
-    if kind == "none":
-        return inputs
-    logit = initial_forget_bias(shape[2])
-    if kind == "token":
-        logit = logit + 0.5 * torch.randn(*shape[:3], generator=torch.Generator().manual_seed(2))
-    return [*inputs, F.logsigmoid(logit).to(device).requires_grad_()]
-
-
 def operator_runs(code: str, which: str, shape, device: str) -> dict:
-    """What is timed for each kind of forgetting."""
-
-    def op(w, temp, denom_bias, log_decay=None):
-        return tssa(w, temp, denom_bias, log_decay=log_decay, backend="reference").output
-
+    """What is timed for each kind of decay."""
     runs = {}
-    for kind in FORGETTING:
-        function = torch.compile(op, dynamic=False) if code == "compiled" else op
-        inputs = forgetting_inputs(kind, shape, device)
-        runs[kind] = make_run(function, inputs, make_grad(shape, torch.float32, device), which)
+    for kind, operator in DECAYS.items():
+        op = replace(operator, compiled=code == "compiled").make(True, device)
+        inputs = operator.make_inputs(shape, True, torch.float32, device)
+        runs[kind] = make_run(op, inputs, make_grad(shape, torch.float32, device), which)
     return runs
 
 
@@ -68,13 +50,13 @@ def layer_runs(code: str, which: str, shape, device: str) -> dict:
     return runs
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = arguments(__doc__, repeats=15)
+def add_arguments(parser) -> None:
     parser.add_argument("--shape", type=int, nargs=4, default=SHAPE, metavar=("B", "T", "H", "p"))
     parser.add_argument("--code", nargs="+", choices=CODES, default=CODES)
-    args = parse_arguments(parser, argv, __file__)
-    print_header(args.device)
-    report, shape = Report(args), tuple(args.shape)
+
+
+def run(args, report: Report) -> None:
+    shape = tuple(args.shape)
     for what, make in {"operator": operator_runs, "layer": layer_runs}.items():
         for code in args.code:
             torch.compiler.reset()
@@ -84,8 +66,9 @@ def main(argv: list[str] | None = None) -> int:
                 for kind, times in seconds.items():
                     case = {"option": kind, "what": what, "code": code, "pass": which, **dict(zip("BTHp", shape))}
                     report.add(case, {"ms": spread(times) * 1e3, "this / plain": ratio(times, seconds["none"])})
-    return 0
 
+
+main = benchmark(__doc__, __file__, run, add_arguments, repeats=15)
 
 if __name__ == "__main__":
     restart_keeping_freed_memory()

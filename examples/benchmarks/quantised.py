@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from rows import parse_arguments, read_rows, select
+from rows import read_rows, select
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from timing import Report, arguments, measure, print_header, ratio, spread
+from timing import Report, benchmark, measure, ratio, spread
 from torch.nn import functional as F
 from transformers import (
     AutoImageProcessor,
@@ -188,15 +188,12 @@ def steps(model, token: torch.Tensor, prefix: torch.Tensor) -> Callable[[], Call
     return prepare
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = arguments(__doc__)
+def add_arguments(parser) -> None:
     parser.add_argument("--models", default=".", metavar="FOLDER", help="where tost-demo and tost-digits are")
     parser.add_argument("--speed", action="store_true", help="time tost-base in place of the losses")
-    args = parse_arguments(parser, argv, __file__)
-    print_header(args.device)
-    report = Report(args, labels=2)
-    (speed if args.speed else losses)(args, report)
 
+
+main = benchmark(__doc__, __file__, lambda *run: (speed if run[0].speed else losses)(*run), add_arguments, labels=2)
 
 if __name__ == "__main__":
     main()

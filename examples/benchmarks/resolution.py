@@ -10,39 +10,32 @@ Prints the time of a forward pass, its peak memory beyond the loaded model (on a
 an ordinary C library), the first size from which on ToST is the faster, and the ratios of times at four times the
 tokens: 4 is linear growth, 16 quadratic.
 
-With --training it is steps of ToST on batches of 8 images (forward, backward, AdamW), beside the same model whose operator is
-the plain formulas with autograd's backward ("formulas"), as it was on CPUs before there was an engine for it.
+With --training it is steps on batches of 8 images: forward, backward, AdamW.
 """
 
-import contextlib
+import argparse
 
 import torch
-from rows import Panel, parse_arguments, plot
 from timing import (
     Report,
-    arguments,
-    choose_dtype,
+    benchmark,
     describe,
     describe_crossover,
-    dtype_argument,
+    dtype_name,
     in_own_process,
     measure,
     peak_bytes,
-    print_header,
     ratio,
     restart_keeping_freed_memory,
     spread,
 )
 from transformers import ViTConfig, ViTModel
 
-import tost_hf.model.tssa as operators
 from tost_hf import ToSTVisionConfig, ToSTVisionModel
-from tost_hf.model import tssa_reference
 
 
 PATCH = 16
 MODELS = ("ToST", "ViT")
-TRAINED = ("ToST", "formulas")
 TRAINING_BATCH = 8
 
 
@@ -86,73 +79,63 @@ def find_seconds(side: int, layers: int, repeats: int, device: str, dtype) -> di
     return measure(runs, repeats, device=device, warm_up=1 if device == "cpu" else 3)
 
 
-@contextlib.contextmanager
-def plain_formulas():
-    """Within it, bidirectional layers on a CPU are computed by the formulas."""
-    engine = operators.bidirectional_tssa
-    operators.bidirectional_tssa = tssa_reference.bidirectional
-    try:
-        yield
-    finally:
-        operators.bidirectional_tssa = engine
-
-
 def make_training_step(name: str, side: int, layers: int, device: str, dtype):
-    model = build("ToST", side, layers, device, dtype).train()
+    model = build(name, side, layers, device, dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     pixels = torch.randn(TRAINING_BATCH, 3, side, side, device=device, dtype=dtype)
 
     def step():
-        with plain_formulas() if name == "formulas" else contextlib.nullcontext():
-            model(pixels).last_hidden_state.float().square().mean().backward()
+        model(pixels).last_hidden_state.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def report_training(sides, dtype, args, report: Report) -> None:
+def report_training(sides, args, report: Report) -> None:
     for side in sides:
-        steps = {name: make_training_step(name, side, args.layers, args.device, dtype) for name in TRAINED}
+        steps = {name: make_training_step(name, side, args.layers, args.device, args.dtype) for name in MODELS}
         runs = {name: lambda step=step: step for name, step in steps.items()}
         seconds = measure(runs, args.repeats, device=args.device, warm_up=1 if args.device == "cpu" else 3)
         for name, times in seconds.items():
             speed = spread(TRAINING_BATCH / s for s in times)
-            metrics = {"training images/s": speed, "formulas / this": ratio(seconds["formulas"], times)}
-            report.add(case_of(name, side, args.layers, dtype), metrics)
+            metrics = {"training images/s": speed, "ViT / this": ratio(seconds["ViT"], times)}
+            report.add(case_of(name, side, args.layers, args.dtype), metrics)
 
 
 def case_of(name: str, side: int, layers: int, dtype) -> dict[str, object]:
-    dtype = str(dtype).removeprefix("torch.")
-    return {"model": name, "pixels": side, "tokens": (side // PATCH) ** 2, "layers": layers, "dtype": dtype}
+    return {"model": name, "pixels": side, "tokens": (side // PATCH) ** 2, "layers": layers, "dtype": dtype_name(dtype)}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = arguments(__doc__)
-    dtype_argument(parser)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[224, 448, 512, 896, 1024, 2048], help="sides in pixels")
+def side_length(text: str) -> int:
+    """A --sizes argument."""
+    side = int(text)
+    if side < PATCH or side % PATCH:
+        raise argparse.ArgumentTypeError(f"a size must be a multiple of the patch size ({PATCH}), got {side}")
+    return side
+
+
+def add_arguments(parser) -> None:
+    sides = [224, 448, 512, 896, 1024, 2048]
+    parser.add_argument("--sizes", type=side_length, nargs="+", default=sides, help="sides in pixels")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--training", action="store_true", help="images per second of training steps instead")
-    args = parse_arguments(parser, argv, __file__)
-    for side in args.sizes:
-        if side < PATCH or side % PATCH:
-            parser.error(f"a size must be a multiple of the patch size ({PATCH}), got {side}")
-    dtype = choose_dtype(args)
-    print_header(args.device)
-    report = Report(args)
+
+
+def run(args, report: Report) -> None:
     sides = sorted(set(args.sizes))
     if args.training:
-        report_training(sides, dtype, args, report)
+        report_training(sides, args, report)
         return
     peaks = {}
     for name in MODELS:
-        where = (name, sides, args.layers, args.device, dtype)
+        where = (name, sides, args.layers, args.device, args.dtype)
         peaks[name] = find_peaks(*where) if args.device == "cuda" else in_own_process(find_peaks, *where)
     seconds, gains = {}, {}
     for side in sides:
-        seconds[side] = find_seconds(side, args.layers, args.repeats, args.device, dtype)
+        seconds[side] = find_seconds(side, args.layers, args.repeats, args.device, args.dtype)
         for name, times in seconds[side].items():
-            case = case_of(name, side, args.layers, dtype)
+            case = case_of(name, side, args.layers, args.dtype)
             gain = ratio(seconds[side]["ViT"], times)
             report.add(case, {"ms": spread(times) * 1e3, "peak MiB": peaks[name][side] / 2**20, "ViT / this": gain})
         gains[side] = ratio(seconds[side]["ViT"], seconds[side]["ToST"]).value
@@ -161,10 +144,9 @@ def main(argv: list[str] | None = None) -> None:
         if 2 * side in seconds:
             growth = (f"{name} {describe(ratio(seconds[2 * side][name], seconds[side][name]))}" for name in MODELS)
             print(f"time at {2 * side} / time at {side} pixels, four times the tokens: {', '.join(growth)}")
-    if args.plot:
-        series = {name: {side: spread(seconds[side][name]) * 1e3 for side in seconds} for name in MODELS}
-        plot(args.plot, Panel(series, "pixels per side", "ms, forward"))
 
+
+main = benchmark(__doc__, __file__, run, add_arguments, dtype=True)
 
 if __name__ == "__main__":
     restart_keeping_freed_memory()

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Growth with the number of tokens: the paper's figure, 12 attention layers alone (width 384, 8 heads), batch 1, forward.
 
-    python examples/benchmarks/scaling.py --plot scaling.png
+    python examples/benchmarks/scaling.py
 
 ToST's bidirectional TSSA layers beside softmax attention layers (one projection to queries, keys and values, PyTorch's scaled
 dot product attention, one projection back); each layer's output is added to its input. ToST is measured first, all lengths
@@ -11,18 +11,15 @@ the exponent of time over tokens from 8,192 on: 1 is linear growth, 2 quadratic.
 """
 
 import torch
-from rows import Panel, parse_arguments, plot
 from timing import (
     Report,
-    arguments,
     attempt,
-    choose_dtype,
+    benchmark,
     describe_crossover,
-    dtype_argument,
+    dtype_name,
     in_own_process,
     measure,
     peak_bytes,
-    print_header,
     ratio,
     restart_keeping_freed_memory,
     slope,
@@ -93,10 +90,10 @@ def measure_peaks(kind: str, lengths, dtype, device: str) -> dict[int, int]:
     return in_own_process(peaks, kind, lengths, dtype, device)
 
 
-def measure_times(kinds, lengths, dtype, args) -> dict[str, dict[int, list[float]]]:
+def measure_times(kinds, lengths, args) -> dict[str, dict[int, list[float]]]:
     """Seconds of each round, {kind: {length: seconds}}; all take turns."""
-    models = {kind: Layers(kind).to(args.device, dtype) for kind in kinds}
-    tokens = {n: make_tokens(n, dtype, args.device) for n in lengths}
+    models = {kind: Layers(kind).to(args.device, args.dtype) for kind in kinds}
+    tokens = {n: make_tokens(n, args.dtype, args.device) for n in lengths}
     runs = {(kind, n): lambda model=models[kind], x=tokens[n]: lambda: model(x) for n in lengths for kind in kinds}
     warm_up = 1 if args.device == "cpu" else 3
     seconds = measure(runs, args.repeats, device=args.device, warm_up=warm_up, ahead=True)
@@ -113,28 +110,25 @@ def report_exponent(kind: str, times: dict[int, list[float]], case: dict, report
     print(f"{kind}: time grows with tokens to the power above, from {far[0]:,} to {far[-1]:,}", flush=True)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = arguments(__doc__)
-    dtype_argument(parser)
+def add_arguments(parser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
     parser.add_argument(
         "--softmax_limit", type=int, help="longest for softmax (131,072 on a GPU, 8,192 on a CPU unless given)"
     )
-    args = parse_arguments(parser, argv, __file__)
-    dtype = choose_dtype(args)
-    print_header(args.device)
+
+
+def run(args, report: Report) -> None:
     limit = args.softmax_limit or (131072 if args.device == "cuda" else 8192)
     lengths = {"ToST": sorted(set(args.tokens))}
     lengths["softmax"] = [n for n in lengths["ToST"] if n <= limit]
-    report = Report(args, labels=2)
-    case = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "dtype": str(dtype).removeprefix("torch.")}
+    case = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "dtype": dtype_name(args.dtype)}
 
-    seconds = measure_times(["ToST"], lengths["ToST"], dtype, args)
+    seconds = measure_times(["ToST"], lengths["ToST"], args)
     for n, times in seconds["ToST"].items():
         report.add({"kind": "ToST", "tokens": n} | case, {"ms": spread(times) * 1e3})
     report_exponent("ToST", seconds["ToST"], case, report)
 
-    beside = attempt("softmax", measure_times, KINDS, lengths["softmax"], dtype, args) or {}
+    beside = attempt("softmax", measure_times, KINDS, lengths["softmax"], args) or {}
     seconds["softmax"] = beside.get("softmax", {})
     gains = {n: ratio(times, beside["ToST"][n]) for n, times in seconds["softmax"].items()}
     for n, times in seconds["softmax"].items():
@@ -144,12 +138,11 @@ def main(argv: list[str] | None = None) -> None:
     report_exponent("softmax", seconds["softmax"], case, report)
 
     for kind in KINDS:
-        for n, peak in (attempt(kind, measure_peaks, kind, lengths[kind], dtype, args.device) or {}).items():
+        for n, peak in (attempt(kind, measure_peaks, kind, lengths[kind], args.dtype, args.device) or {}).items():
             report.add({"kind": kind, "tokens": n} | case, {"peak MiB": peak / 2**20})
-    if args.plot:
-        series = {kind: {n: spread(x) * 1e3 for n, x in times.items()} for kind, times in seconds.items()}
-        plot(args.plot, Panel(series, "tokens", f"ms, {LAYERS} attention layers"))
 
+
+main = benchmark(__doc__, __file__, run, add_arguments, dtype=True, labels=2)
 
 if __name__ == "__main__":
     restart_keeping_freed_memory()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from rows import RESULTS, Spread, append_rows, machine, origin, output_of, versions
+from rows import RESULTS, Spread, append_rows, machine, origin, output_of, parse_arguments, versions
 
 
 FLUSH_BYTES = 2**28  # more than the last-level cache of any GPU
@@ -251,7 +251,6 @@ def arguments(doc: str, repeats: int = 5) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=int, default=repeats, help="rounds; a figure is their median (smallest..largest)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV that rows are appended to")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the figures to this file")
     return parser
 
 
@@ -261,6 +260,44 @@ def dtype_argument(parser: argparse.ArgumentParser) -> None:
 
 def choose_dtype(args: argparse.Namespace) -> torch.dtype:
     return getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def benchmark(
+    doc: str,
+    script: str,
+    run: Callable[[argparse.Namespace, Report], int | None],
+    add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
+    *,
+    dtype: bool = False,
+    labels: int = 1,
+    repeats: int = 5,
+) -> Callable[[Sequence[str] | None], int]:
+    """The main function of a script: it parses a command line, prints what it runs on, and measures.
+
+    Args:
+        doc, script: the script's `__doc__` and `__file__`.
+        run: measures; takes the arguments and the report, and returns an exit status, or None for 0.
+        add_arguments: adds the script's own arguments to the parser.
+        dtype: whether there is an argument `--dtype`, which `run` then gets as torch's dtype.
+        labels, repeats: as for `Report` and `arguments`.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        parser = arguments(doc, repeats)
+        if dtype:
+            dtype_argument(parser)
+        add_arguments(parser)
+        args = parse_arguments(parser, argv, script)
+        if dtype:
+            args.dtype = choose_dtype(args)
+        print_header(args.device)
+        return run(args, Report(args, labels)) or 0
+
+    return main
 
 
 def attempt(label: str, run: Callable, *args):

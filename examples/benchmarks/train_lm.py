@@ -16,24 +16,21 @@ import gc
 import importlib.util
 
 import torch
-from rows import Panel, Spread, parse_arguments, plot
+from language_models import make_language_model
+from rows import Spread
 from timing import (
     Report,
-    arguments,
     attempt,
-    choose_dtype,
+    benchmark,
     describe_crossover,
-    dtype_argument,
+    dtype_name,
     measure,
     peak_bytes,
-    print_header,
     ratio,
     spread,
 )
 from torch.nn import functional as F
-from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, Mamba2Config, Mamba2ForCausalLM
-
-from tost_hf import ToSTConfig, ToSTForCausalLM
+from transformers import AttentionInterface, Mamba2Config, Mamba2ForCausalLM
 
 
 SIZES = {  # width, layers, heads, vocabulary
@@ -61,23 +58,13 @@ AttentionInterface.register("causal_sdpa", causal_attention)
 def build(name: str, size: str, layers: int, length: int):
     """A model with the widths of the size named, for texts of this length."""
     width, _, heads, vocabulary = SIZES[size]
-    if name == "ToST":
-        config = ToSTConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            max_position_embeddings=length,
-            bos_token_id=0,
-            eos_token_id=0,
+    if name != "Mamba-2":
+        model = make_language_model(
+            name, vocab_size=vocabulary, width=width, layers=layers, head_dim=width // heads, context=length
         )
-        return ToSTForCausalLM(config)
-    if name == "GPT-2":
-        others = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-        config = GPT2Config(vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=heads, n_positions=length, **others)
-        config._attn_implementation = "causal_sdpa"
-        model = GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"  # it is the default, but a warning says so and splits the compiled graph
+        if name == "GPT-2":
+            model.set_attn_implementation("causal_sdpa")
+            model.loss_type = "ForCausalLM"  # it is the default, but a warning says so and splits the compiled graph
         return model
     config = Mamba2Config(
         vocab_size=vocabulary,
@@ -105,10 +92,10 @@ def layers_for(name: str, size: str, length: int, parameters: int) -> int:
 class TrainingStep:
     """One model's step; its peak memory counts the weights, the gradients and the optimizer's state."""
 
-    def __init__(self, name: str, layers: int, length: int, args, dtype):
+    def __init__(self, name: str, layers: int, length: int, args):
         batch = max(args.tokens // length, 1)
         self.tokens = torch.randint(0, SIZES[args.size][-1], (batch, length), device=args.device)
-        self.device, self.dtype = args.device, dtype
+        self.device, self.dtype = args.device, args.dtype
         self.peak = peak_bytes(lambda: self.prepare(name, layers, length, args), args.device)
 
     def prepare(self, name, layers, length, args):
@@ -128,7 +115,7 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def benchmark(length: int, equal: str, args, dtype, report: Report) -> dict[str, Spread]:
+def benchmark_length(length: int, equal: str, args, report: Report) -> dict[str, Spread]:
     """Reports one length; returns the milliseconds of a step of each model."""
     torch.compiler.reset()
     gc.collect()  # compiled models of the length before hold one another
@@ -138,14 +125,14 @@ def benchmark(length: int, equal: str, args, dtype, report: Report) -> dict[str,
         layers = size_layers
         if equal == "parameters" and name != "GPT-2":
             layers = layers_for(name, args.size, length, count_parameters("GPT-2", args.size, size_layers, length))
-        step = attempt(name, TrainingStep, name, layers, length, args, dtype)
+        step = attempt(name, TrainingStep, name, layers, length, args)
         if step is not None:
             steps[name] = (step, layers)
     seconds = measure({name: lambda run=step.run: run for name, (step, _) in steps.items()}, args.repeats, device=args.device)
     for name, (step, layers) in steps.items():
         batch = len(step.tokens)
         case = {"model": name, "T": length, "batch": batch, "sizes": f"equal {equal}", "size": args.size}
-        case |= {"dtype": str(dtype).removeprefix("torch."), "code": "compiled" if args.compile else "eager"}
+        case |= {"dtype": dtype_name(args.dtype), "code": "compiled" if args.compile else "eager"}
         report.add(
             case,
             {
@@ -159,9 +146,7 @@ def benchmark(length: int, equal: str, args, dtype, report: Report) -> dict[str,
     return {name: spread(times) * 1e3 for name, times in seconds.items()}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = arguments(__doc__)
-    dtype_argument(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, help="default: base on a GPU, small on a CPU")
     parser.add_argument("--layers", type=int, help="other than the size's")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
@@ -169,31 +154,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--equal", nargs="+", choices=("width", "parameters"), default=("width", "parameters"))
     parser.add_argument("--tokens", type=int, help="tokens per step; default: 16384 on a GPU, 1024 on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
-    args = parse_arguments(parser, argv, __file__)
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
     on_gpu = args.device == "cuda"
     args.size = args.size or ("base" if on_gpu else "small")
     args.tokens = args.tokens or (16384 if on_gpu else 1024)
     args.compile = on_gpu if args.compile is None else args.compile
-    dtype = choose_dtype(args)
-
-    print_header(args.device)
     if "Mamba-2" in args.models and importlib.util.find_spec("mamba_ssm") is None:
         print("Mamba-2 runs in plain PyTorch: mamba_ssm is not installed.")
-    report = Report(args)
-    series = {}
     for equal in args.equal:
+        gains = {}
         for length in dict.fromkeys(args.lengths or LENGTHS[args.device]):
-            for name, step in benchmark(length, equal, args, dtype, report).items():
-                series.setdefault((equal, name), {})[length] = step
-    for equal in args.equal:
-        ours, theirs = (series.get((equal, name), {}) for name in ("ToST", "GPT-2"))
-        gains = {length: theirs[length].value / ours[length].value for length in ours if length in theirs}
+            steps = benchmark_length(length, equal, args, report)
+            if {"ToST", "GPT-2"} <= steps.keys():
+                gains[length] = steps["GPT-2"].value / steps["ToST"].value
         if gains:
             print(f"equal {equal}: " + describe_crossover(gains, "GPT-2", "tokens"))
-    if args.plot:
-        lines = {f"{name}, equal {equal}": x for (equal, name), x in series.items()}
-        plot(args.plot, Panel(lines, "tokens", "ms a training step"))
 
+
+main = benchmark(__doc__, __file__, run, add_arguments, dtype=True)
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,151 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The operators that benchmarks compare: how each is called, and on what. To compare another one, add it to `OPERATORS`."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tost_hf import tssa
+from tost_hf.model import tssa_reference
+from tost_hf.model.layers_tost import initial_forget_bias
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+INPUTS: dict[str, Callable[..., torch.Tensor]] = {  # of random numbers of a shape, the shape (B, T, H, p), and the dtype
+    "tokens": lambda randn, shape, dtype: randn(*shape).to(dtype),
+    "temp": lambda randn, shape, _: 1 + 0.2 * randn(shape[2]),
+    "denom_bias": lambda randn, shape, _: 0.1 * randn(*shape[1:3]),
+    "gate": lambda randn, shape, dtype: -randn(*shape).abs().to(dtype),
+    "head_gate": lambda randn, shape, _: -randn(*shape[:3]).abs(),
+    "head_decay": lambda randn, shape, _: F.logsigmoid(initial_forget_bias(shape[2])),  # of a new model
+    "token_decay": lambda randn, shape, _: F.logsigmoid(initial_forget_bias(shape[2]) + 0.5 * randn(*shape[:3])),
+}
+
+
+# Operators ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator, and the kinds of its inputs (see `INPUTS`).
+
+    Args:
+        load: returns a function of the inputs and `causal`; raises ImportError where a package is missing.
+        is_tssa: whether it computes TSSA and must equal the reference; its bidirectional form has no denom_bias.
+        compiled: whether it is run by `torch.compile`.
+    """
+
+    load: Callable[[], Callable[..., torch.Tensor]]
+    inputs: tuple[str, ...] = ("tokens", "temp", "denom_bias")
+    is_tssa: bool = True
+    compiled: bool = False
+    causal_only: bool = False
+    needs_gpu: bool = False
+
+    def make(self, causal: bool, device: str) -> Callable[..., torch.Tensor]:
+        """A function of the inputs.
+
+        Raises:
+            NotImplementedError, ImportError: it does not exist in this form, on this device, or without a package.
+        """
+        if self.causal_only and not causal:
+            raise NotImplementedError("causal only")
+        if self.needs_gpu and device == "cpu":
+            raise NotImplementedError("the kernels need a GPU")
+        function = self.load()
+
+        def run(*inputs):
+            return function(*inputs, causal=causal)
+
+        return torch.compile(run, dynamic=False) if self.compiled else run
+
+    def make_inputs(self, shape, causal: bool, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+        """Differentiable inputs for tokens (B, T, H, p), the same at every call."""
+        generator = torch.Generator().manual_seed(0)
+        kinds = self.inputs if causal or not self.is_tssa else self.inputs[:2]
+        made = (INPUTS[kind](lambda *size: torch.randn(size, generator=generator), shape, dtype) for kind in kinds)
+        return [x.to(device).requires_grad_() for x in made]
+
+
+def call_tssa(backend: str) -> Callable:
+    def op(w, temp, denom_bias=None, log_decay=None, causal=True):
+        return tssa(w, temp, denom_bias, log_decay=log_decay, causal=causal, backend=backend).output
+
+    return op
+
+
+def literal(w, temp, denom_bias=None, causal=True):
+    """The reference implementation, with autograd's backward."""
+    return tssa_reference.causal(w, temp, denom_bias)[0] if causal else tssa_reference.bidirectional(w, temp)[0]
+
+
+def attention(q, k, v, causal=True):
+    """Softmax attention on (B, T, H, p)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.is_cuda and q.dtype != torch.float32:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+def from_fla(module: str, function: str, *names: str, **options) -> Callable[[], Callable]:
+    """An operator of flash-linear-attention; `names` are those of its inputs."""
+
+    def load():
+        op = getattr(importlib.import_module(f"fla.ops.{module}"), function)
+        return lambda *inputs, causal: op(**dict(zip(names, inputs)), **options)[0]
+
+    return load
+
+
+def load_hgrn():
+    from fla.ops.hgrn import chunk_hgrn
+
+    return lambda x, gate, causal: chunk_hgrn(x.flatten(2), gate.flatten(2))[0].reshape(x.shape)
+
+
+QKV = ("tokens", "tokens", "tokens")
+OPERATORS = {
+    "triton": Operator(lambda: call_tssa("triton"), needs_gpu=True),
+    "compiled": Operator(lambda: call_tssa("reference"), compiled=True),
+    "eager": Operator(lambda: call_tssa("reference")),
+    "literal": Operator(lambda: literal),
+    "literal compiled": Operator(lambda: literal, compiled=True),
+    "sdpa": Operator(lambda: attention, QKV, is_tssa=False),
+    "fla linear_attn": Operator(
+        from_fla("linear_attn", "chunk_linear_attn", "q", "k", "v", normalize=False), QKV, is_tssa=False, causal_only=True
+    ),
+    "fla simple_gla": Operator(
+        from_fla("simple_gla", "chunk_simple_gla", "q", "k", "v", "g"),
+        (*QKV, "head_gate"),
+        is_tssa=False,
+        causal_only=True,
+    ),
+    "fla hgrn": Operator(load_hgrn, ("tokens", "gate"), is_tssa=False, causal_only=True),
+}
+DECAYS = {  # the kind of `forgetting` to the operator that decays so
+    "none": Operator(lambda: call_tssa("reference")),
+    "head": Operator(lambda: call_tssa("reference"), ("tokens", "temp", "denom_bias", "head_decay"), causal_only=True),
+    "token": Operator(lambda: call_tssa("reference"), ("tokens", "temp", "denom_bias", "token_decay"), causal_only=True),
+}
+PASSES = ("forward", "forward + backward")
+
+
+def make_grad(shape, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A gradient of the output."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def make_run(op: Callable, inputs, grad, which: str) -> Callable[[], object]:
+    """One of `PASSES` of an operator, to be timed."""
+
+    def forward():
+        with torch.no_grad():
+            op(*inputs)
+
+    return forward if which == "forward" else lambda: torch.autograd.grad(op(*inputs), inputs, grad)
