@@ -1,4 +1,5 @@
-# `make demo` and `make test` do their own set-up: a virtual environment in .venv with the versions of tests/constraints.txt.
+# Each target does its own set-up: a virtual environment in .venv with the versions of tests/constraints.txt. `make demo`
+# installs there only what it needs; the others add the rest.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +9,7 @@ PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test test-slow test-lowest lint results browser clean
 
-demo: $(VENV)/ready  ## trains a small ToST on the Python standard library, reloads it and lets it write
+demo: $(VENV)/ready-to-train  ## trains a small ToST on the Python standard library, reloads it and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
 
 # a thread for each process of the tests
@@ -32,9 +33,14 @@ results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows 
 	$(BIN)/python examples/benchmarks/tables.py
 	$(BIN)/tost-hf card --presets model_cards
 
-browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries from npm
-	command -v chromium && command -v chromedriver || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver)
-	$(BIN)/python -c "from tost_hf.space.packages import RUNTIME, TOKENIZERS, find; print(find(RUNTIME), find(TOKENIZERS))"
+browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries in npm's cache
+	command -v chromium && command -v chromedriver && command -v npm || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver npm)
+	$(BIN)/python -c "from pathlib import Path; from tempfile import mkdtemp; from tost_hf.space.packages import *; unpack([RUNTIME, TOKENIZERS], Path(mkdtemp()))"
+
+$(VENV)/ready-to-train: pyproject.toml tests/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint tests/constraints.txt --editable ".[train]"
+	touch $@
 
 $(VENV)/ready: pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -32,14 +32,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     set_seed,
 )
 
 from tost_hf import PRESETS, ToSTConfig, ToSTTrainer, ToSTTrainingArguments
+from tost_hf.training.callbacks import TrainingFilesCallback
 from tost_hf.training.metrics import TokenAccuracy, perplexity
 from tost_hf.training.streams import collate_blocks
-from tost_hf.training.trainer_stream import StreamingTrainer
 
 
 logger = logging.getLogger("run_clm")
@@ -167,12 +166,9 @@ def main(args: list[str] | None = None) -> None:
     model = load_model(model_args, config, tokenizer)
     blocks = load_blocks(model_args, data_args, training_args, tokenizer, block_size)
 
+    texts_of = [data_args.dataset_name] if data_args.dataset_name is not None else data_args.train_file or []
     training_args.include_for_metrics = ["loss"]  # for the perplexity
-    if model.config.model_type == ToSTConfig.model_type:
-        trainer_class = ToSTTrainer
-    else:
-        trainer_class = StreamingTrainer if data_args.streaming else Trainer
-    trainer = trainer_class(
+    trainer = ToSTTrainer(
         model=model,
         args=training_args,
         train_dataset=blocks.get("train"),
@@ -181,6 +177,7 @@ def main(args: list[str] | None = None) -> None:
         data_collator=collate_blocks,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=most_likely,
+        callbacks=[TrainingFilesCallback(texts_of)],
     )
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     counts = {name: len(rows) if isinstance(rows, Dataset) else limits[name] for name, rows in blocks.items()}

@@ -16,9 +16,9 @@ import transformers
 import yaml
 from datasets import load_dataset
 from safetensors import SafetensorError
-from transformers import HfArgumentParser, PreTrainedConfig, Trainer, TrainingArguments
+from transformers import HfArgumentParser, PreTrainedConfig, Trainer, TrainerState, TrainingArguments
 
-from tost_hf.files import RUN_ARGUMENTS, staged_file
+from tost_hf.files import RUN_ARGUMENTS, TRAINER_STATE, staged_file
 from tost_hf.hub.secrets import safe_command
 from tost_hf.training.checkpoints import choose_checkpoint
 
@@ -158,7 +158,7 @@ def load_rows(kind: str, config_name: str | None = None, **options):
     """
     try:
         return load_dataset(kind, config_name, **options)
-    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+    except Exception as error:  # datasets raises whatever the readers of many formats raise: EOFError, LZMAError, ...
         reason = error.__cause__ or error  # datasets says no more than that an error occurred
         if "corresponds to no data" in str(reason):
             reason = "it has no rows"
@@ -221,10 +221,15 @@ def train_and_report(
             logger.warning(
                 f"Going on from {checkpoint}; to start afresh, use another --output_dir or --resume_from_checkpoint false."
             )
+        begun = 0 if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE))).global_step
         result = trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()  # and the tokenizer or image processor
-        report(trainer, "train", result.metrics, samples["train"])
-        trainer.save_state()
+        if result.global_step > begun:
+            report(trainer, "train", result.metrics, samples["train"])
+        else:
+            logger.warning(f"The run ended at step {begun}: there was nothing left to train.")
+        if result.global_step > begun or not Path(args.output_dir, TRAINER_STATE).is_file():
+            trainer.save_state()
     if args.do_eval:
         metrics = trainer.evaluate()
         if "eval_perplexity" in metrics:

@@ -252,6 +252,12 @@ def refused():
         "no tokens": lambda: model(),
         "one dimension": lambda: model(ids[0]),
         "unequal labels": lambda: model(ids, labels=ids[:, :5]),
+        "no mesh": lambda: parallelize(a_model(), None),
+        "different texts": lambda: model(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)),  # the last process alone
+        "different lengths": lambda: model(ids[:, : 9 - dist.get_rank() % 2]),
+        "different labels": lambda: model(ids, labels=ids + dist.get_rank() // 3),
+        "different masks": lambda: model(ids, attention_mask=ids if dist.get_rank() else None),
+        "different order": lambda: model(torch.arange(9).roll(dist.get_rank()).unsqueeze(0)),
         "torch's own": with_torchs_own,
     }
     return {name: refusal(call) if name != "torch's own" else call() for name, call in calls.items()}

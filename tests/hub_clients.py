@@ -202,12 +202,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 def leaks(hub: Hub, *places: Path) -> list[str]:
     """Where an access token is to be found: in what the Hub keeps, in requests beside their Authorization, in these places."""
     tokens = [token.encode() for token in hub.users]
-    files = [
-        path for place in (hub.root, *places) for path in (place.rglob("*") if place.is_dir() else [place]) if path.is_file()
-    ]
-    found = [str(path) for path in files if any(token in path.read_bytes() for token in tokens)]
+    files = [path for place in places for path in (place.rglob("*") if place.is_dir() else [place]) if path.is_file()]
+    seen = {str(path): path.read_bytes() for path in files}
+    for repository in hub.repositories.values():
+        for commit in repository.commits.values():
+            seen |= {f"{repository.name}/{path}": entry.data for path, entry in commit.tree.items()}
+            seen[f"{repository.name}: {commit.title}"] = commit.title.encode()
     for request in hub.requests:
         headers = [value for name, value in request.headers.items() if name.lower() != "authorization"]
-        seen = request.body + request.path.encode() + os.fsencode("\n".join(headers))
-        found += [f"{request.method} {request.path}"] if any(token in seen for token in tokens) else []
-    return found
+        seen[f"{request.method} {request.path}"] = request.body + request.path.encode() + os.fsencode("\n".join(headers))
+    return [where for where, data in seen.items() if any(token in data for token in tokens)]

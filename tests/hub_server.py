@@ -1,16 +1,17 @@
-"""A Hub on loopback for the real huggingface_hub client: models, datasets and spaces, users, private and gated repositories,
-branches, tags, pull requests, LFS, and faults on demand.
+"""A Hub on loopback for the real huggingface_hub client: models and Spaces, users, private repositories, branches, tags,
+pull requests, LFS, and faults on demand. All of it is in memory.
 
-    with Hub(folder) as hub:
+    with Hub() as hub:
         subprocess.run([...], env=hub.environment(home, hub.token("writer")))
         assert hub.files("tost/mine")["config.json"] == ...
         with hub.fail("POST", "/commit/", status=500):
             ...
 
-As on the real one, large or binary files go to a second origin (`hub.storage_url`), which refuses every token. What it
-keeps is in `hub_store`. Not here: Xet, multipart uploads, paging, and routes that no test reaches.
+As on the real one, large or binary files go to a second origin (`hub.storage_url`), which refuses every token. Not here: Xet,
+multipart uploads, paging, datasets, and routes that no test reaches.
 """
 
+import base64
 import hashlib
 import hmac
 import json
@@ -26,10 +27,152 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-from hub_store import SPACE_SDKS, Commit, HubError, Repository, Store, card_data, card_errors, now
+import yaml
 
 
-# The server as a test sees it ------------------------------------------------------------------------------------------------
+LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".onnx", ".gz")
+LFS_SIZE = 10_000_000  # bytes; a larger file goes to LFS whatever its name
+LICENSES = ("apache-2.0", "mit", "gpl-3.0", "cc-by-4.0", "other")
+PIPELINE_TAGS = (
+    "feature-extraction fill-mask image-classification image-feature-extraction question-answering text-classification "
+    "text-generation token-classification zero-shot-classification"
+).split()
+SPACE_COLORS = ("red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray")
+
+
+# What it keeps -----------------------------------------------------------------------------------------------------------
+
+
+class HubError(Exception):
+    """An answer that is no success: its status, message, X-Error-Code and further headers."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, body: dict | None = None, **headers: str):
+        self.status, self.body = status, body or {"error": message}
+        self.headers = headers | {"X-Error-Message": " ".join(message.split())} | ({"X-Error-Code": code} if code else {})
+
+
+@dataclass
+class Entry:
+    """A file of a commit. `oid` is git's id of what git keeps: the content, or the pointer to an LFS object."""
+
+    data: bytes
+    lfs: bool
+
+    @classmethod
+    def of(cls, path: str, data: bytes) -> "Entry":
+        return cls(data, is_lfs(path, len(data)))
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def oid(self) -> str:
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.data)}\n".encode()
+        kept = pointer if self.lfs else self.data
+        return hashlib.sha1(b"blob %d\0" % len(kept) + kept).hexdigest()
+
+    @property
+    def etag(self) -> str:
+        return self.sha256 if self.lfs else self.oid
+
+    @property
+    def lfs_info(self) -> dict:
+        return (
+            {"lfs": {"oid": self.sha256, "sha256": self.sha256, "size": len(self.data), "pointerSize": 130}}
+            if self.lfs
+            else {}
+        )
+
+
+@dataclass
+class Commit:
+    tree: dict[str, Entry]
+    parent: str | None
+    title: str
+
+
+@dataclass
+class Repository:
+    kind: str  # "models" or "spaces"
+    name: str
+    private: bool = False
+    commits: dict[str, Commit] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    pull_requests: int = 0
+
+    def commit(self, ref: str, tree: dict[str, Entry], parent: str | None, title: str) -> str:
+        commit_id = secrets.token_hex(20)
+        self.commits[commit_id] = Commit(tree, parent, title)
+        self.refs[ref] = commit_id
+        return commit_id
+
+    def resolve(self, revision: str) -> str:
+        for ref in (revision, f"refs/heads/{revision}", f"refs/tags/{revision}"):
+            if ref in self.refs:
+                return self.refs[ref]
+        found = [commit for commit in self.commits if len(revision) >= 7 and commit.startswith(revision)]
+        if len(found) != 1:
+            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return found[0]
+
+    def tree(self, revision: str) -> dict[str, Entry]:
+        return self.commits[self.resolve(revision)].tree
+
+    def history(self, revision: str) -> list[str]:
+        """The ids of its commits, the newest first."""
+        ids: list[str] = []
+        parent: str | None = self.resolve(revision)
+        while parent:
+            ids.append(parent)
+            parent = self.commits[parent].parent
+        return ids
+
+
+def is_lfs(path: str, size: int) -> bool:
+    return size > 0 and (path.endswith(LFS_SUFFIXES) or size > LFS_SIZE)
+
+
+def card_data(readme: bytes) -> dict:
+    """The YAML at the head of a model card; {} where there is none."""
+    block = re.match(r"---\r?\n(.*?)\r?\n---", readme.decode(), re.DOTALL)
+    return (yaml.safe_load(block[1]) or {}) if block else {}
+
+
+def card_errors(readme: bytes, kind: str = "model") -> list[str]:
+    """What is wrong in the YAML of a card, with the strictness of the real Hub's form."""
+    try:
+        data = card_data(readme)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return [f"invalid YAML: {error}"]
+    if not isinstance(data, dict):
+        return ["metadata must be an object"]
+    if kind == "space":
+        errors = [
+            f'"{name}" must be one of {SPACE_COLORS}'
+            for name in ("colorFrom", "colorTo")
+            if data.get(name) not in SPACE_COLORS
+        ]
+        errors += [] if data.get("sdk") == "static" else ['"sdk" must be "static" here']
+        errors += [f'"{name}" is required' for name in ("title", "emoji") if not data.get(name)]
+        return errors + ([] if len(data.get("short_description", "")) <= 60 else ['"short_description" is too long'])
+    errors = []
+    for name in ("tags", "language", "datasets", "metrics", "base_model", "license"):
+        value = data.get(name, "")
+        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            errors.append(f'"{name}" must be a string or an array of strings')
+    if isinstance(data.get("tags"), str):
+        errors.append('"tags" must be an array')
+    if not errors and data.get("license", "mit") not in LICENSES:
+        errors.append(f'"license" must be one of the known ones, not "{data["license"]}"')
+    if data.get("license") == "other" and not data.get("license_name"):
+        errors.append('"license: other" needs "license_name"')
+    if data.get("pipeline_tag", "text-generation") not in PIPELINE_TAGS:
+        errors.append(f'"pipeline_tag" must be one of the known ones, not "{data["pipeline_tag"]}"')
+    return errors
+
+
+# The server as a test sees it ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -77,15 +220,14 @@ class Fault:
         return hit
 
 
-@dataclass(repr=False)
-class Hub(Store):
-    """The server, running inside `with`."""
+class Hub:
+    """The server, running inside `with`. Names are models' ("tost/mine"), or "spaces/tost/mine"."""
 
-    aliases: dict[str, str] = field(default_factory=dict)  # canonical names: {"tost-base": "tost/tost-base"}
-    requests: list[LoggedRequest] = field(default_factory=list)  # in the order of their arrival
-
-    def __post_init__(self):
-        super().__post_init__()
+    def __init__(self):
+        self.lock = threading.RLock()  # held by whoever reads or changes repositories
+        self.repositories: dict[str, Repository] = {}
+        self.objects: dict[str, bytes] = {}  # of LFS, by their SHA-256
+        self.requests: list[LoggedRequest] = []  # in the order of their arrival
         self.faults: list[Fault] = []
         self.tampered: dict[str, bytes] = {}
         self.secret = secrets.token_bytes(16)
@@ -126,6 +268,37 @@ class Hub(Store):
         }
         return kept | ours | ({"HF_TOKEN": token} if token else {}) | more
 
+    def create(self, name: str, files: dict[str, bytes] | None = None, private: bool = False) -> str:
+        """Makes a repository; returns its head. Like every one it begins with a commit of its .gitattributes."""
+        kind = "spaces" if name.startswith("spaces/") else "models"
+        repository = Repository(kind, name.removeprefix("spaces/"), private)
+        repository.commit(
+            "refs/heads/main", {".gitattributes": Entry(b"*.safetensors filter=lfs\n", False)}, None, "initial commit"
+        )
+        self.repositories[name] = repository
+        return self.commit(name, files) if files else self.head(name)
+
+    def commit(self, name: str, files: dict[str, bytes | None]) -> str:
+        """Commits files to main past all checks of paths and contents (None deletes one); returns the commit."""
+        with self.lock:
+            repository = self.repositories[name]
+            tree = {path: entry for path, entry in repository.tree("main").items() if path not in files}
+            tree |= {path: Entry.of(path, data) for path, data in files.items() if data is not None}
+            self.objects |= {entry.sha256: entry.data for entry in tree.values() if entry.lfs}
+            return repository.commit("refs/heads/main", tree, repository.resolve("main"), "direct")
+
+    def head(self, name: str, revision: str = "main") -> str:
+        return self.repositories[name].resolve(revision)
+
+    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
+        """All files, but for the .gitattributes every repository begins with."""
+        tree = self.repositories[name].tree(revision)
+        return {path: entry.data for path, entry in tree.items() if path != ".gitattributes"}
+
+    def commits(self, name: str, revision: str = "main") -> list[str]:
+        """Ids, the newest first; the last is the server's initial one."""
+        return self.repositories[name].history(revision)
+
     @contextmanager
     def fail(self, method: str, path: str, **fault) -> Iterator[Fault]:
         """While open, requests suffer a `Fault`; its `hits` counts them."""
@@ -138,8 +311,7 @@ class Hub(Store):
 
     def tamper(self, name: str, path: str, data: bytes) -> None:
         """From now on serves these bytes as the file (and every file of its content), though it is listed as before."""
-        repository = self.repository(name)
-        self.tampered[repository.read(repository.resolve("main")).tree[path].sha256] = data
+        self.tampered[self.repositories[name].tree("main")[path].sha256] = data
 
     def requested(self, method: str, path: str) -> list[LoggedRequest]:
         """The requests so far of a method to a path (regular expressions)."""
@@ -161,21 +333,21 @@ class Hub(Store):
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory) -> Iterator[Hub]:
+def hub() -> Iterator[Hub]:
     """A Hub for the tests of one file; each test uses repositories of its own."""
-    with Hub(tmp_path_factory.mktemp("hub")) as server:
+    with Hub() as server:
         yield server
 
 
-# The server as a client sees it ----------------------------------------------------------------------------------------------
+# The server as a client sees it --------------------------------------------------------------------------------------------
 
 ROUTES: list[tuple[str, re.Pattern, str | None, Callable]] = []
-API = r"/api/(?P<kind>models|datasets|spaces)/(?P<name>[^/]+(?:/[^/]+)??)"
-PAGE = r"/(?:(?P<kind>datasets|spaces)/)?(?P<name>[^/]+(?:/[^/]+)??)"
+API = r"/api/(?P<kind>models|spaces)/(?P<name>[^/]+(?:/[^/]+)??)"
+PAGE = r"/(?:(?P<kind>spaces)/)?(?P<name>[^/]+(?:/[^/]+)??)"
 
 
 def route(methods: str, path: str, needs: str | None = None):
-    """The handler of a request. A path with a repository says what its user needs: to "see", "read" or "write" it."""
+    """The handler of a request. A path with a repository says what its user needs: to "see" or "write" it."""
 
     def add(function):
         ROUTES.append((methods, re.compile(path), needs, function))
@@ -209,7 +381,7 @@ class Request(BaseHTTPRequestHandler):
         finally:
             self.log.ended = True
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_any
+    do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
     def handle_sound_or_faulty(self) -> None:
         self.log.body = self.receive()
@@ -277,23 +449,20 @@ class Request(BaseHTTPRequestHandler):
             match = pattern.fullmatch(path)
             if match and self.command in methods.split():
                 values = {key: value and unquote(value) for key, value in match.groupdict().items()}
-                if needs:
-                    values = {"repository": self.open(values.pop("kind") or "models", values.pop("name"), needs)} | values
-                return handler(self, **values)
+                with self.hub.lock:
+                    if needs:
+                        values = {"repository": self.open(values.pop("kind"), values.pop("name"), needs)} | values
+                    return handler(self, **values)
         raise HubError(404, f"No such route: {self.command} {path}")
 
-    def open(self, kind: str, name: str, needs: str) -> Repository:
+    def open(self, kind: str | None, name: str, needs: str) -> Repository:
         """A repository, if the user may know of it; else the real Hub's answers."""
-        if name in self.hub.aliases:
-            raise HubError(307, "moved", Location=self.path.replace(f"/{name}", f"/{self.hub.aliases[name]}", 1))
-        repository = Repository(self.hub, kind, name)
+        repository = self.hub.repositories.get(f"spaces/{name}" if kind == "spaces" else name)
         member = bool(self.user) and self.user.belongs_to(name.split("/")[0])
-        if ".." in name.split("/") or not repository.exists or (repository.state["private"] and not member):
+        if repository is None or (repository.private and not member):
             if self.user:
                 raise HubError(404, "Repository not found", "RepoNotFound")
             raise HubError(401, "Invalid username or password.", "RepoNotFound")
-        if needs == "read" and repository.state["gated"] and not member:
-            raise HubError(403 if self.user else 401, f"Access to model {name} is restricted.", "GatedRepo")
         proposes = self.user and (self.asks("create_pr") or "/refs%2Fpr%2F" in self.path)  # everyone may open a pull request
         if needs == "write" and not proposes and not (member and self.user.role == "write"):
             self.forbid()
@@ -301,101 +470,91 @@ class Request(BaseHTTPRequestHandler):
 
     def page(self, repository: Repository) -> str:
         """The address of a repository."""
-        kind = "" if repository.kind == "models" else f"{repository.kind}/"
-        return f"{self.hub.url}/{kind}{repository.name}"
+        return f"{self.hub.url}/{'spaces/' if repository.kind == 'spaces' else ''}{repository.name}"
 
     def forbid(self) -> None:
         if self.user:
             raise HubError(403, "You don't have the required permissions to perform this action")
         raise HubError(401, "Invalid username or password.", "RepoNotFound")
 
-    # The account and the repositories
+    # The repositories and what is there
 
     @route("POST", "/api/repos/create")
     def create_repository(self):
         namespace = self.json.get("organization") or (self.user.name if self.user else "")
         if not (self.user and self.user.belongs_to(namespace) and self.user.role == "write"):
             self.forbid()
-        repository = Repository(self.hub, self.json.get("type", "model") + "s", f"{namespace}/{self.json['name']}")
-        if repository.kind == "spaces" and self.json.get("sdk") not in SPACE_SDKS:
+        name = f"{namespace}/{self.json['name']}"
+        key = f"spaces/{name}" if self.json.get("type") == "space" else name
+        if key != name and self.json.get("sdk") != "static":
             raise HubError(400, "a Space needs an sdk")
-        with repository.lock:
-            if repository.exists:
-                taken = "You already created this repo"
-                raise HubError(409, taken, body={"error": taken, "url": self.page(repository)})
-            private = self.json.get("visibility") == "private" or bool(self.json.get("private"))
-            repository.create(self.user.name, private)
-        self.reply({"url": self.page(repository), "id": repository.name, "name": repository.name, "private": private})
-
-    # What is there
+        if key in self.hub.repositories:
+            taken = "You already created this repo"
+            raise HubError(409, taken, body={"error": taken, "url": self.page(self.hub.repositories[key])})
+        self.hub.create(key, private=self.json.get("visibility") == "private" or bool(self.json.get("private")))
+        self.reply({"url": self.page(self.hub.repositories[key]), "id": name, "name": name})
 
     @route("GET", API + "(?:/revision/(?P<revision>[^/]+))?", needs="see")
     def info(self, repository: Repository, revision: str | None):
         head = repository.resolve(revision or "main")
-        commit, state = repository.read(head), repository.state
-        card = self.hub.parsed(commit, "README.md", card_data)
-        config = self.hub.parsed(commit, "config.json", json.loads)
-        siblings = [{"rfilename": path} for path in commit.tree]
-        if self.asks("blobs"):
-            for sibling, entry in zip(siblings, commit.tree.values()):
-                sibling |= {"size": entry.size, "blobId": entry.oid}
-                sibling |= {"lfs": {"sha256": entry.sha256, "size": entry.size, "pointerSize": 130}} if entry.lfs else {}
-        library = card.get("library_name") or ("transformers" if "model_type" in config else None)
+        tree = repository.commits[head].tree
+        with suppress(ValueError, yaml.YAMLError):
+            card = card_data(tree["README.md"].data) if "README.md" in tree else {}
+        siblings = [
+            {"rfilename": path, "size": len(entry.data), "blobId": entry.oid} | entry.lfs_info
+            if self.asks("blobs")
+            else {"rfilename": path}
+            for path, entry in tree.items()
+        ]
         self.reply(
             {
                 "id": repository.name,
-                "author": repository.name.split("/")[0],
                 "sha": head,
-                "private": state["private"],
-                "gated": "auto" if state["gated"] else False,
-                "createdAt": state["created"],
-                "lastModified": commit.date,
-                "tags": [tag for tag in (library, config.get("model_type"), *(card.get("tags") or [])) if tag],
+                "private": repository.private,
+                "gated": False,
+                "tags": card.get("tags") or [],
                 "pipeline_tag": card.get("pipeline_tag"),
-                "library_name": library,
+                "library_name": card.get("library_name", "transformers"),
                 "cardData": card or None,
-                "config": {key: config[key] for key in ("architectures", "model_type", "auto_map") if key in config},
                 "siblings": siblings,
             }
         )
 
     @route("GET", API + "/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", needs="see")
-    def tree(self, repository: Repository, revision: str, folder: str | None):
+    def list_tree(self, repository: Repository, revision: str, folder: str | None):
         prefix = f"{folder}/" if folder else ""
-        listing, folders = [], set()
-        for path, entry in sorted(repository.read(repository.resolve(revision)).tree.items()):
-            if not path.startswith(prefix):
-                continue
-            parts = path.removeprefix(prefix).split("/")
-            depth = len(parts) if self.asks("recursive") else min(2, len(parts))
-            folders |= {prefix + "/".join(parts[:i]) for i in range(1, depth)}
-            if depth == len(parts):
-                listing.append(entry.listed(path))
-        listing += [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)]
-        if folder and not listing:
+        found = {path: entry for path, entry in sorted(repository.tree(revision).items()) if path.startswith(prefix)}
+        if folder and not found:
             raise HubError(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
-        self.reply(listing)
+        files = {
+            path: entry for path, entry in found.items() if self.asks("recursive") or "/" not in path.removeprefix(prefix)
+        }
+        self.reply(
+            [
+                {"type": "file", "path": path, "oid": entry.oid, "size": len(entry.data)} | entry.lfs_info
+                for path, entry in files.items()
+            ]
+        )
 
-    @route("GET HEAD", PAGE + "/resolve/(?P<revision>[^/]+)/(?P<path>.+)", needs="read")
+    @route("GET HEAD", PAGE + "/resolve/(?P<revision>[^/]+)/(?P<path>.+)", needs="see")
     def resolve(self, repository: Repository, revision: str, path: str):
         head = repository.resolve(revision)
-        entry = repository.read(head).tree.get(path)
+        entry = repository.commits[head].tree.get(path)
         if entry is None:
             raise HubError(404, "Entry not found", "EntryNotFound", X_Repo_Commit=head)
         headers = {"X_Repo_Commit": head, "ETag": f'"{entry.etag}"'}
         if entry.lfs:
-            linked = {"X_Linked_ETag": f'"{entry.etag}"', "X_Linked_Size": str(entry.size)}
+            linked = {"X_Linked_ETag": f'"{entry.etag}"', "X_Linked_Size": str(len(entry.data))}
             return self.reply(status=302, Location=self.hub.storage(entry.sha256), **headers, **linked)
-        self.send_file(entry.sha256, **headers)
+        self.send_file(entry.data, **headers)
 
-    def send_file(self, sha256: str, **headers: str) -> None:
-        data = self.hub.tampered.get(sha256) or self.hub.object(sha256).read_bytes()
+    def send_file(self, data: bytes, **headers: str) -> None:
+        data = self.hub.tampered.get(hashlib.sha256(data).hexdigest()) or data
         headers |= {"Content_Type": "application/octet-stream", "Accept_Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if not asked:
             return self.reply(data=data, **headers)
-        first = int(asked[1]) if asked[1] else max(len(data) - int(asked[2]), 0)
-        last = min(int(asked[2]), len(data) - 1) if asked[1] and asked[2] else len(data) - 1
+        first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
         if first >= len(data):
             raise HubError(416, "Range Not Satisfiable", Content_Range=f"bytes */{len(data)}")
         self.reply(data=data[first : last + 1], status=206, Content_Range=f"bytes {first}-{last}/{len(data)}", **headers)
@@ -404,18 +563,15 @@ class Request(BaseHTTPRequestHandler):
 
     @route("POST", "/api/validate-yaml")
     def validate_yaml(self):
-        readme = self.json["content"].encode()
-        errors = [{"message": message} for message in card_errors(readme, self.json.get("repoType", "model"))]
-        missing = "empty or missing yaml metadata in repo card"
-        warnings = [] if errors or card_data(readme) else [{"message": missing}]
-        self.reply({"errors": errors, "warnings": warnings}, 400 if errors else 200)
+        errors = card_errors(self.json["content"].encode(), self.json.get("repoType", "model"))
+        self.reply({"errors": [{"message": message} for message in errors], "warnings": []}, 400 if errors else 200)
 
     @route("POST", API + "/preupload/(?P<revision>[^/]+)", needs="write")
     def preupload(self, repository: Repository, revision: str):
-        tree = repository.read(repository.resolve(revision)).tree
+        tree = repository.tree(revision)
         answers = []
         for file in self.json["files"]:
-            mode = "lfs" if self.hub.is_lfs(file["path"], file["size"]) else "regular"
+            mode = "lfs" if is_lfs(file["path"], file["size"]) else "regular"
             known = {"oid": tree[file["path"]].etag} if file["path"] in tree else {}
             answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False} | known)
         self.reply({"files": answers})
@@ -426,7 +582,7 @@ class Request(BaseHTTPRequestHandler):
             self.forbid()
         objects = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in self.json["objects"]]
         for wanted in objects:
-            if not self.hub.object(wanted["oid"]).exists():
+            if wanted["oid"] not in self.hub.objects:
                 wanted["actions"] = {"upload": {"href": self.hub.storage(wanted["oid"]), "header": {}}}
         self.reply({"transfer": "basic", "objects": objects})
 
@@ -438,57 +594,62 @@ class Request(BaseHTTPRequestHandler):
         if not hmac.compare_digest(self.query("signature"), self.hub.signature(sha256)):
             raise HubError(403, "bad signature")
         if self.command != "PUT":
-            return self.send_file(sha256, ETag=f'"{sha256}"')
+            return self.send_file(self.hub.objects[sha256], ETag=f'"{sha256}"')
         if hashlib.sha256(self.log.body).hexdigest() != sha256:
             raise HubError(400, "the content is not what its name says")
-        self.hub.store(self.log.body)
+        self.hub.objects[sha256] = self.log.body
         self.reply({})
 
     @route("POST", API + "/commit/(?P<revision>[^/]+)", needs="write")
     def commit(self, repository: Repository, revision: str):
         header, *operations = (json.loads(line) for line in self.log.body.splitlines() if line.strip())
         message, answer = header["value"], {}
-        with repository.lock:
-            ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
-            parent = repository.state["refs"].get(ref)
-            if parent is None:
-                raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-            if not parent.startswith(message.get("parentCommit") or ""):
-                raise HubError(412, "A commit has happened since. Please refresh and try again.")
-            old = repository.read(parent).tree
-            tree = self.hub.changed(old, operations)
-            commit = parent
-            if self.asks("create_pr"):
-                number = repository.open_pull_request(message["summary"], self.user.name)
-                ref, answer = f"refs/pr/{number}", {"pullRequestUrl": f"{self.page(repository)}/discussions/{number}"}
-            if tree != old:
-                words = message["summary"], message.get("description", "")
-                commit = repository.commit(ref, Commit(tree, parent, *words, self.user.name, now()))
+        ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
+        parent = repository.refs.get(ref)
+        if parent is None:
+            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        if not parent.startswith(message.get("parentCommit") or ""):
+            raise HubError(412, "A commit has happened since. Please refresh and try again.")
+        old = repository.commits[parent].tree
+        tree = self.changed(old, operations)
+        commit = parent
+        if self.asks("create_pr"):
+            repository.pull_requests += 1
+            ref = f"refs/pr/{repository.pull_requests}"
+            answer = {"pullRequestUrl": f"{self.page(repository)}/discussions/{repository.pull_requests}"}
+        if tree != old:
+            commit = repository.commit(ref, tree, parent, message["summary"])
         url = f"{self.page(repository)}/commit/{commit}"
         self.reply({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""} | answer)
+
+    def changed(self, tree: dict[str, Entry], operations: list[dict]) -> dict[str, Entry]:
+        """The tree of a commit, made of its parent's and of what the client sent."""
+        tree = dict(tree)
+        for operation in operations:
+            value, path = operation["value"], operation["value"]["path"]
+            match operation["key"]:
+                case "file":
+                    content = base64.b64decode(value["content"])
+                    if path == "README.md" and card_errors(content):
+                        raise HubError(400, "Invalid metadata in README.md: " + "; ".join(card_errors(content)))
+                    if is_lfs(path, len(content)):
+                        raise HubError(400, f"{path} must be uploaded to LFS")
+                    tree[path] = Entry(content, False)
+                case "lfsFile":
+                    if value["oid"] not in self.hub.objects:
+                        raise HubError(400, f"LFS pointer pointed to a file that does not exist: {path}")
+                    tree[path] = Entry(self.hub.objects[value["oid"]], True)
+                case "deletedFile":
+                    if tree.pop(path, None) is None:
+                        raise HubError(404, "A file with this name doesn't exist", "EntryNotFound")
+                case other:
+                    raise HubError(400, f"Unknown operation: {other}")
+        return tree
 
     @route("POST", API + "/(?P<what>tag|branch)/(?P<revision>[^/]+)", needs="write")
     def set_ref(self, repository: Repository, what: str, revision: str):
         ref = f"refs/tags/{self.json['tag']}" if what == "tag" else f"refs/heads/{revision}"
-        with repository.lock:
-            refs = repository.state["refs"]
-            if ref in refs:
-                raise HubError(409, "Reference already exists")
-            refs[ref] = repository.resolve(revision if what == "tag" else self.json.get("startingPoint") or "main")
-            repository.set(refs=refs)
-        self.reply({})
-
-    @route("POST", API + r"/discussions/(?P<number>\d+)/merge", needs="write")
-    def merge(self, repository: Repository, number: str):
-        """Takes the pull request's tree; one whose base is no longer the head is refused."""
-        with repository.lock:
-            state, head = repository.state, repository.resolve("main")
-            if head not in [commit for commit, _ in repository.history(f"refs/pr/{number}")]:
-                raise HubError(409, "The pull request has conflicts")
-            request = state["pull_requests"][int(number) - 1]
-            tree = repository.read(repository.resolve(f"refs/pr/{number}")).tree
-            commit = Commit(tree, head, f"{request['title']} (#{number})", "", self.user.name, now())
-            merged = repository.commit("refs/heads/main", commit)
-            request |= {"status": "merged", "mergeCommitId": merged}
-            repository.set(pull_requests=state["pull_requests"])
+        if ref in repository.refs:
+            raise HubError(409, "Reference already exists")
+        repository.refs[ref] = repository.resolve(revision if what == "tag" else self.json.get("startingPoint") or "main")
         self.reply({})

@@ -21,7 +21,7 @@ from tost_hf.hub.cards import build_card
 from tost_hf.hub.checks import empty_model
 from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
-from tost_hf.model.ista_tost import ISTAStep
+from tost_hf.model.layers_tost import ISTAStep
 from tost_hf.parallel import parallelize
 
 

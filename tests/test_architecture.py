@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tost_hf.model.remote_code import CODE_FILES
+from tost_hf.model.configuration_tost import CODE_FILES
 
 
 ROOT = Path(__file__).parents[1]

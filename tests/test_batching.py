@@ -188,6 +188,10 @@ WRONG = {
     "beams": ([5], {"num_beams": 2}, "Generation by beam_search cannot be batched"),
     "guidance": ([5], {"guidance_scale": 2.0}, "runs the model twice per token"),
     "no such option": ([5], {"colour": "red"}, "no options of generation: colour"),
+    "fraction": ([1.5], {}, "sequence of token ids, which are integers"),
+    "text": ("abc", {}, "sequence of token ids"),
+    "number": (5, {}, "sequence of token ids"),
+    "configuration of text": ([5], {"generation_config": "x"}, "generation_config must be a GenerationConfig, got 'x'"),
     "stop strings without a tokenizer": ([5], {"stop_strings": "a"}, "tokenizer"),
 }
 
@@ -199,6 +203,14 @@ def test_wrong_requests_are_refused_before_anything_is_computed(model, prompt, o
         model.generate_batch([[5], prompt], **options)
     with model.continuous_batching_context_manager() as manager, pytest.raises(ValueError, match=sentence):
         manager.add_request(prompt, **options)
+
+
+@pytest.mark.parametrize("name", ["max_requests_per_batch", "max_batch_tokens", "max_queue_size"])
+def test_limits_that_let_nothing_be_computed_are_refused(model, name):
+    config = ContinuousBatchingConfig(**{name: -1})
+    for batch in (model.generate_batch, lambda inputs, **options: model.init_continuous_batching(**options)):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+            batch([[5]], continuous_batching_config=config)
 
 
 def test_answers_end_at_the_last_position(model):

@@ -9,16 +9,14 @@ import yaml
 from card_folders import RESULT, code_blocks, write_json
 from markdown_it import MarkdownIt
 
-
-pytest.importorskip("jinja2")
-
-from tost_hf.hub.cards import build_card, write_card
-from tost_hf.hub.markdown import escape, python_literal, unescape
+from tost_hf.hub.cards import BEGIN, END, build_card, write_card
+from tost_hf.hub.markdown import escape, python_literal
 
 
 PARSER = MarkdownIt("commonmark").enable("table")
 TEXTS = {
     "html": "<script>alert(1)</script>",
+    "markers": f"x {END} y {BEGIN} z\n{END}\n{BEGIN}",
     "html comment": "<!-- tost_hf 01234567 -->",
     "open comment": "x <!-- y",
     "image": "![a](https://evil.example/a.png)",
@@ -48,7 +46,7 @@ def shape(card):
         for token in tokens:
             yield token.type, token.tag, token.attrs if token.type in ("link_open", "image") else {}
             if "html" in token.type:
-                assert token.content.strip().startswith("<!-- tost_hf ") or "Written by tost_hf" in token.content
+                assert token.content.strip() in (BEGIN, END)
             yield from parts([child for child in token.children or () if child.type not in ("text", "text_special")])
 
     return list(parts(PARSER.parse(card.text)))
@@ -62,10 +60,6 @@ def fill(trained, labelled, text):
     write_json(trained / "eval_results.json", {"eval_loss": 1.5, f"eval_{text}": 2.5, f"eval_ema_{text}": 3.5})
     known = {"command": text, "dataset_name": "me/letters", "dataset_config_name": text, "model_name_or_path": text}
     write_json(trained / "run_arguments.json", known)
-    (trained / "README.md").write_text(
-        "It has been generated automatically according to the information the Trainer had access to.\n\n"
-        f"## Training procedure\n\n### Training hyperparameters\n\n- optimizer: {' '.join(text.split())}\n- seed: 1\n"
-    )
     config = json.loads((labelled / "config.json").read_text())
     config["id2label"]["0"], config["label2id"] = text, {text: 0, "dog": 1}
     write_json(labelled / "config.json", config)
@@ -105,16 +99,14 @@ def plain(text):
 
 
 @pytest.mark.parametrize("text", [*TEXTS.values(), "\\\\_ \\&lt; &amp;lt; \\_a\\*", "http://a https://b www.c"])
-def test_escaped_text_comes_back(text):
-    line = escape(text)
-    assert escape(unescape(line)) == line and plain(unescape(line)) == plain(text)
+def test_escaped_text_is_shown_as_it_is(text):
+    (line,) = PARSER.parseInline(escape(text))
+    assert plain("".join(token.content for token in line.children)) == plain(text)
 
 
 SECRET = "Xy12" * 15  # with a mark before it that says what it is, or after an option of any spelling
 SECRETS = (
-    *(f"{mark}{SECRET}" for mark in ("hf_", "hf_oauth_", "hf_jwt_", "github_pat_", "sk-proj-", "xoxb-")),
-    f"glpat-{SECRET[:20]}",
-    f"ghp_{SECRET[:36]}",
+    *(f"{mark}{SECRET}" for mark in ("hf_", "hf_oauth_", "hf_jwt_")),
     *(f"python x.py --{name} {SECRET}" for name in ("token", "hub-token", "hub_token", "hub_tok", "push_to_hub_token")),
     *(f"python x.py --{name}={SECRET} --seed 1" for name in ("token", "hub-token", "hub_tok", "api_key", "password")),
     f"python x.py --token '{SECRET} {SECRET}'",

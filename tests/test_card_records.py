@@ -8,14 +8,10 @@ from card_folders import RESULT, metadata, write_json
 from huggingface_hub import ModelCard
 
 from tost_hf import cli
-
-
-pytest.importorskip("jinja2")
-
 from tost_hf.hub.cards import build_card
 
 
-VALUES = (None, True, 3, -1.5, 1e308, float("nan"), float("-inf"), 10**400, "x", "", [], {}, [[]], [None], {"a": {}}, "\ud800")
+VALUES = (None, True, -1.5, float("nan"), 10**400, "x", [], {"a": {}}, "\ud800")
 FILES = {
     "evaluation.json": {"results": [RESULT]},
     "trainer_state.json": {
@@ -52,7 +48,7 @@ def test_any_value_anywhere(trained_folder, labelled_folder, name, kind):
             (folder / other).unlink(missing_ok=True)
     sound = FILES[name] or json.loads((folder / name).read_text())
     for *path, last in filter(None, places(sound)):
-        for value in VALUES:
+        for value in VALUES if FILES[name] else VALUES[::3]:  # a configuration's own tests try more
             content = json.loads(json.dumps(sound))
             parent = content
             for key in path:
@@ -102,16 +98,13 @@ def test_damaged_files(trained_folder, capsys, content, sentence):
 
 ALIASES = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))
 CARDS = {  # metadata, and what is said of it; None if it is right
-    "aliases of aliases": (f"a0: &a0 [x, y]\n{ALIASES}", "larger than"),
-    "aliases of mappings": ("a0: &a0 {x: y}\n" + ALIASES.replace("[", "[{z: *a0}, "), "larger than"),
-    "a list in itself": ("a: &a [*a]", "names nothing before it"),
-    "an alias of nothing": ("a: *b", "cannot be read"),
+    "aliases of aliases": (f"a0: &a0 [x, y]\n{ALIASES}", "it has aliases"),
+    "a list in itself": ("a: &a [*a]", "it has aliases"),
     "deep": ("a: " + "[" * DEEP + "]" * DEEP, "cannot be read"),
-    "deep mappings": ("a: " + "{b: " * 200 + "1" + "}" * 200, "nested deeper"),
-    "deep by indents": ("\n".join(" " * i + "a:" for i in range(300)), "nested deeper"),
+    "deep mappings": ("a: " + "{b: " * 5000 + "1" + "}" * 5000, "cannot be read"),
     "long": ("a: " + "x" * 10**6, "larger than"),
-    "many": ("a:\n" + "- b\n" * 10**6, "larger than"),
-    "many keys": ("\n".join(f"k{i}: 1" for i in range(10**5)), "larger than"),
+    "many": ("a:\n" + "- b\n" * 30_000, "larger than"),
+    "many keys": ("\n".join(f"k{i}: 1" for i in range(12_000)), "larger than"),
     "an object": ("a: !!python/object/apply:os.system ['touch /tmp/owned']", "cannot be read"),
     "a name": ("a: !!python/name:os.system", "cannot be read"),
     "digits": ("a: " + "9" * 5000, "cannot be read"),
@@ -133,10 +126,9 @@ CARDS = {  # metadata, and what is said of it; None if it is right
     "a control character": ("a: \x00", "cannot be read"),
     "not closed": ("a: [b", "cannot be read"),
     "two licences": ("license: [mit, apache-2.0]", None),
-    "an alias": ("a: &a [b]\nc: *a", None),
+    "an anchor": ("a: &a [b]", None),
     "many tags": (f"tags: [{', '.join(f't{i}' for i in range(1000))}]", None),
     "Norwegian": ("language: no", None),
-    "a merge": ("a: &a {b: 1}\nc:\n  <<: *a", None),
     "odd results": (
         "model-index:\n- name: x\n  results:\n  - task: {type: [a]}\n    dataset: {type: {b: c}, name: 5}\n"
         "    metrics: [{type: [d], value: {e: .nan}}]",

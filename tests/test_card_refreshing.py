@@ -1,18 +1,17 @@
-"""Refreshing a card: what a person wrote stays, what a program wrote is renewed."""
+"""Writing a card again: what stands between the two markers is replaced, and everything else stays."""
 
 import re
+from pathlib import Path
 
 import pytest
 from card_folders import RESULT, headings, section, write_json
 from huggingface_hub import ModelCard, ModelCardData
-from transformers.modelcard import TrainingSummary
 
 import tost_hf
+from tost_hf.hub.cards import BEGIN, END, build_card, write_card
 
 
-pytest.importorskip("jinja2")
-
-from tost_hf.hub.cards import build_card, write_card
+FORMER = Path(__file__).parent / "fixtures/former_card.md"  # of a small model, by the version before the markers
 
 
 def test_licence_is_given_by_a_person(bare_folder):
@@ -52,11 +51,8 @@ def test_what_a_person_wrote_stays(trained_folder):
     card.data.license, card.data.language, card.data.tags = "other", "en", ["mine", "tost"]
     card.data.license_name, card.data["license_link"], card.data["co2_eq_emissions"] = "my-own", "LICENSE", {"emissions": 3}
     card.data.datasets, card.data.base_model, card.data.library_name = ["me/by-hand"], "me/other", "tost_hf"
-    text = card.text.replace("To continue text,", "To write poems,")  # within a generated section
-    text = text.replace("\n## Limits\n", "\n## Thanks\n\nTo all.\n\n```\n## not a heading\n```\n\n## Limits\n")
-    text = re.sub(r"\n## Citation\n.*", "\n## Contact\n\nMe.\n", text, flags=re.DOTALL)
-    text = text.replace("| optimizer steps |", "| steps of AdamW |")
-    card.text = text
+    card.text = card.text.replace("# tiny\n", "# My tiny model\n\nMine.\n") + "\n## Thanks\n\nTo all.\n"
+    card.text = card.text.replace("To continue text,", "To write poems,")  # between the markers
     card.save(path)
     (trained_folder / "run_arguments.json").unlink()
 
@@ -67,36 +63,41 @@ def test_what_a_person_wrote_stays(trained_folder):
     assert data["language"] == "en" and data["co2_eq_emissions"] == {"emissions": 3} and data["library_name"] == "tost_hf"
     assert data["datasets"] == ["me/by-hand"] and data["base_model"] == "me/other"
     assert data["tags"] == ["mine", "tost", "arxiv:2412.17810", "tssa"]
-    titles = headings(card)
-    assert titles.index("Thanks") == titles.index("Intended use") + 1 and "To write poems," in section(card, "Intended use")
-    assert (
-        "To all.\n\n```\n## not a heading\n```\n\n## Limits\n" in card.text
-        and card.text.count("Me.") == 1
-        and "| steps of AdamW |" in card.text
-    )
-    assert sorted(set(titles)) == sorted(titles)
-    assert titles[-1] == "Citation" or titles[-2] == "Citation"  # deleted by the person, so written again
+    assert card.text.strip().startswith(f"# My tiny model\n\nMine.\n\n{BEGIN}\n\nA language model")
+    assert card.text.endswith(f"{END}\n\n## Thanks\n\nTo all.\n")
+    assert "To continue text," in card.text and "poems" not in card.text
 
 
-def test_a_card_all_written_by_hand(bare_folder):
-    (bare_folder / "README.md").write_text(
-        "\ufeff---\nlicense: mit\n---\n# My model\n\nMy words.\n\n## Limits\n\nNone known.\n\n"
-        "## Notes\n\nOne.\n\n## Notes\n\nTwo.\n",
-        encoding="utf-8",
-        newline="\r\n",
-    )
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# My model\n\nMy words.\n\n## Limits\n\nNone known.",
+        "## Training procedure\n\nIt has been generated automatically; More information needed",
+        "```\n## not a heading\n```",
+    ],
+)
+def test_text_without_markers_stays_above(bare_folder, text):
+    (bare_folder / "README.md").write_text(f"\ufeff---\nlicense: mit\n---\n{text}\n", encoding="utf-8", newline="\r\n")
     for _ in range(2):
         card = ModelCard.load(write_card(bare_folder))
-    assert card.text.strip().startswith("# My model\n\nMy words.") and card.data.license == "mit"
-    assert section(card, "Limits").strip() == "None known."
-    assert card.text.index("One.") < card.text.index("Two.") < card.text.index("## Cost")
-    assert "## Architecture" in card.text and card.text.count("# My model") == 1
+        assert card.text.startswith(f"\n{text}\n\n{BEGIN}\n\nA language model") and card.text.endswith(f"{END}\n")
+        assert card.data.license == "mit"
 
 
-def test_words_of_a_form_in_a_persons_text_stay(bare_folder):
-    text = "# Model Card for Ada\n\nMore information needed about Ada is in the paper.  \nSecond line.\n\n\n\nThird."
-    (bare_folder / "README.md").write_text(f"---\nlicense: mit\n---\n\n{text}\n")
-    assert build_card(bare_folder).text.startswith(f"\n{text}\n\n## Architecture")
+def test_cards_of_earlier_versions(bare_folder):
+    """Their generated sections end with a hash; a section that a person changed or added stays."""
+    former = FORMER.read_text()
+    assert former.count("<!-- tost_hf ") == 8
+    former = former.replace("To continue text,", "To write poems,") + "\n## What it writes\n\nNonsense.\n"
+    (bare_folder / "README.md").write_text(former.replace("\n## Limits", "\n## Thanks\n\nTo all.\n\n## Limits"))
+    for _ in range(2):
+        card = ModelCard.load(write_card(bare_folder))
+        above, _, rest = card.text.partition(BEGIN)
+        assert re.findall("^## .*", above, re.MULTILINE) == ["## Intended use", "## Thanks", "## What it writes"]
+        assert "To write poems," in above and "To all." in above and "Nonsense." in above
+        assert "tost_hf " not in above and headings(card).count("Limits") == 1 and rest.endswith(f"{END}\n")
+    (bare_folder / "README.md").write_text(FORMER.read_text())
+    assert build_card(bare_folder).text.startswith(f"\n# tiny\n\n{BEGIN}\n\nA language model")
 
 
 def test_a_card_without_metadata(bare_folder):
@@ -126,58 +127,3 @@ def test_the_pipeline_tag_follows_the_model(bare_folder, tiny_config):
     card.data.pipeline_tag = "zero-shot-classification"  # a person's choice
     card.save(bare_folder / "README.md")
     assert ModelCard.load(write_card(bare_folder)).data.pipeline_tag == "zero-shot-classification"
-
-
-def trainer_draft(**options):
-    summary = TrainingSummary(
-        "tiny",
-        tags=["generated_from_trainer"],
-        tasks="text-generation",
-        hyperparameters={"learning_rate": 0.0006, "seed": 42},
-        eval_results={"Loss": 1.5, "Accuracy": 0.75},
-        eval_lines=[{"Training Loss": 2.0, "Epoch": 1, "Step": 10, "Validation Loss": 1.5}],
-        **options,
-    )
-    return summary.to_model_card()
-
-
-def test_trainers_draft_is_replaced(bare_folder):
-    (bare_folder / "README.md").write_text(
-        trainer_draft(finetuned_from="me/parent", dataset_tags=["me/letters"], dataset=["Letters"])
-    )
-    for _ in range(2):
-        card = ModelCard.load(write_card(bare_folder))
-        assert not re.search("more information needed|automatically", card.text, re.IGNORECASE)
-        assert "### Training hyperparameters\n\n- learning_rate: 0.0006\n- seed: 42\n" in section(card, "Training")
-        assert card.data.datasets == ["me/letters"] and card.data.base_model in ("me/parent", ["me/parent"])
-        assert [result.metric_value for result in card.data.eval_results] == [0.75]
-        assert "generated_from_trainer" in card.data.tags and "tost" in card.data.tags
-    assert not {"Model description", "Training procedure", "Intended uses & limitations"} & set(headings(card))
-
-
-def test_what_was_filled_into_a_draft_stays(bare_folder):
-    draft = trainer_draft(finetuned_from="/home/me/parent", dataset_tags=["imagefolder"], dataset=["imagefolder"])
-    assert "type: imagefolder" in draft
-    filled_in = draft.replace("## Model description\n\nMore information needed", "## Model description\n\nIt is mine.")
-    assert filled_in != draft
-    (bare_folder / "README.md").write_text(filled_in)
-    card = ModelCard.load(write_card(bare_folder))
-    assert section(card, "Model description").strip() == "It is mine."
-    assert not {"base_model", "datasets", "model-index"} & set(card.data.to_dict())  # names of this machine
-
-
-def test_the_pushed_form_is_replaced(bare_folder):
-    form = str(ModelCard.from_template(ModelCardData(library_name="transformers"))).replace("---\n", "---\nlanguage: en\n", 1)
-    (bare_folder / "README.md").write_text(form)
-    card = ModelCard.load(write_card(bare_folder))
-    assert "More Information Needed" not in card.text and card.data.language == "en"
-    assert headings(card) == headings(build_card(bare_folder)) and "Model Details" not in headings(card)
-
-    (bare_folder / "README.md").write_text(
-        form.replace("- **Developed by:** [More Information Needed]", "- **Developed by:** Me")
-    )
-    card = ModelCard.load(write_card(bare_folder))
-    assert "**Developed by:** Me" in section(card, "Model Details") and "More Information Needed" not in card.text
-
-    (bare_folder / "README.md").write_text("---\ntags: [tost]\n---\n\nA ToSTForCausalLM, pushed without a model card.\n")
-    assert "pushed without" not in build_card(bare_folder).text

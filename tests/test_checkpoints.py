@@ -60,6 +60,17 @@ def another_zip(file: Path) -> None:
         archive.writestr("notes.txt", "no tensors")
 
 
+class Foreign:
+    """Code that a pickle can be made to run."""
+
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def foreign_pickle(file: Path) -> None:
+    torch.save({"state": Foreign()}, file)
+
+
 def empty(file: Path) -> None:
     file.write_bytes(b"")
 
@@ -70,6 +81,7 @@ DAMAGES = [
     *((name, empty, "is damaged") for name in ("optimizer.pt", "model.safetensors", "trainer_state.json", "config.json")),
     *((name, zero_the_end, "is damaged") for name in ("optimizer.pt", "trainer_state.json")),
     ("optimizer.pt", another_zip, "is damaged"),
+    *((name, foreign_pickle, "is damaged") for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")),
     ("model.safetensors", Path.unlink, "is missing"),
     ("model.safetensors", cut, "is damaged"),
     ("config.json", cut, "is damaged"),
@@ -237,6 +249,17 @@ def test_deepspeed_layout(make, trained, monkeypatch):
     (folder / "global_step6" / name).unlink()
     with pytest.raises(ValueError, match=r"global_step6/\*optim_states.pt is missing"):
         choose_checkpoint(trainer, str(folder))
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 6}, {"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 0.5}], ids=str)
+def test_a_finished_run_resumed_trains_no_step(make, trained, length):
+    """Nor one that was made shorter."""
+    trainer = make(**length)
+    assert trainer.train(resume_from_checkpoint=True).global_step == 6
+    found = trainer.model.state_dict()
+    assert all(
+        torch.equal(found[name], value) for name, value in load_file(trained / "checkpoint-6/model.safetensors").items()
+    )
 
 
 # A loss that is no number ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from transformers import (
 
 import tost_hf
 from tost_hf.cli import main
-from tost_hf.model.remote_code import KERNEL_FILES
+from tost_hf.hub.kernel_export import KERNEL_FILES
 
 
 COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "serve", "export-kernel")

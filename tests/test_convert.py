@@ -207,6 +207,11 @@ def stated(**model_args):
     return lambda contents: contents["model_args"].update(model_args)
 
 
+def diverged(contents):
+    for tensor in contents["model"].values():
+        tensor.fill_(torch.nan)
+
+
 def gap(contents):
     contents["model"]["transformer.h.7.gamma1"] = torch.zeros(32)
     del contents["model_args"]
@@ -235,6 +240,7 @@ REFUSED = {
     ),
     "tensor of another rank": (replaced("transformer.wte.weight", torch.zeros(96)), "transformer.wte.weight must have 2"),
     "integers": (replaced(H0 + "gamma1", torch.zeros(32, dtype=torch.long)), "gamma1 has shape .* torch.int64"),
+    "NaN": (diverged, r"holds NaN or infinite numbers; convert weights from before training diverged"),
     "impossible dropout": (stated(dropout=2.0), "dropout"),
     "model_args of another type": (lambda contents: contents.update(model_args=[1]), "model_args must be a dict"),
     "an entry that is no tensor": (replaced(H0 + "gamma1", 1.0), "gamma1.*not a named tensor"),
@@ -244,12 +250,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
-def test_refused_checkpoints(tmp_path, change, message):
+def test_refused_checkpoints(tmp_path, caplog, change, message):
     source = write_changed(tmp_path / "ckpt.pt", change)
     with pytest.raises(ValueError, match=message) as caught:
         convert_from_original(source, tmp_path / "model")
     assert str(source) in str(caught.value) and "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["ckpt.pt"]  # nothing half-written
+    assert "lm_head differs" not in caplog.text
 
 
 def test_heads_must_divide_the_width(tmp_path):
@@ -334,6 +341,8 @@ def test_damaged_folders(tiny_model, tmp_path):
     refused(ValueError, "model.safetensors is not a readable safetensors file")
     save_file({name: tensor for name, tensor in state.items() if name != "model.norm.weight"}, weights)
     refused(ValueError, "lacks model.norm.weight")
+    save_file(state | {"model.norm.weight": torch.full((32,), torch.inf)}, weights)
+    refused(ValueError, "model.norm.weight holds NaN or infinite numbers")
     save_file(state | {"score.weight": torch.zeros(2, 32)}, weights)
     refused(ValueError, "has score.weight")
     weights.unlink()

@@ -12,6 +12,7 @@ import torch
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "research"))
 
 import ablations
 import compare_lm

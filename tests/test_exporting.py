@@ -11,9 +11,11 @@ import pytest
 import torch
 from byte_models import byte_tokenizer, make_model
 from conftest import randomize, small_config, small_vision_config
+from hub_clients import contents
 
 import tost_hf
 from tost_hf.cli import main
+from tost_hf.exporting import writing
 from tost_hf.image_processing import save_image_processor
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 
@@ -120,10 +122,12 @@ def test_vision_models(tmp_path, format):
 def test_models_that_read_whole_texts(tmp_path, kind):
     randomize(getattr(tost_hf, kind)(small_config(is_causal=False))).save_pretrained(tmp_path / "model")
     assert tost_hf.export_model(tmp_path / "model", tmp_path / "onnx").agreement.difference < 1e-5
+    outputs = json.loads((tmp_path / "onnx" / "export.json").read_text())["outputs"]
+    assert outputs[0]["shape"] == ["batch", 2 if outputs[0]["name"] == "logits" else "tokens"]
 
 
-def full_disk(traced, folder, dtype):
-    (folder / "model.pt2").write_bytes(b"half")
+def full_disk(program, path, dtype):
+    path.write_bytes(b"half")
     raise OSError(28, "No space left on device")
 
 
@@ -141,21 +145,54 @@ def no_runtime(folder, facts):
 @pytest.mark.parametrize(
     "part, failing, sentence",
     [
-        ("write", full_disk, "No space left on device"),
+        ("save", full_disk, "No space left on device"),
         ("load", another_program, "gives other outputs than the model"),
         ("load", no_runtime, "does not run: an operator is missing"),
     ],
 )
 def test_nothing_is_left_of_a_failure(tmp_path, capsys, monkeypatch, part, failing, sentence):
-    from tost_hf.exporting import torch_files, writing
-
     randomize(tost_hf.ToSTForCausalLM(small_config())).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(torch_files, "trace", lambda program: None)
-    monkeypatch.setattr(torch_files, "write", lambda traced, folder, dtype: folder / "model.pt2")
-    monkeypatch.setattr(writing if part == "load" else torch_files, part, failing)
+    save = failing if part == "save" else lambda program, path, dtype: None
+    monkeypatch.setitem(writing.FORMATS, "torch", writing.FORMATS["torch"]._replace(save=save))
+    if part == "load":
+        monkeypatch.setattr(writing, "load", failing)
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]) == 1
     assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_full_disk(tmp_path):
+    """PyTorch's writer of files would end the process."""
+    randomize(tost_hf.ToSTForCausalLM(small_config())).save_pretrained(tmp_path / "model")
+    limit = "import resource, signal, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+    code = limit + "from tost_hf.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "File too large" in done.stderr.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_output_that_is_the_model_itself(tmp_path, capsys):
+    source = language_folder(tmp_path / "model")
+    (source / "generate.py").write_text("mine")
+    before = contents(tmp_path)
+    for output in (source, source / "onnx", tmp_path):
+        assert main(["export", str(source), str(output), "--overwrite"]) == 1
+        assert "choose a folder outside it" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_weights_or_outputs_that_are_not_finite(tmp_path, capsys):
+    model = make_model()
+    torch.nn.init.constant_(model.model.layers[1].mlp.up_proj.weight, 3e4)  # finite in float16, with outputs that are not
+    model.save_pretrained(tmp_path / "model")
+    arguments = ["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]
+    assert main([*arguments, "--dtype", "float16"]) == 1
+    assert "The model gives NaN or infinite outputs in this dtype" in capsys.readouterr().err
+    torch.nn.init.constant_(model.model.layers[1].mlp.up_proj.weight, torch.nan)
+    model.save_pretrained(tmp_path / "model")
+    assert main(arguments) == 1
+    assert "model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hub_clients import contents, language_folder
 from transformers import AutoModelForCausalLM
 
-from tost_hf.files import is_weights_name, staged_folder
+from tost_hf.files import check_folder, is_weights_name, staged_folder
 
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
@@ -36,6 +36,59 @@ def test_what_stays_in_a_folder_that_is_overwritten(tmp_path):
     with staged_folder(target) as folder:
         shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
     assert contents(target) == new | dict.fromkeys(OTHERS, b"old")
+
+
+def test_subfolders_of_a_folder_that_is_overwritten(tmp_path):
+    """Their files are replaced one by one; of an earlier export only the program goes."""
+    target = tmp_path / "page"
+    for name in (
+        "model/export.json",
+        "model/model.xml",
+        "model/model.bin",
+        "model/notes.txt",
+        "other/model.onnx",
+        "model.onnx",
+    ):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(b"old")
+    with staged_folder(target) as folder:
+        (folder / "model").mkdir()
+        for name in ("model/export.json", "model/model.onnx", "README.md"):
+            (folder / name).write_bytes(b"new")
+    new = dict.fromkeys(("model/export.json", "model/model.onnx", "README.md"), b"new")
+    assert contents(target) == new | dict.fromkeys(("model/notes.txt", "other/model.onnx", "model.onnx"), b"old")
+
+
+@pytest.mark.parametrize("in_the_way", ["folder", "file", "link"])
+def test_a_file_and_a_folder_never_replace_each_other(tmp_path, in_the_way):
+    target, elsewhere = tmp_path / "page", tmp_path / "elsewhere"
+    written = "README.md" if in_the_way == "folder" else "model/README.md"
+    elsewhere.mkdir()
+    (target / "README.md").mkdir(parents=True) if in_the_way == "folder" else target.mkdir()
+    (target / "notes.txt").write_bytes(b"old")
+    if in_the_way == "file":
+        (target / "model").write_bytes(b"old")
+    elif in_the_way == "link":
+        (target / "model").symlink_to(elsewhere)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(FileExistsError, match=f"is a {in_the_way}, and a"), staged_folder(target) as folder:
+        (folder / written).parent.mkdir(exist_ok=True)
+        (folder / written).write_bytes(b"new")
+        (folder / "notes.txt").write_bytes(b"new")
+    assert sorted(tmp_path.rglob("*")) == before and (target / "notes.txt").read_bytes() == b"old"
+    if in_the_way != "folder":
+        with pytest.raises(FileExistsError, match=f"is a {in_the_way}, and a folder is written there"):
+            check_folder(target, True, subfolders=["model"])
+
+
+def test_an_output_that_overlaps_its_source(tmp_path):
+    (tmp_path / "model/parts").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    for output in ("model", "model/parts", "model/new", ".", "link", "link/new"):
+        for source in ("model", "link"):
+            with pytest.raises(ValueError, match="choose a folder outside it"):
+                check_folder(tmp_path / output, True, sources=["owner/name", tmp_path / source])
+    check_folder(tmp_path / "models", False, sources=["owner/name", tmp_path / "model"])
 
 
 class Killed(BaseException):

@@ -42,7 +42,13 @@ VALUES = (
     "a" * 99,
 )
 FILES = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json")
-EVIL = {"auto_map": {"AutoConfig": "evil.Evil"}, "trust_remote_code": True, "architectures": ["Evil"], "model_type": "evil"}
+CODE = "tssa_sums"  # ToST's own name for a file, since any other is refused at once
+EVIL = {
+    "auto_map": {"AutoConfig": f"{CODE}.ToSTConfig"},
+    "trust_remote_code": True,
+    "architectures": ["Evil"],
+    "model_type": "evil",
+}
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +157,20 @@ def test_a_damaged_folder(sound, tmp_path, start):
     for number in range(start, start + 50):
         draw = random.Random(number)
         folder = Path(shutil.copytree(sound, tmp_path / str(number)))
-        (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran' / str(number))!r}, 'w')\nclass Evil: pass\n")
+        evil = f"open({str(tmp_path / 'ran' / str(number))!r}, 'w')\nclass ToSTConfig: pass\n"
+        (folder / f"{CODE}.py").write_text(evil)
         name = FILES[number % len(FILES)]
         kinds = [damaged_bytes, damaged_weights if name.endswith(".safetensors") else damaged_json]
         damaged = draw.choice([*kinds, kinds[1], kinds[1]])(draw, (folder / name).read_bytes())
         (folder / name).write_bytes(damaged)
         with time_limit(SECONDS):
-            failed = [check.detail for check in verify(folder) if not check.passed and check.name not in ("code",)]
-            os.remove(folder / "evil.py")
+            failed = [
+                check.detail
+                for check in verify(folder)
+                if not check.passed
+                and (check.name != "code" or "leads to code" in check.detail)  # of that file it speaks, too
+            ]
+            os.remove(folder / f"{CODE}.py")
             error = refusal(lambda folder=folder: publish(folder, "tost/fuzzed", dry_run=True))
         sentences = [*failed, *([str(error)] if error else [])]
         assert all(map(is_sentence, sentences)), (number, name, damaged[:200], sentences)

@@ -85,6 +85,11 @@ def test_constrained_decoding(tiny_model, prompt):
     assert set(out[:, 11:].flatten().tolist()) <= set(allowed)
 
 
+def test_a_generation_config_of_another_type(tiny_model, prompt):
+    with pytest.raises(TypeError, match="generation_config must be a GenerationConfig, got str"):
+        tiny_model.generate(prompt, "x")
+
+
 def test_streamer(tiny_model, prompt):
     received = []
 
@@ -390,6 +395,7 @@ def test_bad_cache_files(tiny_model, prompt, tmp_path):
         ({"seq_length": None}, "gives '' as the number"),
         ({"seq_length": "-3"}, "gives '-3' as the number"),
         ({"seq_length": "x"}, "gives 'x' as the number"),
+        ({"seq_length": "9" * 30}, "gives '9{30}' as the number"),
         ({"layers.0.sum_sq": torch.zeros(3, 4, 8)}, "not of one batch"),
         ({"layers.1.sum_membership": torch.zeros(2, 4, dtype=torch.long)}, "no floating-point numbers"),
     ],

@@ -58,6 +58,35 @@ def test_padding_and_packing_leave_no_trace(model, tokens):
         torch.testing.assert_close(packed[mask == 1], alone[0], **F64)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_tokens_that_are_not_finite_stay_in_their_packed_sequence(model, attention):
+    """And behind their place there: what the attention mask hides is multiplied by 0, and 0 times NaN is NaN."""
+    model.set_attn_implementation(attention)
+    embeds, places = torch.randn(1, 23, model.config.hidden_size, dtype=torch.float64), torch.arange(23)
+    for borders in ([9, 17], []):
+        seq_idx = torch.searchsorted(torch.tensor(borders), places, right=True)[None] if borders else None
+        expected = model(inputs_embeds=embeds, seq_idx=seq_idx).logits
+        for at in (4, 12, 19):
+            spoiled = embeds.clone()
+            spoiled[0, at] = torch.nan
+            logits = model(inputs_embeds=spoiled, seq_idx=seq_idx).logits
+            sound = (places < at) | (places >= min([23, *(border for border in borders if border > at)]))
+            torch.testing.assert_close(logits[0, sound], expected[0, sound], **F64)
+            assert logits[0, ~sound].isnan().all()
+
+
+@torch.no_grad()
+def test_a_key_that_is_not_finite_stays_so_in_the_cache(model):
+    embeds = torch.randn(2, 9, model.config.hidden_size, dtype=torch.float64)
+    embeds[1, 4] = torch.nan
+    for make in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=12)):
+        first = model(inputs_embeds=embeds[:, :6], past_key_values=make).logits
+        then = model(inputs_embeds=embeds[:, 6:], past_key_values=make).logits
+        assert first[1, 4:].isnan().all() and then[1].isnan().all()
+        assert first[0].isfinite().all() and then[0].isfinite().all() and first[1, :4].isfinite().all()
+
+
 @torch.no_grad()
 def test_sequence_numbers_may_return():
     model = build(["conv", "hybrid", "token"])

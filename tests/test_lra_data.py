@@ -13,7 +13,7 @@ from PIL import Image
 from scipy import ndimage
 
 
-sys.path.append(str(Path(__file__).parents[1] / "examples" / "lra"))
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "research" / "lra"))
 
 import listops
 import lra_tasks

@@ -49,6 +49,7 @@ def test_a_million_tokens_take_a_quarter_of_the_memory_on_four_processes(tmp_pat
     assert grown[4] < 0.25 * grown[1] + 2.5e8  # which is not the tokens
 
 
+DIFFERENT = "ValueError: The processes that share a text were given different batches"
 SENTENCES = {
     "hybrid": "ValueError: parallelize cannot cut texts for layers of full_attention",
     "encoder": "ValueError: parallelize cannot cut texts for an encoder",
@@ -65,6 +66,12 @@ SENTENCES = {
     "no tokens": "ValueError: Give exactly one of input_ids and inputs_embeds",
     "one dimension": "ValueError: input_ids must be integers of shape (batch, tokens)",
     "unequal labels": "ValueError: labels must have the shape of the tokens",
+    "no mesh": "TypeError: parallelize takes a torch DeviceMesh",
+    "different texts": f"{DIFFERENT}: input_ids differ in shape or content between the 4 processes",
+    "different lengths": f"{DIFFERENT}: input_ids differ",
+    "different labels": f"{DIFFERENT}: labels differ",
+    "different masks": f"{DIFFERENT}: attention_mask differ",
+    "different order": f"{DIFFERENT}: input_ids differ",
     "torch's own": "ValueError: torch's context_parallel cuts texts for softmax attention",
 }
 

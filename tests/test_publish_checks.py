@@ -1,16 +1,20 @@
 """What `publish` and `verify` refuse: damaged, foreign and secret content of a folder, before any request is made."""
 
 import base64
+import gzip
 import json
+import lzma
 import os
 import pickle
 import re
+import zipfile
 
 import pytest
 import torch
 from conftest import needs_auto_processor
 from hub_clients import language_folder, vision_folder
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tost_hf.cli import main
 from tost_hf.hub.publishing import publish
@@ -81,6 +85,21 @@ def another_tokenizer(folder):
     edit_json("tokenizer_config.json", tokenizer_class="GPT2Tokenizer")(folder)
 
 
+def zipped(name, members):
+    def write(folder):
+        with zipfile.ZipFile(folder / name, "w") as archive:
+            for member, data in members.items():
+                archive.writestr(member, data)
+
+    return write
+
+
+def larger_tokenizer(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<{i}>" for i in range(321 - len(tokenizer))])
+    tokenizer.save_pretrained(folder)
+
+
 PICKLE = pickle.dumps({"a": 1}, protocol=4)
 TOKEN = b"hf_" + b"aB3" * 12
 LANGUAGE = {
@@ -132,9 +151,9 @@ LANGUAGE = {
     "index-of-others": (index(weight_map={"a": "model-00001-of-00001.safetensors"}), "in which file each tensor is"),
     "index-deep": (put("model.safetensors.index.json", b"[" * 100_000), "both|not an index"),
     "layers": (edit_json("config.json", num_hidden_layers=10**9), "layers|not the configuration"),
-    "tokenizer-garbage": (put("tokenizer.json", b"garbage"), "cannot load the tokenizer"),
-    "tokenizer-binary": (put("tokenizer.json", bytes(range(256))), "cannot load the tokenizer"),
-    "tokenizer-config-garbage": (put("tokenizer_config.json", b"{"), "cannot load the tokenizer"),
+    "tokenizer-garbage": (put("tokenizer.json", b"garbage"), "tokenizer of .* cannot be loaded"),
+    "tokenizer-binary": (put("tokenizer.json", bytes(range(256))), "tokenizer of .* cannot be loaded"),
+    "tokenizer-config-garbage": (put("tokenizer_config.json", b"{"), "tokenizer of .* cannot be loaded"),
     "tokenizer-missing": (remove("tokenizer.json"), "tokenizer"),
     "tokenizer-missing-gpt2": (another_tokenizer, "tokenizer"),
     "tokenizer-of-foreign-code": (
@@ -145,6 +164,20 @@ LANGUAGE = {
     "secret-in-utf-16": (put("notes.txt", TOKEN.decode().encode("utf-16")), "notes.txt holds a secret"),
     "secret-in-a-large-file": (put("log.txt", b"\xff" * 33 * 2**20 + TOKEN), "log.txt holds a secret"),
     "secret-name": (put("prod.env", b"A=1"), "prod.env has the name"),
+    "token-as-a-name": (put(f"{TOKEN.decode()}.txt", b""), "has a secret in its name .Hugging Face Token"),
+    "pickle-0": (put("data.dat", pickle.dumps({"a": os.getcwd}, protocol=0)), "data.dat is a pickle"),
+    "pickle-1": (put("data.dat", pickle.dumps([1, "a"], protocol=1)), "data.dat is a pickle"),
+    "pickle-late-in-a-zip": (zipped("weights.zip", {"a.txt": bytes(2**20), "b/data": PICKLE}), "weights.zip is a pickle"),
+    "torch-named-otherwise": (lambda folder: torch.save([1], folder / "more.dat"), "more.dat is a pickle"),
+    "pickle-gzipped": (put("data.gz", gzip.compress(PICKLE)), "data.gz is a pickle"),
+    "pickle-in-xz": (put("data.xz", lzma.compress(pickle.dumps([1], protocol=0))), "data.xz is a pickle"),
+    "looped-link": (lambda folder: (folder / "loop").symlink_to("loop"), "loop is a link to nothing, or to itself"),
+    "link-to-the-folder": (lambda folder: (folder / "loop").symlink_to("."), "loop is a link to a folder"),
+    "quantization": (
+        edit_json("config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "config.json has a quantization_config, but",
+    ),
+    "tokenizer-too-large": (larger_tokenizer, "does not fit: its last token is number 320, and the model has 320 tokens"),
 }
 VISION = {
     "preprocessor-garbage": (put("preprocessor_config.json", b"garbage"), "image processor"),

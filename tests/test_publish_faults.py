@@ -113,7 +113,7 @@ def duration(hub, clients, tmp_path_factory) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_client_killed_at_a_random_moment(hub, case, duration, seed):
     """The repository is whole: at the old commit, or at the new one. Doing it again completes it."""
     head = hub.head(case.repo_id)
@@ -131,9 +131,7 @@ def test_a_client_killed_at_a_random_moment(hub, case, duration, seed):
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(
-    "how", [{"status": 500}, {"status": 503}, {"status": 403}, {"cut": "request"}], ids=["500", "503", "403", "cut"]
-)
+@pytest.mark.parametrize("how", [{"status": 503}, {"status": 403}, {"cut": "request"}], ids=["503", "403", "cut"])
 def test_a_server_that_fails(hub, case, step, how):
     head = hub.head(case.repo_id)
     with fault(hub, step, skip=int(step == "put"), **how) as failing:  # of several objects the first arrives

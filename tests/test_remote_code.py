@@ -5,16 +5,18 @@ import json
 import re
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from hub_clients import CARD, Client, Clients, language_folder, language_model, vision_folder
+from safetensors.torch import load_file, save_file
 
 import tost_hf
 from tost_hf.model import remote_code
-from tost_hf.model.remote_code import CODE_FILES
+from tost_hf.model.configuration_tost import CODE_FILES
 
 
 TRUST = {"trust_remote_code": True}
@@ -229,29 +231,79 @@ task = "text-generation" if auto_class == "AutoModelForCausalLM" else "image-cla
         assert same(strangers.load(tmp_path / "again", auto_class, **TRUST), expected)
 
 
-PUBLISHED_BEFORE = Path(__file__).parent / "fixtures" / "published"  # by version 0.1.0, with its code
-CODE_BEFORE = ("tssa", "tssa_compiled", "tssa_triton", "configuration_tost", "modeling_tost_base", "remote_code")  # of both
+PUBLISHED = Path(__file__).parent / "fixtures" / "published"
+CODE_0_1_0 = {
+    "language": ("cache_tost", "modeling_tost"),
+    "vision": ("configuration_tost_vision", "modeling_tost_vision"),
+    "both": ("tssa", "tssa_compiled", "tssa_triton", "configuration_tost", "modeling_tost_base", "remote_code"),
+}
+
+# argv: auto class, folder, options of from_pretrained, file of inputs, file for the logits
+LOGITS = """
+import json
+from safetensors.torch import load_file, save_file
+auto_class, folder, options, inputs, output = argv
+torch.set_num_threads(1)
+inputs = {name: x for name, x in load_file(inputs).items() if not name.startswith("logits")}
+found = {}
+for name in ("float32", "float64"):
+    dtype = getattr(torch, name)
+    model = getattr(transformers, auto_class).from_pretrained(folder, dtype=dtype, **json.loads(options)).eval()
+    with torch.no_grad():
+        found[f"logits_{name}"] = model(**{k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}).logits
+save_file(found, output)
+"""
 
 
-@pytest.mark.parametrize(
-    ("kind", "auto_class", "code"),
-    [
-        ("language", "AutoModelForCausalLM", ("cache_tost", "modeling_tost")),
-        ("vision", "AutoModelForImageClassification", ("configuration_tost_vision", "modeling_tost_vision")),
-    ],
-)
-def test_folders_published_before_go_on_working(clients, strangers, tmp_path, kind, auto_class, code):
-    """With the code they carry, with this package, and published again with its code: the same logits to the last bit."""
-    folder = tmp_path / "before"
-    shutil.copytree(PUBLISHED_BEFORE / kind, folder)
-    for name in CODE_BEFORE + code:
-        shutil.copy(PUBLISHED_BEFORE / "code" / f"{name}.py", folder)
-    before = strangers.load(folder, auto_class, **TRUST)
-    assert same(clients.load(folder, auto_class), before)
+def unpack_published(version: str, kind: str, folder: Path) -> Path:
+    """A folder as that version published it, with inputs and, where they were stored, logits in expected.safetensors."""
+    if version == "0.1.0":
+        shutil.copytree(PUBLISHED / kind, folder)
+        for name in CODE_0_1_0["both"] + CODE_0_1_0[kind]:
+            shutil.copy(PUBLISHED / "code" / f"{name}.py", folder)
+        inputs = {
+            "vision": {"pixel_values": torch.randn(2, 3, 16, 16)},
+            "language": {"input_ids": torch.arange(12).view(2, 6)},
+        }
+        save_file(inputs[kind], folder / "expected.safetensors")
+        return folder
+    with tarfile.open(PUBLISHED / f"{version}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    shutil.copytree(folder / version / "code", folder / version / kind, dirs_exist_ok=True)
+    return folder / version / kind
+
+
+def compute_logits(worker: Clients, folder: Path, auto_class: str, inputs: Path, **options) -> dict[str, torch.Tensor]:
+    output = worker.folder / f"logits-{worker.number}.safetensors"
+    worker.run(LOGITS, auto_class, folder, json.dumps(options), inputs, output).check()
+    return load_file(output)
+
+
+def assert_equal_to_rounding(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tolerance in (("logits_float32", 1e-5), ("logits_float64", 1e-12)):
+        error = (found[name] - expected[name]).abs().max() / expected[name].abs().max()
+        assert error <= tolerance, f"{name}: relative error {error:.2g}"
+
+
+@pytest.mark.parametrize("kind", ["language", "vision"])
+@pytest.mark.parametrize("version", ["0.1.0", "2d5c8aa"])
+def test_folders_published_before(clients, strangers, tmp_path, version, kind):
+    """With the code they carry, with this package, and saved again with its code: the same logits, to rounding.
+
+    The language model of 2d5c8aa has every option beyond the paper: forgetting, convolution, a layer of softmax attention.
+    """
+    auto_class = "AutoModelForCausalLM" if kind == "language" else "AutoModelForImageClassification"
+    folder = unpack_published(version, kind, tmp_path / "before")
+    inputs = folder / "expected.safetensors"
+    with_its_code = compute_logits(strangers, folder, auto_class, inputs, **TRUST)
+    expected = with_its_code if version == "0.1.0" else load_file(inputs)
+    assert_equal_to_rounding(with_its_code, expected)
+    assert_equal_to_rounding(compute_logits(clients, folder, auto_class, inputs), expected)
     again = "getattr(transformers, argv[0]).from_pretrained(argv[1]).save_pretrained(argv[2], with_code=True)"
     clients.run(again, auto_class, folder, tmp_path / "again").check()
-    assert same(strangers.load(tmp_path / "again", auto_class, **TRUST), before)
-    assert (tmp_path / "again" / "tssa_state.py").is_file() and not (folder / "tssa_state.py").is_file()
+    assert_equal_to_rounding(compute_logits(strangers, tmp_path / "again", auto_class, inputs, **TRUST), expected)
+    saved = {path.name for path in (tmp_path / "again").glob("*.py")}
+    assert saved == set(CODE_FILES["tost" if kind == "language" else "tost_vision"])
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ BENCHMARKS = ROOT / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import rows  # noqa: E402
+import table_builder  # noqa: E402
 import tables  # noqa: E402
 
 from tost_hf.hub.cards import preset_card  # noqa: E402
@@ -79,15 +80,15 @@ def test_every_row_says_where_it_comes_from(measured):
         assert tuple(found[0])[: len(rows.ORIGIN_COLUMNS)] == rows.ORIGIN_COLUMNS
         for row in found:
             assert all(row[column] for column in (*rows.ORIGIN_COLUMNS, "metric", "value")), name
-            assert row["command"].startswith(f"python examples/benchmarks/{row['script']}")
-            assert (BENCHMARKS / row["script"]).is_file()
+            assert re.match(rf"python examples/(benchmarks|research)/(lra/)?{row['script']}( |$)", row["command"])
+            assert (ROOT / rows.script_path(row["script"])).is_file()
 
 
 def test_commands_in_rows_name_arguments_that_exist(measured):
     """A flag of a recorded command stands in its script, or in what the scripts share."""
     sharing = ("experiments.py", "timing.py", "compare_vision.py", "observations.py")
-    shared = "".join((BENCHMARKS / name).read_text() for name in sharing)
-    for command in {row["command"] for found in measured.rows.values() for row in found}:
+    shared = "".join((ROOT / rows.script_path(name)).read_text() for name in sharing)
+    for command in {rows.repeat_command(row) for found in measured.rows.values() for row in found}:
         script, *arguments = shlex.split(command)[1:]
         source = (ROOT / script).read_text() + shared
         assert all(f'"{flag}"' in source for flag in arguments if flag.startswith("--")), command
@@ -135,6 +136,77 @@ def test_numbers_over_seeds():
     assert rows.plus_minus([0.25], ".2f") == "0.25" and rows.plus_minus([]) == ""
     assert rows.around_mean([1, 2, 3]) == (2, 1, 3) and rows.around_mean([4]) == (4, 4, 4)
     assert rows.markdown(["a", ""], [["1", "2"], ["", "3"]]) == "| a | |\n|---|---|\n| 1 | 2 |\n| | 3 |"
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+class Records(rows.Measured):
+    """Records of a test: (model, T, metric) to values, one for each seed, or to the median and range of a speed."""
+
+    def __init__(self, found: dict):
+        origin = {
+            "script": "op.py",
+            "command": "python op.py --repeats 3",
+            "machine": "a machine",
+            "versions": "torch 2.13.0",
+            "width": "64",
+            "layers": "6",
+        }
+        self.rows = {"results": [], "speed": []}
+        for (model, length, metric), values in found.items():
+            case = origin | {"model": model, "T": str(length), "metric": metric, "steps": "400"}
+            if isinstance(values, list):
+                self.rows["results"] += [case | {"value": str(x), "seed": str(seed)} for seed, x in enumerate(values)]
+            else:
+                self.rows["speed"].append(case | dict(zip(("value", "low", "high"), map(str, values))))
+
+
+RECORDS = Records(
+    {
+        ("A", 8, "step 1, loss"): [1.5, 1.75],
+        ("A", 16, "step 1, loss"): [1.25, 1.25],
+        ("B", 8, "step 1, loss"): [0.5, 0.5],
+        ("A", 8, "ms"): (1.234, 1, 2),
+        ("A", 8, "GPT-2 / this"): (2, 1.5, 2.5),
+    }
+)
+TABLE = {
+    "head": "model | step",
+    "cell": {"metric": "step {_step}, loss", "show": "mean .2f"},
+    "rows": [{"title": "{model} | {_step}", "model": {"A": "ours", "B": "theirs", "C": "nobody's"}, "_step": 1}],
+    "columns": [{"title": "{T:,} tokens", "T": [8, 16]}],
+}
+
+
+def test_a_sparse_table_leaves_empty_what_was_not_measured():
+    expected = ["| model | step | 8 tokens | 16 tokens |", "|---|---|---|---|"]
+    expected += ["| ours | 1 | 1.62 ± 0.18 | 1.25 ± 0.00 |", "| theirs | 1 | 0.50 ± 0.00 | |"]
+    assert table_builder.make_body(TABLE | {"sparse": True}, RECORDS).splitlines() == expected
+    with pytest.raises(LookupError, match=r"no row with .*'T': 16, 'model': 'B'"):
+        table_builder.make_body(TABLE, RECORDS)
+    whole = table_builder.make_table(TABLE | {"sparse": True, "settings": True}, RECORDS)
+    assert (
+        whole.startswith("Width 64, 6 layers, 400 steps, 2 seeds.\n\n| model")
+        and "```bash\npython examples/benchmarks/op.py --repeats 3\n```" in whole
+    )
+
+
+@pytest.mark.parametrize(
+    ("show", "metric", "text"),
+    [("ms", "ms", "1.23 ms"), ("range", "GPT-2 / this", "2.00 (1.50 to 2.50)"), ("{0:.1f} x", "ms", "1.2 x")],
+)
+def test_formats_of_speeds(show, metric, text):
+    cell = {"file": "speed", "model": "A", "metric": metric, "show": show, "after": " (GPT-2)"}
+    assert table_builder.make_number(cell, RECORDS) == text + " (GPT-2)"
+    row = {"cells": ["as it is", cell]}
+    assert table_builder.make_body({"rows": [row]}, RECORDS).endswith(f"| as it is | {text} (GPT-2) |")
+
+
+def test_lines_of_plots():
+    panel = {"xlabel": "T", "ylabel": "loss", "x": ["T", "(\\d+)"], "above": 0.6, "where": {"metric": "step 1, loss"}}
+    (found,) = table_builder.make_panels([panel | {"lines": [{"title": "{model}", "model": ["A", "B"]}]}], RECORDS)
+    assert found.lines["A"][16] == (1.25, 1.25, 1.25) and list(found.lines["A"]) == [8, 16] and not found.lines["B"]
 
 
 # What is cited --------------------------------------------------------------------------------------------------------
@@ -194,7 +266,7 @@ def test_two_rows_of_one_case_are_not_cited(tmp_path):
     measured = rows.Measured(folder)
     with pytest.raises(LookupError, match="has 2 rows"):
         tables.KINDS["results"]["decode"](measured)
-    with pytest.raises(LookupError, match="several rows of one seed"):
+    with pytest.raises(LookupError, match="cite one, or one for each seed"):
         tables.KINDS["results"]["copying"](measured)
 
 
@@ -213,6 +285,6 @@ def test_numbers_in_the_pages_own_words_are_allowed_ones():
 
 def test_the_page_names_scripts_that_exist():
     for name in re.findall(r"`(\w+\.py)`", PAGE):
-        assert (BENCHMARKS / name).is_file(), name
+        assert rows.script_path(name), name
     for path in re.findall(r"\]\((results[^)]*)\)", PAGE):
         assert (BENCHMARKS / path).exists(), path

@@ -17,7 +17,6 @@ from scripts import EXAMPLES, kill_once_written, launch, losses, run_in_backgrou
 from text_runs import EOS, TINY
 from transformers import (
     AutoTokenizer,
-    Trainer,
 )
 
 from tost_hf import ToSTConfig, ToSTForCausalLM
@@ -242,12 +241,26 @@ def test_arguments_from_a_file_and_evaluation_alone(tmp_path, text_folder, tiny_
     assert results["eval_samples"] == 10
 
 
-def test_another_model_keeps_the_plain_trainer(tmp_path, clm_args, monkeypatch):
-    made = []
-    monkeypatch.setattr(run_clm, "Trainer", lambda *args, **kwargs: made.append("Trainer") or Trainer(*args, **kwargs))
-    gpt2 = "n_layer=1,n_embd=16,n_head=2,n_positions=32,vocab_size=320"
-    run_clm.main(clm_args(config_name=None, model_type="gpt2", config_overrides=gpt2, max_steps=1))
-    assert made == ["Trainer"] and len(losses(tmp_path / "out")) == 1
+GPT2 = {"config_name": None, "model_type": "gpt2"}
+GPT2["config_overrides"] = "n_layer=1,n_embd=16,n_head=2,n_positions=32,vocab_size=320"
+
+
+@pytest.mark.parametrize("changes", [{}, GPT2, {"streaming": True}], ids=["ToST", "GPT-2", "stream"])
+def test_a_finished_run_started_again_trains_no_step(tmp_path, clm_args, changes):
+    """Whether all is there, or the run was killed after its last checkpoint; 4 steps end within an epoch."""
+    args = clm_args(**{"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "dataloader_num_workers": 0, **changes})
+    out = tmp_path / "out"
+    run_clm.main(args)
+    weights, results = ((out / name).read_bytes() for name in ("model.safetensors", "train_results.json"))
+    for killed in (False, False, False, True):
+        if killed:
+            for name in ("model.safetensors", "trainer_state.json"):
+                (out / name).unlink()
+        run_clm.main(args)
+        assert (out / "model.safetensors").read_bytes() == weights
+        assert (out / "train_results.json").read_bytes() == results
+        assert json.loads((out / "trainer_state.json").read_text())["global_step"] == len(losses(out)) == 4
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
 
 
 @pytest.mark.parametrize(

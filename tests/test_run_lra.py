@@ -15,14 +15,14 @@ from scripts import command_line, losses
 from transformers import AutoModelForSequenceClassification
 
 
-sys.path.append(str(Path(__file__).parents[1] / "examples" / "lra"))
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "research" / "lra"))
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 import lra
 import lra_models
 import lra_tasks
 import run_lra
-import tables_lra
+import tables
 from rows import Measured
 
 from tost_hf import LRA_PRESETS, ToSTConfig, ToSTForSequenceClassification
@@ -193,8 +193,8 @@ def test_the_small_comparison(tmp_path, monkeypatch, capsys):
     assert "seed 1" not in capsys.readouterr().out  # what is there is not measured again
     measured = Measured(tmp_path / "results")
     assert len(measured.find("lra", metric="accuracy")) == 4
-    table = tables_lra.TABLES["long range arena"](measured)
-    assert "| listops | 64 | 2 | " in table and "python examples/benchmarks/lra.py" in table
+    table = tables.KINDS["results"]["long range arena"](measured)
+    assert "| listops | 64 | 2 | " in table and "python examples/research/lra/lra.py" in table
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
@@ -238,6 +238,31 @@ def test_data_of_another_task_is_refused(tmp_path):
         lra_tasks.Examples(rows_of("listops"), lra_tasks.TASKS["listops"], 16, "The data").check_labels(8)
 
 
+@pytest.mark.parametrize("columns", [["0.0", "a", "b"], ["0.0", "A", "B", "a", "b", "c"]])
+def test_aan_files_with_other_columns_are_rejected(tmp_path, columns):
+    for name in ("train", "test"):
+        (tmp_path / f"pairs.{name}.tsv").write_text("\t".join(columns) + "\n")
+    with pytest.raises(ValueError, match=rf"train.tsv has {len(columns)} columns; AAN's files have 5: label, id1"):
+        lra_tasks.load_splits(str(tmp_path), lra_tasks.TASKS["retrieval"], cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("text", [None, ""])
+def test_missing_texts_are_rejected_before_training(text):
+    rows = Dataset.from_dict({"text": ["good", text], "label": [0, 1]})
+    with pytest.raises(ValueError, match="The data has 1 examples with nothing in the column 'text'; remove them"):
+        lra_tasks.Examples(rows, lra_tasks.TASKS["text"], 16, "The data")
+    parentheses = Dataset.from_dict({"Source": ["( )"], "Target": [1]})
+    with pytest.raises(ValueError, match="The data: 'Source' of example 0 holds no token; remove the example"):
+        lra_tasks.Examples(parentheses, lra_tasks.TASKS["listops"], 16, "The data")[0]
+
+
+@pytest.mark.parametrize("label", [1.5, float("nan"), float("inf"), None, "one"])
+def test_labels_that_are_not_integers_are_rejected(label):
+    rows = Dataset.from_dict({"Source": ["7", "3"], "Target": [label, label]})
+    with pytest.raises(ValueError, match="The column 'Target' of The data must hold class indices"):
+        lra_tasks.Examples(rows, lra_tasks.TASKS["listops"], 16, "The data")
+
+
 @pytest.mark.parametrize(
     ("task", "changes", "sentence"),
     [
@@ -248,6 +273,11 @@ def test_data_of_another_task_is_refused(tmp_path):
         ("text", {"attention": "linear", "config_overrides": "is_causal=true"}, "set is_causal=False"),
         ("text", {"max_length": 0}, "--max_length must be at least 1"),
         ("text", {"dataset_name": "none/such"}, "The data of 'none/such' cannot be read"),
+        (
+            "text",
+            {"config_overrides": f"{TINY},max_position_embeddings=8"},
+            "The model has 8 positions and texts are up to 16 tokens long: set --max_length 8",
+        ),
     ],
 )
 def test_wrong_input_is_refused(tmp_path, lra_args, task, changes, sentence):

@@ -173,6 +173,7 @@ def test_code_of_a_repository_runs_only_with_the_flag(evil, tmp_path):
         (["/nope"], "There is no folder '/nope'."),
         (["./nope"], "There is no folder './nope'."),
         (["--trust-remote-code"], "--trust-remote-code needs a MODEL"),
+        (["--cb-max-batch-tokens", "-5"], "max_batch_tokens must be at least 1"),
         (["--log-level", "shout"], "unknown value 'shout'"),
         (["--dtype", "float3"], "Unsupported dtype: 'float3'"),
     ],

@@ -73,6 +73,59 @@ def test_client_that_goes_while_it_waits_is_not_served(served, one_at_a_time, sl
 
 @everywhere
 @both_ways
+def test_others_are_answered_while_a_prompt_is_tokenized(served, monkeypatch, path, stream):
+    tokenize, others_answered = type(served.processor).__call__, threading.Event()
+
+    def slow_tokenize(*args, **options):
+        assert others_answered.wait(20), "The event loop waits for the tokenizer."
+        return tokenize(*args, **options)
+
+    monkeypatch.setattr(type(served.processor), "__call__", slow_tokenize)
+    answers = []
+    client = threading.Thread(
+        target=lambda: answers.append(served.ask(path, asking(path, "hi", stream=stream, **{LIMIT[path]: 2})))
+    )
+    client.start()
+    assert served.ask("/health", method="GET").status == 200
+    others_answered.set()
+    client.join()
+    assert answers[0].usage == (2, 2)
+
+
+@both_ways
+def test_client_that_goes_while_its_prompt_is_tokenized_is_not_served(served, slow_steps, monkeypatch, stream):
+    tokenize, begun, gone = type(served.processor).__call__, threading.Event(), threading.Event()
+
+    def slow_tokenize(*args, **options):
+        begun.set()
+        assert gone.wait(20)
+        return tokenize(*args, **options)
+
+    monkeypatch.setattr(type(served.processor), "__call__", slow_tokenize)
+    leave(served, COMPLETIONS, stream, when=begun.is_set)
+    time.sleep(0.2)  # until the server knows
+    gone.set()
+    assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=2)).usage == (2, 2)
+    assert [served.processor("gone").input_ids] not in slow_steps
+
+
+@both_ways
+def test_bytes_of_an_unfinished_character_are_sent(served, stream):
+    """The model's next two tokens are the first two bytes of a character of three."""
+    begun = served.processor("\u20ac").input_ids[:2]
+
+    def say(module, args, options, output):
+        output.logits[:] = -1.0
+        output.logits[..., begun[0 if options["input_ids"].shape[1] > 1 else 1]] = 1.0
+
+    hook = served.model.register_forward_hook(say, with_kwargs=True)
+    answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=2, temperature=0, stream=stream))
+    hook.remove()
+    assert text_of(answer) == served.processor.decode(begun) != "" and answer.usage == (2, 2)
+
+
+@everywhere
+@both_ways
 def test_more_requests_than_may_wait_are_refused(served, one_at_a_time, slow_steps, path, stream):
     def ask():
         answers.append(served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20)))
@@ -91,8 +144,7 @@ def test_more_requests_than_may_wait_are_refused(served, one_at_a_time, slow_ste
 
 
 def text_of(answer: Answer) -> str:
-    """Without half a character at its end, which a stream leaves out."""
-    return "".join(event["choices"][0]["text"] for event in answer.events).rstrip("\ufffd")
+    return "".join(event["choices"][0]["text"] for event in answer.events)
 
 
 SAMPLED = {"temperature": 0.8, "generation_config": '{"do_sample": true, "max_new_tokens": 12}'}

@@ -14,7 +14,7 @@ from hub_clients import save_tokenizer
 
 import tost_hf
 from tost_hf.space import write_space
-from tost_hf.space.packages import RUNTIME, TOKENIZERS, find
+from tost_hf.space.packages import RUNTIME, TOKENIZERS, unpack
 
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -114,13 +114,12 @@ def driver():
 
 
 @pytest.fixture(scope="module")
-def libraries():
-    """Skips where the JavaScript libraries are not at hand."""
-    for package in (RUNTIME, TOKENIZERS):
-        try:
-            find(package)
-        except OSError as error:
-            pytest.skip(f"{error} (`make browser` fetches it)")
+def libraries(tmp_path_factory):
+    """Skips where npm's cache lacks the JavaScript libraries."""
+    try:
+        unpack((RUNTIME, TOKENIZERS), tmp_path_factory.mktemp("vendor"))
+    except OSError as error:
+        pytest.skip(f"{error} (`make browser` fetches them)")
 
 
 def language_folder(folder, **fields):

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import shutil
 import tarfile
 import threading
@@ -55,55 +56,49 @@ def page(npm, tmp_path_factory):
 
 
 @pytest.fixture
-def registry(npm, tmp_path):
-    """The address of a registry, and the folder it serves."""
-    folder = tmp_path / "registry"
-    for package in (writing.RUNTIME, writing.TOKENIZERS):
-        path = folder / package.url("").lstrip("/")
-        path.parent.mkdir(parents=True)
-        shutil.copyfile(npm / package.tarball, path)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=folder))
+def registry(npm, tmp_path, monkeypatch):
+    """The folder that npm's registry serves, here on loopback: each package's description and tarball."""
+    served = tmp_path / "registry"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=served))
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/", folder
+    address = f"http://127.0.0.1:{server.server_port}"
+    for package in (writing.RUNTIME, writing.TOKENIZERS):
+        (served / package.tarball).parent.mkdir(exist_ok=True)
+        shutil.copyfile(npm / package.tarball, served / package.tarball)
+        description = {"name": package.name, "version": package.version, "dist": {"tarball": f"{address}/{package.tarball}"}}
+        (served / package.name).parent.mkdir(exist_ok=True)
+        (served / package.name).write_text(json.dumps({"name": package.name, "versions": {package.version: description}}))
+    (tmp_path / "npmrc").write_text(f"registry={address}/\ncache={tmp_path / 'cache'}\n")
+    for name in [name for name in os.environ if name.lower().startswith("npm_config_") or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("npm_config_userconfig", str(tmp_path / "npmrc"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    yield served
     server.shutdown()
     server.server_close()
 
 
-def test_libraries_come_from_a_registry_once(registry, tmp_path, monkeypatch):
-    address, served = registry
-    monkeypatch.setattr(packages, "HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second").mkdir()
-    packages.unpack((writing.RUNTIME, writing.TOKENIZERS), tmp_path / "first", address)
-    shutil.rmtree(served)
-    packages.unpack((writing.RUNTIME, writing.TOKENIZERS), tmp_path / "second", address)
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_npm_fetches_the_libraries(registry, tmp_path, monkeypatch):
+    """By the user's settings; a second time, without a network, from its cache. What it lacks, or has changed, is an error."""
+    libraries = (writing.RUNTIME, writing.TOKENIZERS)
     for folder in ("first", "second"):
-        text = (tmp_path / folder / "tokenizers.min.mjs").read_text()
-        assert text == "// package/dist/tokenizers.min.mjs\n"
+        (tmp_path / folder).mkdir()
+        packages.unpack(libraries, tmp_path / folder)
+        assert (tmp_path / folder / "tokenizers.min.mjs").read_text() == "// package/dist/tokenizers.min.mjs\n"
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        OSError, match=r"npm cannot fetch .*No matching version.*npm pack onnxruntime-web@9\.0\.0`, and name .* --npm"
+    ):
+        packages.unpack([writing.RUNTIME._replace(version="9.0.0")], tmp_path)
+    with pytest.raises(ValueError, match=r"its hash is sha512-.* not sha512-else"):
+        packages.unpack([writing.RUNTIME._replace(integrity="sha512-else")], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "spoil, kind, words",
-    [
-        (lambda path: path.unlink(), OSError, "could not be fetched .* --npm"),
-        (lambda path: path.write_bytes(b"else"), ValueError, "its hash is sha512-.* not sha512-"),
-    ],
-)
-def test_a_wrong_or_missing_library_is_refused(registry, tmp_path, monkeypatch, spoil, kind, words):
-    address, served = registry
-    monkeypatch.setattr(packages, "HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    spoil(served / writing.RUNTIME.url("").lstrip("/"))
-    with pytest.raises(kind, match=words):
-        packages.find(writing.RUNTIME, address)
-    assert not list(tmp_path.glob("home/**/*.tgz*"))
-
-
-def test_without_a_network_the_sentence_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(packages, "HF_HOME", str(tmp_path))
-    with pytest.raises(OSError, match=r"npm pack onnxruntime-web@.* --npm"):
-        packages.find(packages.RUNTIME)  # the tests run with HF_HUB_OFFLINE
+def test_without_npm(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"npm, which is not installed\. .*npm pack onnxruntime-web@.* --npm"):
+        packages.unpack([packages.RUNTIME], tmp_path)
 
 
 def encoder(folder):
@@ -150,9 +145,25 @@ def test_refused(tmp_path, capsys, npm, make, options, words):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_page_over_its_model(tmp_path, capsys, monkeypatch, npm):
+    """Which once removed the model; refused before anything is computed."""
+    vision_folder(tmp_path / "model")
+    before = contents(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for output in (".", "model", "model/page"):
+        assert main(["space", "./model", output, "--npm", str(npm), "--overwrite"]) == 1
+        assert "choose a folder outside it" in capsys.readouterr().err
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page/model").symlink_to(tmp_path / "model")
+    assert main(["space", "./model", "page", "--npm", str(npm), "--overwrite"]) == 1
+    assert "page/model is a link, and a folder is written there" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
 def test_a_space_is_published(hub, page, tmp_path):
     """In one commit, with the metadata that the Hub asks for; what is there already is not sent again."""
     token = hub.token("writer")
+    assert "\n# Kinds: 10 &lt;of them>\n" in (page / "README.md").read_text()
     with Clients(hub, tmp_path) as clients:
         assert "a Space" in clients.command("publish", "--space", page, "tost/page", token=token).check().output
         assert hub.files("spaces/tost/page") == contents(page)

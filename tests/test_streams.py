@@ -1,6 +1,9 @@
 """Streams of text: dealt out to processes and workers, packed without waste, and gone on with exactly."""
 
+import bz2
+import gzip
 import json
+import lzma
 import re
 import shutil
 from collections import Counter
@@ -128,6 +131,27 @@ def test_a_checkpoint_holds_the_place_in_the_stream(tmp_path, clm_args, text_par
         run_clm.main(args(resume_from_checkpoint=tmp_path / "out/checkpoint-14"))
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["plain", "streaming"])
+def test_replaced_text_is_rejected_on_resume(tmp_path, clm_args, text_folder, streaming):
+    """Of the same name, and even the same size; a file moved elsewhere is still the same."""
+    text = (text_folder / "train.txt").read_text(encoding="utf-8")[:9000]
+    (tmp_path / "train.txt").write_text(text, encoding="utf-8")
+    common = {"train_file": tmp_path / "train.txt", "save_strategy": "steps", "save_steps": 1}
+    args = partial(clm_args, **common, streaming=streaming or None)
+    run_clm.main(args(max_steps=2))
+    for changed in (text[:-1] + "#", text + "\n# more"):
+        (tmp_path / "train.txt").write_text(changed, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"that the checkpoint was trained on: train\.txt differ.*--ignore_data_skip"):
+            run_clm.main(args(max_steps=3))
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved/train.txt").write_text(text, encoding="utf-8")
+    run_clm.main(args(max_steps=3, train_file=tmp_path / "moved/train.txt"))
+    run_clm.main(args(max_steps=4, ignore_data_skip=True))
+    assert len(losses(tmp_path / "out")) == 4
+    with pytest.raises(ValueError, match="differ"):  # the other text is on record now
+        run_clm.main(args(max_steps=5, train_file=tmp_path / "moved/train.txt"))
+
+
 @pytest.mark.slow
 def test_two_processes_with_two_workers_go_on(tmp_path, clm_args, text_parts):
     args = clm_args(**STREAMED, train_file=text_parts, dataloader_num_workers=2, use_cpu=None)
@@ -183,6 +207,29 @@ def test_bad_input(tmp_path, clm_args, text_parts, monkeypatch, changes, sentenc
     assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.parametrize("ending", ["gz", "xz", "bz2", "deep"])
+def test_damaged_compression_and_deep_json(prepare, tmp_path, clm_args, ending):
+    """Damaged at the beginning, which is read before training, or further on."""
+    good = (json.dumps({"text": "import os, sys\n" * 40}) + "\n").encode() * 300
+    if ending == "deep":
+        damaged = b'{"text": "a", "b": ' + b"[" * 900 + b"]" * 900 + b"}\n"
+        first, later = damaged, good * 5 + damaged  # some 4,000 levels further on crash Arrow itself
+    else:
+        content = {"gz": gzip, "xz": lzma, "bz2": bz2}[ending].compress(good * 10)
+        content = bytearray(content)
+        content[len(content) // 2] ^= 255
+        first, later = content[:30], content
+    for damaged in (first, later):
+        file = tmp_path / ("damaged.jsonl" + f".{ending}" * (ending != "deep"))
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="cannot be read"):
+            run_clm.main(clm_args(streaming=True, train_file=file, max_steps=2000))
+        with pytest.raises(ValueError, match="cannot be read"):
+            prepare(train_file=file, num_shards=1)
+        with pytest.raises(ValueError, match="cannot be read"):
+            run_clm.main(clm_args(train_file=file))
+
+
 # Tokens prepared once ------------------------------------------------------------------------------------------------
 
 
@@ -214,13 +261,17 @@ def test_prepared_tokens_are_trained_on(prepare, tmp_path, clm_args, text_folder
     assert len(losses(tmp_path / "out")) == 2 * -(-(len(found) - held_out) // 4)
 
 
-def test_preparing_goes_on_with_what_is_missing(prepare, tmp_path, monkeypatch):
+def test_preparing_goes_on_with_what_is_missing(prepare, tmp_path, text_parts):
     whole = {path.name: path.read_bytes() for path in prepare().iterdir()}
     shutil.move(tmp_path / "tokens", tmp_path / "tokens.partial")
     (tmp_path / "tokens.partial/tokens-00001-of-00002.arrow").unlink()
     kept = (tmp_path / "tokens.partial/tokens-00000-of-00002.arrow").stat().st_mtime_ns
-    with pytest.raises(ValueError, match="was begun with another block_size"):
+    with pytest.raises(ValueError, match=r"begun with other settings \(block_size was 32 and is 16\)"):
         prepare(block_size=16)
+    shutil.copytree(text_parts, tmp_path / "others")
+    shutil.move(tmp_path / "others/0.jsonl.gz", tmp_path / "others/9.jsonl.gz")
+    with pytest.raises(ValueError, match=r"begun with other settings \(the text files differ\)"):
+        prepare(train_file=tmp_path / "others")
     assert {path.name: path.read_bytes() for path in prepare().iterdir()} == whole
     assert (tmp_path / "tokens/tokens-00000-of-00002.arrow").stat().st_mtime_ns == kept
 

@@ -12,7 +12,7 @@ from scripts import EXAMPLES, command_line
 from transformers import Trainer
 
 import tost_hf
-from tost_hf.model.remote_code import CODE_FILES
+from tost_hf.model.configuration_tost import CODE_FILES
 from tost_hf.training.trainer_guard import GuardedTrainer
 from tost_hf.training.trainer_hub import PublishingTrainer
 from tost_hf.training.trainer_vision import ToSTVisionTrainer
@@ -41,7 +41,7 @@ trainer = tost_hf.ToSTTrainer(
     data_collator=default_data_collator,
 )
 trainer.train(resume_from_checkpoint=resume)
-trainer.push_to_hub(license="apache-2.0", language="en", tags="small", dataset_tags="me/numbers")
+trainer.push_to_hub(license="apache-2.0", language="en", tags="small", dataset_tags=["me/numbers", "TEXT_FOLDER"])
 """
 FETCH = """
 from huggingface_hub import snapshot_download

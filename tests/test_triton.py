@@ -146,6 +146,30 @@ class TestKernels:
             torch.testing.assert_close([x[:, start:stop] for x in out[:2]], list(alone[:2]), **close)
         torch.testing.assert_close(out[2:], alone[2:], **close)
 
+    @pytest.mark.parametrize("causal, decay", [(True, None), (True, (1e-3, 1.0)), (False, None)])
+    def test_nan_and_inf_stay_in_their_packed_sequence(self, causal, decay):
+        """And behind the token itself in the causal form: outputs and gradients elsewhere keep their last bit."""
+        leaves = make(2, 90, 2, 8, causal=causal, decay=decay)
+        seq_idx = packed([(5, 70, 15), (33, 1, 56)]).to(DEVICE)
+        affected = torch.zeros(2, 90, dtype=torch.bool, device=DEVICE)
+        affected[0, 5:75] = affected[1, 33] = True
+        later = affected & ((torch.arange(90, device=DEVICE) >= 50) | (not causal))
+        later[1, 33] = True
+        w = leaves["w"].detach().clone()
+        w[0, 50], w[1, 33] = float("nan"), float("inf")
+        runs = []
+        for given in (leaves, leaves | {"w": w.requires_grad_()}):
+            out = run_kernels(given, seq_idx=seq_idx, causal=causal)
+            wanted = [x for name, x in given.items() if name != "temp"]
+            grads = torch.autograd.grad(out[0], wanted, torch.ones_like(out[0]), allow_unused=True)
+            runs.append((out[:2], (*out[2:], *grads)))
+        for x, y in zip(*(outputs for outputs, _ in runs)):
+            assert torch.equal(x[~later], y[~later])
+            assert not y[later].isfinite().all()
+        for x, y in zip(*(others for _, others in runs)):
+            is_of_tokens = x.shape[:2] == (2, 90)
+            assert torch.equal(x[~affected], y[~affected]) if is_of_tokens else torch.equal(x, y)
+
     def test_packing_is_read_once_and_again_after_a_change(self, monkeypatch):
         calls, layout = [], tssa_triton._packed_layout
         monkeypatch.setattr(tssa_triton, "_packed_layout", lambda *args: calls.append(1) or layout(*args))

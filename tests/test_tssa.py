@@ -18,6 +18,7 @@ from tost_hf import (
     tssa_step,
 )
 from tost_hf.model import tssa_chunks, tssa_compiled, tssa_formulas, tssa_state
+from tost_hf.model.tssa import tssa_by_formulas
 
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -208,6 +209,52 @@ def test_packed_rows_are_the_sequences_alone(op, causal, masked):
             start += length
         if causal:  # the state left over is the last sequence's
             torch.testing.assert_close([x[row] for x in out.final_state], [x[0] for x in alone.final_state], **F64)
+
+
+@pytest.mark.parametrize("decayed", [False, True])
+@pytest.mark.parametrize(
+    "op", [tssa, "compiled", tssa_by_formulas, formulas], ids=["eager", "compiled", "formulas", "exported"]
+)
+@pytest.mark.parametrize("source", ["w", "overflow", "denom_bias", "log_decay", "gradient"])
+def test_what_is_not_finite_stays_in_its_packed_sequence(op, decayed, source):
+    """And behind its token there: outputs, final state and gradients of all else are those without it."""
+    if (source == "log_decay" and not decayed) or (source == "gradient" and op is formulas):
+        pytest.skip("there is no such thing")
+    operator = compiled(tssa) if op == "compiled" else op
+    borders = [(0, 20), (20, 45), (45, 70)]
+    seq_idx = torch.repeat_interleave(torch.arange(3), torch.tensor([stop - start for start, stop in borders])).expand(2, -1)
+    values = {"w": torch.randn(2, 70, 3, 5), "denom_bias": torch.randn(2, 70, 3)}
+    values |= {"log_decay": -torch.rand(2, 70, 3)} if decayed else {}
+    gradient = torch.randn(2, 70, 3, 5)
+
+    def run(values, gradient):
+        inputs = {name: x.clone().requires_grad_() for name, x in values.items()}
+        out = operator(temp=torch.ones(3), seq_idx=seq_idx, **inputs)
+        grads = [] if op is formulas else torch.autograd.grad(out.output, list(inputs.values()), gradient)
+        return [out.output, out.membership.transpose(1, 2)], grads, out.final_state
+
+    clean = run(values, gradient)
+    for start, stop in borders:
+        at = start + 5
+        spoiled, by = {name: x.clone() for name, x in values.items()}, gradient.clone()
+        if source == "gradient":
+            by[0, at, 1] = torch.nan
+        elif source == "overflow":
+            spoiled["w"][0, at, 1, 2] = 1e30
+        else:
+            spoiled[source][0, at, 1] = torch.nan
+        got = run(spoiled, by)
+        sound = torch.ones(2, 70, dtype=torch.bool)
+        sound[0, stop if source == "gradient" else at : stop] = False  # the forward knows nothing of gradients
+        own = sound.clone()
+        own[0, start:stop] = False
+        for x, y in zip(got[0], clean[0]):
+            torch.testing.assert_close(x[sound], y[sound])
+            assert source in ("gradient", "overflow") or not x[0, at].isfinite().all()
+        for x, y in zip(got[1], clean[1]):
+            torch.testing.assert_close(x[own], y[own], rtol=1e-4, atol=1e-6)
+        rows = slice(0 if stop < 70 or source == "gradient" else 1, 2)
+        torch.testing.assert_close([x[rows] for x in got[2]], [x[rows] for x in clean[2]], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("pieces", [(40, 30), (1, 2, 67), (69, 1)])
@@ -458,6 +505,8 @@ def test_chunks_fit_the_cache(tmp_path, files, size):
         ({"mask": torch.full((2, 8), 2)}, "mask must hold 1 or true at real tokens"),
         ({"seq_idx": torch.ones(1, 8, dtype=torch.long)}, "seq_idx must have shape"),
         ({"seq_idx": torch.full((2, 8), float("nan"))}, "seq_idx must hold integers"),
+        ({"denom_bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.bool)}, "int32 or int64 of shape"),
+        ({"denom_bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.uint8)}, "int32 or int64 of shape"),
         ({"causal": False, "denom_bias": torch.zeros(8, 3)}, "causal form"),
         ({"initial_state": TSSAState(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.zeros(1, 3))}, "initial_state"),
     ],

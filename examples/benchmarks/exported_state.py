@@ -21,9 +21,7 @@ from rows import parse_arguments
 from timing import Report, arguments, print_header
 
 from tost_hf import CausalStatisticsCache, export_model
-from tost_hf.exporting.comparing import Text
-from tost_hf.exporting.programs import LanguageProgram
-from tost_hf.exporting.runtime import load
+from tost_hf.exporting.runtime import LanguageModel, load
 from tost_hf.exporting.writing import FACTS
 
 
@@ -41,14 +39,13 @@ def differences(name: str, tokens: int) -> dict[int, float]:
     ids = torch.randint(VOCABULARY, (1, tokens))
     cache = CausalStatisticsCache(model.config)
     expected = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(AT_ONCE, 1)], 1)[0]
-    program = LanguageProgram(model)
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "model"), Path(folder, "onnx")
         model.save_pretrained(source)
         export_model(source, target)
         facts = json.loads((target / FACTS).read_text(encoding="utf-8"))
-        text = Text(program, load(target, facts), torch.ones_like(ids))
-        found = torch.cat([torch.from_numpy(text(token)[0]) for token in ids.split(1, 1)])
+        exported = LanguageModel(load(target, facts), facts)
+        found = torch.cat([torch.from_numpy(exported.read(token.numpy())[0]) for token in ids.split(1, 1)])
     errors = (found - expected).abs().amax(-1) / expected.std()
     return {n: errors[n - COMPARED : n].max().item() for n in POSITIONS if n <= tokens}
 

@@ -8,8 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
 
 from tost_hf import ToSTConfig, ToSTForCausalLM
-from tost_hf.model.convolution_tost import ShortConvolution
-from tost_hf.model.tssa_layer import TokenStatisticsSelfAttention
+from tost_hf.model.layers_tost import ShortConvolution, TokenStatisticsSelfAttention
 
 
 KERNEL = 4  # tokens of a convolution

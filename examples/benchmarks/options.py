@@ -17,7 +17,7 @@ from timing import Report, arguments, measure, print_header, ratio, restart_keep
 from torch.nn import functional as F
 
 from tost_hf import TokenStatisticsSelfAttention, tssa
-from tost_hf.model.tssa_layer import initial_forget_bias
+from tost_hf.model.layers_tost import initial_forget_bias
 
 
 SHAPE = (4, 1024, 12, 64)

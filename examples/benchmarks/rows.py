@@ -147,8 +147,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def select(rows: Iterable[Mapping[str, object]], **wanted) -> list[Mapping[str, object]]:
-    """The rows that have the wanted entries, compared as text."""
-    return [row for row in rows if all(str(row[key]) == str(value) for key, value in wanted.items())]
+    """The rows that have the wanted entries, compared as text; of a list or tuple, any of them."""
+    entries = {key: list(map(str, x)) if isinstance(x, list | tuple) else [str(x)] for key, x in wanted.items()}
+    return [row for row in rows if all(str(row[key]) in entry for key, entry in entries.items())]
 
 
 class Measured:
@@ -157,26 +158,28 @@ class Measured:
     def __init__(self, folder: Path = RESULTS):
         self.rows = {path.stem: read_rows(path) for path in sorted(folder.glob("*.csv"))}
 
-    def find(self, table: str, **wanted) -> list[dict[str, str]]:
+    def has(self, file: str, **wanted) -> bool:
+        return bool(select(self.rows.get(file, []), **wanted))
+
+    def find(self, file: str, **wanted) -> list[dict[str, str]]:
         """The rows of a file that have the wanted entries, at least one."""
-        found = select(self.rows.get(table, []), **wanted)
+        found = select(self.rows.get(file, []), **wanted)
         if not found:
-            raise LookupError(f"results/{table}.csv has no row with {wanted}; measure it, or do not cite it.")
+            raise LookupError(f"results/{file}.csv has no row with {wanted}; measure it, or do not cite it.")
         return found
 
-    def spread(self, table: str, **wanted) -> Spread:
-        """The one speed row with the wanted entries."""
-        found = self.find(table, **wanted)
-        if len(found) > 1:
-            raise LookupError(f"results/{table}.csv has {len(found)} rows with {wanted}; one is to be cited.")
-        return Spread(*(float(found[0][name]) for name in ("value", "low", "high")))
+    def one(self, file: str, **wanted) -> list[dict[str, str]]:
+        """The rows of one metric and case: one alone, or one for each seed."""
+        found = self.find(file, **wanted)
+        if len({row.get("seed") for row in found}) < len(found):
+            raise LookupError(f"results/{file}.csv has {len(found)} rows with {wanted}; cite one, or one for each seed.")
+        return found
 
-    def seeds(self, **wanted) -> list[float]:
-        """The values of one metric of the experiments, one for each seed."""
-        found = self.find("results", **wanted)
-        if len({row["seed"] for row in found}) < len(found):
-            raise LookupError(f"results/results.csv has several rows of one seed with {wanted}; one is to be cited.")
-        return [float(row["value"]) for row in found]
+    def spread(self, file: str, **wanted) -> Spread:
+        return spread_of(self.one(file, **wanted))
+
+    def values(self, file: str, **wanted) -> list[float]:
+        return [float(row["value"]) for row in self.one(file, **wanted)]
 
 
 # Numbers, tables, plots -----------------------------------------------------------------------------------------------
@@ -186,6 +189,14 @@ def around_mean(values: Sequence[float]) -> Spread:
     """Mean -/+ standard deviation (of a sample)."""
     mean, deviation = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
     return Spread(mean, mean - deviation, mean + deviation)
+
+
+def spread_of(rows: Sequence[Mapping[str, str]]) -> Spread:
+    """Of the one speed row, or of the rows of an experiment's seeds."""
+    if "low" in rows[0]:
+        (row,) = rows
+        return Spread(*(float(row[name]) for name in ("value", "low", "high")))
+    return around_mean([float(row["value"]) for row in rows])
 
 
 def plus_minus(values: Sequence[float], form: str = ".1f") -> str:
@@ -202,10 +213,22 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
+def script_path(name: str) -> str:
+    """Where a script lies today; rows keep the command of the day they were measured."""
+    (path,) = ROOT.glob(f"examples/**/{name}")
+    return path.relative_to(ROOT).as_posix()
+
+
+def repeat_command(row: Mapping[str, str]) -> str:
+    """The command that measures a row again."""
+    _, _, *arguments = row["command"].split(" ", 2)
+    return " ".join(["python", script_path(row["script"]), *arguments])
+
+
 def commands(rows: Iterable[Mapping[str, str]]) -> str:
-    """The commands that measured the rows, as a block of Markdown, and what they ran on."""
+    """The commands that measure the rows again, as a block of Markdown, and what they ran on."""
     rows = list(rows)
-    lines = "\n".join(dict.fromkeys(row["command"] for row in rows))
+    lines = "\n".join(dict.fromkeys(map(repeat_command, rows)))
     return f"```bash\n{lines}\n```\n\nOn {where(rows)}."
 
 

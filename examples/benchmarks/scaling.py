@@ -31,7 +31,7 @@ from timing import (
 from torch import nn
 from torch.nn import functional as F
 
-from tost_hf.model.tssa_layer import TokenStatisticsSelfAttention
+from tost_hf.model.layers_tost import TokenStatisticsSelfAttention
 
 
 LAYERS, WIDTH, HEADS = 12, 384, 8

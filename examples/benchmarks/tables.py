@@ -1,28 +1,25 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Every table, plot and figure that this repository cites, made of the rows of results/*.csv. `make results` runs it.
+"""Writes every table, plot and number that this repository cites from the records of results/*.csv. `make results` runs it.
 
     python examples/benchmarks/tables.py
 
-Fills what stands between `<!-- results: NAME -->` (a table) or `<!-- figure: NAME -->` (a number) and `<!-- end -->` in
-README.md, in the README beside this file and in that of ../accelerate, and between the same marks as Jinja comments
-(`{# figure: NAME #}`, `{# end #}`) in the template of model cards; writes the speed tables of the cards (hub/figures.json);
-draws the plots beside the rows. What the rows do not hold cannot be cited: a name without its rows is an error, but for the
-tables of options, which say so. The tables of plan.py are computed and need no rows.
+cited.toml describes the tables. They replace what stands between `<!-- results: NAME -->` (a table) or `<!-- figure: NAME -->`
+(a number) and `<!-- end -->` in README.md, in the README beside this file and in that of ../accelerate, and between the same
+marks as Jinja comments (`{# figure: NAME #}`, `{# end #}`) in the template of model cards; the speed tables of the cards go to
+hub/figures.json and the plots beside the records. Only what was measured can be cited: a name without records is an error.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+import tomllib
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import plan
-import tables_ability
-import tables_checks
-import tables_lra
-import tables_options
-import tables_speed
-from rows import RESULTS, ROOT, Measured, Panel, plot
+from rows import RESULTS, ROOT, Measured, Panel, plot, where
+from table_builder import make_body, make_number, make_panels, make_table, unique
 
 from tost_hf.files import staged_file
 
@@ -37,30 +34,27 @@ CARD_FIGURES = ROOT / "src/tost_hf/hub/figures.json"
 MARKED = re.compile(
     r"(?P<open><!--|\{#) (?P<kind>results|figure): (?P<name>[^>#]+?) (?P<close>-->|#\}).*?(?P=open) end (?P=close)", re.DOTALL
 )
+
+
+CITED = tomllib.loads(Path(__file__).with_name("cited.toml").read_text(encoding="utf-8"))
 KINDS = {
-    "results": tables_ability.TABLES
-    | tables_lra.TABLES
-    | tables_checks.TABLES
-    | tables_speed.TABLES
-    | tables_options.TABLES
-    | tables_options.IN_SHORT
-    | plan.TABLES,
-    "figure": tables_ability.FIGURES | tables_speed.FIGURES | tables_options.FIGURES,
+    "results": {name: partial(make_table, table) for name, table in CITED["tables"].items()} | plan.TABLES,
+    "figure": {name: partial(make_number, cell) for name, cell in CITED["figures"].items()},
 }
-PLOTS: dict[str, Callable[[Measured], list[Panel]]] = tables_ability.PLOTS | tables_checks.PLOTS | tables_speed.PLOTS
+PLOTS = {name: partial(make_panels, panels) for name, panels in CITED["plots"].items()}
 
 
 def fill(text: str, measured: Measured) -> str:
     """The text with everything that is marked in it written again.
 
     Raises:
-        LookupError: there is no table or figure of a name, or rows of one are missing.
+        LookupError: there is no table or figure of a name, or records of one are missing.
     """
 
     def replace(match: re.Match) -> str:
         kind, name = match["kind"], match["name"]
         if name not in KINDS[kind]:
-            raise LookupError(f"There is no {name!r} among the {kind} of tables.py: {', '.join(KINDS[kind])}.")
+            raise LookupError(f"There is no {name!r} among the {kind} of cited.toml: {', '.join(KINDS[kind])}.")
         content = KINDS[kind][name](measured)
         content = f"\n{content}\n" if kind == "results" else content
         opened, closed = match["open"], match["close"]
@@ -70,17 +64,43 @@ def fill(text: str, measured: Measured) -> str:
 
 
 def card_figures(measured: Measured) -> str:
-    """The content of figures.json."""
-    return json.dumps(tables_speed.for_cards(measured), indent=2, ensure_ascii=False) + "\n"
+    """The content of figures.json: name of a size to text, table and command of its card's section on cost."""
+
+    def entry(what: str, name: str, rows: list, source: dict):
+        table = CITED["tables"][name]
+        records = measured.find(name, **source)
+        (command,), (dtype,) = (unique(records, column) for column in ("command", "dtype"))
+        processor, _, software = where(records).partition(", ")
+        text = (
+            f"{what}, measured by the authors of `tost_hf` on two cores of an {processor} (CPU only, {dtype}, eager; "
+            f"{software}), with random weights, batch 1:"
+        )
+        return {"text": text, "table": make_body(table | {"rows": rows}, measured), "command": command}
+
+    decode, resolution = CITED["tables"]["decode"], CITED["tables"]["resolution"]
+    rows = resolution["rows"][0]
+    sides = [side for side in rows["pixels"] if side != 512]
+    figures = {
+        "tost-base": entry(
+            "A new token, beside transformers' GPT-2 of equal width", "decode", decode["rows"][:1], decode["where"]
+        ),
+        "tost-vision-small-patch16": entry(
+            "An image, beside ViT-small with PyTorch's scaled dot product attention",
+            "resolution",
+            [rows | {"pixels": sides}],
+            resolution["source"],
+        ),
+    }
+    return json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
 
 
 def pages(measured: Measured) -> dict[Path, str]:
-    """Every file with cited figures, and what it is to hold."""
+    """The content of every file that cites results."""
     return {path: fill(path.read_text(), measured) for path in PAGES} | {CARD_FIGURES: card_figures(measured)}
 
 
 def fingerprint(panels: Iterable[Panel]) -> str:
-    """By which a plot is known to show the rows as they are; it is kept inside the picture."""
+    """Of what a plot shows; kept inside the picture, to tell whether it shows the records as they are."""
     return "rows " + hashlib.sha256(repr(panels).encode()).hexdigest()[:16]
 
 

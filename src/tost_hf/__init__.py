@@ -22,21 +22,21 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-from .model.cache_layer_tost import CausalStatisticsLayer
-from .model.cache_tost import CausalStatisticsCache, load_cache, save_cache
+from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer, load_cache, save_cache
 from .model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
-from .model.modeling_tost import ToSTForCausalLM, ToSTModel, ToSTPreTrainedModel
-from .model.modeling_tost_heads import (
+from .model.layers_tost import TokenStatisticsSelfAttention
+from .model.modeling_tost import (
+    ToSTForCausalLM,
     ToSTForMaskedLM,
     ToSTForQuestionAnswering,
     ToSTForSequenceClassification,
     ToSTForTokenClassification,
+    ToSTModel,
+    ToSTPreTrainedModel,
 )
-from .model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
-from .model.modeling_tost_vision_backbone import ToSTBackbone
+from .model.modeling_tost_vision import ToSTBackbone, ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
 from .model.tssa import TSSAOutput, tssa, tssa_step
-from .model.tssa_layer import TokenStatisticsSelfAttention
 from .model.tssa_state import TSSAState
 from .version import __version__
 

@@ -155,6 +155,8 @@ def convert_from_original(
         config = _language_config(state, _stated_settings(contents, "model_args", checkpoint), checkpoint)
     model, names = _model(config), _names(config)
     _check_tensors(state, _authors_tensors(model), checkpoint)
+    if isinstance(config, ToSTConfig) and not config.tie_word_embeddings:
+        logger.warning("%s: lm_head differs from wte; the model is converted with tie_word_embeddings=False.", checkpoint)
     ours = {rename(name, names): tensor for name, tensor in state.items()}
     model.load_state_dict({name: ours[name].reshape(own.shape) for name, own in model.state_dict().items()}, assign=True)
     model.tie_weights()
@@ -269,7 +271,7 @@ def _authors_tensors(model: PreTrainedModel) -> StateDict:
 
 
 def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
-    """Refuses tensors that are missing, unknown, or of another shape or another kind of number than needed."""
+    """Rejects tensors that are missing, unknown, not finite, or of another shape or kind of dtype than needed."""
     missing = [name for name in needed if name not in state]
     unknown = [name for name in state if name not in needed]
     problems = [f"it lacks {_listed(missing)}"] * bool(missing) + [f"it has {_listed(unknown)}"] * bool(unknown)
@@ -288,6 +290,8 @@ def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
                 f"{source}: {name} has shape {tuple(tensor.shape)} and {tensor.dtype}, but the model's sizes ask for "
                 f"{numbers} of shape {tuple(wanted.shape)}."
             )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{source}: {name} holds NaN or infinite numbers; convert weights from before training diverged.")
 
 
 def _listed(names: list[str], most: int = 5) -> str:
@@ -447,7 +451,7 @@ def _language_config(state: StateDict, model_args: Mapping, source: Path) -> ToS
         "max_position_embeddings": sizes["block_size"],
         "use_bias": sizes["bias"],
         "vocab_size": vocab_size,
-        "tie_word_embeddings": _tied(state, source),
+        "tie_word_embeddings": _tied(state),
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         **dict.fromkeys(_DROPOUTS, model_args.get("dropout", 0.0)),
@@ -466,13 +470,10 @@ def _refuse_gpt2(state: StateDict, model_args: Mapping, source: Path) -> None:
         )
 
 
-def _tied(state: StateDict, source: Path) -> bool:
+def _tied(state: StateDict) -> bool:
     """Whether lm_head is the token embedding, as it is in every model of the authors' code."""
     embedding, head = state["transformer.wte.weight"], state.get("lm_head.weight")
-    tied = head is None or (head.dtype == embedding.dtype and torch.equal(head, embedding))
-    if not tied:
-        logger.warning("%s: lm_head differs from wte; the model is converted with tie_word_embeddings=False.", source)
-    return tied
+    return head is None or (head.dtype == embedding.dtype and torch.equal(head, embedding))
 
 
 def _language_args(config: ToSTConfig, source: Path) -> dict:

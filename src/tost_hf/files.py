@@ -3,9 +3,8 @@
 
 import os
 import re
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,12 +12,43 @@ from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
-def check_folder(target: Path, overwrite: bool) -> None:
-    """Refuses (FileExistsError) to write a model over a file, or over a folder that is not empty unless `overwrite`."""
+def check_folder(
+    target: Path, overwrite: bool, sources: Iterable[str | os.PathLike] = (), subfolders: Iterable[str] = ()
+) -> None:
+    """Checks a folder that a command is asked to write to, before anything is computed.
+
+    Args:
+        overwrite: whether it may have files in it.
+        sources: folders that the command reads, which its output must not be, contain or lie in, links resolved. Names that
+            are no folders, such as repositories, are passed over.
+        subfolders: the folders that the command writes in it.
+
+    Raises:
+        FileExistsError: it is a file, is not empty without `overwrite`, or has a file or a link where a subfolder belongs.
+        ValueError: it overlaps a source.
+    """
+    for source in filter(os.path.isdir, sources):
+        read, written = Path(source).resolve(), target.resolve()
+        if read.is_relative_to(written) or written.is_relative_to(read):
+            raise ValueError(
+                f"The output {target} is, contains or lies in {os.fspath(source)}, which is read: choose a folder outside it."
+            )
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; name a folder for the model.")
+    for name in subfolders:
+        _check_replaceable(target / name, is_folder=True)
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise FileExistsError(f"The folder {target} is not empty; choose another, or overwrite it (--overwrite).")
+
+
+def _check_replaceable(target: Path, is_folder: bool) -> None:
+    """Refuses (FileExistsError) to replace a folder by a file, or a file or a link by a folder."""
+    if is_folder and (target.is_symlink() or (target.exists() and not target.is_dir())):
+        raise FileExistsError(
+            f"{target} is a {'link' if target.is_symlink() else 'file'}, and a folder is written there; move it."
+        )
+    if not is_folder and target.is_dir() and not target.is_symlink():
+        raise FileExistsError(f"{target} is a folder, and a file is written there; move it.")
 
 
 def check_file(target: Path, overwrite: bool) -> None:
@@ -35,6 +65,9 @@ ALL_RESULTS = "all_results.json"
 TRAIN_RESULTS = "train_results.json"
 TRAINER_STATE = "trainer_state.json"
 RUN_ARGUMENTS = "run_arguments.json"  # written by the training scripts
+EXPORT_DESCRIPTION = "export.json"  # this and the programs are written by exporting/
+PROGRAM_FILES = ("model.onnx", "model.onnx.data", "model.xml", "model.bin", "model.pte", "model.pt2")
+DESCRIPTIONS = (CONFIG_NAME, EXPORT_DESCRIPTION)  # without which nothing loads the files beside them
 SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 RECORDS = (  # what a folder tells of its model's training and evaluation
     EVALUATION,
@@ -64,8 +97,12 @@ def _writing(target: Path) -> Iterator[None]:
 def staged_folder(target: Path) -> Iterator[Path]:
     """A new folder to write a model into; its files then replace those of `target`, and the former model's weights go.
 
-    The former configuration goes first and the new one comes last: whoever stops it between leaves a folder that nobody can
-    load, never one model's weights with another's configuration.
+    Other files of `target` and of its subfolders stay. The former description (`config.json` or `export.json`) goes first and
+    the new one comes last: whoever stops it between leaves a folder that nobody can load, never one model's weights with
+    another's configuration.
+
+    Raises:
+        FileExistsError: a folder is where a file is written, or the other way round; nothing was replaced.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,22 +114,28 @@ def staged_folder(target: Path) -> Iterator[Path]:
         if not target.exists():
             folder.rename(target)
             return
-        written = {file.name for file in folder.iterdir()}
-        if CONFIG_NAME in written and not (target / CONFIG_NAME).is_dir():
-            (target / CONFIG_NAME).unlink(missing_ok=True)
-        if any(is_weights_name(name) for name in written):
-            _remove_former_model(target, written)
-        for name in sorted(written, key=CONFIG_NAME.__eq__):
-            if (target / name).is_dir() and not (target / name).is_symlink():  # only a file is replaced in one step
-                shutil.rmtree(target / name)
-            os.replace(folder / name, target / name)
+        written = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+        for path in written:
+            _check_replaceable(target / path, is_folder=(folder / path).is_dir())
+        files = [path for path in written if not (folder / path).is_dir()]
+        for path in _former_files(target, files):
+            (target / path).unlink(missing_ok=True)
+        for path in sorted(files, key=lambda path: path.name in DESCRIPTIONS):
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder / path, target / path)
 
 
-def _remove_former_model(target: Path, written: set[str]) -> None:
-    """Removes weights and results that no file of the new model replaces."""
-    for old in list(target.iterdir()):
-        if (is_weights_name(old.name) or old.name in RECORDS) and old.name not in written:
-            old.unlink()
+def _former_files(target: Path, written: list[Path]) -> Iterator[Path]:
+    """What is removed of an earlier model or export: first its description, then what no file of the new one replaces."""
+    for path in written:
+        if path.name in DESCRIPTIONS and (target / path).exists():
+            yield path
+            if path.name == EXPORT_DESCRIPTION:
+                yield from (path.with_name(name) for name in PROGRAM_FILES if path.with_name(name) not in written)
+    if any(is_weights_name(str(path)) for path in written):
+        for old in list(target.iterdir()):
+            if (is_weights_name(old.name) or old.name in RECORDS) and Path(old.name) not in written:
+                yield Path(old.name)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The subcommands that take models to where they run: a server, other runtimes, a browser, the Hub's kernels."""
+"""The subcommands that deploy models: a server, other runtimes, a browser, the Hub's kernels."""
 
 import argparse
 
@@ -45,9 +45,9 @@ def add_export(commands) -> None:
         _export,
         summary="a model for ONNX Runtime, OpenVINO or torch.export, checked against the model",
         description=(
-            "Writes the model as a program for another runtime, with what runs it there without this package. A text's state "
-            "goes in and comes out as tensors: one program reads prompts and single tokens. It is run beside the model "
-            "first; where they differ nothing is written."
+            "Writes the model as a program for another runtime, with scripts that run it without this package. A text's state "
+            "goes in and comes out as tensors: one program reads prompts and single tokens. Its outputs are compared with the "
+            "model's first; if they differ nothing is written."
         ),
         examples=(
             "./tost-demo ./tost-onnx",
@@ -75,8 +75,8 @@ def add_space(commands) -> None:
         _space,
         summary="a web page that runs the model in the browser, ready to be a Space of the Hub",
         description=(
-            "Writes a folder with a page, the model as ONNX and the JavaScript libraries, which come from the npm registry "
-            "once and are checked by their hashes. The page needs no network: `python -m http.server` in the folder shows "
+            "Writes a folder with a page, the model as ONNX and the JavaScript libraries, which `npm pack` fetches and whose "
+            "hashes are checked. The page needs no network: `python -m http.server` in the folder shows "
             "it. `tost-hf publish --space OUT OWNER/NAME` sends it to the Hub."
         ),
         examples=(
@@ -89,8 +89,8 @@ def add_space(commands) -> None:
     parser.add_argument("--title", help="the page's title (default: the model's name)")
     parser.add_argument(
         "--npm",
-        metavar="FOLDER|URL",
-        help="take the JavaScript libraries from this folder of `npm pack` tarballs, or from this registry",
+        metavar="FOLDER",
+        help="take the JavaScript libraries from this folder of `npm pack` tarballs (default: npm fetches them)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is already at OUT")
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from .onnx_files import quiet
 from .programs import (
     BATCH,
     CACHED,
@@ -19,22 +18,22 @@ from .programs import (
     Sizes,
     VisionProgram,
 )
+from .tracing import exporting_by, trace, without_cummax
 
 
-MODEL_FILE = "model.pte"
 PROMPT_TOKENS = 32  # that one call reads of a prompt
-MOST_TOKENS = 1024  # of a text that layers of attention remember
+MAX_TOKENS = 1024  # of a text, in models with layers of attention
 
 
 def fixed_sizes(program: ModelProgram, tokens: int = 1) -> Sizes:
-    """The sizes of a program that would be free elsewhere.
+    """The sizes of the dimensions that are free in other formats.
 
     Raises:
         ValueError: the program reads whole texts, whose length is not fixed.
     """
     config: Any = program.model.config
     if isinstance(program, LanguageProgram):
-        cached = min(config.max_position_embeddings or MOST_TOKENS, MOST_TOKENS) - 1 if program.attends else 0
+        cached = min(config.max_position_embeddings or MAX_TOKENS, MAX_TOKENS) - 1 if program.attends else 0
         return {BATCH: 1, TOKENS: tokens, CACHED: cached, MASKED: cached + tokens}
     if isinstance(program, VisionProgram):
         sides = [config.image_size] * 2 if isinstance(config.image_size, int) else config.image_size
@@ -47,15 +46,15 @@ def fixed_sizes(program: ModelProgram, tokens: int = 1) -> Sizes:
 
 
 def methods(program: ModelProgram) -> dict[str, int]:
-    """Of each method of the file, how many tokens it takes."""
+    """The file's methods, with the number of tokens that each reads."""
     if not isinstance(program, LanguageProgram):
         return {"forward": 1}
-    most = program.model.config.max_position_embeddings
-    return {"forward": 1} | ({"prompt": PROMPT_TOKENS} if most is None or most > PROMPT_TOKENS else {})
+    limit = program.model.config.max_position_embeddings
+    return {"forward": 1} | ({"prompt": PROMPT_TOKENS} if limit is None or limit > PROMPT_TOKENS else {})
 
 
-def trace(program: ModelProgram) -> Any:
-    """The program's methods, lowered.
+def save_executorch(program: ModelProgram, path: Path, dtype: str) -> None:
+    """Writes the program's methods, lowered to XNNPACK.
 
     Raises:
         ValueError: PyTorch or ExecuTorch cannot export it.
@@ -63,33 +62,13 @@ def trace(program: ModelProgram) -> Any:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
-    with quiet(), torch.no_grad():
-        try:
-            traced = {name: _trace(program, fixed_sizes(program, count)) for name, count in methods(program).items()}
-            return to_edge_transform_and_lower(traced, partitioner=[XnnpackPartitioner()]).to_executorch()
-        except RuntimeError as error:
-            raise ValueError(f"ExecuTorch cannot export this model: {str(error).strip().splitlines()[0]}") from error
+    with exporting_by("ExecuTorch"), torch.no_grad():
+        traced = {
+            name: without_cummax(trace(program, fixed_sizes(program, count))) for name, count in methods(program).items()
+        }
+        lowered: Any = to_edge_transform_and_lower(traced, partitioner=[XnnpackPartitioner()]).to_executorch()
+    with open(path, "wb") as file:
+        lowered.write_to_file(file)
 
 
-def _trace(program: ModelProgram, sizes: Sizes) -> torch.export.ExportedProgram:
-    traced = torch.export.export(program, program.sample(sizes), strict=False)
-    return traced.run_decompositions({torch.ops.aten.cummax.default: _cummax})
-
-
-def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """aten.cummax of (rows, n) along dimension 1, which ExecuTorch lacks: of each place the greatest of those up to it."""
-    assert dim in (1, -1)
-    place = torch.arange(x.shape[1])
-    later = place[None] > place[:, None]
-    seen = torch.where(later, x.amin((0, 1)), x[:, None])
-    return seen.amax(2), seen.argmax(2)
-
-
-def write(traced: Any, folder: Path, dtype: str) -> Path:
-    """Writes `model.pte`."""
-    with open(folder / MODEL_FILE, "wb") as file:
-        traced.write_to_file(file)
-    return folder / MODEL_FILE
-
-
-__all__ = ["MODEL_FILE", "fixed_sizes", "methods", "trace", "write"]
+__all__ = ["fixed_sizes", "methods", "save_executorch"]

@@ -1,93 +1,48 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """A program as an ONNX file, in float32, float16 or int8."""
 
-import contextlib
-import io
-import logging
-import warnings
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .programs import HEIGHT, MASKED, WIDTH, ModelProgram
+from .programs import ModelProgram
+from .tracing import exporting_by, trace, without_cummax
 
 
 OPSET = 18
-MODEL_FILE = "model.onnx"
 
 
-def trace(program: ModelProgram) -> Any:
-    """The program as a `torch.onnx.ONNXProgram`, its free dimensions free.
+def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
+    """Writes the program, and a file `*.data` beside it where one file would be too large.
 
     Raises:
         ValueError: PyTorch cannot export it.
     """
-    with quiet():
-        try:
-            traced = torch.onnx.export(
-                program,
-                program.sample(),
-                dynamo=True,
-                dynamic_shapes=(free_dimensions(program),),
-                input_names=[spec.name for spec in program.inputs],
-                output_names=[spec.name for spec in program.outputs],
-                opset_version=OPSET,
-                custom_translation_table={torch.ops.aten.cummax.default: _cummax},
-            )
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise ValueError(f"PyTorch cannot export this model to ONNX: {reason}") from error
-    assert traced is not None
-    _tidy(traced.model)
-    return traced
+    traced = without_cummax(trace(program))
+    with exporting_by("PyTorch's ONNX exporter"):
+        exported = torch.onnx.export(
+            traced,
+            dynamo=True,
+            input_names=[spec.name for spec in program.inputs],
+            output_names=[spec.name for spec in program.outputs],
+            opset_version=OPSET,
+        )
+    assert exported is not None
+    _tidy(exported.model, program)
+    if dtype != "int8":
+        exported.save(path)
+        return
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        exported.save(Path(scratch, "float32.onnx"))
+        _quantize(Path(scratch, "float32.onnx"), path)
 
 
-def free_dimensions(program: ModelProgram) -> tuple[dict[int, Any], ...]:
-    """For torch.export: of each input, which dimensions are free."""
-    dims: dict[str, Any] = {MASKED: torch.export.Dim.AUTO}
-    patch_size = getattr(program.model.config, "patch_size", 1)
-    for name in (HEIGHT, WIDTH):  # in whole patches
-        dims[name] = torch.export.Dim.AUTO if patch_size == 1 else patch_size * torch.export.Dim(f"{name}_in_patches")
-    named = {name for spec in program.inputs for name in spec.shape if isinstance(name, str)} - set(dims)
-    dims |= {name: torch.export.Dim(name) for name in named}
-    return tuple({d: dims[name] for d, name in enumerate(spec.shape) if isinstance(name, str)} for spec in program.inputs)
+def _tidy(model: Any, program: ModelProgram) -> None:
+    """Names the free dimensions, and removes float64 and the names of files of this machine.
 
-
-@contextlib.contextmanager
-def quiet():
-    """Without what exporters print of each of their steps."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "root")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
-
-
-def _cummax(x, dim: int):
-    """aten.cummax of (rows, n) along dimension 1, which ONNX lacks: of each place the greatest of those up to it."""
-    import onnxscript
-
-    op: Any = onnxscript.opset18  # declared for tensors; lists are as good
-    assert dim in (1, -1)
-    count = op.Shape(x, start=1, end=2)
-    place = op.Range(op.Constant(value_int=0), op.Squeeze(count), op.Constant(value_int=1))
-    later = op.Greater(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))
-    least = op.ReduceMin(x, keepdims=0)
-    seen = op.Where(op.Unsqueeze(later, [0]), least, op.Unsqueeze(x, [1]))
-    return op.ReduceMax(seen, [2], keepdims=0), op.ArgMax(seen, axis=2, keepdims=0, select_last_index=1)
-
-
-def _tidy(model: Any) -> None:
-    """Takes out float64, and what names files of this machine.
-
-    The state is float32 outside and computed with in float32: its way through float64 in a cache's layers changes nothing.
+    The state is float32 outside and in computations: its casts to float64 and back, in a cache's layers, change nothing.
     """
     import onnx_ir as ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
@@ -103,10 +58,13 @@ def _tidy(model: Any) -> None:
                 _replace(use.node.outputs[0], before, model.graph)
     RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)
+    for specs, values in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
+        for spec, value in zip(specs, values, strict=True):
+            value.shape = ir.Shape(spec.shape)
 
 
 def _replace(value: Any, by: Any, graph: Any) -> None:
-    """Whatever takes `value` takes `by` from here on; an output of the graph keeps its name."""
+    """Replaces all uses of `value`; an output of the graph keeps its name."""
     import onnx_ir as ir
 
     for use in list(value.uses()):
@@ -119,31 +77,17 @@ def _replace(value: Any, by: Any, graph: Any) -> None:
         graph.outputs[list(graph.outputs).index(value)] = same.outputs[0]
 
 
-def write(traced: Any, folder: Path, dtype: str) -> Path:
-    """Writes `model.onnx`, and `model.onnx.data` beside it where one file would be too large."""
-    path = folder / MODEL_FILE
-    if dtype != "int8":
-        traced.save(path)
-        return path
-    whole = folder / "float32.onnx"
-    traced.save(whole)
-    _quantize(whole, path)
-    for file in folder.glob(f"{whole.name}*"):
-        file.unlink()
-    return path
-
-
 def _quantize(source: Path, target: Path) -> None:
     """Weights of matrix products and of embeddings in int8, by ONNX Runtime's own dynamic quantiser."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    folded = source.with_name("float32.onnx.folded")
-    with quiet():
+    folded = source.with_name("folded.onnx")
+    with exporting_by("ONNX Runtime's quantiser"):
         quant_pre_process(source, folded, skip_symbolic_shape=True)
         quantize_dynamic(
             folded, target, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"]
         )
 
 
-__all__ = ["MODEL_FILE", "free_dimensions", "quiet", "trace", "write"]
+__all__ = ["save_onnx"]

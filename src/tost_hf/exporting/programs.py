@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Models as programs of tensors alone: what exporters trace, with named inputs and outputs, the state of a text among them.
+"""Models as functions of tensors alone, which exporters trace; inputs and outputs are named and include a text's state.
 
-A language model's program starts a text and goes on with it alike: the state before the first token is zeros (and keys and
-values of no tokens). All of the state is float32 outside the program.
+A language model's program starts and continues a text alike: the state before the first token is zeros (and keys and values of
+no tokens). All of the state is float32 outside the program.
 """
 
 from typing import Any, NamedTuple, cast
@@ -32,20 +32,13 @@ class TensorSpec(NamedTuple):
     dtype: str  # numpy's name
     shape: tuple[int | str, ...]
 
-    def renamed(self, name: str) -> "TensorSpec":
-        return self._replace(name=name)
-
-    def sized(self, sizes: Sizes) -> tuple[int, ...]:
-        """The shape, its free dimensions of these sizes."""
-        return tuple(sizes[n] if isinstance(n, str) else n for n in self.shape)
-
 
 class ModelProgram(nn.Module):
-    """A model that takes and gives a flat tuple of tensors.
+    """A model from a flat tuple of tensors to another.
 
     Attributes:
-        inputs, outputs: what they are, in order.
-        state: of the tensors that a text is remembered by, without prefixes; empty but for language models.
+        inputs, outputs: their descriptions, in order.
+        state: the tensors of a text's state, without prefixes; empty except in language models.
     """
 
     inputs: list[TensorSpec]
@@ -58,9 +51,10 @@ class ModelProgram(nn.Module):
         self.state = []
 
     def sample(self, sizes: Sizes | None = None) -> tuple[torch.Tensor, ...]:
-        """Inputs of the shapes that are traced: by default, shapes that no size is mistaken for another in."""
+        """Inputs of the traced shapes; by default no two sizes are equal."""
         sizes = SAMPLE_SIZES if sizes is None else sizes
-        return tuple(torch.ones(spec.sized(sizes), dtype=getattr(torch, spec.dtype)) for spec in self.inputs)
+        shapes = [[sizes[n] if isinstance(n, str) else n for n in spec.shape] for spec in self.inputs]
+        return tuple(torch.ones(shape, dtype=getattr(torch, spec.dtype)) for shape, spec in zip(shapes, self.inputs))
 
 
 class LanguageProgram(ModelProgram):
@@ -83,9 +77,8 @@ class LanguageProgram(ModelProgram):
             raise ValueError("Layers of sliding_attention cannot be exported yet; give the model full_attention.")
         self.attends = set(config.layer_types) != {CAUSAL_STATISTICS}
         self.has_positions = config.max_position_embeddings is not None or self.attends
-        sizes = [(i, layer_shapes(config, kind, SAMPLE_SIZES[CACHED])) for i, kind in enumerate(config.layer_types)]
-        for i, shapes in sizes:
-            for name, shape in shapes.items():
+        for i, kind in enumerate(config.layer_types):
+            for name, shape in layer_shapes(config, kind, SAMPLE_SIZES[CACHED]).items():
                 free = [CACHED if name in ("keys", "values") and d == 1 else n for d, n in enumerate(shape)]
                 self.state.append(TensorSpec(f"layers.{i}.{name}", "float32", (BATCH, *free)))
         tokens = (BATCH, TOKENS)
@@ -93,14 +86,14 @@ class LanguageProgram(ModelProgram):
         self.inputs.append(TensorSpec("attention_mask", "int64", (BATCH, MASKED) if self.attends else tokens))
         if self.has_positions:
             self.inputs.append(TensorSpec("position_ids", "int64", tokens))
-        self.inputs += [spec.renamed(PAST + spec.name) for spec in self.state]
+        self.inputs += [spec._replace(name=PAST + spec.name) for spec in self.state]
         layers = config.layer_types.count(CAUSAL_STATISTICS)
         self.outputs = [
             TensorSpec("logits", "float32", (*tokens, config.vocab_size)),
             TensorSpec("memberships", "float32", (BATCH, layers, config.num_attention_heads, TOKENS)),
         ]
         self.outputs += [
-            spec.renamed(PRESENT + spec.name)._replace(shape=tuple(MASKED if n == CACHED else n for n in spec.shape))
+            spec._replace(name=PRESENT + spec.name, shape=tuple(MASKED if n == CACHED else n for n in spec.shape))
             for spec in self.state
         ]
 
@@ -122,7 +115,7 @@ class LanguageProgram(ModelProgram):
     def _cache(self, state: list[torch.Tensor]) -> Cache:
         cache, rest = CausalStatisticsCache(self.config), iter(state)
         cached = next((x.shape[2] for x in state if x.ndim == 4), 0)
-        for layer in map(_any, cache.layers):
+        for layer in cast(list[Any], cache.layers):
             if layer_type_of(layer) == CAUSAL_STATISTICS:
                 sums = TSSAState(next(rest), next(rest), next(rest))
                 layer.lazy_initialization(sums)
@@ -135,13 +128,9 @@ class LanguageProgram(ModelProgram):
         return cache
 
 
-def _any(layer: object) -> Any:
-    return cast(Any, layer)
-
-
 def _tensors(cache: Cache) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    for layer in map(_any, cache.layers):
+    for layer in cast(list[Any], cache.layers):
         own = layer_type_of(layer) == CAUSAL_STATISTICS
         found += layer.tensors().values() if own else (layer.keys, layer.values)
     return found
@@ -150,8 +139,8 @@ def _tensors(cache: Cache) -> list[torch.Tensor]:
 class VisionProgram(ModelProgram):
     """Outputs of an image model for `pixel_values` (batch, channels, height, width), sides multiples of the patch size.
 
-    A classifier gives `logits` (batch, classes), a model without a head `last_hidden_state` and `pooler_output`; both give
-    `memberships` (batch, layers, heads, patches) where their attention is TSSA.
+    A classifier returns `logits` (batch, classes), a model without a head `last_hidden_state` and `pooler_output`; both also
+    return `memberships` (batch, layers, heads, patches) where their attention is TSSA.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -195,11 +184,11 @@ class TextProgram(ModelProgram):
         super().__init__(model)
         self.inputs = [TensorSpec(name, "int64", (BATCH, TOKENS)) for name in ("input_ids", "attention_mask")]
         with torch.no_grad():
-            outputs = self._outputs(*self.sample())
-        names = {SAMPLE_SIZES[BATCH]: BATCH, SAMPLE_SIZES[TOKENS]: TOKENS}
+            small, large = (self._outputs(*self.sample(sizes)) for sizes in ({BATCH: 2, TOKENS: 5}, {BATCH: 3, TOKENS: 7}))
+        free = {(2, 3): BATCH, (5, 7): TOKENS}  # a dimension that changes with the inputs'
         self.outputs = [
-            TensorSpec(name, "float32", tuple(names.get(n, n) if d < 2 else n for d, n in enumerate(x.shape)))
-            for name, x in outputs.items()
+            TensorSpec(name, "float32", tuple(free.get(sizes, sizes[0]) for sizes in zip(x.shape, large[name].shape)))
+            for name, x in small.items()
         ]
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -215,7 +204,7 @@ def program_of(model: PreTrainedModel) -> ModelProgram:
     """The program of a ToST model.
 
     Raises:
-        ValueError: it cannot be exported; the sentence says why.
+        ValueError: it cannot be exported; the message says why.
     """
     if isinstance(model, ToSTVisionPreTrainedModel):
         return VisionProgram(model).eval()

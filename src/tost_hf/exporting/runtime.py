@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Exported programs as functions of arrays, each in the runtime that its format is for.
+"""Exported programs as functions of arrays, each in its format's runtime.
 
-A copy of this file lies beside every program, for `generate.py` and `classify.py`: it takes nothing else of this package.
+A copy of this file is written beside every program, for `generate.py` and `classify.py`; it imports nothing of this package.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,43 @@ Run = Callable[[Arrays], Arrays]  # inputs by name to outputs by name
 
 
 def load(folder: Path, facts: dict) -> Run:
-    """The program of a folder, whose `export.json` holds the facts."""
+    """The program of a folder, whose `export.json` contains the facts."""
     return LOADERS[facts["format"]](folder / facts["model"], facts)
+
+
+class LanguageModel:
+    """Reads texts in parts; `state` is what the program keeps of them.
+
+    Args:
+        run: the program, as `load` returns it.
+        facts: the contents of `export.json`.
+        batch: the number of texts.
+    """
+
+    def __init__(self, run: Run, facts: dict, batch: int = 1):
+        self.run, self.facts = run, facts
+        shapes = {spec["name"]: spec["shape"] for spec in facts["inputs"]}
+        self.inputs = [name for name in ("input_ids", "attention_mask", "position_ids") if name in shapes]
+        self.has_attention = shapes["attention_mask"] != shapes["input_ids"]  # whose mask covers the tokens before as well
+        sizes = {"batch": batch, "cached": 0}  # before the first token
+        self.state = {
+            spec["input"]: np.zeros([sizes.get(n, n) for n in spec["shape"]], spec["dtype"]) for spec in facts["state"]
+        }
+        self.mask = np.zeros((batch, 0), np.int64)
+        self.length = np.zeros((batch, 1), np.int64)  # tokens so far, without padding
+
+    def read(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        """The logits (batch, tokens, vocabulary) of the next tokens (batch, tokens), which `mask` marks by 1, padding by 0."""
+        mask = np.ones_like(tokens) if mask is None else mask
+        positions = (self.length + mask.cumsum(1) - 1).clip(0)
+        self.length += mask.sum(1, keepdims=True)
+        if self.has_attention:
+            self.mask = mask = np.concatenate([self.mask, mask], 1)
+        given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        given = {name: np.ascontiguousarray(given[name]) for name in self.inputs}
+        found = self.run(given | self.state)
+        self.state = {spec["input"]: found[spec["output"]] for spec in self.facts["state"]}
+        return found["logits"]
 
 
 def _load_onnx(path: Path, facts: dict) -> Run:
@@ -55,10 +90,10 @@ def _load_torch(path: Path, facts: dict) -> Run:
 
 
 class FixedProgram:
-    """A program of ExecuTorch, of fixed shapes and for one row.
+    """A program of ExecuTorch, of fixed shapes and for one text.
 
-    A text goes through it in parts, each the largest that one of its methods takes. Where it has room for more tokens before
-    than there were, zeros stand before their keys, values and mask.
+    It reads a text in parts, each the largest that one of its methods accepts. Keys, values and mask are padded with zeros on
+    the left to their fixed length.
     """
 
     def __init__(self, path: Path, facts: dict):
@@ -117,4 +152,4 @@ LOADERS: dict[str, Callable[[Path, dict], Run]] = {
 }
 
 
-__all__ = ["Arrays", "Run", "load"]
+__all__ = ["Arrays", "LanguageModel", "Run", "load"]

@@ -2,11 +2,19 @@
 """What a model folder has to satisfy to be published, and what `tost-hf verify` looks at. Nothing here changes a file."""
 
 import base64
+import bz2
 import contextlib
+import gzip
 import json
+import lzma
+import os
+import pickletools
 import re
-from collections.abc import Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,22 +22,24 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
-from ..model.modeling_tost_heads import (
+from ..model.modeling_tost import (
+    ToSTForCausalLM,
     ToSTForMaskedLM,
     ToSTForQuestionAnswering,
     ToSTForSequenceClassification,
     ToSTForTokenClassification,
+    ToSTModel,
 )
-from ..model.modeling_tost_vision import ToSTForImageClassification, ToSTVisionModel
-from ..model.modeling_tost_vision_backbone import ToSTBackbone
+from ..model.modeling_tost_vision import ToSTBackbone, ToSTForImageClassification, ToSTVisionModel
 from .records import CARD, Card, load_card, open_safetensors, read_json
-from .secrets import is_secret_name, secrets_in, secrets_in_file
+from .secrets import holds_hub_token, is_secret_name, secrets_in_file, without_secrets
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack")
 TRAINER_STATE = re.compile(r"((optimizer|scheduler|scaler|rng_state|random_states)[\w.-]*|.*\.distcp)$", re.IGNORECASE)
 PICKLE_START = re.compile(rb"\x80[\x02-\x05]")  # of protocols 2 to 5; the older ones have no mark
+PICKLE_BYTES = 2**18  # at the start of a file, which are looked at
+COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -41,6 +51,8 @@ def forbidden_file(name: str, path: Path) -> str | None:
         path: where it lies.
     """
     base = name.rsplit("/", 1)[-1]
+    if holds_hub_token(name):
+        return f"{without_secrets(name)} has a secret in its name (Hugging Face Token)"
     if TRAINER_STATE.match(base):
         return f"{name} is state of a training run (optimizer, scheduler, random numbers)"
     if base.lower().endswith(PICKLES):
@@ -49,9 +61,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
         return f"{name} has the name of a file that holds secrets"
     if base.endswith(".safetensors"):
         return _wrong_safetensors(name, path)
-    with open(path, "rb") as file:
-        head = file.read(4096)
-    if PICKLE_START.match(head) or (head[:2] == b"PK" and b"data.pkl" in head):
+    if _holds_pickle(path):
         return f"{name} is a pickle, whatever its name says; publish safetensors"
     if kinds := secrets_in_file(path):
         return f"{name} holds a secret ({', '.join(kinds)})"
@@ -65,25 +75,63 @@ def _wrong_safetensors(name: str, path: Path) -> str | None:
             metadata = opened.metadata() or {}
     except SafetensorError as error:
         return f"{name} is named like safetensors, but it is not a readable safetensors file ({error})"
-    if any(_is_pickle(value) for value in metadata.values()):
+    if any(_is_pickle_text(value) for value in metadata.values()):
         return f"{name} holds a pickle in its metadata"
     with open(path, "rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
-    if kinds := secrets_in(header):
-        return f"{name} holds a secret ({', '.join(kinds)}) in its metadata"
+    if holds_hub_token(header):
+        return f"{name} holds a secret (Hugging Face Token) in its metadata"
     return None
 
 
-def _is_pickle(text: str) -> bool:
+def _holds_pickle(path: Path) -> bool:
+    """Whether a file is a pickle, is one compressed, or is an archive with one in it, as `torch.save` writes."""
+    with open(path, "rb") as file:
+        head = file.read(PICKLE_BYTES)
+    if _starts_pickle(head):
+        return True
+    for start, open_compressed in COMPRESSED.items():
+        if head.startswith(start):
+            with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError), open_compressed(path) as file:
+                return _starts_pickle(file.read(PICKLE_BYTES))
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return any(_member_is_pickle(archive, member) for member in archive.infolist())
+    return False
+
+
+def _member_is_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
+    """Whether a member of an archive is a pickle; so is one that cannot be read, being encrypted or damaged."""
+    try:
+        with archive.open(member) as file:
+            return member.filename.lower().endswith(PICKLES) or _starts_pickle(file.read(PICKLE_BYTES))
+    except (RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error, EOFError, OSError):
+        return True
+
+
+def _starts_pickle(data: bytes) -> bool:
+    """Whether bytes start with a pickle, of any protocol; none of it is loaded."""
+    if PICKLE_START.match(data):
+        return True
+    try:
+        with open(os.devnull, "w") as nowhere:
+            pickletools.dis(data, nowhere)  # follows the stack, so no text passes by chance
+    except Exception:  # whatever its reading of arbitrary bytes leads to
+        return False
+    return True
+
+
+def _is_pickle_text(text: str) -> bool:
+    """Whether text is a pickle, or one in base64."""
     with contextlib.suppress(ValueError):
-        if PICKLE_START.match(base64.b64decode(text, validate=True)):
+        if _starts_pickle(base64.b64decode(text, validate=True)):
             return True
-    return PICKLE_START.match(text.encode("latin-1", "replace")) is not None
+    return _starts_pickle(text.encode("latin-1", "replace"))
 
 
 def leads_out(path: Path, folder: Path) -> bool:
     """Whether a file of a folder is a link to one outside it; those of the Hub's cache to its blobs are part of it."""
-    target, folder = path.resolve(), folder.resolve()
+    target, folder = Path(os.path.realpath(path)), folder.resolve()  # Path.resolve raises for a link to itself
     if target.is_relative_to(folder):
         return False
     cached = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
@@ -196,6 +244,11 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> int:
     Raises:
         ValueError: tensors are missing, superfluous, of another shape or kind, not finite, or tied but not equal.
     """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            "config.json has a quantization_config, but a published ToST model holds floating-point weights: remove that "
+            "entry, or save the model after model.dequantize()."
+        )
     files = weight_files(folder)
     shard_of = {name: file.name for file in files for name in _tensor_names(file)}
     if config.num_hidden_layers > len(shard_of):  # not built then: it may be any number

@@ -7,17 +7,18 @@ import shutil
 from pathlib import Path
 
 from ..files import check_folder, staged_folder
-from ..model.remote_code import KERNEL_FILES, source_file
+from ..model.configuration_tost import OPERATOR_FILES, source_file
 from ..version import __version__
 
 
+KERNEL_FILES = (*OPERATOR_FILES, "layers_tost.py")  # the operator and the attention layer alone: they need only PyTorch
 NAME = "tssa"
 VERSION = 1  # of the kernel's interface, as the Hub counts it
 BACKENDS = ("cuda", "cpu")  # on a CPU the operator's reference path runs
 INIT = '''\
 """Token Statistics Self-Attention (arXiv 2412.17810), from tost_hf {version}."""
 
-from .tssa_layer import TokenStatisticsSelfAttention
+from .layers_tost import TokenStatisticsSelfAttention
 from .tssa import TSSAOutput, tssa, tssa_step
 from .tssa_state import TSSAState
 

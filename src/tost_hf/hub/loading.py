@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Whether transformers loads back what a folder holds, and whether the model computes numbers. No code of the folder runs."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -45,7 +46,8 @@ def check_loading(folder: Path, config: PreTrainedConfig) -> LoadedModel:
         _load("the generation settings", lambda: GenerationConfig.from_pretrained(folder, local_files_only=True))
     if config.model_type == "tost":
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
-            _check_tokenizer(folder)
+            tokenizer = load_fitting_tokenizer(str(folder), config)
+            _load("the tokenizer", lambda: tokenizer("A few words."))
     elif any((folder / name).is_file() for name in IMAGE_PROCESSOR_FILES):
         _check_image_processor(folder)
     return LoadedModel(model, output)
@@ -101,7 +103,7 @@ def load_fitting_tokenizer(source: str, config: PreTrainedConfig) -> PreTrainedT
         ValueError: it cannot be loaded, has no vocabulary, or has more tokens than the model.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=os.path.isdir(source))
     except Exception as error:  # transformers and tokenizers raise whatever a damaged file leads to
         raise ValueError(f"The tokenizer of {source} cannot be loaded: {_reason(error)}") from error
     _check_vocabulary(tokenizer, source)
@@ -109,18 +111,11 @@ def load_fitting_tokenizer(source: str, config: PreTrainedConfig) -> PreTrainedT
     if last >= most:
         raise ValueError(
             f"The tokenizer of {source} does not fit: its last token is number {last}, and the model has {most} tokens, the "
-            f"last one number {most - 1}. Take another tokenizer, or build the model with "
-            f"ToSTConfig.from_preset(..., vocab_size={-(-(last + 1) // 64) * 64})."
+            f"last one number {most - 1}. Take another tokenizer, build the model with "
+            f"ToSTConfig.from_preset(..., vocab_size={-(-(last + 1) // 64) * 64}), or resize a trained one with "
+            "model.resize_token_embeddings."
         )
     return tokenizer
-
-
-def _check_tokenizer(folder: Path) -> None:
-    tokenizer: PreTrainedTokenizerBase = _load(
-        "the tokenizer", lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    )
-    _check_vocabulary(tokenizer, folder)
-    _load("the tokenizer", lambda: tokenizer("A few words."))
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> None:

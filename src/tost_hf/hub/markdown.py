@@ -12,21 +12,11 @@ _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\
 _HIDDEN_OR_FENCE = re.compile(f"{_INVISIBLE.pattern}|`")
 # what starts markup; an underscore does so only at the edge of a word
 _MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|(?<=http):(?=//)|(?<=https):(?=//)|(?<=www)\.", re.IGNORECASE)
-_ESCAPED = re.compile(r"\\([!-/:-@\[-`{-~])")
-
-
-class Markdown(str):
-    """Text that is Markdown already: a table takes it as it is."""
 
 
 def escape(text: str) -> str:
     """One line of plain text as Markdown that shows it: no emphasis, link, image, formula or HTML comes of it."""
     return _MARKUP.sub(r"\\\g<0>", _one_line(text).replace("&", "&amp;").replace("<", "&lt;"))
-
-
-def unescape(text: str) -> str:
-    """The plain text of which `escape` made this."""
-    return _ESCAPED.sub(r"\1", text).replace("&lt;", "<").replace("&amp;", "&")
 
 
 def code(text: str) -> str:
@@ -65,7 +55,7 @@ def link(name: str, address: str) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
     """A table without the columns that have no value at all; where it has two columns, without the rows that have none."""
-    rows = [[_cell(cell) for cell in row] for row in rows]
+    rows = [["" if cell is None else escape(str(cell)) for cell in row] for row in rows]
     if len(header) == 2:
         rows = [row for row in rows if row[1]]
     columns = [i for i in range(len(header)) if any(row[i] for row in rows)]
@@ -76,12 +66,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
         return "|" + "|".join(f" {row[i]} " if row[i] else " " for i in columns) + "|"
 
     return "\n".join([line(header), "|---" * len(columns) + "|", *map(line, rows)])
-
-
-def _cell(cell) -> str:
-    if cell is None:
-        return ""
-    return cell if isinstance(cell, Markdown) else escape(str(cell))
 
 
 def number(value: float | None) -> str | None:

@@ -17,18 +17,19 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 from huggingface_hub.utils import validate_repo_id
 
 from ..files import is_weights_name
-from ..model.remote_code import AUTO_MAPS, CODE_FILES, code_files
+from ..model.configuration_tost import AUTO_MAPS, code_files
 from ..version import __version__
 from .checks import check_card, check_space, check_weights, forbidden_file, leads_out, load_config
+from .code_references import CODE_NAMES, foreign_code
 from .connection import hub_calls, listing
 from .loading import check_loading
+from .secrets import check_detect_secrets
 
 
 STAGED = "_push-"  # how folders begin that hold a checkpoint while the Trainer sends it
 # by-products of training and of tools
 LEFT_OUT_FOLDERS = ("checkpoint-*", "last-checkpoint", f"{STAGED}*", "runs", "__pycache__", ".*")
 LEFT_OUT_FILES = ("training_args.bin", ".gitattributes", ".gitignore", ".DS_Store")
-ALL_CODE = frozenset(name for names in CODE_FILES.values() for name in names)
 RETRIES_WHEN_OVERTAKEN = 30  # of commits: other publishers of the same repository got there first
 
 
@@ -80,12 +81,15 @@ def publish(
         commit_message: "Publish with tost_hf VERSION" by default.
 
     Raises:
-        ValueError: the folder holds something that must not be published, or is not a complete model; the sentence says what.
+        ValueError: the folder holds something that must not be published, or is not a complete model; the message says what.
+        ImportError: detect-secrets (the extra `publish`) is not installed.
         OSError: the Hub refused, or could not be reached. Nothing became visible.
     """
     folder = Path(folder)
+    check_detect_secrets()
     check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
     config = load_config(folder)
+    check_code(folder)  # before a model is built, which may load what the configuration names
     num_parameters = check_weights(folder, config)
     check_card(folder)
     with tempfile.TemporaryDirectory() as scratch:
@@ -117,6 +121,7 @@ def publish_space(
         OSError: the Hub refused, or could not be reached. Nothing became visible.
     """
     folder = Path(folder)
+    check_detect_secrets()
     check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
     check_space(folder)
     files = model_files(folder)
@@ -136,7 +141,7 @@ def check_target(repo_id: str, *, revision: str | None = None, tag: str | None =
 
 def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dict[str, Path]:
     """What the repository is to hold: name -> file. Refuses what must not be published."""
-    files = {name: path for name, path in model_files(folder).items() if name not in ALL_CODE}
+    files = {name: path for name, path in model_files(folder).items() if name not in CODE_NAMES}
     _refuse_forbidden(folder, files)
     content = json.loads((folder / "config.json").read_text())
     content.pop("auto_map", None)
@@ -149,10 +154,18 @@ def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dic
 
 
 def _refuse_forbidden(folder: Path, files: dict[str, Path]) -> None:
-    refused = [reason for name, path in files.items() if (reason := forbidden_file(name, path))]
-    refused += [f"{name} is a link to something outside the folder" for name in links_out(folder)]
+    refused = [reason for name, path in files.items() if (reason := forbidden_file(name, path))] + wrong_links(folder)
     if refused:
         raise ValueError(f"{folder} is not published: {'; '.join(refused)}. Move it out of the folder.")
+
+
+def check_code(folder: Path) -> None:
+    """Raises ValueError if files of a model folder lead transformers to code that is not ToST's."""
+    if foreign := foreign_code(model_files(folder)):
+        raise ValueError(
+            f"{'; '.join(foreign)}. Whoever loads the model with trust_remote_code=True would run it: remove what names it, "
+            "and move Python files out of the folder."
+        )
 
 
 def model_files(folder: Path) -> dict[str, Path]:
@@ -160,9 +173,15 @@ def model_files(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in _ours(folder).items() if path.is_file() and not leads_out(path, folder)}
 
 
-def links_out(folder: Path) -> list[str]:
-    """The names of links in a model folder to files or folders outside it."""
-    return [name for name, path in _ours(folder).items() if path.is_symlink() and leads_out(path, folder)]
+def wrong_links(folder: Path) -> list[str]:
+    """Why links in a model folder cannot be published: one reason for each that leads out of it, to a folder or nowhere."""
+    reasons = []
+    for name, path in _ours(folder).items():
+        if path.is_symlink() and leads_out(path, folder):
+            reasons.append(f"{name} is a link to something outside the folder")
+        elif path.is_symlink() and not path.is_file():
+            reasons.append(f"{name} is a link to {'a folder' if path.is_dir() else 'nothing, or to itself'}")
+    return reasons
 
 
 def _ours(folder: Path) -> dict[str, Path]:
@@ -307,7 +326,7 @@ def _difference(files: dict[str, Path], siblings) -> tuple[tuple[str, ...], tupl
     """(names to upload, names to delete) that turn the repository's files into these."""
     there = {sibling.rfilename: sibling for sibling in siblings}
     uploaded = tuple(name for name, path in sorted(files.items()) if name not in there or not same_content(there[name], path))
-    replaced = (name for name in there if name in ALL_CODE or is_weights_name(name))
+    replaced = (name for name in there if name in CODE_NAMES or is_weights_name(name))
     return uploaded, tuple(sorted(name for name in replaced if name not in files))
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a model folder tells of its model: results, the training run, the stored weights, and the card that is there.
+"""What a model folder says of its model: results, the training run, the stored weights, and the existing card.
 
 Evaluation results are asked for by a person: a wrong one is an error. Of what programs left beside the weights, values of
 another kind than expected are passed over, as are numbers that are not finite: neither JSON nor YAML has them.
@@ -23,13 +23,12 @@ from .secrets import without_secrets
 
 CARD = "README.md"
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-LARGEST_RECORD = 256 * 2**20  # bytes
-LARGEST_CARD = 4 * 2**20  # bytes
-LARGEST_METADATA = 200_000  # characters and values of a card's metadata, its aliases written out
-DEEPEST_METADATA = 50  # lists and mappings within each other
+MAX_RECORD_BYTES = 256 * 2**20
+MAX_CARD_BYTES = 4 * 2**20
+MAX_METADATA = 100_000  # characters
 
-_RESULT_TEXTS = ("task_type", "dataset_type", "dataset_name", "metric_type")
-_RESULT_DETAILS = ("dataset_config", "dataset_split", "metric_name", "protocol", "command", "seed", "date")
+_RUN_FIELDS = ("command", "dataset_name", "dataset_config_name", "model_name_or_path")
+_TRAINING_FIELDS = ("global_step", "epoch", "train_samples", "train_batch_size", "train_loss", "train_runtime")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -39,40 +38,14 @@ class Card(ModelCard):
     data: ModelCardData
 
 
-class TrainingEvaluation(NamedTuple):
-    """The metrics of Trainer's last evaluation, without the "eval_" of their names, and the number of examples."""
-
-    metrics: dict[str, float]
-    examples: float | None
-
-
-class TrainingRun(NamedTuple):
-    """What run_arguments.json tells of a run of a training script."""
-
-    command: str | None
-    dataset_name: str | None
-    dataset_config_name: str | None
-    model_name_or_path: str | None
-
-
-class TrainingSummary(NamedTuple):
-    """The numbers that Trainer leaves about a run; the time in seconds."""
-
-    steps: float | None
-    epochs: float | None
-    examples: float | None
-    batch_size: float | None
-    loss: float | None
-    seconds: float | None
-
-
 class Records(NamedTuple):
     """All that a folder's records say, without secrets."""
 
     results: list[dict]  # of evaluation.json
-    evaluation: TrainingEvaluation
-    run: TrainingRun
-    training: TrainingSummary
+    metrics: dict[str, float]  # of Trainer's last evaluation, without the "eval_" of their names
+    eval_examples: float | None  # of that evaluation
+    run: dict[str, str]  # what run_arguments.json says of a run of a training script
+    training: dict[str, float]  # what Trainer's results and state say of training; the time in seconds
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------
@@ -86,8 +59,8 @@ def read_json(path: Path) -> dict:
     """
     if not path.is_file():
         return {}
-    if path.stat().st_size > LARGEST_RECORD:
-        raise ValueError(f"{str(path)!r} is larger than {LARGEST_RECORD:,} bytes, too large for a run's record; delete it.")
+    if path.stat().st_size > MAX_RECORD_BYTES:
+        raise ValueError(f"{str(path)!r} is larger than {MAX_RECORD_BYTES:,} bytes, too large for a run's record; delete it.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(content, ensure_ascii=False).encode()  # fails for halves of characters, which no card can hold
@@ -98,32 +71,52 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def _number(value) -> int | float | None:
-    """The value if it is a finite number."""
-    try:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return None
-    return value if is_number else None
-
-
 def read_records(folder: Path) -> Records:
     """Reads the records of a model folder, each of which may be missing.
 
     Raises:
         ValueError: one of them is no JSON object, or an evaluation result lacks what it needs or has a value of a wrong kind.
     """
-    state, everything = read_json(folder / TRAINER_STATE), read_json(folder / ALL_RESULTS)
+    state, results = read_json(folder / TRAINER_STATE), read_json(folder / ALL_RESULTS)
+    evaluation = read_json(folder / EVAL_RESULTS) or results
+    if not any(key.startswith("eval_") for key in evaluation):
+        evaluation = _last_logged_evaluation(state)
+    metrics = {}
+    for key, value in evaluation.items():
+        name = key.removeprefix("eval_")
+        about_speed = name.endswith(("runtime", "_per_second", "_samples", "_time")) or name == "samples"
+        if (name != key or key == "perplexity") and not about_speed and _is_number(value):
+            metrics[without_secrets(name)] = value
+    run = read_json(folder / RUN_ARGUMENTS)
+    training = state | read_json(folder / TRAIN_RESULTS) | results
+    examples = evaluation.get("eval_samples")
     return Records(
         [{key: _without_secrets(value) for key, value in result.items()} for result in _evaluation_results(folder)],
-        _training_evaluation(read_json(folder / EVAL_RESULTS) or everything, state),
-        TrainingRun(*map(_without_secrets, _training_run(folder))),
-        _training_summary(read_json(folder / TRAIN_RESULTS) | everything, state),
+        metrics,
+        examples if _is_number(examples) else None,
+        {key: without_secrets(run[key]) for key in _RUN_FIELDS if isinstance(run.get(key), str)},
+        {key: training[key] for key in _TRAINING_FIELDS if _is_number(training.get(key)) and training[key]},
     )
+
+
+def _is_number(value) -> bool:
+    """Whether a value is a finite number."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _without_secrets(value):
     return without_secrets(value) if isinstance(value, str) else value
+
+
+def _last_logged_evaluation(state: dict) -> dict:
+    """The last evaluation in trainer_state.json, if it was one of the weights in the folder, not of earlier ones."""
+    history = state.get("log_history")
+    entries = history if isinstance(history, list) else []
+    logged = [entry for entry in entries if isinstance(entry, dict) and "eval_loss" in entry]
+    return logged[-1] if logged and logged[-1].get("step") == state.get("global_step") else {}
 
 
 def _evaluation_results(folder: Path) -> list[dict]:
@@ -134,14 +127,14 @@ def _evaluation_results(folder: Path) -> list[dict]:
         raise ValueError(f'"results" in {str(path)!r} must be a list of objects.')
     for result in results:
         _check_result(result, path)
-    return [result for result in results if _number(result["metric_value"]) is not None]
+    return [result for result in results if _is_number(result["metric_value"])]
 
 
 def _check_result(result: dict, path: Path) -> None:
-    for key in _RESULT_TEXTS:
+    for key in ("task_type", "dataset_type", "dataset_name", "metric_type"):
         if not isinstance(result.get(key), str):
             raise ValueError(f"A result in {str(path)!r} has no {key!r}, a text.")
-    for key in _RESULT_DETAILS:
+    for key in ("dataset_config", "dataset_split", "metric_name", "protocol", "command", "seed", "date"):
         if isinstance(value := result.get(key), bool | float | list | dict):
             raise ValueError(f"A result in {str(path)!r} has a {key!r} that is neither a text nor a whole number: {value!r}.")
     value, examples = result.get("metric_value"), result.get("num_examples")
@@ -149,44 +142,6 @@ def _check_result(result: dict, path: Path) -> None:
         raise ValueError(f"A result in {str(path)!r} has no 'metric_value', a number: got {value!r}.")
     if isinstance(examples, bool) or not isinstance(examples, int | None):
         raise ValueError(f"A result in {str(path)!r} has a 'num_examples' that is no whole number: {examples!r}.")
-
-
-def _training_evaluation(entry: dict, state: dict) -> TrainingEvaluation:
-    """Trainer's last evaluation, by its results or, without any, by its state, if it was one of the weights in the folder."""
-    if not any(key.startswith("eval_") for key in entry):
-        history = state.get("log_history")
-        logged = (
-            [line for line in history if isinstance(line, dict) and "eval_loss" in line] if isinstance(history, list) else []
-        )
-        # an evaluation of earlier weights says nothing about those in the folder
-        entry = logged[-1] if logged and logged[-1].get("step") == state.get("global_step") else {}
-    metrics = {}
-    for key, value in entry.items():
-        name = key.removeprefix("eval_")
-        about_speed = name.endswith(("runtime", "_per_second", "_samples", "_time")) or name == "samples"
-        wanted = key.startswith("eval_") or key == "perplexity"
-        if wanted and not about_speed and _number(value) is not None:
-            metrics[without_secrets(name)] = value
-    return TrainingEvaluation(metrics, _number(entry.get("eval_samples")))
-
-
-def _training_run(folder: Path) -> TrainingRun:
-    """What run_arguments.json says."""
-    record = read_json(folder / RUN_ARGUMENTS)
-    values = (record.get(name) for name in TrainingRun._fields)
-    return TrainingRun(*(value if isinstance(value, str) else None for value in values))
-
-
-def _training_summary(results: dict, state: dict) -> TrainingSummary:
-    """What Trainer's results and trainer_state.json say about training."""
-    return TrainingSummary(
-        steps=_number(state.get("global_step")) or None,
-        epochs=_number(results.get("epoch", state.get("epoch"))) or None,
-        examples=_number(results.get("train_samples")) or None,
-        batch_size=_number(state.get("train_batch_size")) or None,
-        loss=_number(results.get("train_loss")) or None,
-        seconds=_number(results.get("train_runtime")) or None,
-    )
 
 
 # Files beside the configuration ---------------------------------------------------------------------------------------
@@ -241,11 +196,14 @@ def load_card(path: Path) -> Card:
     Raises:
         ValueError: the metadata is no YAML, is huge, deep or endless, or holds values of a wrong kind.
     """
-    if path.stat().st_size > LARGEST_CARD:
-        raise ValueError(f"{str(path)!r} is larger than {LARGEST_CARD:,} bytes, too large for a card; shorten it.")
+    if path.stat().st_size > MAX_CARD_BYTES:
+        raise ValueError(f"{str(path)!r} is larger than {MAX_CARD_BYTES:,} bytes, too large for a card; shorten it.")
     try:
         metadata, text = _split_metadata(path.read_text(encoding="utf-8-sig"))
-        _check_yaml(metadata)
+        if len(metadata) > MAX_METADATA:
+            raise ValueError(f"it is larger than {MAX_METADATA:,} characters")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(metadata)):
+            raise ValueError("it has aliases, by which little text is endlessly much; write out what they stand for")
         card = Card(f"---\n{metadata}\n---\n{text}")
         _check_metadata(card.data)
     except Exception as error:  # YAML's own errors, and whatever a wrong kind of value leads to in huggingface_hub
@@ -269,36 +227,6 @@ def _split_metadata(content: str) -> tuple[str, str]:
     if end is None:
         raise ValueError('the line "---" that ends the metadata is missing')
     return "\n".join(lines[1:end]) or "{}", "\n".join(lines[end + 1 :])
-
-
-def _check_yaml(text: str) -> None:
-    """Refuses YAML that would take long to load, or never end, before anything is built of it."""
-    if len(text) > LARGEST_METADATA:
-        raise ValueError(f"it is larger than {LARGEST_METADATA:,} characters")
-    sizes: dict[str, int] = {}  # of what an anchor names
-    stack: list[tuple[str | None, int]] = [(None, 0)]  # the anchor and the size of each list or mapping that is open
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        anchor, size = getattr(event, "anchor", None), 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            stack.append((anchor, 1))
-            if len(stack) > DEEPEST_METADATA:
-                raise ValueError(f"its lists are nested deeper than {DEEPEST_METADATA}")
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = stack.pop()
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in sizes:
-                raise ValueError(f"the alias *{event.anchor} names nothing before it")
-            anchor, size = None, sizes[event.anchor]
-        elif isinstance(event, yaml.ScalarEvent):
-            size += len(event.value)
-        else:
-            continue
-        if anchor is not None:
-            sizes[anchor] = size
-        stack[-1] = (stack[-1][0], stack[-1][1] + size)
-        if stack[-1][1] > LARGEST_METADATA:
-            raise ValueError(f"it is larger than {LARGEST_METADATA:,} characters, its aliases written out")
 
 
 def _check_metadata(data: ModelCardData) -> None:

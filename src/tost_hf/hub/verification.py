@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from ..model.cache_tost import state_bytes
-from ..model.configuration_tost import CAUSAL_STATISTICS
-from ..model.remote_code import AUTO_MAPS, code_files
+from ..model.configuration_tost import AUTO_MAPS, CAUSAL_STATISTICS, code_files
 from ..version import __version__
 from .checks import (
     check_card,
@@ -26,10 +25,12 @@ from .checks import (
     parameter_count,
     weight_files,
 )
+from .code_references import foreign_code
 from .connection import hub_calls, listing
 from .loading import NUM_TOKENS, check_loading
-from .publishing import links_out, same_content
+from .publishing import same_content, wrong_links
 from .records import CARD, load_card
+from .secrets import has_detect_secrets
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,12 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
     check("files", lambda: _check_files(folder))
     if check("config", lambda: _describe(load_config(folder))):
         config = load_config(folder)
-        if check("weights", lambda: f"{check_weights(folder, config):,} parameters, all finite, all in their places"):
-            check("model", lambda: _run(folder, config))
         check("code", lambda: _check_code(folder, config))
+        # a model is not built where the configuration may name code to load
+        if not foreign_code(_all_files(folder)) and check(
+            "weights", lambda: f"{check_weights(folder, config):,} parameters, all finite, all in their places"
+        ):
+            check("model", lambda: _run(folder, config))
     check("card", lambda: _check_card(folder, None if local else token, online=not local))
     return checks
 
@@ -99,14 +103,19 @@ def _check_hashes(folder: Path, siblings) -> str:
     return f"{len(siblings)} files are what the repository lists"
 
 
+def _all_files(folder: Path) -> dict[str, Path]:
+    """Name -> path of every file but those that git and the Hub's client keep."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in files.items() if not name.startswith((".cache/", ".git/"))}
+
+
 def _check_files(folder: Path) -> str:
-    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = [name for name in names if not name.startswith((".cache/", ".git/"))]
-    reasons = [f"{name} is a link to something outside the folder" for name in links_out(folder)]
-    reasons += [reason for name in names if (reason := forbidden_file(name, folder / name))]
+    files = _all_files(folder)
+    reasons = wrong_links(folder) + [reason for name, path in files.items() if (reason := forbidden_file(name, path))]
     if reasons:
         raise ValueError("; ".join(reasons))
-    return f"{len(names)} files, no pickle, no training state, nothing that looks like a secret"
+    kinds = "nothing that looks like a secret" if has_detect_secrets() else "no token of the Hub (without detect-secrets)"
+    return f"{len(files)} files, no pickle, no training state, {kinds}"
 
 
 def _describe(config: PreTrainedConfig) -> str:
@@ -120,6 +129,7 @@ def _run(folder: Path, config: PreTrainedConfig) -> str:
 
 def _generate(model: Any, config: PreTrainedConfig) -> str:
     """Greedy tokens from the cache, against those of the whole sequence computed without one."""
+    model.generation_config = GenerationConfig()  # not the folder's, by which generating may take any time
     start = config.bos_token_id if config.bos_token_id is not None else 0
     prompt = torch.tensor([[min(start, config.vocab_size - 1)]])
     wanted = min(NUM_TOKENS, (config.max_position_embeddings or NUM_TOKENS + 1) - 1)
@@ -132,6 +142,8 @@ def _generate(model: Any, config: PreTrainedConfig) -> str:
 
 
 def _check_code(folder: Path, config: PreTrainedConfig) -> str:
+    if foreign := foreign_code(_all_files(folder)):
+        raise ValueError(f"{'; '.join(foreign)}. Do not set trust_remote_code for it.")
     there = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     auto_map = getattr(config, "auto_map", None)
     if not auto_map and not there:

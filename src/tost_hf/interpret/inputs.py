@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What a user names, an image or a text, as a model takes it and as it is shown."""
 
+import importlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,6 @@ import torch
 from torch.nn import functional as F
 
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings, ToSTVisionPreTrainedModel
-from .extras import require_extra
 from .trace import find_modules
 
 
@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 
-LARGEST_SIDE = 2**13  # pixels
+MAX_SIDE = 2**13  # pixels
+
+
+def require_extra(module: str):
+    """Imports a module; the ImportError of one that is missing says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"Looking inside a model needs {module.split('.')[0]}, which is missing: pip install 'tost-hf[vision]'."
+        ) from error
 
 
 class LoadedImage(NamedTuple):
@@ -88,8 +98,8 @@ def _resize_whole(image: "Image.Image", image_size: int, patch_size: int) -> "Im
         raise ValueError(f"image_size must be at least one patch ({patch_size} pixels), got {image_size}.")
     scale = image_size / min(image.size)
     sides = [_nearest_multiple(side * scale, patch_size) for side in image.size]
-    if max(sides) > LARGEST_SIDE:
-        raise ValueError(f"With image_size {image_size} a side has {max(sides):,} pixels; the most is {LARGEST_SIDE:,}.")
+    if max(sides) > MAX_SIDE:
+        raise ValueError(f"With image_size {image_size} a side has {max(sides):,} pixels; the most is {MAX_SIDE:,}.")
     return image.resize(sides, Image.Resampling.BICUBIC)
 
 
@@ -97,8 +107,8 @@ def _check_sizes(processor) -> None:
     """Refuses an image processor whose file asks for images too large to compute with."""
     for name in ("size", "crop_size"):
         sides = dict(getattr(processor, name, None) or {})
-        if not all(isinstance(side, int) and side <= LARGEST_SIDE for side in sides.values()):
-            raise ValueError(f"{name} of the image processor is {sides}; its sides may have up to {LARGEST_SIDE:,} pixels.")
+        if not all(isinstance(side, int) and side <= MAX_SIDE for side in sides.values()):
+            raise ValueError(f"{name} of the image processor is {sides}; its sides may have up to {MAX_SIDE:,} pixels.")
 
 
 def _open_image(source: str) -> "Image.Image":
@@ -157,4 +167,4 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[torch.Ten
     return torch.tensor([encoded["input_ids"]]), pieces
 
 
-__all__ = ["LoadedImage", "is_file", "load_image", "load_text", "tokenize"]
+__all__ = ["LoadedImage", "is_file", "load_image", "load_text", "require_extra", "tokenize"]

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The pages that `inspect_model` writes, as HTML: `index.html` with every picture, `tokens.html` with a coloured text."""
+"""The page that `inspect_model` writes, as HTML: every picture with its explanation, and a text coloured by its heads."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -13,8 +13,8 @@ UNDERLINES = ("none", "1px solid #333", "3px double #333")
 GENERATOR = '<meta name="generator" content="tost-hf inspect">'  # marks our index.html
 
 
-def strongest_head_page(tokens: Sequence[str], memberships: torch.Tensor, layers: Sequence[int]) -> str:
-    """An HTML page of the text for each layer, tokens coloured by their strongest head, from Pi (layers, H, T)."""
+def colored_text(tokens: Sequence[str], memberships: torch.Tensor, layers: Sequence[int]) -> str:
+    """HTML of the text for each layer, tokens coloured by their strongest head, from Pi (layers, H, T)."""
     heads = memberships.shape[1]
     legend = "".join(_span(f" head {head + 1} ", head, 1.0, f"head {head + 1}") + "\n" for head in range(heads))
     sections = ""
@@ -25,30 +25,12 @@ def strongest_head_page(tokens: Sequence[str], memberships: torch.Tensor, layers
             share = float(values[head, t])
             spans += _span(token, head, float(strength[t]), f"token {t}, head {head + 1}: {share:.3f}")
         most = float(values.max())
-        sections += f"<h2>Layer {layer}</h2>\n<p>Full colour: a membership of {most:.3f}.</p>\n<p class='text'>{spans}</p>\n"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Strongest head of each token</title>
-<style>
-body {{ font-family: system-ui, sans-serif; color: #222; background: #fff; max-width: 820px; margin: 2em auto;
-  padding: 0 1em; }}
-.legend {{ line-height: 1.8; }}
-.text {{ font-family: ui-monospace, monospace; font-size: 0.9em; line-height: 1.8; white-space: pre-wrap;
-  overflow-wrap: anywhere; }}
-.text span, .legend span {{ padding: 0.1em 0 0.2em; color: #000; }}
-</style>
-</head>
-<body>
-<h1>Strongest head of each token</h1>
+        sections += f"<h3>Layer {layer}</h3>\n<p>Full colour: a membership of {most:.3f}.</p>\n<p class='text'>{spans}</p>\n"
+    return f"""<h2>Strongest head of each token</h2>
 <p>Each token has the colour of the head with the largest membership; the paler, the less it exceeds an even share 1 / H =
-{1 / heads:.3f}. Rest the pointer on a token for its number. <a href="index.html">Back</a></p>
+{1 / heads:.3f}. Rest the pointer on a token for its number.</p>
 <p class="legend">{legend}</p>
-{sections}</body>
-</html>
-"""
+{sections}"""
 
 
 def _span(token: str, head: int, strength: float, title: str) -> str:
@@ -68,11 +50,6 @@ CAPTIONS = {  # of each picture: its title and what it shows
         "Strongest head of each patch",
         "The head with the largest membership. The paler the colour, the less that membership exceeds an even share 1 / H; "
         "full colour is the largest membership of the layer.",
-    ),
-    "tokens.png": (
-        "Strongest head of each token",
-        "Tokens coloured by the head with the largest membership in the last layer drawn; the paler, the less it exceeds an "
-        "even share 1 / H. <a href='tokens.html'>tokens.html</a> has every layer drawn, with the numbers of each token.",
     ),
     "entropy.png": (
         "Entropy of the membership",
@@ -112,16 +89,19 @@ figure { margin: 2em 0; } figure img { width: 100%; height: auto; } figcaption {
 th, td { padding: 0.2em 0.8em; border-bottom: 1px solid #ddd; text-align: right; }
 table.facts th, table.facts td { text-align: left; vertical-align: top; }
 table.facts th { white-space: nowrap; } table.facts td { overflow-wrap: anywhere; }
+.legend { line-height: 1.8; } .text { font-family: ui-monospace, monospace; font-size: 0.9em; line-height: 1.8;
+  white-space: pre-wrap; overflow-wrap: anywhere; } .text span, .legend span { padding: 0.1em 0 0.2em; color: #000; }
 """
 
 
-def index_page(facts: list[tuple[str, str]], names: Iterable[str], table: list[list[str]]) -> str:
+def index_page(facts: list[tuple[str, str]], names: Iterable[str], table: list[list[str]], text: str = "") -> str:
     """The page.
 
     Args:
         facts: names and values of the model and its input.
         names: the files beside the page; those that `CAPTIONS` has are shown.
         table: rows of cells, the headings first.
+        text: HTML of `colored_text`, for a language model.
     """
     about = "".join(f"<tr><th scope='row'>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
     head = "".join(f"<th scope='col'>{escape(cell)}</th>" for cell in table[0])
@@ -146,7 +126,7 @@ def index_page(facts: list[tuple[str, str]], names: Iterable[str], table: list[l
 <body>
 <h1>Inside a ToST model</h1>
 <table class="facts">{about}</table>
-{figures}<h2>Numbers of each layer</h2>
+{text}{figures}<h2>Numbers of each layer</h2>
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {body}</tbody></table></div>
 <p>Entropy: mean over the tokens, in nats. R: the variational compression term, R_c: the coding rate, in nats, with tokens or
@@ -173,4 +153,4 @@ def _plain(caption: str) -> str:
     return caption.split(". ")[0].rstrip(".") + "."
 
 
-__all__ = ["index_page", "is_own_page", "names_file", "strongest_head_page"]
+__all__ = ["colored_text", "index_page", "is_own_page", "names_file"]

@@ -7,11 +7,11 @@ the numbers that label rows, counted from 1.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from .colors import COLORS, HATCHES, head_style, rgb, strongest_heads, tint, visible
+from .colors import COLORS, HATCHES, head_style, rgb, strongest_heads
 
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .quantities import CompressionTerms, EntropyByPosition
 
 WIDTH, DPI = 8, 160  # inches, and pixels per inch
-LINE_LETTERS, PICTURE_LINES = 104, 40  # of a picture of tokens: characters per line, and lines
 
 
 def _figure(height: float) -> "Figure":
@@ -231,82 +230,6 @@ def plot_subspace_grams(grams: list[torch.Tensor], heads: int, layers: Sequence[
     return figure
 
 
-class _Piece(NamedTuple):
-    """Text of one token (or of the legend) that stands on one line of a picture."""
-
-    token: int  # its number
-    line: int
-    column: int
-    text: str
-    head: int
-    strength: float  # from 0 to 1
-
-
-def plot_strongest_head_tokens(tokens: Sequence[str], memberships: torch.Tensor, layer: int) -> "Figure":
-    """Tokens of a text coloured by their strongest head, from Pi (H, T) of one layer; the first lines of a long text."""
-    heads = len(memberships)
-    strength, strongest = strongest_heads(memberships)
-    legend, below = _lay_out([(f" head {head + 1} ", head, 1.0) for head in range(heads)], 1, PICTURE_LINES)
-    colored = [(visible(token), head, x) for token, head, x in zip(tokens, strongest.tolist(), strength.tolist())]
-    body, _ = _lay_out(colored, below + 1, PICTURE_LINES)
-    shown = 1 + body[-1].token
-    lines = body[-1].line + 1
-    figure = _figure(0.165 * lines + 0.1)
-    figure.set_layout_engine("none")  # the axes fill the figure
-    axis = figure.add_axes((0.01, 0, 0.98, 1))
-    axis.set(xlim=(0, LINE_LETTERS), ylim=(lines + 0.2, -0.2))
-    axis.axis("off")
-    more = "" if shown == len(tokens) else f", first {shown} of {len(tokens)} tokens"
-    _draw_text(axis, legend + body, f"layer {layer}{more}; full colour: membership {float(memberships.max()):.3f}")
-    return figure
-
-
-def _draw_text(axis, pieces: list[_Piece], title: str) -> None:
-    """A title on the first line, and coloured pieces of text below it."""
-    from matplotlib.font_manager import findfont, get_font
-    from matplotlib.patches import Rectangle
-
-    # a monospace letter of DejaVu is 0.602 of its size wide; a literal $ is no formula
-    size = 72 * 0.98 * WIDTH / LINE_LETTERS / 0.602
-    style = {"fontsize": size, "va": "center", "parse_math": False}
-    axis.text(0, 0.45, title, **style)
-    fonts = ["DejaVu Sans Mono", "DejaVu Sans"]  # come with matplotlib
-    known = set().union(*(get_font(findfont(font)).get_charmap() for font in fonts))
-    for piece in pieces:
-        color, mark = head_style(piece.head)
-        width = len(piece.text)
-        axis.add_patch(Rectangle((piece.column, piece.line), width, 0.92, facecolor=tint(color, piece.strength), linewidth=0))
-        for stroke in range(mark):
-            y = piece.line + 0.9 - 0.12 * stroke
-            axis.plot([piece.column + 0.1, piece.column + width - 0.1], [y, y], color="#333", linewidth=0.5)
-        for place, character in enumerate(piece.text):
-            if character != " ":  # one by one: letters from another font are of another width
-                drawn = character if ord(character) in known else "□"
-                axis.text(piece.column + place + 0.5, piece.line + 0.48, drawn, ha="center", family=fonts, **style)
-
-
-def _lay_out(tokens: list[tuple[str, int, float]], line: int, last: int) -> tuple[list[_Piece], int]:
-    """Places (text, head, strength) from `line` on, down to the line `last`.
-
-    Returns:
-        The pieces, and the next free line.
-    """
-    placed: list[_Piece] = []
-    column = 0
-    for i, (token, head, strength) in enumerate(tokens):
-        for piece in token.splitlines(keepends=True):
-            text = piece.rstrip("\n")[:LINE_LETTERS]
-            if column + len(text) > LINE_LETTERS:
-                line, column = line + 1, 0
-            if line > last:
-                return placed, line
-            placed.append(_Piece(i, line, column, text, head, strength))
-            column += len(text)
-            if piece.endswith("\n"):
-                line, column = line + 1, 0
-    return placed, line + (column > 0)
-
-
 __all__ = [
     "plot_class_attention_maps",
     "plot_compression",
@@ -315,7 +238,6 @@ __all__ = [
     "plot_forget_factors",
     "plot_membership_maps",
     "plot_membership_tokens",
-    "plot_strongest_head_tokens",
     "plot_strongest_heads",
     "plot_subspace_grams",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .extras import require_extra
+from .inputs import require_extra
 from .trace import ModelTrace, pick_layer, trace_model, tssa_layers
 
 

@@ -7,16 +7,15 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..model.configuration_tost import ToSTConfig
 from ..model.configuration_tost_vision import ToSTVisionConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
-from .extras import require_extra
-from .inputs import is_file, load_image, load_text, tokenize
-from .pages import index_page, is_own_page, names_file, strongest_head_page
+from .inputs import is_file, load_image, load_text, require_extra, tokenize
+from .pages import colored_text, index_page, is_own_page, names_file
 from .quantities import (
     NORMALIZATIONS,
     CompressionTerms,
@@ -45,7 +44,8 @@ class _Findings(NamedTuple):
 
     trace: ModelTrace
     facts: list[tuple[str, str]]  # names and values, for the page
-    files: dict[str, Union["Figure", str]]  # by name
+    pictures: dict[str, "Figure"]  # by file name
+    text: str = ""  # HTML of a text's tokens, coloured
 
 
 def inspect_path(
@@ -142,31 +142,34 @@ def inspect_model(
         The files written, `index.html` first.
 
     Raises:
-        ValueError, OSError: the model has no TSSA, the input is no image or text, a layer does not exist, or `out_dir` holds
-            files of these names that are not from an earlier run.
+        ValueError, OSError: the model has no TSSA or weights that are not finite, the input is no image or text, a layer does
+            not exist, or `out_dir` holds files of these names that are not from an earlier run.
         ImportError: matplotlib or Pillow is missing.
     """
     from . import plots
 
     require_extra("matplotlib")
     numbers = _chosen_layers(layers, len(tssa_layers(model)))
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"The weights of the model are damaged: {name} holds NaN or infinite numbers.")
     out_dir = Path(out_dir)
     page = _earlier_page(out_dir)
     if find_modules(model, ToSTVisionPatchEmbeddings):
-        trace, facts, files = _inspect_image(model, processor_or_tokenizer, input, numbers, image_size)
+        trace, facts, pictures, text = _inspect_image(model, processor_or_tokenizer, input, numbers, image_size)
     elif image_size is not None:
         raise ValueError("image_size is for images; this is a language model.")
     else:
-        trace, facts, files = _inspect_text(model, processor_or_tokenizer, input, numbers)
+        trace, facts, pictures, text = _inspect_text(model, processor_or_tokenizer, input, numbers)
     if not trace.memberships.isfinite().all():
-        raise ValueError("The model's memberships are NaN: its weights, or the image that its processor makes, are damaged.")
+        raise ValueError("The model's memberships are NaN: its weights overflow, or the image processor's settings are wrong.")
     terms = {name: compression_terms(trace, name) for name in NORMALIZATIONS}
     chosen = numbers if len(numbers) <= 3 else [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
     grams = [subspace_gram(model, layer) for layer in chosen]
-    files["compression.png"] = plots.plot_compression(terms)
-    files["subspaces.png"] = plots.plot_subspace_grams(grams, trace.memberships.shape[2], chosen)
-    _check_targets(out_dir, files, page)
-    return _write(out_dir, files | {INDEX: index_page(facts, files, _table(model, trace, terms))})
+    pictures["compression.png"] = plots.plot_compression(terms)
+    pictures["subspaces.png"] = plots.plot_subspace_grams(grams, trace.memberships.shape[2], chosen)
+    _check_targets(out_dir, pictures, page)
+    return _write(out_dir, pictures, index_page(facts, pictures, _table(model, trace, terms), text))
 
 
 def _chosen_layers(layers: Sequence[int] | None, total: int) -> list[int]:
@@ -203,16 +206,13 @@ def _check_targets(out_dir: Path, names, page: str) -> None:
         )
 
 
-def _write(out_dir: Path, files: dict[str, Union["Figure", str]]) -> list[Path]:
+def _write(out_dir: Path, pictures: dict[str, "Figure"], page: str) -> list[Path]:
     """Writes all files, or none if one cannot be written; returns their paths, the page first."""
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".inspect-", dir=out_dir) as staging:
-        for name, content in files.items():
-            if isinstance(content, str):
-                Path(staging, name).write_text(content, encoding="utf-8")
-            else:
-                content.savefig(Path(staging, name))
-        pictures = [name for name in files if name != INDEX]
+        for name, picture in pictures.items():
+            picture.savefig(Path(staging, name))
+        Path(staging, INDEX).write_text(page, encoding="utf-8")
         for name in (*pictures, INDEX):  # the page last: it never shows pictures that are not there
             os.replace(Path(staging, name), out_dir / name)
     return [out_dir / INDEX, *(out_dir / name for name in pictures)]
@@ -239,13 +239,13 @@ def _inspect_image(model, processor, input, layers: list[int], image_size: int |
     if trace.logits is not None:
         probability, label = trace.logits[0].softmax(-1).max(-1)
         facts.append(("Predicted class", f"{model.config.id2label[int(label)]} ({probability:.1%})"))
-    files: dict[str, Figure | str] = {
+    pictures: dict[str, Figure] = {
         "memberships.png": plots.plot_membership_maps(maps, image.picture, layers),
         "strongest_heads.png": plots.plot_strongest_heads(maps, image.picture, layers),
         "entropy.png": plots.plot_entropy_maps(entropy, maps.shape[1], layers),
         "class_attention.png": plots.plot_class_attention_maps(class_attention_maps(trace)[0], image.picture),
     }
-    return _Findings(trace, facts, files)
+    return _Findings(trace, facts, pictures)
 
 
 def _inspect_text(model, tokenizer, input, layers: list[int]) -> _Findings:
@@ -270,16 +270,16 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> _Findings:
     trace = trace_model(model, input_ids=input_ids)
     maps = membership_maps(trace)[0, [layer - 1 for layer in layers]]
     facts = [*_model_facts(model, trace), ("Input", source), *notes, ("Tokens", str(len(tokens)))]
-    files: dict[str, Figure | str] = {
-        "tokens.png": plots.plot_strongest_head_tokens(tokens, maps[-1], layers[-1]),
-        "tokens.html": strongest_head_page(tokens, maps, layers),
+    pictures: dict[str, Figure] = {
         "memberships.png": plots.plot_membership_tokens(maps, layers),
         "entropy.png": plots.plot_entropy_by_position(entropy_by_position(trace), maps.shape[1]),
     }
     if trace.log_forget_factors is not None:
         rows = [layer - 1 for layer in layers]
-        files["forgetting.png"] = plots.plot_forget_factors(forget_factors(trace)[0, rows], half_life(trace)[0, rows], layers)
-    return _Findings(trace, facts, files)
+        pictures["forgetting.png"] = plots.plot_forget_factors(
+            forget_factors(trace)[0, rows], half_life(trace)[0, rows], layers
+        )
+    return _Findings(trace, facts, pictures, colored_text(tokens, maps, layers))
 
 
 def _model_facts(model, trace: ModelTrace) -> list[tuple[str, str]]:

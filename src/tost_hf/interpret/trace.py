@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from ..model.layers_tost import TokenStatisticsSelfAttention
 from ..model.modeling_tost_vision import ToSTVisionClassAttention, ToSTVisionPatchEmbeddings
-from ..model.tssa_layer import TokenStatisticsSelfAttention
 
 
 if TYPE_CHECKING:

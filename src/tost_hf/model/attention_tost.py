@@ -1,6 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Softmax attention for hybrid models, on transformers' own attention functions, masks and rotary positions."""
 
+import functools
+
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -90,21 +92,45 @@ class ToSTAttention(nn.Module):
         )
         if position_embeddings is not None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        nonfinite = _nonfinite_tokens(query, key, value)
+        if nonfinite is not None:  # a key keeps its NaN in the cache
+            query, value = query.masked_fill(nonfinite, 0), value.masked_fill(nonfinite, 0)
+            key = key.masked_fill(nonfinite, torch.nan)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        attended, weights = attend(
+        attend = functools.partial(
+            ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
             self,
-            query,
-            key,
-            value,
-            attention_masks[self.layer_type],
-            dropout=self.attention_dropout if self.training else 0.0,
+            attention_mask=attention_masks[self.layer_type],
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             position_ids=position_ids,
         )
+        nonfinite_keys = None
+        if nonfinite is not None:
+            nonfinite_keys = key.isnan().any(-1, keepdim=True)
+            key = key.masked_fill(nonfinite_keys, 0)
+        attended, weights = attend(query, key, value, dropout=self.attention_dropout if self.training else 0.0)
+        if nonfinite_keys is not None:
+            # with equal weights, the share of such keys among those that a query sees
+            share, _ = attend(torch.zeros_like(query), torch.zeros_like(key), nonfinite_keys.to(value.dtype).expand_as(value))
+            attended = attended.masked_fill(share != 0, torch.nan)
         return self.out_dropout(self.out_proj(attended.reshape(B, T, -1))), weights
+
+
+def _nonfinite_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """Tokens (B, 1, T, 1) whose query, key or value is not finite; None if there are none.
+
+    Attention multiplies a masked value by 0, and 0 times NaN is NaN: such a token would spoil those before it and the other
+    packed sequences. Only checked on the CPU: elsewhere the check would wait for the device. Gradients are not separated.
+    """
+    if query.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    if all(x.detach().sum().isfinite() for x in (query, key, value)):
+        return None
+    finite = [x.detach().isfinite().all(-1).all(1) for x in (query, key, value)]
+    nonfinite = ~(finite[0] & finite[1] & finite[2])
+    return nonfinite[:, None, :, None] if nonfinite.any() else None
 
 
 def build_attention_masks(

@@ -8,6 +8,7 @@ import copy
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +176,10 @@ def prepare_request(
 
 
 def _check_prompt(config: Any, input_ids: Sequence[int]) -> list[int]:
-    prompt = [int(token) for token in input_ids]
+    try:
+        prompt = [index(token) for token in input_ids]
+    except TypeError as error:
+        raise ValueError(f"A prompt must be a sequence of token ids, which are integers: {error}.") from error
     if not prompt:
         raise ValueError("The prompt is empty: write at least one token.")
     if min(prompt) < 0 or max(prompt) >= config.vocab_size:
@@ -189,6 +193,8 @@ def _check_prompt(config: Any, input_ids: Sequence[int]) -> list[int]:
 
 def _prepare_settings(model: Any, prompt_length: int, given: GenerationConfig | None, options: dict) -> GenerationConfig:
     """The whole configuration of one request; `max_length` is then the length of prompt and answer together."""
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise ValueError(f"generation_config must be a GenerationConfig, got {given!r}; name single options by keyword.")
     given = GenerationConfig() if given is None else copy.deepcopy(given)
     unknown = given.update(**{name: value for name, value in options.items() if value is not None})
     if unknown:

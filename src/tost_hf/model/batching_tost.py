@@ -277,8 +277,18 @@ class BatchedGenerationMixin(GenerationMixin):
         return {name: output for name, output in results.items() if output is not None}
 
 
+def check_batching_config(config: ContinuousBatchingConfig) -> None:
+    """Raises ValueError where no request would ever be computed."""
+    for name in ("max_requests_per_batch", "max_batch_tokens"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, or None for the default; got {value}.")
+    if config.max_queue_size < 0:
+        raise ValueError(f"max_queue_size must be at least 1, or 0 for any number; got {config.max_queue_size}.")
+
+
 def _build_scheduler(model: Any, config: ContinuousBatchingConfig | None) -> BatchScheduler:
     config = ContinuousBatchingConfig() if config is None else config
+    check_batching_config(config)
     return BatchScheduler(
         model,
         max_rows=config.max_requests_per_batch or MAX_ROWS,
@@ -297,4 +307,4 @@ def _next_seed(source: torch.Generator | None) -> int:
     return int(torch.randint(2**63 - 1, (), generator=source))
 
 
-__all__ = ["BatchedGenerationMixin", "BatchingManager"]
+__all__ = ["BatchedGenerationMixin", "BatchingManager", "check_batching_config"]

@@ -1,13 +1,366 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Configuration of ToST language models, and the sizes of the paper."""
+"""Configuration of ToST text models, the sizes of the paper, and how all ToST models are loaded, saved and published."""
 
-from typing import Any
+import contextlib
+import inspect
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import field
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
 
+import torch
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.utils import cached_file
 
-from .remote_code import CodeCarryingConfig
+
+# Source files ---------------------------------------------------------------------------------------------------------
+
+
+OPERATOR_FILES = (
+    "tssa.py",
+    "tssa_state.py",
+    "tssa_formulas.py",
+    "tssa_sums.py",
+    "tssa_chunks.py",
+    "tssa_compiled.py",
+    "tssa_bidirectional.py",
+    "tssa_tuned.py",
+    "tssa_triton.py",
+    "tssa_check.py",
+)
+_SHARED_FILES = ("configuration_tost.py", "layers_tost.py", *OPERATOR_FILES)
+CODE_FILES = {  # by model type; siblings of this file, here and in every published folder
+    "tost": (
+        *_SHARED_FILES,
+        "modeling_tost.py",
+        "cache_tost.py",
+        "inputs_tost.py",
+        "attention_tost.py",
+        "batch_requests_tost.py",
+        "batch_scheduler_tost.py",
+        "batching_tost.py",
+    ),
+    "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
+}
+AUTO_MAPS = {
+    "tost": {
+        "AutoConfig": "configuration_tost.ToSTConfig",
+        "AutoModel": "modeling_tost.ToSTModel",
+        "AutoModelForCausalLM": "modeling_tost.ToSTForCausalLM",
+        "AutoModelForMaskedLM": "modeling_tost.ToSTForMaskedLM",
+        "AutoModelForQuestionAnswering": "modeling_tost.ToSTForQuestionAnswering",
+        "AutoModelForSequenceClassification": "modeling_tost.ToSTForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_tost.ToSTForTokenClassification",
+    },
+    "tost_vision": {
+        "AutoConfig": "configuration_tost_vision.ToSTVisionConfig",
+        "AutoBackbone": "modeling_tost_vision.ToSTBackbone",
+        "AutoModel": "modeling_tost_vision.ToSTVisionModel",
+        "AutoModelForImageClassification": "modeling_tost_vision.ToSTForImageClassification",
+    },
+}
+
+
+_MODEL_FOLDER = "_model_folder"  # tells a configuration, while it is saved, where its model's code lies
+
+
+def source_file(name: str) -> Path:
+    """Where one of the files that travel lies."""
+    return Path(__file__).with_name(name)
+
+
+def code_files(model_type: str, folder: Path | None = None, origin: str | None = None) -> dict[str, Path]:
+    """Name and path of each source file that a published model of this type carries.
+
+    Args:
+        folder: where the model's class lies, if elsewhere: transformers copies the code of a local folder into one folder per
+            class, with only the files that the class needs.
+        origin: folder or repository that a configuration was loaded from, where no model was: it has the rest.
+
+    Raises:
+        OSError: a file is in none of these places.
+    """
+    files = {}
+    for name in CODE_FILES[model_type]:
+        places = [source_file(name), *([] if folder is None else [folder / name])]
+        found = next((place for place in places if place.is_file()), None)
+        if found is None and origin:
+            fetched = cached_file(origin, name, _raise_exceptions_for_missing_entries=False)
+            found = None if fetched is None else Path(fetched)
+        if found is None:
+            raise OSError(
+                f"The model's source file {name} is not at hand, so it cannot be saved with the others: load the model from a "
+                "folder or repository that has it, or save with with_code=False."
+            )
+        files[name] = found
+    return files
+
+
+INHERITED_FIELDS = {  # of every configuration in transformers, which does not check their types
+    "architectures": (list, tuple),
+    "attn_implementation": (str,),
+    "auto_map": (dict,),
+    "dtype": (str, torch.dtype),
+    "id2label": (dict,),
+    "label2id": (dict,),
+    "quantization_config": (dict,),
+    "torch_dtype": (str, torch.dtype),
+}
+MOST_LABELS = 2**20  # transformers makes a name for each of them, whatever a file asks for
+
+
+class CodeCarryingConfig(PreTrainedConfig):
+    """A configuration that, where its `auto_map` is set, is saved with the source files of its models.
+
+    Read from a file, it runs nothing that the file names, and whatever is wrong in the file is a ValueError of one sentence.
+    """
+
+    def __post_init__(self, **kwargs):
+        labels = kwargs.get("num_labels")
+        if labels is not None and not (isinstance(labels, int) and 0 <= labels <= MOST_LABELS):
+            raise ValueError(f"num_labels must be a whole number from 0 to {MOST_LABELS:,}, got {_shown(labels)}.")
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:  # set here by its own name, under which its type is checked
+                setattr(self, name, kwargs.pop(alias))
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As `PreTrainedConfig.from_dict`; ValueError, naming the field, for any value that is impossible."""
+        _check_inherited_fields(cls, config_dict)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except Exception as error:  # transformers raises nearly anything on fields of a wrong type
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            reason = f"{kind}{error}".splitlines()[-1].strip()
+            raise ValueError(f"The configuration of this {cls.model_type} model is wrong: {reason[:300]}") from error
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Has no effect: `auto_map` decides. transformers calls it for remote code, and would then always save the files."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
+        """As `PreTrainedConfig.save_pretrained`, with the source files beside `config.json` where `auto_map` is set."""
+        folder = self.__dict__.pop(_MODEL_FOLDER, None)
+        if getattr(self, "auto_map", None):
+            self.auto_map = dict(AUTO_MAPS[self.model_type])  # one that was loaded may name the repository it came from
+            os.makedirs(save_directory, exist_ok=True)
+            for name, source in code_files(self.model_type, folder, self._name_or_path).items():
+                target = Path(save_directory, name)
+                if source.resolve() != target.resolve():
+                    shutil.copyfile(source, target)
+        super().save_pretrained(save_directory)
+        if push_to_hub:  # not left to the base class, which would upload config.json alone
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+
+def _check_inherited_fields(config_class: type, fields: dict) -> None:
+    """Refuses what transformers lets pass in the fields that every model has, and what would name code to run."""
+    for name, value in fields.items():
+        if name.startswith("__") or callable(getattr(config_class, name, None)):
+            raise ValueError(f"{_shown(name)} is not a field of a configuration but the name of a method.")
+        if isinstance(derived := getattr(config_class, name, None), property) and derived.fset is None:
+            raise ValueError(f"{name} follows from other fields, so it cannot be given.")
+        if value is not None and not isinstance(value, INHERITED_FIELDS.get(name, object)):
+            raise ValueError(f"{name} must be a {INHERITED_FIELDS[name][0].__name__}, got {_shown(value)}.")
+    parts = [name for name in ("decoder", "generator", "text_config", "text_encoder") if fields.get(name) is not None]
+    if parts:
+        raise ValueError(f"{parts[0]} belongs to models that are made of several models; a ToST model is not.")
+    if not all(isinstance(name, str) for name in fields.get("architectures") or ()):
+        raise ValueError(f"architectures must be names of classes, got {_shown(fields['architectures'])}.")
+    if not all(str(key).isdecimal() for key in fields.get("id2label") or ()):
+        raise ValueError(f"id2label must name labels by number, got {_shown(fields['id2label'])}.")
+    if "/" in (fields.get("attn_implementation") or ""):
+        raise ValueError(
+            f"attn_implementation is {_shown(fields['attn_implementation'])}, code on the Hub, which ToST does not need; "
+            "remove that field."
+        )
+    for dtype in (fields.get("dtype"), fields.get("torch_dtype")):
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
+            raise ValueError(f"dtype must be one of floating-point numbers, such as 'float32', got {_shown(dtype)}.")
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:100]
+
+
+@contextlib.contextmanager
+def carrying_code(config: CodeCarryingConfig, with_code: bool | None, folder: Path):
+    """Within it, saving `config` takes the source files along (True), leaves them out (False), or as it was set (None).
+
+    Args:
+        folder: where the code of the saved model lies.
+    """
+    before = getattr(config, "auto_map", None)
+    setattr(config, _MODEL_FOLDER, folder)
+    if with_code is not None:
+        _set_auto_map(config, AUTO_MAPS[config.model_type] if with_code else None)
+    try:
+        yield
+    finally:
+        config.__dict__.pop(_MODEL_FOLDER, None)
+        _set_auto_map(config, before)
+
+
+def _set_auto_map(config: CodeCarryingConfig, auto_map: dict[str, str] | None) -> None:
+    if auto_map:
+        config.auto_map = dict(auto_map)
+    elif hasattr(config, "auto_map"):  # transformers asks for the attribute, so it must not be there as None
+        del config.auto_map
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+ADAPTER_TARGETS = ("in_proj", "out_proj")  # the projections of TSSA
+
+
+def _name_adapter_targets(model_type: str) -> None:
+    """Tells PEFT, where it is imported, which layers LoRA takes if its configuration names none; PEFT's own entry wins."""
+    tables = sys.modules.get("peft.utils.constants")
+    if tables is not None:
+        tables.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, list(ADAPTER_TARGETS))
+
+
+class ToSTBaseModel(PreTrainedModel):
+    """Checks configurations, loads weights from safetensors files only, and is saved with its source files on request."""
+
+    def __init__(self, config, *inputs, **kwargs):
+        wanted = type(self).config_class
+        assert wanted is not None  # transformers takes it from the annotation of `config`
+        if getattr(config, "model_type", None) != wanted.model_type:
+            raise ValueError(
+                f"{type(self).__name__} needs a {wanted.__name__} (model type {wanted.model_type!r}), got a "
+                f"{type(config).__name__} of model type {getattr(config, 'model_type', None)!r}."
+            )
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}.")
+        super().__init__(config, *inputs, **kwargs)
+        _name_adapter_targets(wanted.model_type)
+
+    def post_init(self):
+        # by the parameters that this model has: transformers' shared tests look for each name
+        names = (getattr(module, "float32_parameters", ()) for module in self.modules())
+        self._keep_in_fp32_modules_strict = set(chain(*names))
+        super().post_init()
+
+    _saved_with_code = False
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """From now on models of this class are saved with their source files, unless `with_code=False`.
+
+        transformers calls it for models that it loads by remote code. All of ToST's Auto classes are named in `auto_map`.
+        """
+        cls._saved_with_code = True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool | None = None, **kwargs):
+        """As `PreTrainedModel.from_pretrained`, from safetensors files only: weights are never unpickled.
+
+        Raises:
+            ValueError: `use_safetensors=False`, or a `distributed_config` that cuts the model by layers.
+            OSError: there are no safetensors weights, or they are damaged.
+        """
+        if use_safetensors is False:
+            raise ValueError("ToST models load safetensors weights only; convert pickled ones with `tost-hf convert`.")
+        _refuse_pipeline(kwargs.get("distributed_config"))
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs)
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {str(pretrained_model_name_or_path)!r} are damaged or incomplete ({error}); fetch or copy "
+                "them again."
+            ) from error
+
+    def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
+        """As `PreTrainedModel.save_pretrained`.
+
+        Args:
+            with_code: whether the flat source files and `auto_map` are saved beside the weights, so that the folder loads with
+                `trust_remote_code=True` where this package is not installed. None: as the configuration came, that is with
+                them if the model was loaded from a folder that has them.
+        """
+        if with_code is None and self._saved_with_code:
+            with_code = True
+        with carrying_code(cast(CodeCarryingConfig, self.config), with_code, Path(inspect.getfile(type(self))).parent):
+            try:
+                super().save_pretrained(save_directory, *args, **kwargs)
+            except SafetensorError as error:  # a full disk comes as one
+                raise OSError(
+                    f"The weights could not be written to {os.fspath(save_directory)!r}; is the disk full? ({error})"
+                ) from error
+
+    def push_to_hub(  # type: ignore[override]  # transformers' decorator hides the parameters of its own from the checker
+        self,
+        repo_id: str,
+        *,
+        with_code: bool | None = None,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str | None = "50GB",
+        tags: list[str] | None = None,
+    ) -> str:
+        """As `PreTrainedModel.push_to_hub`, in one commit, with `with_code` as in `save_pretrained`.
+
+        A card that the repository has is kept. Where there is none, it gets its metadata and one sentence, not transformers'
+        form to fill in. `tost-hf publish` checks what it sends; this does not.
+        """
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, with_code=with_code, max_shard_size=max_shard_size)
+            self._push_card(api, repo_id, revision, tags).save(Path(folder, "README.md"))
+            return self._upload_modified_files(
+                folder,
+                repo_id,
+                files_timestamps={},
+                commit_message=commit_message,
+                commit_description=commit_description,
+                token=token,
+                create_pr=create_pr,
+                revision=revision,
+            )
+
+    def _push_card(self, api: HfApi, repo_id: str, revision: str | None, tags: list[str] | None) -> ModelCard:
+        try:
+            card = ModelCard.load(api.hf_hub_download(repo_id, "README.md", revision=revision))
+        except RevisionNotFoundError:  # a branch that this push creates, from main
+            return self._push_card(api, repo_id, None, tags)
+        except EntryNotFoundError:
+            data = ModelCardData(library_name="transformers", tags=["tost"])
+            card = ModelCard(f"---\n{data.to_yaml()}\n---\n\nA {type(self).__name__}, pushed without a model card.\n")
+        card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *(tags or [])])) or None
+        return card
+
+
+def _refuse_pipeline(distributed_config) -> None:
+    """Refuses transformers' pipelines: their later stages take what comes in for embedded tokens, and add positions again."""
+    is_dict = isinstance(distributed_config, dict)  # as transformers takes it, too
+    size = distributed_config.get("pp_size") if is_dict else getattr(distributed_config, "pp_size", None)
+    if (size or 1) > 1:
+        raise ValueError(
+            "A ToST model cannot be cut by layers (pp_size of distributed_config): use tp_size, which cuts it by heads, or "
+            "fully_shard."
+        )
+
+
+# Text configuration ---------------------------------------------------------------------------------------------------
 
 
 CAUSAL_STATISTICS = "tost_causal_statistics"  # the cache layer type of a causal TSSA layer
@@ -210,7 +563,7 @@ class ToSTConfig(CodeCarryingConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     num_key_value_heads: int | None = None
-    rope_parameters: dict | None = None
+    rope_parameters: dict | None = field(default=None, compare=False)  # no attribute where no layer rotates
     is_causal: bool = True
     pooling: str | None = None
     pre_norm: bool = True
@@ -269,14 +622,10 @@ class ToSTConfig(CodeCarryingConfig):
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without the options that are off: a published model's file stays as it was."""
         fields = super().to_dict()
-        given = fields.pop("_layer_types", None)
-        if given is not None:
-            fields["layer_types"] = list(given)
+        for name in ("layer_types", "rope_parameters"):
+            if (given := fields.pop(f"_{name}", None)) is not None:
+                fields[name] = given
         return leave_out(fields, OFF)
-
-    def convert_rope_params_to_dict(self, **kwargs):
-        """transformers completes `rope_parameters` here; without rotary positions they stay None."""
-        return super().convert_rope_params_to_dict(**kwargs) if self.rotates else kwargs
 
     def validate_layer_type(self):
         """See `validate_architecture` (the base class knows only its own names)."""
@@ -288,7 +637,7 @@ class ToSTConfig(CodeCarryingConfig):
             if self.pooling == "first":
                 raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
             return
-        causal = [name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name) != OFF[name]]
+        causal = [name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name, None) != OFF[name]]
         if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
             causal.append("layer_types")
         if causal:
@@ -312,7 +661,7 @@ class ToSTConfig(CodeCarryingConfig):
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {groups}."
             )
-        if self.rope_parameters is not None and not self.rotates:
+        if self.__dict__["_rope_parameters"] is not None and not self.rotates:
             raise ValueError(
                 "rope_parameters are for attention layers of position-free models (max_position_embeddings=None)."
             )
@@ -377,20 +726,39 @@ def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
     config.__dict__["_layer_types"] = layer_types
 
 
+def _get_rope_parameters(config: ToSTConfig) -> dict | None:
+    if not config.rotates:
+        raise AttributeError("Only position-free models with attention layers have rope_parameters.")
+    return config.__dict__.get("_rope_parameters")
+
+
+def _set_rope_parameters(config: ToSTConfig, rope_parameters: dict | None) -> None:
+    config.__dict__["_rope_parameters"] = rope_parameters
+
+
 # A property over the field, so that a model as published has as many layers as `num_hidden_layers` says at any time. It tells
 # transformers' caches which layer class to build.
 ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]  # replaces the field
+# Likewise: transformers takes any configuration with this attribute for one of a rotating model, even where it is None.
+ToSTConfig.rope_parameters = property(_get_rope_parameters, _set_rope_parameters)  # type: ignore[assignment]
 
 
 __all__ = [
     "ABLATIONS",
+    "AUTO_MAPS",
     "BEYOND_PAPER",
     "CAUSAL_STATISTICS",
+    "CODE_FILES",
     "FULL_ATTENTION",
     "LRA_PRESETS",
     "OFF",
+    "OPERATOR_FILES",
     "PAPER_PRESETS",
     "PRESETS",
     "SLIDING_ATTENTION",
+    "CodeCarryingConfig",
     "ToSTConfig",
+    "carrying_code",
+    "code_files",
+    "source_file",
 ]

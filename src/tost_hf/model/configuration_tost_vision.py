@@ -4,8 +4,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers.backbone_utils import BackboneConfigMixin
 
-from .configuration_tost import ABLATIONS, check_fields, leave_out
-from .remote_code import CodeCarryingConfig
+from .configuration_tost import ABLATIONS, CodeCarryingConfig, check_fields, leave_out
 
 
 LARGEST_SIDE = 2**16  # pixels

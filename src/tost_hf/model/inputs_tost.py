@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from .attention_tost import build_attention_masks
 from .cache_tost import CausalStatisticsCache, cached_length, check_cache
 from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
-from .convolution_tost import find_taps
+from .layers_tost import find_taps
 from .tssa_state import sequence_starts
 
 
@@ -112,7 +112,7 @@ def check_prompt(inputs: torch.Tensor | None, options: dict) -> None:
 
 
 def check_early_exit(config: ToSTConfig, defaults: GenerationConfig, options: dict) -> None:
-    """Refuses (ValueError) `assistant_early_exit` at a layer that the model does not have, or without statistics before it."""
+    """Rejects (ValueError) `assistant_early_exit` at a layer that the model does not have, or with no TSSA layer before it."""
     layers = options.get("assistant_early_exit", defaults.assistant_early_exit)
     if layers is None:
         return
@@ -164,6 +164,8 @@ def _previous_real(mask: torch.Tensor) -> torch.Tensor:
 def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.Tensor | None:
     """Sequence numbers (B, T) from `seq_idx` or `cu_seq_lens_q`."""
     for name, x in (("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens_q)):
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
         if x is not None and (x.is_floating_point() or x.is_complex()):
             raise ValueError(f"{name} must hold integers, got {x.dtype}.")
     if seq_idx is not None and seq_idx.shape not in ((B, T), (1, T)):
@@ -174,14 +176,14 @@ def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.T
         return seq_idx
     if B != 1:
         raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {B}; use seq_idx for several rows.")
-    t = torch.arange(T, device=device)
-    borders = cu_seq_lens_q.to(device)
-    from_borders = torch.searchsorted(borders.long().contiguous(), t, right=True).unsqueeze(0)
+    borders = cu_seq_lens_q.to(device).long()
     if not torch.compiler.is_compiling():
         valid = borders.ndim == 1 and borders.numel() > 1 and borders[0] == 0 and borders[-1] == T
         if not valid or (borders.diff() < 0).any():
             raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens ({T}), got {borders.tolist()}.")
-        if seq_idx is not None and not torch.equal(_borders(seq_idx, None), _borders(from_borders, None)):
+    from_borders = torch.searchsorted(borders.contiguous(), torch.arange(T, device=device), right=True).unsqueeze(0)
+    if seq_idx is not None and not torch.compiler.is_compiling():
+        if not torch.equal(_borders(seq_idx, None), _borders(from_borders, None)):
             raise ValueError("seq_idx and cu_seq_lens_q begin their sequences at different tokens; give one of them.")
     return from_borders
 

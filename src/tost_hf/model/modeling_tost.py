@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The ToST trunk for texts, causal or bidirectional, and the language model."""
+"""ToST text models: the trunk, causal or bidirectional, the language model and the other heads."""
 
 import math
 from dataclasses import dataclass
@@ -8,11 +8,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import GenerationConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_layers import GenericForQuestionAnswering, GenericForTokenClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -21,12 +27,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention_tost import ToSTAttention, ToSTRotaryEmbedding, build_attention_masks
 from .batching_tost import BatchedGenerationMixin
 from .cache_tost import cached_length
-from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
-from .convolution_tost import ShortConvolution
+from .configuration_tost import CAUSAL_STATISTICS, ToSTBaseModel, ToSTConfig
 from .inputs_tost import check_early_exit, check_prompt, resolve_inputs
-from .ista_tost import ISTAStep
-from .modeling_tost_base import ToSTBaseModel
-from .tssa_layer import KEPT_IN_FLOAT32, TokenStatisticsSelfAttention, initial_forget_bias
+from .layers_tost import ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias
 
 
 @dataclass
@@ -139,7 +142,6 @@ class ToSTPreTrainedModel(ToSTBaseModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["ToSTDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = list(KEPT_IN_FLOAT32)
     _can_compile_fullgraph = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _can_record_outputs = {
@@ -308,9 +310,10 @@ class ToSTModel(ToSTPreTrainedModel):
                 raise ValueError(f"inputs_embeds must have shape {wanted}, got {got}.")
             return
         assert input_ids is not None
-        if input_ids.ndim != 2 or input_ids.is_floating_point():
+        if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"input_ids must be integers of shape (batch, tokens), got {input_ids.dtype} {tuple(input_ids.shape)}."
+                f"input_ids must be int64 or int32 integers of shape (batch, tokens), got {input_ids.dtype} "
+                f"{tuple(input_ids.shape)}."
             )
         # elsewhere the check would wait for the device, which has an assertion of its own
         if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
@@ -408,19 +411,22 @@ class ToSTForCausalLM(ToSTPreTrainedModel, BatchedGenerationMixin):
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, *args, **kwargs):
         """As `GenerationMixin.generate`.
 
         Raises:
             ValueError: `past_key_values` holds the whole prompt already, so that there is no token to go on from; or the
                 model has no such layer at which to exit early.
+            TypeError: `generation_config` is not a GenerationConfig.
         """
         check_prompt(inputs, kwargs)
-        check_early_exit(self.config, kwargs.get("generation_config") or self.generation_config, kwargs)
+        if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+            raise TypeError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}.")
+        check_early_exit(self.config, generation_config or self.generation_config, kwargs)
         config = cast("ToSTModel", self.base_model).config
         layers = config.num_hidden_layers
         try:
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]  # its self is declared as a class that is none
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # its self is declared as a class that is none
         finally:  # an early exit that ends in an error leaves its own number behind
             config.num_hidden_layers = layers
 
@@ -445,4 +451,172 @@ class ToSTForCausalLM(ToSTPreTrainedModel, BatchedGenerationMixin):
         return {CAUSAL_STATISTICS: own, **masks}
 
 
-__all__ = ["ToSTForCausalLM", "ToSTModel", "ToSTPreTrainedModel"]
+# Other heads ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ToSTSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
+    """`memberships` as in `ToSTModelOutputWithPast`."""
+
+    memberships: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class ToSTMaskedLMOutput(MaskedLMOutput):
+    """`memberships` as in `ToSTModelOutputWithPast`."""
+
+    memberships: tuple[torch.FloatTensor, ...] | None = None
+
+
+class ToSTForSequenceClassification(ToSTPreTrainedModel):
+    """ToST with a linear head on the features of each sequence, pooled as `config.pooling` says."""
+
+    def __init__(self, config: ToSTConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = ToSTModel(config)
+        assert config.num_labels is not None  # transformers counts the labels
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ToSTSequenceClassifierOutputWithPast:
+        """Logits (B, num_labels), and the loss of `config.problem_type` where labels are given.
+
+        The real tokens are those of the attention mask. Without a mask they are all tokens or, in a causal model, those that
+        are not `config.pad_token_id`; an encoder needs the mask, as its sums would count padding as text.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.score(outputs.last_hidden_state)
+        real = None
+        if attention_mask is not None:
+            real = attention_mask[:, -logits.shape[1] :] != 0
+        elif self.config.is_causal and input_ids is not None and self.config.pad_token_id is not None:
+            real = input_ids != self.config.pad_token_id
+        pooled_logits = _pool(logits, real, self.config.pooling_in_use)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=pooled_logits, config=self.config, logits=logits)
+        return ToSTSequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=pooled_logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            memberships=outputs.memberships,
+        )
+
+
+def _pool(x: torch.Tensor, real: torch.Tensor | None, pooling: str) -> torch.Tensor:
+    """The first or the last of the real tokens of x (B, T, C), or their mean, (B, C); `real` (B, T), None where all are."""
+    B, T, _ = x.shape
+    real = x.new_ones(B, T, dtype=torch.bool) if real is None else real.to(x.device)
+    if pooling == "mean":
+        count = real.sum(1, keepdim=True).clamp_min(1)
+        return x.masked_fill(~real.unsqueeze(-1), 0).sum(1) / count
+    place = torch.arange(T, device=x.device)
+    index = (place * real).argmax(-1) if pooling == "last" else real.long().argmax(-1)
+    return x[torch.arange(B, device=x.device), index]
+
+
+class ToSTForMaskedLM(ToSTPreTrainedModel):
+    """A ToST encoder with a language-model head, tied to the token embedding by default, that fills in masked tokens."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: ToSTConfig):
+        if getattr(config, "is_causal", False):
+            raise ValueError(
+                "A masked language model sees the whole text, and this configuration is of a causal model: set "
+                "is_causal=False, or load it with AutoModelForCausalLM."
+            )
+        super().__init__(config)
+        self.model = ToSTModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ToSTMaskedLMOutput:
+        """Logits (B, T, vocab_size), and the loss where labels are given. Other arguments are `ToSTModel.forward`'s.
+
+        Args:
+            labels: (B, T), the tokens that stood there before masking; -100 where there is nothing to tell.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return ToSTMaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, memberships=outputs.memberships
+        )
+
+
+# transformers' own heads, but for their `__init__`: it has AutoModel make the trunk, which knows nothing of remote code
+
+
+class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedModel):
+    """ToST with a linear head on each token: transformers' own, so memberships are the trunk's alone (`self.model`)."""
+
+    def __init__(self, config: ToSTConfig):
+        ToSTPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = ToSTModel(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        assert config.num_labels is not None  # transformers counts the labels
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class ToSTForQuestionAnswering(GenericForQuestionAnswering, ToSTPreTrainedModel):
+    """ToST that marks where an answer starts and ends: transformers' own head, as in `ToSTForTokenClassification`."""
+
+    def __init__(self, config: ToSTConfig):
+        ToSTPreTrainedModel.__init__(self, config)
+        self.model = ToSTModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+__all__ = [
+    "ToSTForCausalLM",
+    "ToSTForMaskedLM",
+    "ToSTForQuestionAnswering",
+    "ToSTForSequenceClassification",
+    "ToSTForTokenClassification",
+    "ToSTModel",
+    "ToSTPreTrainedModel",
+]

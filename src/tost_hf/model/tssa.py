@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Token Statistics Self-Attention (TSSA, arXiv 2412.17810): the operator. tssa_layer.py builds the layer on it.
+"""Token Statistics Self-Attention (TSSA, arXiv 2412.17810): the operator. layers_tost.py builds the layer on it.
 
 No token is ever compared with another one: time is linear in the number of tokens, and the causal form needs only three
 running sums (`TSSAState`). tssa_formulas.py says what is computed. Everything inside runs in float32, or in float64 for
@@ -284,7 +284,7 @@ def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial
     for name, tensor in (("mask", mask), ("seq_idx", seq_idx)):
         if tensor is not None and tensor.shape != (B, T):
             raise ValueError(f"{name} must have shape (batch, tokens) = ({B}, {T}), got {tuple(tensor.shape)}.")
-    if seq_idx is not None and seq_idx.is_floating_point():
+    if seq_idx is not None and (seq_idx.is_floating_point() or seq_idx.is_complex()):
         raise ValueError(f"seq_idx must hold integers, got {seq_idx.dtype}.")
     _check_mask(mask)
     # dimension by dimension: two shapes compared as a whole would have an exporter compare the batch with the tokens
@@ -313,9 +313,14 @@ def _check_positions(w: torch.Tensor, denom_bias: torch.Tensor | None, positions
     if denom_bias is None or denom_bias.ndim != 2 or denom_bias.shape[1] != H:
         found = None if denom_bias is None else tuple(denom_bias.shape)
         raise ValueError(f"With positions, denom_bias must have shape (positions, heads = {H}), got {found}.")
-    if positions.is_floating_point() or positions.ndim != 2 or positions.shape[1] != T or positions.shape[0] not in (B, 1):
+    if (
+        positions.dtype not in (torch.int32, torch.int64)
+        or positions.ndim != 2
+        or positions.shape[1] != T
+        or positions.shape[0] not in (B, 1)
+    ):
         given = f"{positions.dtype} of shape {tuple(positions.shape)}"
-        raise ValueError(f"positions must hold integers of shape (batch, tokens) = ({B}, {T}), got {given}.")
+        raise ValueError(f"positions must be int32 or int64 of shape (batch, tokens) = ({B}, {T}), got {given}.")
 
 
 def _check_mask(mask: torch.Tensor | None) -> None:

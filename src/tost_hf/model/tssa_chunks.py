@@ -6,8 +6,8 @@ memberships and the sums before each chunk are kept. The loops over rows and chu
 brings its own code for a chunk (`CompiledChunks`).
 
 Sums that forget are multiplied by a token's factor before it is added, as the tokens go by. The border between two packed
-sequences is a factor 0, so that packing costs the same wherever sequences end. (0 times NaN is NaN: tokens that are not
-finite spoil the sequences packed behind them, too.)
+sequences is a factor 0, so that packing costs the same wherever sequences end. 0 times NaN is NaN: a running sum that is not
+finite stays so to the end of its row, where one look finds it, and that row's sequences are then computed one by one.
 
 In the backward, `grad_x` is the gradient with respect to x. The output is -x Pi D / (N + D), with N and D the running sums of
 weighted squares and of memberships.
@@ -28,6 +28,7 @@ from .tssa_state import (
     cache_bytes,
     membership_of,
     quick_membership_of,
+    sequence_starts,
     state_shapes,
     zero_state,
 )
@@ -181,17 +182,18 @@ def causal_tssa(
     """Causal TSSA with autograd; as `tssa_formulas.causal`, but `bias` (B, T, H) and `state` are always given."""
     log_decay = with_borders(log_decay, seq_idx, temp.dtype)
     if not torch.is_grad_enabled():  # what learns would have the function below keep what nobody asks for
-        result = causal_forward(w, temp, bias, padding, log_decay, state, keep=False)
+        result = causal_forward(w, temp, bias, padding, seq_idx, log_decay, state, keep=False)
         return result.output, result.membership, result.state
-    output, membership, *final = _CausalTSSA.apply(w, temp, bias, padding, log_decay, *state)
+    output, membership, *final = _CausalTSSA.apply(w, temp, bias, padding, seq_idx, log_decay, *state)
     return output, membership, TSSAState(*final)
 
 
 class _CausalTSSA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, w, temp, bias, padding, log_decay, *state):
-        result = causal_forward(w, temp, bias, padding, log_decay, TSSAState(*state), any(ctx.needs_input_grad))
-        ctx.save_for_backward(w, temp, padding, log_decay, result.membership, result.kept.score, *result.kept.sums)
+    def forward(ctx, w, temp, bias, padding, seq_idx, log_decay, *state):
+        result = causal_forward(w, temp, bias, padding, seq_idx, log_decay, TSSAState(*state), any(ctx.needs_input_grad))
+        kept = result.kept.score, *result.kept.sums
+        ctx.save_for_backward(w, temp, bias, padding, seq_idx, log_decay, *state, result.membership, *kept)
         ctx.factors = result.kept.factors
         ctx.set_materialize_grads(False)
         return result.output, result.membership, *result.state
@@ -199,11 +201,12 @@ class _CausalTSSA(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        w, temp, padding, log_decay, membership, score, *sums = ctx.saved_tensors
-        kept, learned = Kept(score, TSSAState(*sums), ctx.factors), ctx.needs_input_grad[4]
+        *inputs, sum_sq, sum_weighted_sq, sum_membership, membership, score = ctx.saved_tensors[:11]
+        state, sums = TSSAState(sum_sq, sum_weighted_sq, sum_membership), TSSAState(*ctx.saved_tensors[11:])
+        kept, learned = Kept(score, sums, ctx.factors), ctx.needs_input_grad[5]
         ctx.factors = None  # a graph that is held on to holds them no longer than saved tensors
-        grad = causal_backward(OutputGrads(*grads), w, temp, padding, log_decay, learned, membership, kept)
-        return grad.w, grad.temp, grad.bias, None, grad.log_decay, grad.sum_sq, grad.sum_weighted_sq, grad.sum_membership
+        grad = causal_backward(OutputGrads(*grads), *inputs, state, learned, membership, kept)
+        return grad.w, grad.temp, grad.bias, None, None, grad.log_decay, *grad[4:]
 
 
 def causal_forward(
@@ -211,12 +214,94 @@ def causal_forward(
     temp: torch.Tensor,
     bias: torch.Tensor,
     padding: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     state: TSSAState,
     keep: bool,
     compiled: CompiledChunks | None = None,
 ) -> CausalResult:
-    """Goes through the chunks of each group of rows; keeps what `causal_backward` needs if `keep`."""
+    """Goes through the chunks of each group of rows; keeps what `causal_backward` needs if `keep`.
+
+    `log_decay` forgets all at the borders of packed sequences; `seq_idx` tells where they are.
+    """
+    result = _forward_rows(w, temp, bias, padding, log_decay, state, keep, compiled)
+    for part, before, is_last in _sequences_to_separate(seq_idx, state, result.state):
+        inputs = (x if x is None else x[part] for x in (bias, padding, log_decay))
+        alone = _forward_rows(w[part], temp, *inputs, before, keep, compiled)
+        result.output[part], result.membership[part] = alone.output, alone.membership
+        if keep:
+            result.kept.score[part] = alone.kept.score
+        if is_last:
+            for x, value in zip(result.state, alone.state):
+                x[part[0]] = value
+    return result
+
+
+def causal_backward(
+    grads: OutputGrads,
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor,
+    padding: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    state: TSSAState,
+    decay_is_learned: bool,
+    membership: torch.Tensor,
+    kept: Kept,
+    compiled: CompiledChunks | None = None,
+) -> InputGrads:
+    """The gradients of what `causal_forward` takes; `log_decay` has one if it is learned."""
+    result = _backward_rows(grads, w, temp, padding, log_decay, decay_is_learned, membership, kept, compiled)
+    by_state = TSSAState(*result[4:])
+    for part, before, is_last in _sequences_to_separate(seq_idx, state, by_state):
+        w_, bias_, padding_, decay_ = (x if x is None else x[part] for x in (w, bias, padding, log_decay))
+        alone = _forward_rows(w_, temp, bias_, padding_, decay_, before, True, compiled)
+        by_tokens = (x if x is None else x[part] for x in grads[:2])
+        by_final = (None if x is None or not is_last else x[part[0]] for x in grads[2:])
+        back = OutputGrads(*by_tokens, *by_final)
+        kept_alone = alone.kept._replace(factors=None)
+        done = _backward_rows(back, w_, temp, padding_, decay_, decay_is_learned, alone.membership, kept_alone, compiled)
+        result.w[part], result.bias[part] = done.w, done.bias
+        if result.log_decay is not None:
+            result.log_decay[part] = done.log_decay
+        for x, value in zip(by_state, done[4:]):
+            x[part[0]] = value if part[1].start == 0 else x[part[0]]
+    return result
+
+
+def _sequences_to_separate(
+    seq_idx: torch.Tensor | None, state: TSSAState, found: TSSAState
+) -> list[tuple[tuple[slice, slice], TSSAState, bool]]:
+    """The packed sequences of rows whose sums came out not finite, whatever made them so: none may spoil another.
+
+    Returns:
+        Of each its row and tokens, the sums before it, and whether it is its row's last.
+    """
+    if seq_idx is None:
+        return []
+    finite = [x.isfinite().flatten(1).all(1) for x in found]
+    spoiled = ~(finite[0] & finite[1] & finite[2])
+    sequences = []
+    for row in spoiled.nonzero().flatten().tolist():
+        starts = sequence_starts(seq_idx[row : row + 1])[0].nonzero().flatten().tolist()
+        for start, stop in zip(starts, [*starts[1:], seq_idx.shape[1]]):
+            rows = slice(row, row + 1)
+            before = TSSAState(*(x[rows] if start == 0 else torch.zeros_like(x[rows]) for x in state))
+            sequences.append(((rows, slice(start, stop)), before, stop == seq_idx.shape[1]))
+    return sequences
+
+
+def _forward_rows(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor,
+    padding: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    state: TSSAState,
+    keep: bool,
+    compiled: CompiledChunks | None,
+) -> CausalResult:
     groups = _cut(w, compiled)
     borders = max(groups[-1].borders.stop, compiled.borders if compiled is not None else 0) if keep and groups else 0
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
@@ -244,7 +329,7 @@ def causal_forward(
     return CausalResult(output, membership, final, kept)
 
 
-def causal_backward(
+def _backward_rows(
     grads: OutputGrads,
     w: torch.Tensor,
     temp: torch.Tensor,
@@ -253,7 +338,7 @@ def causal_backward(
     decay_is_learned: bool,
     membership: torch.Tensor,
     kept: Kept,
-    compiled: CompiledChunks | None = None,
+    compiled: CompiledChunks | None,
 ) -> InputGrads:
     """Goes through the chunks in reverse, each time from the sums before it; `log_decay` has a gradient if it is learned."""
     grad_w = torch.empty_like(w, memory_format=torch.contiguous_format)

@@ -362,7 +362,7 @@ def causal_tssa(
     """As `tssa_chunks.causal_tssa`."""
     log_decay = with_borders(log_decay, seq_idx, temp.dtype)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (w, temp, bias, log_decay, *state))
-    output, membership, *rest = _forward_operator(w, temp, bias, padding, log_decay, *state, keep, SHORTEST_CHUNK)
+    output, membership, *rest = _forward_operator(w, temp, bias, padding, seq_idx, log_decay, *state, keep, SHORTEST_CHUNK)
     return output, membership, TSSAState(*rest[:3])
 
 
@@ -372,6 +372,7 @@ def _forward_operator(
     temp: torch.Tensor,
     bias: torch.Tensor,
     padding: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     sum_sq: torch.Tensor,
     sum_weighted_sq: torch.Tensor,
@@ -391,12 +392,12 @@ def _forward_operator(
 ]:
     """The fields of `CausalResult`, one after the other."""
     state = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
-    result = _run(lambda: causal_forward(w, temp, bias, padding, log_decay, state, keep, _chunks_for(w)))
+    result = _run(lambda: causal_forward(w, temp, bias, padding, seq_idx, log_decay, state, keep, _chunks_for(w)))
     return result.output, result.membership, *result.state, result.kept.score, *result.kept.sums
 
 
 @_forward_operator.register_fake
-def _(w, temp, bias, padding, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens):
+def _(w, temp, bias, padding, seq_idx, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens):
     B, T, H, _ = w.shape
     borders = _border_count(B, T) if keep else 0
     membership = w.new_empty((B, T, H), dtype=temp.dtype)
@@ -420,22 +421,25 @@ def _backward_operator(
     temp: torch.Tensor,
     bias: torch.Tensor,
     padding: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
     log_decay: torch.Tensor | None,
+    state: list[torch.Tensor],
     decay_is_learned: bool,
     membership: torch.Tensor,
     kept: list[torch.Tensor],
-    state: list[torch.Tensor],  # for its shapes alone
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The fields of `InputGrads`; empty for `log_decay` if it is not learned."""
     grads = OutputGrads(grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership)
     score, *sums = kept
-    arguments = (grads, w, temp, padding, log_decay, decay_is_learned, membership, Kept(score, TSSAState(*sums)))
+    inputs = (w, temp, bias, padding, seq_idx, log_decay, TSSAState(*state))
+    arguments = (grads, *inputs, decay_is_learned, membership, Kept(score, TSSAState(*sums)))
     grad = _run(lambda: causal_backward(*arguments, _chunks_for(w)))
     return tuple(grad if decay_is_learned else grad._replace(log_decay=temp.new_empty(0)))
 
 
 @_backward_operator.register_fake
-def _(dout, dmembership, dsum_sq, dweighted, dcount, w, temp, bias, padding, log_decay, learned, membership, kept, state):
+def _(*args):
+    w, temp, bias, _, _, _, state, learned, membership, _ = args[5:]
     return (
         w.new_empty(w.shape),
         temp.new_empty(temp.shape),
@@ -453,12 +457,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _operator_backward(ctx, *grads):
-    w, temp, bias, padding, log_decay, *rest = ctx.saved_tensors
+    inputs, rest = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
     state, membership, kept = rest[:3], rest[3], rest[4:]
-    learned = ctx.needs_input_grad[4]
-    by_input = _backward_operator(*grads[:5], w, temp, bias, padding, log_decay, learned, membership, kept, state)
+    learned = ctx.needs_input_grad[5]
+    by_input = _backward_operator(*grads[:5], *inputs, state, learned, membership, kept)
     grad_w, grad_temp, grad_bias, grad_log_decay, *grad_state = by_input
-    return grad_w, grad_temp, grad_bias, None, grad_log_decay if learned else None, *grad_state, None, None
+    return grad_w, grad_temp, grad_bias, None, None, grad_log_decay if learned else None, *grad_state, None, None
 
 
 _forward_operator.register_autograd(_operator_backward, setup_context=_setup_context)

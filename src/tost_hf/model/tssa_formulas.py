@@ -196,6 +196,8 @@ def _decayed_sum(factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | N
     In doubling steps, within groups of tokens and then over the groups. Past a factor 0 nothing goes on, not even NaN.
     """
     T = x.shape[1]
+    unknown = factor.isnan()  # such a factor spoils the sum at its token and what goes on from it, not what a later 0 forgets
+    x, factor = x.masked_fill(per_head(unknown, x), float("nan")), factor.masked_fill(unknown, 1)
     if before is not None:  # as a token before the others
         x, factor = torch.cat([before.unsqueeze(1), x], 1), F.pad(factor, (0, 0, 1, 0), value=1)
     place = torch.arange(x.shape[1], device=x.device)
@@ -207,8 +209,10 @@ def _decayed_sum(factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | N
     if torch.compiler.is_exporting():  # few operations, whatever the length
         smallest = torch.finfo(x.dtype).tiny  # log 0 would have no gradient
         decay = _decay_matrix(product_of_group.clamp_min(smallest).log().transpose(1, 2))
-        numbers = total.unsqueeze(-1) if total.ndim == 3 else total
-        numbers = (decay @ numbers.transpose(1, 2)).transpose(1, 2)
+        numbers = (total.unsqueeze(-1) if total.ndim == 3 else total).transpose(1, 2)
+        finite = numbers.isfinite()  # 0 times NaN is NaN: what they reach is found apart
+        spoiled = (decay > 2 * smallest).to(decay.dtype) @ (~finite).to(decay.dtype) > 0
+        numbers = (decay @ numbers.masked_fill(~finite, 0)).masked_fill(spoiled, float("nan")).transpose(1, 2)
         total = numbers.squeeze(-1) if total.ndim == 3 else numbers
     else:
         # programs for rows of any length take the steps of the longest
@@ -224,7 +228,8 @@ def _double(total: torch.Tensor, product: torch.Tensor, offset: torch.Tensor, st
     for distance in (2**step for step in range(steps)):
         early, earlier = (offset < distance)[None], (place - distance).clamp_min(0)
         total = _go_on(total.index_select(1, earlier).masked_fill(_per_token(early, total), 0), product, total)
-        product = product * product.index_select(1, earlier).masked_fill(early[..., None], 1)
+        longer = product * product.index_select(1, earlier).masked_fill(early[..., None], 1)
+        product = longer.masked_fill(product == 0, 0)  # whose gradient may be NaN, but not that of what lies before a 0
     return total, product
 
 

@@ -15,30 +15,42 @@ import inspect
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ..model.configuration_tost import CAUSAL_STATISTICS
-from ..model.convolution_tost import ShortConvolution, find_taps
 from ..model.inputs_tost import resolve_inputs
+from ..model.layers_tost import LayerOperators, ShortConvolution, TokenStatisticsSelfAttention, find_taps
 from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
-from ..model.tssa_layer import LayerOperators, TokenStatisticsSelfAttention
 from ..model.tssa_state import TSSAState, compute_dtype, real_tokens, sequence_starts, zero_state
 from .exchange import gather
 
 
 Model = TypeVar("Model", bound=nn.Module)
 IGNORED = -100  # the label of a token without a target
+# what all processes must be given alike
+COMPARED = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "seq_idx",
+    "cu_seq_lens_q",
+    "labels",
+    "shift_labels",
+)
+MIX = (-0x61C8864680B583EB, -0x4B47D0C5E4B5F6A7)  # odd 64-bit multipliers
 
 
 def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
     """Spreads every text that the model reads over the processes of a mesh, along its tokens; in place.
 
     Each process of `device_mesh` is given the same whole batch and computes its own part of the tokens, `local_tokens`: hidden
-    states and logits are those of this part. Positions, padding, packed rows and labels mean the whole text. The loss is that
-    of the whole batch on every process.
+    states and logits are those of this part. Positions, padding, packed sequences and labels mean the whole text. The loss is
+    that of the whole batch on every process. If the batches differ between the processes, forward raises a ValueError on all.
 
     The gradients of the processes have to be averaged, as DistributedDataParallel and fully_shard do, over these processes
     and over those that read other batches alike: wrap the model afterwards.
@@ -51,13 +63,15 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
         The model.
 
     Raises:
-        TypeError: another kind of model.
+        TypeError: another kind of model, or no `DeviceMesh`.
         ValueError: the model is an encoder, has layers of softmax attention or scores that are not normalised, is spread
             already, or the mesh has several dimensions.
     """
     if not isinstance(model, ToSTModel | ToSTForCausalLM):
         got = f"{type(model).__module__}.{type(model).__name__}"
         raise TypeError(f"parallelize takes a ToSTModel or a ToSTForCausalLM of the package tost_hf, got a {got}.")
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f'parallelize takes a torch DeviceMesh, such as mesh["cp"], got a {type(device_mesh).__name__}.')
     if device_mesh.ndim != 1:
         raise ValueError(
             f"parallelize takes a mesh of one dimension, got {device_mesh.ndim}: name the one that texts are cut along, such "
@@ -83,6 +97,7 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
     )
     for layer in layers:
         layer.operators = operators
+    model.register_forward_pre_hook(functools.partial(_check_same_batch, device_mesh), with_kwargs=True)
     trunk = model.model if isinstance(model, ToSTForCausalLM) else model
     trunk.register_forward_pre_hook(functools.partial(_cut_inputs, device_mesh), with_kwargs=True)
     if isinstance(model, ToSTForCausalLM):
@@ -183,6 +198,40 @@ def _add_up_loss(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: 
         return (loss, *output[1:])
     output.loss = loss
     return output
+
+
+@torch.compiler.disable  # the answer decides what is run
+def _check_same_batch(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Before forward: a ValueError on every process of the mesh unless all were given tensors of the same shapes and contents.
+
+    At every call: had only some processes looked, because the shapes changed for them, they would wait for the others.
+    """
+    given = _by_name(module, args, kwargs)
+    tensors = [given.get(name) for name in COMPARED]
+    device = next((x.device for x in tensors if isinstance(x, torch.Tensor)), torch.device(mesh.device_type))
+    own = torch.stack([_checksum(x, device) for x in tensors])
+    gathered = [torch.empty_like(own) for _ in range(mesh.size())]
+    dist.all_gather(gathered, own, group=mesh.get_group())
+    apart = (torch.stack(gathered) != own).any(0).tolist()
+    if any(apart):
+        differ = [name for name, is_apart in zip(COMPARED, apart) if is_apart]
+        raise ValueError(
+            f"The processes that share a text were given different batches: {', '.join(differ)} differ in shape or content "
+            f"between the {mesh.size()} processes of the mesh. Give all of them the same batch: deal data by the rank of the "
+            "group (its data-parallel rank), not by that of the process."
+        )
+
+
+def _checksum(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """A 64-bit checksum of a tensor's shape and bits, a scalar on the device; 0 for no tensor."""
+    if not isinstance(x, torch.Tensor):
+        return torch.zeros((), dtype=torch.long, device=device)
+    bits = x.detach().contiguous()
+    if bits.is_floating_point():
+        bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
+    bits = torch.cat([torch.tensor(x.shape, device=device), bits.flatten().long().to(device)])
+    mixed = (bits + torch.arange(1, len(bits) + 1, device=device) * MIX[0]) * MIX[1]  # modulo 2**64
+    return ((mixed ^ (mixed >> 29)) * MIX[0]).sum()
 
 
 # The layers ------------------------------------------------------------------------------------------------------------

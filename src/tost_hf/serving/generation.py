@@ -4,10 +4,14 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 from uuid import uuid4
 
+import anyio.from_thread
 import torch
 from fastapi import HTTPException
 from transformers import (
@@ -19,12 +23,18 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cli.serving.utils import CBStreamer, GenerateManager, GenerationState, _StreamError
+from transformers.cli.serving.utils import (
+    CBStreamer,
+    GenerateManager,
+    GenerationState,
+    _StreamError,
+    response_events_to_chunks,
+)
 from transformers.generation import GenerationMode
 
 from ..model.batch_requests_tost import BatchOutput
 from ..model.batch_scheduler_tost import TooManyRequests
-from ..model.batching_tost import BatchedGenerationMixin, BatchingManager
+from ..model.batching_tost import BatchedGenerationMixin, BatchingManager, check_batching_config
 
 
 BUILT_IN_MODES = {
@@ -43,7 +53,15 @@ MANAGER_NAME = "_served_in_batches"  # attribute of a model
 logger = logging.getLogger(__name__)
 
 
-requested_seed: ContextVar[int | None] = ContextVar("requested_seed", default=None)  # of the request at hand
+@dataclass
+class ClientRequest:
+    """The HTTP request being answered: the seed it asks for, and how to cancel what it has generated."""
+
+    seed: int | None = None
+    cancel: Callable[[], object] = field(default=lambda: None)
+
+
+current_request: ContextVar[ClientRequest] = ContextVar("current_request")
 
 
 class GenerationFailed(RuntimeError):
@@ -57,6 +75,7 @@ class BoundedGenerationState(GenerationState):
         """Batching is always continuous. `cb_config`: see `BatchedGenerationMixin`."""
         super().__init__(**options)
         self._config = ContinuousBatchingConfig() if cb_config is None else cb_config
+        check_batching_config(self._config)
         self._config.max_requests_per_batch = self._config.max_requests_per_batch or MAX_TOGETHER
         self._config.max_queue_size = self._config.max_queue_size or MAX_WAITING
         self._managers: dict[str, BoundedGeneration] = {}
@@ -71,14 +90,18 @@ class BoundedGeneration(GenerateManager):
     """Generates for all requests together; beams, compiled steps and other models' texts one at a time, on another thread.
 
     Both methods raise, before anything is computed, ValueError for a request that does not fit the model, and HTTPException
-    (429) where too many wait.
+    (429) where too many wait. Both are called on a worker thread (see `_start_in_thread`) and continue on the event loop.
     """
 
     def __init__(self, config: ContinuousBatchingConfig):
         super().__init__()
         self._config = config
 
-    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
+    def generate_streaming(self, *request, **options):
+        anyio.from_thread.check_cancelled()  # the client has gone while its prompt was tokenized
+        return anyio.from_thread.run_sync(partial(self._start_streaming, *request, **options))
+
+    def _start_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         fit_to_model(model, inputs["input_ids"], gen_config)
         if (gen_config.num_beams or 1) > 1:
             raise ValueError("Beams (num_beams) are chosen at the very end, so their answer cannot be streamed.")
@@ -89,7 +112,7 @@ class BoundedGeneration(GenerateManager):
         batching, name = self._batching(model), uuid4().hex  # a client may give two requests the same request_id
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         loop = asyncio.get_running_loop()
-        streamer = CBStreamer(cast(Any, batching), name, tokenizer, loop, queue, response_parser=response_parser)
+        streamer = _WholeTextStreamer(cast(Any, batching), name, tokenizer, loop, queue, response_parser=response_parser)
 
         def pass_on(output: BatchOutput) -> None:
             try:
@@ -107,6 +130,7 @@ class BoundedGeneration(GenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        await asyncio.sleep(0)  # the first suspension: from here on the event loop
         fit_to_model(model, inputs["input_ids"], gen_config)
         if not _can_be_batched(model, gen_config):
             return await self._generate_alone(model, processor, inputs, gen_config, request_id)
@@ -118,11 +142,7 @@ class BoundedGeneration(GenerateManager):
                 done.set_result(output)
 
         self._add(batching, processor, inputs, gen_config, name, pass_on)
-        try:
-            output = await done
-        except asyncio.CancelledError:
-            batching.cancel_request(name)
-            raise
+        output = await done
         if isinstance(output.cause, ValueError):
             raise ValueError(one_line(output.error))
         if output.error is not None:
@@ -141,7 +161,8 @@ class BoundedGeneration(GenerateManager):
     @staticmethod
     def _add(batching: BatchingManager, processor, inputs, gen_config, name, pass_on, streaming: bool = False) -> None:
         """Adds a request whose outputs come to `pass_on` on this event loop."""
-        loop = asyncio.get_running_loop()
+        loop, request = asyncio.get_running_loop(), current_request.get()
+        request.cancel = partial(batching.cancel_request, name)
         try:
             batching.add_request(
                 inputs["input_ids"][0].tolist(),
@@ -149,7 +170,7 @@ class BoundedGeneration(GenerateManager):
                 streaming=streaming,
                 generation_config=gen_config,
                 tokenizer=processor,
-                seed=requested_seed.get(),
+                seed=request.seed,
                 on_output=lambda output: loop.call_soon_threadsafe(pass_on, output),
             )
         except TooManyRequests as error:
@@ -162,11 +183,29 @@ class BoundedGeneration(GenerateManager):
         )
         work = asyncio.ensure_future(answer)
         work.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits any more
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            guarded.client_gone.set()
-            raise
+        return await asyncio.shield(work)
+
+
+class _WholeTextStreamer(CBStreamer):
+    """Sends at the end what was held back of an unfinished character, as the answer that is not streamed has it."""
+
+    _text = ""  # that was sent
+
+    def put(self, output) -> None:
+        tokens = output.generated_tokens
+        for token in tokens[self.total_tokens :]:
+            self.total_tokens += 1
+            self._send(self._decode_stream.step(self._tokenizer, token))
+        if output.is_finished():
+            whole = self._tokenizer.decode(tokens, skip_special_tokens=self._parser is None)
+            self._send(whole[len(self._text) :] if whole.startswith(self._text) else None)
+
+    def _send(self, text: str | None) -> None:
+        if text:
+            self._text += text
+            chunks = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
+            for chunk in chunks:
+                self._queue.put_nowait(chunk)
 
 
 def _can_be_batched(model: Any, gen_config: GenerationConfig) -> bool:
@@ -212,7 +251,8 @@ class _GuardedModel:
 
     def __init__(self, model: Any):
         self.model, self.client_gone = model, threading.Event()
-        self.seed = requested_seed.get()
+        request = current_request.get()
+        self.seed, request.cancel = request.seed, self.client_gone.set
 
     def __getattr__(self, name: str):
         return getattr(self.model, name)

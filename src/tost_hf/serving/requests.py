@@ -2,9 +2,13 @@
 """What is let in: requests that are small enough and well formed. What goes out: for each that fails, a sentence."""
 
 import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -14,10 +18,11 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.server import build_server
 
-from .generation import MAX_BEAMS, GenerationFailed, one_line, requested_seed
+from .generation import MAX_BEAMS, ClientRequest, GenerationFailed, current_request, one_line
 
 
-MAX_BODY_BYTES = 4 * 2**20
+MAX_BODY_BYTES = 2**20  # which bounds the characters of a prompt, too
+MAX_TOKENIZER_THREADS = 4
 # of transformers' handlers, which read requests without checking their form
 REQUEST_ERRORS: tuple[type[Exception], ...] = (
     ValueError,
@@ -133,9 +138,12 @@ ENDPOINTS: dict[str, type[ModelRequest]] = {
 }
 
 
-def build_guarded_server(model_manager, *handlers, **more_handlers) -> FastAPI:
+def build_guarded_server(model_manager, chat_handler, **more_handlers) -> FastAPI:
     """transformers' application, behind the gate, with a sentence for each error."""
-    app = build_server(model_manager, *handlers, **more_handlers)
+    limiter = anyio.CapacityLimiter(MAX_TOKENIZER_THREADS)
+    for handler in (chat_handler, more_handlers["completion_handler"], more_handlers["response_handler"]):
+        handler.handle_request = partial(_start_in_thread, handler.handle_request, limiter=limiter)
+    app = build_server(model_manager, chat_handler, **more_handlers)
     app.add_middleware(Gate, model_needed=model_manager.force_model is None)
     app.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
     for kind in REQUEST_ERRORS:
@@ -143,6 +151,34 @@ def build_guarded_server(model_manager, *handlers, **more_handlers) -> FastAPI:
     for kind in SERVER_ERRORS:
         app.add_exception_handler(kind, lambda _, error: refusal(500, str(error) or type(error).__name__))
     return app
+
+
+async def _start_in_thread(function: Callable[..., Coroutine], *args: Any, limiter: anyio.CapacityLimiter) -> Any:
+    """Runs a coroutine on a worker thread up to its first suspension, and the rest here, on the event loop.
+
+    transformers' handlers load the model and tokenize before they suspend, which may take seconds.
+    """
+    steps = function(*args).__await__()
+
+    def run_first_step() -> tuple[bool, Any]:
+        try:
+            return False, next(steps)
+        except StopIteration as end:
+            return True, end.value
+
+    ended, value = await anyio.to_thread.run_sync(run_first_step, limiter=limiter)
+    if ended:
+        return value
+    await anyio.lowlevel.checkpoint_if_cancelled()  # the client has gone meanwhile
+    return await _Resumed(steps)
+
+
+class _Resumed(Awaitable):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __await__(self):
+        return self.steps
 
 
 def refusal(status: int, message: object) -> JSONResponse:
@@ -171,10 +207,12 @@ class Gate:
             await self.app(scope, receive, send)
             return
         try:
-            body = self._check(scope, await _read(scope, receive))
+            body, seed = self._check(scope, await _read(scope, receive))
         except HTTPException as error:
             await refusal(error.status_code, error.detail)(scope, receive, send)
             return
+        request = ClientRequest(seed)
+        current_request.set(request)
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def checked_body():
@@ -196,11 +234,15 @@ class Gate:
             except Exception as error:
                 failure = error  # raised outside: the group would put it into an ExceptionGroup
             group.cancel_scope.cancel()
+        request.cancel()  # what goes on although the client has gone; nothing else does
         if failure is not None:
             raise failure
 
-    def _check(self, scope, body: bytes) -> bytes:
-        """The request as it was understood, so that nobody after this understands it in another way."""
+    def _check(self, scope, body: bytes) -> tuple[bytes, int | None]:
+        """The request as it was understood, so that nobody after this understands it in another way; and its seed.
+
+        The rest of the server would seed everybody's draws with that.
+        """
         try:
             request = ENDPOINTS[scope["path"]].model_validate_json(body)
         except ValidationError as error:
@@ -210,8 +252,8 @@ class Gate:
             raise HTTPException(400, f"{place}: {reason}.") from error
         if request.model is None and self.model_needed:
             raise HTTPException(400, "model: name the model that is to answer.")
-        requested_seed.set(getattr(request, "seed", None))  # the rest of the server would seed everybody's draws
-        return request.model_dump_json(exclude_unset=True, round_trip=True, exclude={"seed"}).encode()
+        checked = request.model_dump_json(exclude_unset=True, round_trip=True, exclude={"seed"})
+        return checked.encode(), getattr(request, "seed", None)
 
 
 async def _read(scope, receive) -> bytes:

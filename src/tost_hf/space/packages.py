@@ -1,27 +1,24 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The JavaScript libraries of the page: packages of the npm registry, pinned and checked by their hashes."""
+"""The JavaScript libraries of the page: npm packages, pinned and checked by their hashes."""
 
 import base64
 import hashlib
+import io
+import json
 import os
+import shutil
+import subprocess
 import tarfile
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
-from huggingface_hub import get_session
-from huggingface_hub.constants import HF_HOME
-from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
-
-from ..files import staged_file
-
-
-REGISTRY = "https://registry.npmjs.org"
-TIME_LIMIT = 60.0  # seconds without progress of a download
+from huggingface_hub import constants
 
 
 class Package(NamedTuple):
-    """One version of a package of the npm registry, and what the page uses of it."""
+    """One version of an npm package, and what the page uses of it."""
 
     name: str
     version: str
@@ -33,9 +30,10 @@ class Package(NamedTuple):
         """The file's name, as `npm pack` writes it."""
         return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"
 
-    def url(self, registry: str) -> str:
-        """Where a registry serves the tarball."""
-        return f"{registry.rstrip('/')}/{self.name}/-/{self.name.rpartition('/')[2]}-{self.version}.tgz"
+    @property
+    def spec(self) -> str:
+        """What `npm pack` is told."""
+        return f"{self.name}@{self.version}"
 
 
 RUNTIME = Package(
@@ -60,68 +58,67 @@ TOKENIZERS = Package(
 )
 
 
-def unpack(packages: tuple[Package, ...], folder: Path, npm: str | os.PathLike | None = None) -> None:
+def unpack(packages: Sequence[Package], folder: Path, npm: str | os.PathLike | None = None) -> None:
     """Writes the packages' files into a folder.
 
     Args:
-        npm: a folder with the tarballs, as `npm pack` writes them; or the address of a registry (REGISTRY if None), from which
-            tarballs are fetched once and kept in HF_HOME.
+        npm: a folder with the tarballs, as `npm pack` writes them; if None, `npm pack` fetches them, with the user's settings
+            (.npmrc, proxies, mirrors) and cache, and without the network where HF_HUB_OFFLINE is set.
 
     Raises:
-        FileNotFoundError: the folder lacks a tarball.
-        OSError: the registry cannot be reached or does not have it.
+        FileNotFoundError: the folder lacks a tarball, or there is no npm.
+        OSError: npm cannot fetch them.
         ValueError: a tarball is not the one that was published under this version.
     """
-    for package in packages:
-        tarball = find(package, npm)
-        with tarfile.open(tarball) as archive:
-            for member, name in package.files.items():
-                content = archive.extractfile(member)
-                assert content is not None  # the hash says which members there are
-                (folder / name).write_bytes(content.read())
+    with tempfile.TemporaryDirectory() as scratch:
+        if npm is None:
+            _npm_pack(packages, scratch)
+        for package in packages:
+            content = _read(package, Path(scratch if npm is None else npm))
+            with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+                for member, name in package.files.items():
+                    file = archive.extractfile(member)
+                    assert file is not None  # the hash says which members there are
+                    (folder / name).write_bytes(file.read())
 
 
-def find(package: Package, npm: str | os.PathLike | None = None) -> Path:
-    """Where the tarball lies, whose hash is right; fetched if need be. Arguments and errors are those of `unpack`."""
-    source = os.fspath(npm or REGISTRY)
-    if urlsplit(source).scheme not in ("http", "https"):
-        path = Path(source, package.tarball)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{source} has no {package.tarball}; write it there with `npm pack {package.name}@{package.version}`."
-            )
-        _check(package, path.read_bytes(), path)
-        return path
-    path = Path(HF_HOME, "tost_hf", "npm", package.tarball)
-    if not path.is_file():
-        content = _download(package, package.url(source))
-        _check(package, content, package.url(source))
-        with staged_file(path) as staged:
-            staged.write_bytes(content)
-    _check(package, path.read_bytes(), path)
-    return path
+def _npm_pack(packages: Sequence[Package], folder: str) -> None:
+    """Writes the tarballs by the npm client."""
+    specs = [package.spec for package in packages]
+    advice = f"Elsewhere, run `npm pack {' '.join(specs)}`, and name the folder of the files with --npm."
+    npm = shutil.which("npm")
+    if npm is None:
+        raise FileNotFoundError(f"The page's JavaScript libraries are fetched by npm, which is not installed. {advice}")
+    network = "--offline" if constants.HF_HUB_OFFLINE else "--prefer-offline"
+    options = ["--json", "--loglevel=silent", "--no-update-notifier", network, f"--pack-destination={folder}"]
+    done = subprocess.run([npm, "pack", *options, *specs], capture_output=True, text=True, cwd=folder)
+    if done.returncode != 0:
+        raise OSError(f"npm cannot fetch the page's JavaScript libraries ({_npm_error(done)}). {advice}")
 
 
-def _download(package: Package, url: str) -> bytes:
+def _npm_error(done: subprocess.CompletedProcess[str]) -> str:
     try:
-        answer = get_session().get(url, timeout=TIME_LIMIT, follow_redirects=True)
-        answer.raise_for_status()
-    except (HTTPError, OfflineModeIsEnabled) as error:
-        reason = str(error).split("\n")[0]
-        raise OSError(
-            f"The page needs {package.name} {package.version}, which could not be fetched from {url} ({reason}). Without a "
-            f"network, fetch it elsewhere with `npm pack {package.name}@{package.version}` and name the folder with --npm."
-        ) from error
-    return answer.content
+        reason = json.loads(done.stdout)["error"]["summary"]
+    except (ValueError, KeyError, TypeError):
+        reason = done.stderr
+    return " ".join(str(reason).split()) or f"exit status {done.returncode}"
 
 
-def _check(package: Package, content: bytes, source: str | os.PathLike) -> None:
+def _read(package: Package, folder: Path) -> bytes:
+    """The tarball's content, if it has the package's hash."""
+    path = folder / package.tarball
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"The folder {folder} has no {package.tarball}; write it there with `npm pack {package.spec}`."
+        )
+    content = path.read_bytes()
     found = base64.b64encode(hashlib.sha512(content).digest()).decode()
     if f"sha512-{found}" != package.integrity:
         raise ValueError(
-            f"{os.fspath(source)} is not {package.name} {package.version}: its hash is sha512-{found}, not "
-            f"{package.integrity}. Delete it, or fetch it again."
+            f"{path} is not {package.name} {package.version}: its hash is sha512-{found}, not {package.integrity}. Delete it, "
+            "or fetch it again."
         )
+    return content
 
 
-__all__ = ["REGISTRY", "RUNTIME", "TOKENIZERS", "Package", "find", "unpack"]
+__all__ = ["RUNTIME", "TOKENIZERS", "Package", "unpack"]

@@ -15,6 +15,7 @@ from ..exporting.writing import model_folder
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config, parameter_count
 from ..hub.loading import TOKENIZER_FILES
+from ..hub.markdown import escape
 from ..hub.records import CARD, load_card
 from ..interpret.colors import head_style
 from ..model.configuration_tost_vision import ToSTVisionConfig
@@ -48,7 +49,7 @@ def write_space(
         dtype: of the weights, as `export_model` takes it: "int8" makes the smallest folder.
         tokenizer: folder or repository of its tokenizer, where it is not beside the model.
         title: of the page; the model's name by default.
-        npm: where the JavaScript libraries come from: a folder with their tarballs, or the address of a registry.
+        npm: a folder with the tarballs of the JavaScript libraries; by default the npm client fetches them.
         revision: branch, tag or commit of the repository.
 
     Returns:
@@ -60,7 +61,7 @@ def write_space(
         ImportError: the packages that write ONNX files are missing.
     """
     target = Path(output_dir)
-    check_folder(target, overwrite)
+    check_folder(target, overwrite, [model, *([] if tokenizer is None else [tokenizer])], subfolders=(VENDOR, MODEL))
     source = model_folder(model, revision)
     config = load_config(source)
     architecture = (config.architectures or ["model without a head"])[0]
@@ -127,7 +128,7 @@ def _card(title: str, model: str, source: Path) -> str:
         metadata["models"] = [model]
     head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return (
-        f"---\n{head}---\n\n# {title}\n\nA ToST model that runs in the browser, written by `tost-hf space` "
+        f"---\n{head}---\n\n# {escape(title)}\n\nA ToST model that runs in the browser, written by `tost-hf space` "
         f"({__version__}). Nothing leaves the browser. To see it without the Hub: `python -m http.server` in this folder.\n"
     )
 

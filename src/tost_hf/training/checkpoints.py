@@ -9,15 +9,18 @@ header is read, of torch's own (zip archives) the table of contents.
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from transformers import Trainer, TrainerState
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
@@ -308,7 +311,14 @@ def _zip_problem(path: Path) -> Iterator[str]:
                 archive.open(entry).close()  # reads the entry's header
             if not any(name.endswith("data.pkl") for name in archive.namelist()):
                 yield f"{path} is damaged (not a file of torch.save)"
-    except (zipfile.BadZipFile, OSError, RuntimeError, ValueError) as error:
+                return
+        if path.name not in (OPTIMIZER, SCHEDULER, SCALER) and not path.name.startswith("rng_state"):
+            return  # not Trainer's own
+        with safe_globals():
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # as Trainer will
+    except pickle.UnpicklingError as error:
+        yield f"{path} is damaged (it holds more than tensors: {str(error).splitlines()[0]})"
+    except Exception as error:  # torch.load raises whatever a damaged pickle leads to
         yield f"{path} is damaged ({error})"
 
 

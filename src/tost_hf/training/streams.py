@@ -119,14 +119,11 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: the stream was another one.
         """
-        before = state["terms"]
-        changed = [
-            f"{name} was {before.get(name)!r} and is {now!r}" for name, now in self.terms.items() if before.get(name) != now
-        ]
+        changed = changed_terms(state["terms"], self.terms)
         if changed:
             raise ValueError(
-                f"The stream of text that was saved is not this one: {', '.join(changed)}. Go on with what it was, or begin "
-                "the data anew with --ignore_data_skip."
+                f"The stream of text that was saved is not this one: {changed}. Go on with what it was, or begin the data "
+                "anew with --ignore_data_skip."
             )
         self._places = [Place(*values) for values in state["places"]]
         self._next_worker = state["next_worker"]
@@ -203,6 +200,14 @@ class PackedStream(IterableDataset):
             raise
         except Exception as error:  # datasets raises whatever the readers of many formats raise
             raise StreamError(f"The training text cannot be read on: {error.__cause__ or error}") from error
+
+
+def changed_terms(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs, for an error message; of the texts' names, which may be many, that they do."""
+    changed = {name: f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]}
+    if "names" in changed:
+        changed["names"] = "the text files differ"
+    return ", ".join(changed.values())
 
 
 class StreamCollator:

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..files import staged_file
-from .streams import PackedStream
+from .streams import PackedStream, changed_terms
 
 
 SETTINGS = "tokens.json"
@@ -121,9 +121,9 @@ def _begin(partial: Path, settings: dict[str, Any]) -> None:
         _write_settings(partial, settings)
         return
     begun = _settings(partial)
-    changed = [name for name, value in settings.items() if begun.get(name) != value]
+    changed = changed_terms(begun, settings)
     if changed:
-        raise ValueError(f"{partial} was begun with another {', '.join(changed)}; go on as then, or delete that folder.")
+        raise ValueError(f"{partial} was begun with other settings ({changed}). Use those again, or delete that folder.")
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:

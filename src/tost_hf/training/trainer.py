@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import is_torch_bf16_gpu_available
 
+from ..model.layers_tost import KEPT_IN_FLOAT32
 from ..model.modeling_tost import ToSTForCausalLM
-from ..model.tssa_layer import KEPT_IN_FLOAT32
 from .trainer_context import ContextTrainer
 from .trainer_guard import GuardedTrainer
 from .trainer_heads import HeadsTrainer

@@ -73,6 +73,13 @@ class GuardedTrainer(Trainer):
         name = Path(folder).name.rpartition("-")[2]
         return int(name) if name.isdecimal() else 0
 
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """Trains no further where a checkpoint of the last step was resumed: Trainer counts steps after each, not before."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def training_step(self, *args, **kwargs) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         # 0 x NaN and 0 x infinity are NaN, and nothing waits for the device

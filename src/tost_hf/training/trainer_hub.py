@@ -17,12 +17,11 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import CONFIG_NAME
 
 from ..files import RUN_ARGUMENTS
-from ..hub.cards import write_card
+from ..hub.cards import is_hub_id, write_card
 from ..hub.checks import forbidden_file
 from ..hub.publishing import STAGED, Commit, commit_files, model_files
 from ..hub.records import CARD, load_card, save_card
-from ..model.modeling_tost_base import ToSTBaseModel
-from ..model.remote_code import AUTO_MAPS
+from ..model.configuration_tost import AUTO_MAPS, ToSTBaseModel
 from ..version import __version__
 from .checkpoints import output_folder
 
@@ -54,7 +53,7 @@ class PublishingTrainer(Trainer):
         """Writes the folder's card from what is known of the model and the run; see `tost_hf.write_card`.
 
         Args:
-            language, tags: a string or a list, added to the metadata; as is dataset_tags.
+            language, tags: a string or a list, added to the metadata; as are the Hub ids in dataset_tags.
             license: the licence of the weights; a card without one can not be published with `tost-hf publish`.
             args, kwargs: the others that transformers' own takes; what they say is known from the folder.
         """
@@ -65,6 +64,7 @@ class PublishingTrainer(Trainer):
             card = load_card(path)
             for key, value in (("language", language), ("datasets", kwargs.get("dataset_tags")), ("tags", tags)):
                 given = [value] if isinstance(value, str) else list(value or [])
+                given = [name for name in given if key != "datasets" or is_hub_id(name)]
                 if given:
                     setattr(card.data, key, list(dict.fromkeys([*(getattr(card.data, key) or []), *given])))
             save_card(card, path)

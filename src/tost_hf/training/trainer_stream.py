@@ -31,16 +31,6 @@ class StreamingTrainer(Trainer):
     def _stream(self) -> PackedStream | None:
         return self.train_dataset if isinstance(self.train_dataset, PackedStream) else None
 
-    def train(self, *args, **kwargs):
-        if self._stream is None:
-            return super().train(*args, **kwargs)
-        self._stream_file = stream_state_name(self)
-        ignored, self.args.ignore_data_skip = self.args.ignore_data_skip, True  # no batch is to be read and thrown away
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self.args.ignore_data_skip = ignored
-
     def get_train_dataloader(self) -> DataLoader:
         stream, args = self._stream, self.args
         if stream is None:
@@ -75,16 +65,25 @@ class StreamingTrainer(Trainer):
             with staged_file(Path(output_dir, stream_file_name(self))) as file:
                 file.write_text(json.dumps(self._stream.state_dict()), encoding="utf-8")
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self._stream is not None and self._stream_file is not None:
-            file = Path(checkpoint, self._stream_file)
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ) -> tuple[int, int]:
+        """Resumes the stream at its place, so that no batch is to be read and thrown away."""
+        epochs_trained, skipped_batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if self._stream is None:
+            return epochs_trained, skipped_batches
+        name = stream_state_name(self)
+        if resume_from_checkpoint is not None and name is not None:
+            file = Path(resume_from_checkpoint, name)
             if not file.is_file():
                 raise ValueError(
-                    f"The checkpoint {checkpoint} has no {file.name}: it was saved by another number of processes or without "
-                    "a stream. Go on as it was, or begin the data anew with --ignore_data_skip."
+                    f"The checkpoint {resume_from_checkpoint} has no {name}: it was saved by another number of processes or "
+                    "without a stream. Go on as it was, or begin the data anew with --ignore_data_skip."
                 )
             self._stream.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+        return epochs_trained, 0
 
 
 class _EpochOfStream(TrainerCallback):

@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Makes the data of Long Range Arena's tasks that have rules: parquet files, written as the rows are made.
 
-    python examples/lra/make_data.py listops --output_dir data/listops
-    python examples/lra/make_data.py pathfinder --output_dir data/pathfinder --num_proc 8
-    python examples/lra/make_data.py retrieval --texts WIKITEXT_FOLDER IMDB_FOLDER --output_dir data/pairs
+    python examples/research/lra/make_data.py listops --output_dir data/listops
+    python examples/research/lra/make_data.py pathfinder --output_dir data/pathfinder --num_proc 8
+    python examples/research/lra/make_data.py retrieval --texts WIKITEXT_FOLDER IMDB_FOLDER --output_dir data/pairs
 
 Defaults are the published sizes and rules. `retrieval` is no task of the arena but has the form of one: pairs of excerpts,
 to be told apart by whether both are of the same data set. The task itself is made of papers of the ACL Anthology Network,
@@ -25,7 +25,7 @@ from datasets import ClassLabel, Features, Image, Value
 from tqdm import tqdm
 
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 
 import listops
 import pathfinder

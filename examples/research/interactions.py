@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Local against global interactions, as a dial: how much of what a model learns lies in the order of neighbours.
 
-    python examples/benchmarks/interactions.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+    python examples/research/interactions.py --images CIFAR10_FOLDER --text TEXT_FOLDER
 
 - *Synthetic*: every token of a sequence is drawn, with the probability on the dial, from what follows the token two places
   before it (one table for all sequences: local, and not to be had from the current token alone), else from the few tokens that
@@ -15,17 +15,23 @@ Windows of 1 leave everything in place. Rows that are there are not measured aga
 
 import argparse
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
 from compare_lm import SIZES, cut, encode
 from compare_vision import Images, accuracy, load_images, make_classifier, train_classifier
 from experiments import Batches, Results, first, train
 from language_models import make_language_model
 from observations import CONTEXT, load_text, make_parser_of_both, make_reader, train_reader
 from rows import parse_arguments
-from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 
 DIAL = (0, 25, 50, 75, 100)  # % of the tokens that follow from the one two places before

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The authors' observations, asked of small models before and after training: what TSSA's layers compress and group.
 
-    python examples/benchmarks/observations.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+    python examples/research/observations.py --images CIFAR10_FOLDER --text TEXT_FOLDER
 
 An image model and a language model are trained as compare_vision.py and compare_lm.py do, with as many layers as here, and
 measured on held-out images and text by `tost_hf.interpret`:
@@ -15,16 +15,22 @@ measured on held-out images and text by `tost_hf.interpret`:
 
 import argparse
 import math
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
-import compare_lm
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel, set_seed
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import compare_lm
 from compare_vision import load_images, make_classifier, make_parser_of_images, normalize, train_classifier
 from experiments import Results, train
 from language_models import make_language_model
 from rows import markdown, parse_arguments, plus_minus, select
-from tokenizers import Tokenizer
-from transformers import PreTrainedModel, set_seed
 
 from tost_hf.interpret import (
     NORMALIZATIONS,

@@ -1,10 +1,11 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Trains a model on a task of Long Range Arena, by the paper's recipe unless told otherwise, and tests it.
 
-    python examples/lra/make_data.py listops --output_dir data/listops
-    python examples/lra/run_lra.py --task listops --dataset_name data/listops --do_train --output_dir my-listops
-    python examples/lra/run_lra.py --task image --dataset_name uoft-cs/cifar10 --do_train --output_dir my-image
-    python examples/lra/run_lra.py --task text --dataset_name stanfordnlp/imdb --attention linear --do_train --output_dir my
+    python examples/research/lra/make_data.py listops --output_dir data/listops
+    python examples/research/lra/run_lra.py --task listops --dataset_name data/listops --do_train --output_dir my-listops
+    python examples/research/lra/run_lra.py --task image --dataset_name uoft-cs/cifar10 --do_train --output_dir my-image
+    python examples/research/lra/run_lra.py --task text --dataset_name stanfordnlp/imdb --attention linear --do_train \\
+        --output_dir my-text
 
 Other arguments are the Trainer's; a .json or .yaml file of them may be given instead. Start it with `accelerate launch` to use
 several devices. The course of training is drawn at every evaluation (course.png), and a run that was stopped goes on when the
@@ -22,7 +23,7 @@ import matplotlib
 from transformers import EvalPrediction, Trainer, TrainerCallback, set_seed
 
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 
 from evaluation import Measurement, Source, make_results, write_results
 from lra_models import ATTENTION, LRAConfig, make_config, make_model
@@ -222,6 +223,12 @@ def main(args: list[str] | None = None) -> None:
         raise ValueError(f"--max_length {length} is no square, so no picture has as many pixels.")
     config = make_config(preset, model_args.attention)
     config = override_config(config, model_args.config_overrides, max_position_embeddings=length)
+    positions = config.max_position_embeddings
+    if positions is not None and positions < length:
+        raise ValueError(
+            f"The model has {positions} positions and texts are up to {length} tokens long: set --max_length {positions}, or "
+            "leave max_position_embeddings to it."
+        )
     if training_args.push_to_hub and isinstance(config, LRAConfig):
         raise ValueError("--push_to_hub is for ToST alone: only the code of this folder could load the other models.")
     model = make_model(config)

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Long Range Arena in small: ToST, softmax and linear attention on one trunk, on shortened tasks, for minutes.
 
-    python examples/benchmarks/lra.py --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
+    python examples/research/lra/lra.py --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
 
 ListOps has expressions of fewer than 64 tokens here, Text the first 128 bytes of a review, Image 10 x 10 grey pixels,
 Pathfinder 12 x 12 pixels with paths of 2 dashes, and Retrieval asks of two excerpts of 64 characters whether both are of
@@ -15,15 +15,16 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from experiments import Results, make_parser, train
-from rows import ROOT, parse_arguments
 
 
-sys.path += [str(ROOT / "examples"), str(ROOT / "examples" / "lra")]
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import make_data
+from experiments import Results, make_parser, train
 from lra_models import ATTENTION, make_config, make_model
 from lra_tasks import TASKS, Examples, collate, load_splits
+from rows import parse_arguments
 from scripting import override_config
 
 
@@ -75,8 +76,8 @@ def most_frequent(examples: Examples) -> float:
 def full_command(task: str, attention: str = "tost") -> str:
     """What trains a task as the paper did."""
     return (
-        f"python examples/lra/run_lra.py --task {task} --dataset_name {FULL[task]} --attention {attention} --do_train "
-        f"--output_dir lra-{task}-{attention}"
+        f"python examples/research/lra/run_lra.py --task {task} --dataset_name {FULL[task]} --attention {attention} "
+        f"--do_train --output_dir lra-{task}-{attention}"
     )
 
 

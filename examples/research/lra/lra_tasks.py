@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The five tasks of Long Range Arena: their data as token ids, and the paper's recipes."""
 
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from listops import TOKENS
@@ -124,10 +127,13 @@ class Examples(torch.utils.data.Dataset):
         label = _column(rows, LABELS, where)
         texts = task.columns if task.reads_pairs else (_column(rows, task.columns, where),)
         self.texts = [_column(rows, (name,), where) for name in texts]
+        self.where = where
+        for column in self.texts:
+            _check_no_missing(rows, column, where)
         try:
-            self.labels = [int(value) for value in rows[label]]  # AAN's files have 0.0 and 1.0
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"The column {label!r} of {where} must hold numbers of classes: {error}") from error
+            self.labels = [_class_index(value) for value in rows[label]]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"The column {label!r} of {where} must hold class indices: {error}") from error
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -136,6 +142,9 @@ class Examples(torch.utils.data.Dataset):
         row = self.rows[index]
         names = ("input_ids", "other_input_ids")
         ids = {name: self.task.encode(row[column], self.length) for name, column in zip(names, self.texts)}
+        for column, found in zip(self.texts, ids.values()):
+            if not found:
+                raise ValueError(f"{self.where}: {column!r} of example {index} holds no token; remove the example.")
         return ids | {"labels": self.labels[index]}
 
     def check_labels(self, classes: int) -> None:
@@ -152,6 +161,24 @@ def _column(rows: Dataset, names: tuple[str, ...], where: str) -> str:
     return found[0]
 
 
+def _check_no_missing(rows: Dataset, column: str, where: str) -> None:
+    """Rejects missing values and empty texts before training; reads the Arrow table, as images are not to be decoded."""
+    values = rows.data.column(column)
+    empty = pc.sum(pc.equal(pc.binary_length(values), 0)).as_py() if pa.types.is_string(values.type) else 0
+    if values.null_count or empty:
+        raise ValueError(
+            f"{where} has {values.null_count + (empty or 0)} examples with nothing in the column {column!r}; remove them, or "
+            "check the number of columns."
+        )
+
+
+def _class_index(value: object) -> int:
+    number = int(value)
+    if number != float(value):  # AAN's files have 0.0 and 1.0
+        raise ValueError(f"{value!r} is not an integer")
+    return number
+
+
 def collate(items: list[dict]) -> dict[str, torch.Tensor]:
     """A batch, padded on the right with 0, with an attention mask for each text."""
     batch = {"labels": torch.tensor([item["labels"] for item in items])}
@@ -161,6 +188,14 @@ def collate(items: list[dict]) -> dict[str, torch.Tensor]:
         batch[name] = pad_sequence(rows, batch_first=True)
         batch[mask] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return batch
+
+
+def _check_aan_file(file: str) -> None:
+    """Rejects a .tsv file with another number of columns, which pandas would shift or fill."""
+    with open(file, "rb") as opened:
+        columns = opened.readline().count(b"\t") + 1
+    if columns != len(AAN_COLUMNS):
+        raise ValueError(f"{file} has {columns} columns; AAN's files have {len(AAN_COLUMNS)}: {', '.join(AAN_COLUMNS)}.")
 
 
 def load_splits(name: str, task: Task, config: str | None = None, **options) -> dict[str, Dataset]:
@@ -176,6 +211,8 @@ def load_splits(name: str, task: Task, config: str | None = None, **options) -> 
     folder = Path(name)
     if task.reads_pairs and folder.is_dir() and any(folder.glob("*.tsv")):
         files = {split: [str(file) for file in sorted(folder.glob(form))] for split, form in AAN_FILES.items()}
+        for file in itertools.chain(*files.values()):
+            _check_aan_file(file)
         columns = {"sep": "\t", "column_names": AAN_COLUMNS, "quoting": QUOTE_NONE}
         found = load_rows("csv", data_files={split: names for split, names in files.items() if names}, **columns, **options)
     else:

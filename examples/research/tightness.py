@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """How tight the bound that TSSA lowers is while a model learns: the compression term over the coding rate, layer by layer.
 
-    python examples/benchmarks/tightness.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+    python examples/research/tightness.py --images CIFAR10_FOLDER --text TEXT_FOLDER
 
 The variational form bounds the coding rate from above and equals it where the channels of a head are uncorrelated, so that
 their ratio is 1 where the bound is tight and grows with what it leaves out. The models, the data and both quantities are those
@@ -10,14 +10,20 @@ are not measured again.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+from transformers import PreTrainedModel, TrainerCallback
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from compare_lm import SIZES
 from compare_vision import load_images, make_classifier, normalize, train_classifier
 from experiments import Results
 from observations import CONTEXT, load_text, make_parser_of_both, make_reader, parse_one_rate, train_reader
 from rows import markdown, plus_minus
-from transformers import PreTrainedModel, TrainerCallback
 
 from tost_hf.interpret import NORMALIZATIONS, compression_terms, trace_model
 

@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """A position-free ToST far past the length it was trained at: what the constant state is worth, and what it costs.
 
-    python examples/benchmarks/long_context.py --text TEXT_FOLDER
-    python examples/benchmarks/long_context.py --text TEXT_FOLDER --model my-position-free-tost
-    python examples/benchmarks/long_context.py --text TEXT_FOLDER --variant "ToST conv token" --length 16384
+    python examples/research/long_context.py --text TEXT_FOLDER
+    python examples/research/long_context.py --text TEXT_FOLDER --model my-position-free-tost
+    python examples/research/long_context.py --text TEXT_FOLDER --variant "ToST conv token" --length 16384
 
 Trains a small model with max_position_embeddings=None on blocks of 1,024 tokens (or loads one with its tokenizer), then reads
 the validation text as one sequence of up to 262,144 tokens, in pieces, with the cache carrying the state. For each range of
@@ -15,16 +15,22 @@ sum_membership) move while the range is read, relative to their size; time, memo
 
 import itertools
 import math
+import sys
 import time
+from pathlib import Path
 
 import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
 from compare_lm import cut, encode, load_texts, shorten, train_tokenizer
 from experiments import Results, make_parser, over_seeds, train
 from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
 from rows import markdown, parse_arguments, plus_minus
 from timing import peak_bytes
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tost_hf import CausalStatisticsCache
 

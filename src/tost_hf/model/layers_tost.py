@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The attention layer: TSSA between its two projections, with forgetting and a short convolution."""
+"""Layers that text and vision models share: the short convolution, the ISTA step, Token Statistics Self-Attention."""
 
 import functools
 import math
@@ -10,9 +10,138 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .convolution_tost import ShortConvolution, convolve
 from .tssa import TSSAOutput, step_by_formulas, tssa, tssa_by_formulas, tssa_step
-from .tssa_state import TSSAState, compute_dtype
+from .tssa_state import TSSAState, compute_dtype, sequence_starts
+
+
+# Short convolution ----------------------------------------------------------------------------------------------------
+
+
+class ShortConvolution(nn.Module):
+    """The convolution of one layer. `weight` (D, kernel) starts at 0, where the output is the input."""
+
+    def __init__(self, hidden_size: int, kernel: int):
+        super().__init__()
+        self.kernel = kernel
+        self.weight = nn.Parameter(torch.zeros(hidden_size, kernel))
+
+    def forward(
+        self, hidden_states: torch.Tensor, taps: torch.Tensor | None = None, recent: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Convolves.
+
+        Args:
+            hidden_states: (B, T, D).
+            taps: from `find_taps`, where tokens are padding or rows are packed.
+            recent: the `kernel - 1` inputs before these tokens, (B, kernel - 1, D); None for none.
+
+        Returns:
+            The convolved tokens (B, T, D), and the last `kernel - 1` inputs after them (B, kernel - 1, D).
+        """
+        rows = input_window(recent, hidden_states, self.kernel)
+        T = hidden_states.shape[1]
+        weights = self.weight.unbind(1)
+        out = hidden_states * (1 + weights[0])
+        for j in range(1, self.kernel):
+            first = self.kernel - 1 - j
+            earlier = rows[:, first : first + T] if taps is None else _gather_tokens(rows, taps[:, :-1, j - 1])
+            out = torch.addcmul(out, earlier, weights[j])
+        return out, last_inputs(rows, taps, self.kernel)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, kernel={self.kernel}"
+
+
+def convolve(
+    convolution: ShortConvolution,
+    hidden_states: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    *,
+    taps: torch.Tensor | None = None,
+    recent: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ShortConvolution.forward`, with the taps of `mask` and `seq_idx`, each (B, T), where they are left out."""
+    taps = find_taps(convolution.kernel, mask, seq_idx) if taps is None else taps
+    return convolution(hidden_states, taps, recent)
+
+
+def input_window(recent: torch.Tensor | None, hidden_states: torch.Tensor, kernel: int) -> torch.Tensor:
+    """The rows (B, kernel - 1 + T, D), with zeros where there is no past."""
+    if recent is None:
+        return F.pad(hidden_states, (0, 0, kernel - 1, 0))
+    return torch.cat([recent.to(hidden_states.dtype), hidden_states], 1)
+
+
+def last_inputs(rows: torch.Tensor, taps: torch.Tensor | None, kernel: int) -> torch.Tensor:
+    """The last `kernel - 1` inputs after all rows, oldest first."""
+    # a copy: a cache that held a view would hold all rows
+    return rows[:, 1 - kernel :].clone() if taps is None else _gather_tokens(rows, taps[:, -1].flip(-1))
+
+
+def find_taps(kernel: int, mask: torch.Tensor | None, seq_idx: torch.Tensor | None) -> torch.Tensor | None:
+    """Which rows hold the inputs before each token, and before the token that comes next.
+
+    Args:
+        mask: (B, T), true at real tokens; None where all are.
+        seq_idx: (B, T), sequence numbers of packed rows, which go on from no past.
+
+    Returns:
+        (B, T + 1, kernel - 1), the nearest first; None where they are simply the rows before.
+    """
+    if mask is None and seq_idx is None:
+        return None
+    like = seq_idx if mask is None else mask
+    assert like is not None
+    B, T = like.shape
+    last = torch.arange(kernel - 1 + T, device=like.device).expand(B, -1)  # the last real row up to each one
+    if mask is not None:
+        last = last.masked_fill(F.pad(~mask.bool(), (kernel - 1, 0), value=False), 0).cummax(1)[0]
+    before = F.pad(last, (1, 0))  # the last real row before each one; there is none before the first, and none asks
+    taps = [before[:, kernel - 1 :]]
+    while len(taps) < kernel - 1:
+        taps.append(before.gather(1, taps[-1]))
+    found = torch.stack(taps, -1)
+    if seq_idx is None:
+        return found
+    seq_idx = sequence_starts(seq_idx).cumsum(1)  # one number per sequence, were the given ones used again
+    # a row of the past belongs to no sequence; the first one is 0 and stands for all that is absent
+    tokens = (found - (kernel - 1)).clamp_min(0)
+    theirs = seq_idx.gather(1, tokens.flatten(1)).view_as(tokens)
+    own = torch.cat([seq_idx, seq_idx[:, -1:]], 1).unsqueeze(-1)
+    return found.masked_fill((found < kernel - 1) | (theirs != own), 0)
+
+
+def _gather_tokens(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows (B, N, D) at `index` (B, n)."""
+    B, N, D = rows.shape
+    first = torch.arange(B, device=rows.device).unsqueeze(1) * N
+    # a look-up, not an index: the gradient of an index adds up in whatever order threads come
+    return F.embedding(index + first, rows.reshape(B * N, D))
+
+
+# ISTA step ------------------------------------------------------------------------------------------------------------
+
+
+class ISTAStep(nn.Module):
+    """One step on tokens (B, T, D). `dictionary` (D, D) is all it learns: D^2 numbers, an MLP of width 4 D has 8 D^2."""
+
+    def __init__(self, hidden_size: int, step_size: float, threshold: float):
+        super().__init__()
+        self.step_size, self.threshold = float(step_size), float(threshold)
+        self.dictionary = nn.Parameter(torch.empty(hidden_size, hidden_size))
+        nn.init.kaiming_uniform_(self.dictionary)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The codes, of the same shape, none below 0."""
+        rest = hidden_states - F.linear(hidden_states, self.dictionary)
+        return F.relu(hidden_states + self.step_size * (F.linear(rest, self.dictionary.t()) - self.threshold))
+
+    def extra_repr(self) -> str:
+        return f"{len(self.dictionary)}, step_size={self.step_size}, threshold={self.threshold}"
+
+
+# TSSA -----------------------------------------------------------------------------------------------------------------
 
 
 KEPT_IN_FLOAT32 = ("temp", "denom_bias", "forget_bias")
@@ -105,10 +234,15 @@ class TokenStatisticsSelfAttention(nn.Module):
             self.forget_proj = nn.Linear(hidden_size, num_attention_heads, bias=False)
             nn.init.zeros_(self.forget_proj.weight)
 
+    @property
+    def float32_parameters(self) -> list[str]:
+        """Names of the parameters that stay in float32 whatever dtype the module is moved to."""
+        return [name for name in KEPT_IN_FLOAT32 if getattr(self, name) is not None]
+
     def _apply(self, fn, recurse=True):
-        # model.to(dtype) and model.half() come through here; the statistics' own parameters keep their float32 values
-        kept = {name: getattr(self, name) for name in KEPT_IN_FLOAT32 if getattr(self, name) is not None}
-        kept = {name: param.data for name, param in kept.items() if param.dtype in (torch.float32, torch.float64)}
+        # model.to(dtype) and model.half() come through here; float32 parameters keep their values
+        kept = {name: getattr(self, name).data for name in self.float32_parameters}
+        kept = {name: data for name, data in kept.items() if data.dtype in (torch.float32, torch.float64)}
         super()._apply(fn, recurse)
         for name, data in kept.items():
             param = getattr(self, name)
@@ -201,3 +335,6 @@ class TokenStatisticsSelfAttention(nn.Module):
             in_place=layer.may_be_overwritten,
         )
         return TSSAOutput(out.unsqueeze(1), membership.unsqueeze(-1), state)
+
+
+__all__ = ["ISTAStep", "ShortConvolution", "convolve", "find_taps", "input_window", "last_inputs"]
