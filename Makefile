@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest lint results browser clean
+.PHONY: demo test test-slow test-lowest lint results docs browser clean
 
 demo: $(VENV)/ready-to-train  ## trains a small ToST on the Python standard library, reloads it and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
@@ -33,6 +33,9 @@ results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows 
 	$(BIN)/python examples/benchmarks/tables.py
 	$(BIN)/tost-hf card --presets model_cards
 
+docs: $(VENV)/ready  ## the documentation site, in site/, from the guides and the docstrings
+	$(BIN)/mkdocs build --quiet --strict --config-file .mkdocs.yml
+
 browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries in npm's cache
 	command -v chromium && command -v chromedriver && command -v npm || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver npm)
 	$(BIN)/python -c "from pathlib import Path; from tempfile import mkdtemp; from tost_hf.space.packages import *; unpack([RUNTIME, TOKENIZERS], Path(mkdtemp()))"
@@ -53,4 +56,4 @@ $(LOWEST)/ready: pyproject.toml tests/constraints-lowest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) tost-demo build dist *.egg-info
+	rm -rf $(VENV) $(LOWEST) tost-demo site build dist *.egg-info

@@ -50,7 +50,7 @@ def test_preset_cards(name):
             exec(compile(block, name, "exec"), namespace)
     parameters = f"{namespace['model'].num_parameters():,}"
     assert f"| parameters | {parameters} |" in card.text
-    assert parameters in (ROOT / ("examples/README.md" if "vision" in name else "README.md")).read_text()
+    assert parameters in (ROOT / ("examples/guides/vision.md" if "vision" in name else "README.md")).read_text()
     assert f"--config_name {name} " in section(card, "Training")
 
 

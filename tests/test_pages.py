@@ -24,7 +24,17 @@ from tost_hf.cli import main
 
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "examples/README.md", "examples/benchmarks/README.md", ".github/CONTRIBUTING.md", ".github/CHANGELOG.md")
+GUIDES = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples/guides").glob("*.md")))
+PAGES = (
+    "README.md",
+    ".github/CONTRIBUTING.md",
+    ".github/CHANGELOG.md",
+    "examples/README.md",
+    "examples/accelerate/README.md",
+    "examples/benchmarks/README.md",
+    "examples/research/lra/README.md",
+    *GUIDES,
+)
 OTHERS = {"accelerate", "curl", "git", "lm_eval", "pre-commit", "transformers"}  # programs of other projects, not looked into
 
 
@@ -78,20 +88,17 @@ def run_blocks(name: str) -> dict:
     return namespace
 
 
-def test_readme_code_runs(demo_folders, capsys):
-    namespace = run_blocks("README.md")
-    assert namespace["config"].hidden_size == 768 and namespace["long"].config.max_position_embeddings is None
-    loss, shape = re.match(r"tensor\((\d+\.\d+).*?\) torch\.Size\((.*)\)", capsys.readouterr().out).groups()
-    assert float(loss) == pytest.approx(torch.tensor(256).log().item(), abs=0.5) and shape == "[1, 24]"
-
-
-def test_examples_code_runs(demo_folders):
-    namespace = run_blocks("examples/README.md")
-    assert namespace["output"].shape == (2, 100, 4, 16)
-    assert namespace["membership"].shape == (2, 4, 100)
-    torch.testing.assert_close(namespace["membership"].sum(1), torch.ones(2, 100))
-    assert Path("prefix.safetensors").is_file()
-    assert Path("shared/modeling_tost.py").is_file() and type(namespace["again"]) is tost_hf.ToSTForCausalLM
+@pytest.mark.parametrize("name", ["README.md", *GUIDES])
+def test_code_runs(name, demo_folders):
+    names = run_blocks(name)
+    if name == "README.md":
+        assert names["config"].num_hidden_layers == 2 and names["scratch"].config.max_position_embeddings is None
+    elif name.endswith("generation.md"):
+        assert names["output"].shape == (2, 100, 4, 16)
+        torch.testing.assert_close(names["membership"].sum(1), torch.ones(2, 100))
+        assert Path("prefix.safetensors").is_file()
+    elif name.endswith("publishing.md"):
+        assert Path("shared/modeling_tost.py").is_file() and type(names["again"]) is tost_hf.ToSTForCausalLM
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -220,5 +227,5 @@ def test_the_linter_has_one_version():
     assert f"rev: v{pinned}\n" in page(".pre-commit-config.yaml")
 
 
-def test_the_readme_is_short():
-    assert len(page("README.md").splitlines()) <= 200
+def test_readme_and_guides_are_short():
+    assert {name: lines for name in ("README.md", *GUIDES) if (lines := len(page(name).splitlines())) > 150} == {}
