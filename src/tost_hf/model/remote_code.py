@@ -20,8 +20,6 @@ from transformers.utils import cached_file
 KERNEL_FILES = (
     "tssa_reference.py",
     "tssa_chunked.py",
-    "tssa_compiled.py",
-    "tssa_bidirectional.py",
     "tssa_tuned.py",
     "tssa_triton.py",
     "tssa_check.py",
