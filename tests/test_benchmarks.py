@@ -308,9 +308,7 @@ def test_resolution(tmp_path, capsys):
 
 def test_training_on_images(tmp_path):
     rows = run(resolution, tmp_path, "--training", "--sizes", 32, "--layers", 1, "--repeats", 1)
-    assert {(row["model"], row["metric"]) for row in rows} == {
-        (name, metric) for name in ("ToST", "formulas") for metric in ("training images/s", "formulas / this")
-    }
+    assert {(row["model"], row["metric"]) for row in rows} == {("ToST", "training images/s")}
     assert all(float(row["value"]) > 0 for row in rows)
 
 

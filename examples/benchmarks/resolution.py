@@ -10,11 +10,8 @@ Prints the time of a forward pass, its peak memory beyond the loaded model (on a
 an ordinary C library), the first size from which on ToST is the faster, and the ratios of times at four times the
 tokens: 4 is linear growth, 16 quadratic.
 
-With --training it is steps of ToST on batches of 8 images (forward, backward, AdamW), beside the same model whose operator is
-the plain formulas with autograd's backward ("formulas"), as it was on CPUs before there was an engine for it.
+With --training it is steps of ToST on batches of 8 images (forward, backward, AdamW).
 """
-
-import contextlib
 
 import torch
 from rows import Panel, parse_arguments, plot
@@ -35,14 +32,11 @@ from timing import (
 )
 from transformers import ViTConfig, ViTModel
 
-import tost_hf.model.tssa as operators
 from tost_hf import ToSTVisionConfig, ToSTVisionModel
-from tost_hf.model import tssa_reference
 
 
 PATCH = 16
 MODELS = ("ToST", "ViT")
-TRAINED = ("ToST", "formulas")
 TRAINING_BATCH = 8
 
 
@@ -86,25 +80,13 @@ def find_seconds(side: int, layers: int, repeats: int, device: str, dtype) -> di
     return measure(runs, repeats, device=device, warm_up=1 if device == "cpu" else 3)
 
 
-@contextlib.contextmanager
-def plain_formulas():
-    """Within it, bidirectional layers on a CPU are computed by the formulas."""
-    engine = operators.bidirectional_tssa
-    operators.bidirectional_tssa = tssa_reference.bidirectional
-    try:
-        yield
-    finally:
-        operators.bidirectional_tssa = engine
-
-
-def make_training_step(name: str, side: int, layers: int, device: str, dtype):
+def make_training_step(side: int, layers: int, device: str, dtype):
     model = build("ToST", side, layers, device, dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     pixels = torch.randn(TRAINING_BATCH, 3, side, side, device=device, dtype=dtype)
 
     def step():
-        with plain_formulas() if name == "formulas" else contextlib.nullcontext():
-            model(pixels).last_hidden_state.float().square().mean().backward()
+        model(pixels).last_hidden_state.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -113,13 +95,11 @@ def make_training_step(name: str, side: int, layers: int, device: str, dtype):
 
 def report_training(sides, dtype, args, report: Report) -> None:
     for side in sides:
-        steps = {name: make_training_step(name, side, args.layers, args.device, dtype) for name in TRAINED}
-        runs = {name: lambda step=step: step for name, step in steps.items()}
-        seconds = measure(runs, args.repeats, device=args.device, warm_up=1 if args.device == "cpu" else 3)
-        for name, times in seconds.items():
-            speed = spread(TRAINING_BATCH / s for s in times)
-            metrics = {"training images/s": speed, "formulas / this": ratio(seconds["formulas"], times)}
-            report.add(case_of(name, side, args.layers, dtype), metrics)
+        step = make_training_step(side, args.layers, args.device, dtype)
+        warm_up = 1 if args.device == "cpu" else 3
+        times = measure({"ToST": lambda step=step: step}, args.repeats, device=args.device, warm_up=warm_up)["ToST"]
+        metrics = {"training images/s": spread(TRAINING_BATCH / s for s in times)}
+        report.add(case_of("ToST", side, args.layers, dtype), metrics)
 
 
 def case_of(name: str, side: int, layers: int, dtype) -> dict[str, object]:

@@ -324,18 +324,6 @@ def resolution(measured: Measured) -> str:
     return with_source(measured, resolution_table(measured, SIDES), "resolution", metric="ms")
 
 
-def image_training(measured: Measured) -> str:
-    """Before and after the bidirectional form had an engine of its own on CPUs."""
-
-    def found(model, metric="training images/s"):
-        return measured.spread("resolution", model=model, pixels=224, metric=metric)
-
-    before, after = (f"{found(model).value:.1f} images/s" for model in ("formulas", "ToST"))
-    line = ["steps of training, 224 pixels, batch 8", before, after, with_range(found("ToST", "formulas / this"))]
-    table = markdown(["", "with the plain formulas", "with the engine", "plain formulas / engine, time"], [line])
-    return with_source(measured, table, "resolution", metric="training images/s")
-
-
 def resolution_growth(measured: Measured) -> str:
     """Quotients of medians at four times the patches."""
 
@@ -433,7 +421,6 @@ TABLES = {
     "scaling": scaling,
     "resolution": resolution,
     "resolution growth": resolution_growth,
-    "image training": image_training,
 }
 FIGURES = {"scaling exponent": scaling_exponent}
 PLOTS = {"training": plot_training, "scaling": plot_scaling}

@@ -158,7 +158,7 @@ def _backward(
                 grad_w[part],
             )
             grad_temp += by_temp
-            if needs_decay_grad:
+            if by_decay is not None and needs_decay_grad:
                 grad_log_decay[part] = by_decay
         for result, x in zip(grad_state, grad_sums):
             result[rows] = x
@@ -481,19 +481,21 @@ def _backward_operator(
     inputs = _Inputs(w, temp, bias, padding, log_decay, TSSAState(*state))
     membership, score, *sums = kept
     grads = [grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership]
-    *found, grad_state = _backward(inputs, _Kept(membership, score, TSSAState(*sums)), grads, needs_decay_grad)
+    kept_tensors = _Kept(membership, score, TSSAState(*sums))
+    grad_w, grad_temp, grad_bias, grad_log_decay, grad_state = _backward(inputs, kept_tensors, grads, needs_decay_grad)
     for row, tokens in _sequences_to_separate(seq_idx, grad_state):
         sequence, is_last = inputs.sequence(row, tokens), tokens.stop == w.shape[1]
         part, rows = (slice(row, row + 1), tokens), slice(row, row + 1)
         by_tokens = [None if x is None else x[part] for x in grads[:2]]
         by_state = [x[rows] if x is not None and is_last else None for x in grads[2:]]
-        *alone, before = _backward(sequence, _forward(sequence, True)[2], by_tokens + by_state, needs_decay_grad)
-        for index in (0, 2, 3) if needs_decay_grad else (0, 2):
-            found[index][part] = alone[index]
+        alone = _backward(sequence, _forward(sequence, True)[2], by_tokens + by_state, needs_decay_grad)
+        grad_w[part], _, grad_bias[part], by_decay, before = alone
+        if needs_decay_grad:
+            grad_log_decay[part] = by_decay
         if tokens.start == 0:
             for result, x in zip(grad_state, before):
                 result[rows] = x
-    return *found, *grad_state
+    return grad_w, grad_temp, grad_bias, grad_log_decay, *grad_state
 
 
 @_backward_operator.register_fake
