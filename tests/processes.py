@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-IMPORTS = ["tost_hf.parallel", "tost_hf.model.tssa_compiled", "torch.distributed.fsdp", "tokenizers", "transformers.trainer"]
+IMPORTS = ["tost_hf.parallel", "torch.distributed.fsdp", "tokenizers", "transformers.trainer"]
 
 
 def run_cases(cases, names: list[str], processes: int, folder) -> dict[str, list]:

@@ -7,7 +7,7 @@ import torch
 from transformers import CompileConfig
 
 from tost_hf import CausalStatisticsCache, tssa
-from tost_hf.model import tssa_compiled, tssa_reference
+from tost_hf.model import tssa_chunked, tssa_reference
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -70,22 +70,20 @@ def test_training_options(tiny_model, packed, checkpointing, autocast):
         torch.testing.assert_close(loss_and_gradients(compiled, tokens, **inputs), expected, **CLOSE)
 
 
-@pytest.mark.slow
-@needs_compiler
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
 def test_compiled_operator(dtype, tolerance):
-    """Inductor's code for whole chunks, and eager code for the rest, against the float64 formulas; two runs are bit-equal."""
-    op = torch.compile(tssa, fullgraph=True)
-    compilations = []
-    for T in (300, 150, 427, 600, 1100):
+    """One graph for all lengths, whose operators compute what eager code does, and what float64 does to rounding."""
+    counting = counting_backend("aot_eager")
+    op, graphs = torch.compile(tssa, fullgraph=True, backend=counting), []
+    for T in (300, 150, 600):
         w = torch.randn(2, T, 3, 16).to(dtype).requires_grad_()
         temp, bias = (torch.rand(3) + 0.5).requires_grad_(), (0.3 * torch.randn(T, 3)).requires_grad_()
         mask = torch.ones(2, T, dtype=torch.bool)
         mask[0, :40], mask[1, -30:] = False, False
         g = torch.randn_like(w) * mask[..., None, None]
         runs = []
-        for _ in range(2):
-            out = op(w, temp, bias, mask=mask)
+        for function in (op, tssa):
+            out = function(w, temp, bias, mask=mask)
             runs.append((out.output, out.membership, *torch.autograd.grad(out.output, (w, temp, bias), g)))
         assert all(torch.equal(x, y) for x, y in zip(*runs))
         inputs = [x.detach().double().requires_grad_() for x in (w, temp, bias)]
@@ -93,9 +91,21 @@ def test_compiled_operator(dtype, tolerance):
         expected = (out, membership.transpose(1, 2), *torch.autograd.grad(out, inputs, g.double()))
         for got, wanted in zip(runs[0], expected, strict=True):
             assert (got - wanted).norm() < tolerance * wanted.norm()
-        codes = (tssa_compiled._forward_formulas.__code__, tssa_compiled._backward_formulas.__code__)
-        compilations.append([len(torch._dynamo.eval_frame._debug_get_cache_entry_list(code)) for code in codes])
-    assert compilations[0][1] == 1 and compilations[2:] == compilations[1:2] * 3  # for one length of chunk, then for any
+        graphs.append(counting.graphs)
+    assert graphs == [1, 2, 2]
+
+
+def test_operators_keep_their_contracts():
+    """Schemas, shapes without data and autograd, as torch checks them: plain, packed with decay, without gradients."""
+    w, temp, bias = torch.randn(2, 300, 3, 4), torch.rand(3), torch.randn(2, 300, 3)
+    state = torch.rand(2, 3, 4), torch.rand(2, 3, 4).double(), torch.rand(2, 3).double()
+    seq_idx, decay = (torch.arange(300) // 70).expand(2, -1), -torch.rand(2, 300, 3)
+    operator = tssa_chunked._forward_operator._opoverload
+    for packed, keep in ((False, True), (True, True), (True, False)):
+        inputs = [x.clone().requires_grad_(keep) for x in (w, temp, bias)]
+        sums = [x.clone().requires_grad_(keep) for x in state]
+        options = (None, seq_idx, decay.clone().requires_grad_(keep)) if packed else (None, None, None)
+        torch.library.opcheck(operator, (*inputs, *options, *sums, keep, tssa_chunked.CHUNK_TOKENS))
 
 
 @backends

@@ -29,8 +29,6 @@ OPERATOR_FILES = (
     "tssa.py",
     "tssa_reference.py",
     "tssa_chunked.py",
-    "tssa_compiled.py",
-    "tssa_bidirectional.py",
     "tssa_tuned.py",
     "tssa_triton.py",
     "tssa_check.py",

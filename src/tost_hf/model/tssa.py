@@ -5,11 +5,10 @@ No token is ever compared with another one: time is linear in the number of toke
 running sums (`TSSAState`). tssa_reference.py says what is computed. Everything inside runs in float32, or in float64 for
 float64 inputs, whatever comes in.
 
-Two backends: the *reference* in PyTorch, for every device and dtype, and the *triton* kernels of tssa_triton.py. `backend=`
-or, without it, the environment variable TOST_HF_BACKEND chooses: "auto" takes the kernels on a GPU, where they can run. The
-causal reference is the eager engine of tssa_chunked.py; under torch.compile on a CPU it is the operator of tssa_compiled.py;
-under torch.export, and for other compilers, it is the formulas themselves. The bidirectional reference is the eager engine of
-tssa_bidirectional.py on a CPU, and else, and for all compilers, the formulas.
+`backend=` or, without it, the environment variable TOST_HF_BACKEND chooses: "reference" for PyTorch, on every device and for
+every dtype, "triton" for the kernels of tssa_triton.py, "auto" for the kernels on a GPU where they can run. In PyTorch the
+causal form is computed by chunks (tssa_chunked.py); the bidirectional form, a single token, torch.export and compilers for
+devices other than the CPU run the reference implementation (tssa_reference.py).
 """
 
 import functools
@@ -19,12 +18,18 @@ from typing import NamedTuple, cast
 
 import torch
 
-from .tssa_bidirectional import bidirectional_tssa
-from .tssa_chunked import causal_tssa
-from .tssa_reference import TSSAState, as_state, bias_of_tokens, compute_dtype, state_shapes, zero_state
-from .tssa_reference import bidirectional as bidirectional_formulas
-from .tssa_reference import causal as causal_formulas
-from .tssa_reference import step as step_formulas
+from .tssa_chunked import causal as causal_by_chunks
+from .tssa_reference import (
+    TSSAState,
+    as_state,
+    bias_of_tokens,
+    bidirectional,
+    compute_dtype,
+    state_shapes,
+    step,
+    zero_state,
+)
+from .tssa_reference import causal as causal_by_definition
 
 
 BACKENDS = ("auto", "reference", "triton")
@@ -92,33 +97,22 @@ def tssa(
     dtype = compute_dtype(w.dtype)
     temp, padding = temp.to(dtype), None if mask is None else ~mask
     if not causal:
-        output, membership = _bidirectional_reference(w, temp, padding, seq_idx)
+        output, membership = bidirectional(w, temp, padding, seq_idx)
         return TSSAOutput(output, membership.transpose(1, 2), None)
     bias = bias_of_tokens(denom_bias, positions, dtype)
     state = None if initial_state is None else as_state(initial_state, w)
-    output, membership, final = _causal_reference(w, temp, bias, padding, seq_idx, state, log_decay)
+    output, membership, final = _causal(w, temp, bias, padding, seq_idx, state, log_decay)
     return TSSAOutput(output, membership.transpose(1, 2), final)
 
 
-def _bidirectional_reference(w, temp, padding, seq_idx) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eager engine on a CPU; the formulas for compilers and other devices."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    engine = bidirectional_tssa if w.device.type == "cpu" and not traced else bidirectional_formulas
-    return engine(w, temp, padding, seq_idx)
-
-
-def _causal_reference(w, temp, bias, padding, seq_idx, state, log_decay) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
-    """The reference engine that fits who is asking: eager code, a compiler for the CPU, or another one."""
-    on_cpu = w.device.type == "cpu" and not torch.compiler.is_exporting()
-    if torch.compiler.is_compiling() and not on_cpu:
-        return causal_formulas(w, temp, bias, padding, seq_idx, state, log_decay)
+def _causal(w, temp, bias, padding, seq_idx, state, log_decay) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
+    """The chunked backend; the reference implementation under torch.export and jit.trace, and for compilers elsewhere."""
+    traced = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    if traced or (torch.compiler.is_compiling() and w.device.type != "cpu"):
+        return causal_by_definition(w, temp, bias, padding, seq_idx, state, log_decay)
     bias = w.new_zeros(1, 1, 1, dtype=temp.dtype) if bias is None else bias
-    arguments = (w, temp, bias.expand(w.shape[:3]), padding, seq_idx, zero_state(w) if state is None else state, log_decay)
-    if not torch.compiler.is_compiling():
-        return causal_tssa(*arguments)
-    from .tssa_compiled import causal_tssa as causal_tssa_compiled
-
-    return causal_tssa_compiled(*arguments)
+    state = zero_state(w) if state is None else state
+    return causal_by_chunks(w, temp, bias.expand(w.shape[:3]), padding, seq_idx, state, log_decay)
 
 
 def tssa_step(
@@ -193,11 +187,11 @@ def tssa_by_formulas(
     dtype, padding = compute_dtype(w.dtype), None if mask is None else ~mask.bool()
     temp = temp.reshape(-1).to(dtype)
     if not causal:
-        output, membership = bidirectional_formulas(w, temp, padding, seq_idx, **variant)
+        output, membership = bidirectional(w, temp, padding, seq_idx, **variant)
         return TSSAOutput(output, membership.transpose(1, 2), None)
     bias = bias_of_tokens(denom_bias, positions, dtype)
     log_decay = _decay_of_tokens(log_decay, mask, w.shape[:3], dtype)
-    output, membership, final = causal_formulas(w, temp, bias, padding, seq_idx, initial_state, log_decay, **variant)
+    output, membership, final = causal_by_definition(w, temp, bias, padding, seq_idx, initial_state, log_decay, **variant)
     return TSSAOutput(output, membership.transpose(1, 2), final)
 
 
@@ -218,7 +212,7 @@ def step_by_formulas(
     temp, bias = temp.reshape(-1).to(dtype), bias_of_tokens(denom_bias, positions, dtype)
     state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
     log_decay = _decay_of_tokens(log_decay, mask, w.shape[:2], dtype)
-    return TSSAOutput(*step_formulas(w, temp, bias, padding, state, log_decay, **variant))
+    return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, **variant))
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:

@@ -29,7 +29,6 @@ dtype, 0 at padding.
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -43,8 +42,6 @@ GROUP_TOKENS = 16  # tokens whose decayed sums are formed together, a power of t
 MOST_STEPS = 24  # over the groups, in programs for rows of any length
 USUAL_CACHE_BYTES = 2**20
 LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 2**18, 2**22  # beyond which a reading is no guide
-
-VECTOR_NUMBERS = 16  # of the widest vectors that a CPU computes with
 
 EPS_SUM_SQ = 1e-12  # floor of a causal running sum of squares
 EPS_NORM = 1e-12  # floor of a channel's norm over the tokens (bidirectional)
@@ -98,15 +95,6 @@ def membership_of(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor
     """Pi, the softmax over heads of `temp` times the score (..., H); 0 where `padding` (...) is true."""
     membership = (score * temp).softmax(-1)
     return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
-
-
-def quick_membership_of(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-    """`membership_of` but for rounding: torch's softmax on CPUs is quick over whole vectors only, of 16 numbers, not 12."""
-    *tokens, H = score.shape
-    logits = score.new_full((*tokens, -(-H // VECTOR_NUMBERS) * VECTOR_NUMBERS), -math.inf)
-    torch.mul(score, temp, out=logits[..., :H])
-    membership = logits.softmax(-1)[..., :H]
-    return membership if padding is None else membership.masked_fill_(padding.unsqueeze(-1), 0)
 
 
 def bias_of_tokens(denom_bias: torch.Tensor | None, positions: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
