@@ -171,18 +171,17 @@ def exported_state(measured: Measured) -> str:
 
 
 def kernel_costs(measured: Measured) -> str:
-    """Instructions, bytes and registers of every kernel, before and now, and the sums of forward and backward."""
+    """Instructions, bytes and registers of every kernel, and the sums of forward and backward."""
     found = measured.find("kernel_costs")
-    targets, names, commits = (list(dict.fromkeys(row[x] for row in found)) for x in ("target", "kernel", "commit"))
-    rows = {name.removesuffix("_kernel").replace("_", " "): [name] for name in names}
-    rows |= {"forward": [x for x in names if "grad" not in x], "backward": [x for x in names if "grad" in x]}
+    targets, names = (list(dict.fromkeys(row[x] for row in found)) for x in ("target", "kernel"))
+    rows = {name.removeprefix("chunk_").replace("_", " "): [name] for name in names}
+    rows |= {"forward": [x for x in names if "bwd" not in x], "backward": [x for x in names if "bwd" in x]}
 
     def cell(group, target: str, metric: str) -> str:
         if metric == "registers" and len(group) > 1:
             return ""
-        cases = [[{"commit": commit, "kernel": x, "target": target, "metric": metric} for x in group] for commit in commits]
-        sums = (sum(measured.spread("kernel_costs", **case).value for case in group) for group in cases)
-        return " → ".join(f"{x:.{0 if metric == 'registers' else 1}f}" for x in sums)
+        cost = sum(measured.spread("kernel_costs", kernel=x, target=target, metric=metric).value for x in group)
+        return f"{cost:.{0 if metric == 'registers' else 1}f}"
 
     columns = [(target, metric) for metric in ("instructions", "bytes", "registers") for target in targets]
     lines = [[label, *(cell(group, *column) for column in columns)] for label, group in rows.items()]
