@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_triton
 import torch
 from test_triton import INTERPRETED, ON_GPU, check, make, needs_triton, packed, padding_mask
 
@@ -89,3 +90,7 @@ def test_compiled_kernels(H, p, T, form, dtype, special, emulated):
         "chunk_bwd_input_kernel",
     } <= ran
     assert not any(counts["uninit shared read"] + counts["undefined register"] for counts in emulated.values())
+
+
+def test_nan_and_inf_stay_in_their_packed_sequence(emulated):
+    test_triton.TestKernels.test_nan_and_inf_stay_in_their_packed_sequence(None, "decay")

@@ -53,7 +53,7 @@ SMOKE = [  # dtype, form, what is special
     ("float16", "causal", "packed"),
     ("float32", "causal", "state"),
     ("float32", "bidirectional", "packed"),
-    ("bfloat16", "forgetting", "mask"),
+    ("bfloat16", "decay", "mask"),
     ("bfloat16", "step", "mask"),
 ]
 SAME = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative RMS between two sizes of tiles
@@ -65,7 +65,7 @@ SAME = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative RMS betw
 def make_leaves(shape, dtype: torch.dtype, form: str, device: str, state: bool = False) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     sizes = {"causal": form != "bidirectional", "state": state, "positions": shape[1]}
-    return kernel_cases.make(*shape, dtype, **sizes, decay=(1e-3, 1.0) if form == "forgetting" else None, device=device)
+    return kernel_cases.make(*shape, dtype, **sizes, decay=(1e-3, 1.0) if form == "decay" else None, device=device)
 
 
 def case_arguments(leaves, form: str, mask=None, seq_idx=None) -> dict[str, object]:
