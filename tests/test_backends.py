@@ -11,7 +11,6 @@ import torch
 from test_tssa import make, padding_mask
 
 from tost_hf import CausalStatisticsCache, TokenStatisticsSelfAttention, ToSTConfig, TSSAState, tssa, tssa_step
-from tost_hf.model import tssa_check
 from tost_hf.model.tssa import _choose_backend, _warn_of_fallback
 
 
@@ -39,8 +38,8 @@ def fake_kernels(monkeypatch):
     fake.is_available = lambda: fake.available
     fake.supports = lambda w: w.dtype == torch.float32
     fake.tssa_triton, fake.tssa_step_triton = run, run_step
+    fake.kernel_problem = lambda *args, **kwargs: None  # tested in test_triton_check.py
     monkeypatch.setitem(sys.modules, "tost_hf.model.tssa_triton", fake)
-    monkeypatch.setattr(tssa_check, "kernel_problem", lambda *args, **kwargs: None)  # looked at in test_triton_check.py
     monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
     return fake
 

@@ -14,7 +14,6 @@ sys.path.append(str(BENCHMARKS))
 
 import gpu  # noqa: E402
 import kernel_cases  # noqa: E402
-import kernel_times  # noqa: E402
 from rows import append_rows  # noqa: E402
 
 
@@ -114,17 +113,6 @@ def test_gpu_reads_the_rows_of_this_run_only(tmp_path):
         append_rows(tmp_path / "op.csv", [{"date": f"2026-01-0{day}T00:00:00+00:00", "value": day}])
     found = gpu.rows_since(tmp_path, "2026-01-01T12:00:00+00:00")
     assert [row["value"] for row in found["op"]] == ["2"]
-
-
-def test_the_best_sizes_are_written_where_the_kernels_read_them(tmp_path, monkeypatch):
-    path = tmp_path / "tssa_tuned.py"
-    path.write_text(kernel_times.TUNED_FILE.read_text())
-    sizes = {"_output_kernel": kernel_times.tssa_tuned.Sizes(8, 2)}
-    monkeypatch.setitem(kernel_times.tssa_tuned.TUNED, "Device A", sizes)
-    kernel_times.write_table(path, "Device B", {"_totals_kernel": kernel_times.tssa_tuned.Sizes(2, 1)})
-    written = {}
-    exec(path.read_text(), written)
-    assert written["TUNED"] == {"Device A": {"_output_kernel": (8, 2)}, "Device B": {"_totals_kernel": (2, 1)}}
 
 
 @pytest.mark.parametrize("H, p, T, form", [(3, 16, 1000, "causal"), (12, 64, 65, "bidirectional"), (20, 8, 1, "causal")])

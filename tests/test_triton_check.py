@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The look at the Triton kernels before they are trusted: right ones, and stand-ins that are wrong. Run as test_triton.py."""
+"""The self-check of the Triton kernels: correct ones, and stand-ins that are wrong. Run as test_triton.py."""
 
 import importlib
 import warnings
@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_triton import DEVICE, INTERPRETED, ON_GPU, needs_triton
 
-from tost_hf.model import tssa_check, tssa_triton
+from tost_hf.model import tssa_triton
 
 
 operator = importlib.import_module("tost_hf.model.tssa")
@@ -30,7 +30,7 @@ class OffByAFifth:
 
 class FailsToCompile:
     def fn(self):
-        """Of which the launcher asks the name."""
+        """Whose name the launcher reads."""
 
     def __getitem__(self, grid):
         raise RuntimeError("ptxas died")
@@ -41,12 +41,12 @@ def tokens(*shape, dtype=torch.float32):
 
 
 @needs_triton
-class TestKernelsAreLookedAt:
+class TestKernelsAreChecked:
     __test__ = INTERPRETED or ON_GPU
 
     @pytest.fixture(autouse=True)
-    def nothing_known(self, monkeypatch):
-        monkeypatch.setattr(tssa_check, "_problems", {})
+    def no_results(self, monkeypatch):
+        monkeypatch.setattr(tssa_triton, "_problems", {})
         monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
         operator._warn_of_fallback.cache_clear()
 
@@ -64,28 +64,28 @@ class TestKernelsAreLookedAt:
         w = tokens(1, 3, 8, dtype=dtype)
         before = torch.random.get_rng_state()
         with torch.inference_mode():
-            assert tssa_check.kernel_problem(w, form, forgets=forgets, gradients=form != "step") is None
+            assert tssa_triton.kernel_problem(w, form, forgets=forgets, gradients=form != "step") is None
         assert torch.equal(torch.random.get_rng_state(), before)
 
     @pytest.mark.parametrize(
         "kernel, name, form, gradients, named",
         [
-            ("_output_kernel", "output", "causal", False, "output by"),
-            ("_membership_kernel", "membership", "bidirectional", False, "membership by"),
-            ("_input_grad_kernel", "dw", "causal", True, "gradient of w by"),
-            ("_score_grad_kernel", "dtemp", "bidirectional", True, "gradient of temp by"),
-            ("_step_kernel", "output", "step", False, "output by"),
+            ("chunk_fwd_output_kernel", "output", "causal", False, "output by"),
+            ("chunk_fwd_membership_kernel", "membership", "bidirectional", False, "membership by"),
+            ("chunk_bwd_input_kernel", "dw", "causal", True, "gradient of w by"),
+            ("chunk_bwd_score_kernel", "dtemp", "bidirectional", True, "gradient of temp by"),
+            ("step_kernel", "output", "step", False, "output by"),
         ],
     )
     def test_a_wrong_kernel_is_found(self, kernel, name, form, gradients, named, monkeypatch):
         monkeypatch.setattr(tssa_triton, kernel, OffByAFifth(getattr(tssa_triton, kernel), name))
-        problem = tssa_check.kernel_problem(tokens(1, 3, 8), form, gradients=gradients)
+        problem = tssa_triton.kernel_problem(tokens(1, 3, 8), form, gradients=gradients)
         assert named in problem
         assert "Please report" in problem
         assert "heads 3, head_dim 8, torch.float32" in problem
 
     def test_falls_back_with_one_warning_or_raises(self, monkeypatch):
-        monkeypatch.setattr(tssa_triton, "_output_kernel", FailsToCompile())
+        monkeypatch.setattr(tssa_triton, "chunk_fwd_output_kernel", FailsToCompile())
         w, temp = tokens(1, 5, 2, 8), torch.ones(2, device=DEVICE)
         with pytest.raises(RuntimeError, match=r"cannot run: .* failed with RuntimeError: ptxas died.*choose 'auto'"):
             operator.tssa(w, temp, backend="triton")
@@ -100,9 +100,9 @@ class TestKernelsAreLookedAt:
         with pytest.raises(RuntimeError, match="ptxas died"):
             operator.tssa(w, temp)
 
-    def test_looks_once_and_never_while_a_compiler_traces(self, monkeypatch):
-        looks, find = [], tssa_check._find_problem
-        monkeypatch.setattr(tssa_check, "_find_problem", lambda *key: looks.append(key) or find(*key))
+    def test_checks_once_and_never_while_a_compiler_traces(self, monkeypatch):
+        checks, find = [], tssa_triton._find_problem
+        monkeypatch.setattr(tssa_triton, "_find_problem", lambda *key: checks.append(key) or find(*key))
         w, temp = tokens(1, 5, 2, 8), torch.ones(2, device=DEVICE)
 
         def run(w):
@@ -110,13 +110,13 @@ class TestKernelsAreLookedAt:
 
         torch._dynamo.reset()
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)(w)
-        assert looks == []
+        assert checks == []
         assert torch.equal(run(w), compiled)
         run(tokens(2, 9, 2, 8))
-        assert len(looks) == 1
+        assert len(checks) == 1
         run(w.clone().requires_grad_())  # the backward kernels as well
         run(tokens(2, 9, 4, 8).to(torch.bfloat16)[:, :, :2])
-        assert [(key[1], *key[-3:]) for key in looks] == [
+        assert [(key[1], *key[-3:]) for key in checks] == [
             (torch.float32, "causal", False, False),
             (torch.float32, "causal", False, True),
             (torch.bfloat16, "causal", False, False),

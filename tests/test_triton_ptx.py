@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_triton
 import torch
 from test_triton import INTERPRETED, ON_GPU, check, make, needs_triton, packed, padding_mask
 
@@ -26,8 +27,8 @@ VARIANTS = [  # form, dtype, what is special
     ("causal", torch.float16, "positions"),
     ("bidirectional", torch.float32, "packed"),
     ("bidirectional", torch.bfloat16, "mask"),
-    ("forgetting", torch.float32, "mask"),
-    ("forgetting", torch.bfloat16, "packed"),
+    ("decay", torch.float32, "mask"),
+    ("decay", torch.bfloat16, "packed"),
 ]
 CASES = [(*shape, *variant) for shape, variant in itertools.product(SHAPES, VARIANTS)]
 if os.environ.get("PTX_CASES") != "all":
@@ -62,9 +63,8 @@ def emulated(monkeypatch):
 
     monkeypatch.setattr(emu, "FAST", True)  # counts nothing that is not looked at
     monkeypatch.setattr(emu.CTA, "stmatrix", store_matrices)
-    for name in (*emukernel.NAMES, "_finish_kernel"):
+    for name in [name for name in dir(tssa_triton) if name.endswith("_kernel")]:
         monkeypatch.setattr(tssa_triton, name, emukernel.Emu(getattr(tssa_triton, name)))
-    monkeypatch.setitem(emukernel.TY, torch.int32, "*i32")
     emukernel.STATS.clear()
     yield emukernel.STATS
     for name in ("emu", "emukernel"):
@@ -74,7 +74,7 @@ def emulated(monkeypatch):
 @pytest.mark.parametrize("H, p, T, form, dtype, special", CASES, ids=str)
 def test_compiled_kernels(H, p, T, form, dtype, special, emulated):
     causal = form != "bidirectional"
-    decay = (1e-5, 5.0) if form == "forgetting" else None
+    decay = (1e-5, 5.0) if form == "decay" else None
     leaves = make(2, T, H, p, dtype, causal, state=special == "state", decay=decay)
     mask = padding_mask(T) if special == "mask" else None
     seq_idx = packed([(T // 3, T - T // 3), (T - 1, 1)]) if special == "packed" else None
@@ -83,5 +83,14 @@ def test_compiled_kernels(H, p, T, form, dtype, special, emulated):
         leaves["bias"], positions = torch.randn(T + 3, H, requires_grad=True), torch.arange(2, T + 2).expand(2, T)
     check(leaves, mask, seq_idx, causal, positions)
     ran = {name for name, counts in emulated.items() if counts["ctas"]}
-    assert {"_membership_kernel", "_output_kernel", "_score_grad_kernel", "_input_grad_kernel", "_finish_kernel"} <= ran
+    assert {
+        "chunk_fwd_membership_kernel",
+        "chunk_fwd_output_kernel",
+        "chunk_bwd_score_kernel",
+        "chunk_bwd_input_kernel",
+    } <= ran
     assert not any(counts["uninit shared read"] + counts["undefined register"] for counts in emulated.values())
+
+
+def test_nan_and_inf_stay_in_their_packed_sequence(emulated):
+    test_triton.TestKernels.test_nan_and_inf_stay_in_their_packed_sequence(None, "decay")

@@ -10,20 +10,20 @@ from test_triton import INTERPRETED, needs_triton
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
-from kernel_costs import CAPABILITIES, FORGETTING, PLAIN, Cost, compile_ahead, cost
+from kernel_costs import CAPABILITIES, DECAY, PLAIN, Cost, compile_ahead, cost
 
 
 # The most that a kernel may cost at H 12, p 64, bfloat16: what was measured below with ptxas of Triton 3.9, and some to spare.
 BUDGET = {
-    "_totals_kernel": Cost(64, 5, 2.2),
-    "_membership_kernel": Cost(96, 27, 2.4),
-    "_output_kernel": Cost(88, 15, 4.4),
-    "_moment_grad_kernel": Cost(184, 24, 6.4),
-    "_score_grad_kernel": Cost(240, 65, 8),
-    "_input_grad_kernel": Cost(224, 42, 10),
+    "chunk_state_kernel": Cost(64, 5, 2.2),
+    "chunk_fwd_membership_kernel": Cost(112, 25, 2.4),
+    "chunk_fwd_output_kernel": Cost(88, 15, 4.4),
+    "chunk_bwd_state_kernel": Cost(184, 24, 6.4),
+    "chunk_bwd_score_kernel": Cost(240, 63, 8),
+    "chunk_bwd_input_kernel": Cost(224, 42, 10),
 }
-REGISTERS = {"_scan_kernel": 88, "_finish_kernel": 96, "_step_kernel": 72}
-FORGETTING_REGISTERS = 255
+STATES = [f"{when}_{name}" for when in ("initial", "final") for name in "SND"]
+REGISTERS = {"state_passing_kernel": 88, "step_kernel": 72}
 pytestmark = [
     pytest.mark.slow,
     needs_triton,
@@ -43,19 +43,19 @@ def test_instructions_and_bytes_within_the_budget(capability, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "H, p, dtype, capability, causal, forgetting, absent",
+    "H, p, dtype, capability, causal, decay, absent",
     [
         (12, 64, "bf16", 80, True, True, PLAIN),
         (20, 64, "bf16", 90, True, False, ()),
         (12, 64, "fp32", 90, True, False, PLAIN),
-        (8, 48, "bf16", 90, False, False, (*PLAIN, "bias", "initial", "final")),
+        (8, 48, "bf16", 90, False, False, (*PLAIN, "bias", *STATES)),
     ],
 )
-def test_compiles_ahead_of_time_without_spills(H, p, dtype, capability, causal, forgetting, absent, tmp_path, monkeypatch):
+def test_compiles_ahead_of_time_without_spills(H, p, dtype, capability, causal, decay, absent, tmp_path, monkeypatch):
     import triton
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    absent = absent if forgetting else (*absent, *FORGETTING)
+    absent = absent if decay else (*absent, *DECAY)
     for name in (*BUDGET, *REGISTERS):
         _, registers, spilled = compile_ahead(name, H, p, dtype, capability, causal, absent, tmp_path)
         print(f"{name} {H} {p} {dtype} sm_{capability}: {registers} registers, {spilled} bytes spilled")

@@ -34,7 +34,7 @@ ROOT = HERE.parents[1]
 MINUTES = 9
 LEAST_SECONDS = 20  # no part is started with less
 OP_VARIANTS = ("triton", "compiled", "eager", "literal", "literal compiled", "sdpa")
-TESTS = ["-m", "pytest", "-q", "-m", "", "--maxfail", "5", "tests/test_triton.py", "tests/test_triton_forgetting.py"]
+TESTS = ["-m", "pytest", "-q", "-m", "", "--maxfail", "5", "tests/test_triton.py"]
 if importlib.util.find_spec("xdist"):  # some hundred kernels are compiled
     TESTS += ["-n", "8"]
 PARTS = [  # name, seconds it may always have, arguments, arguments of a rehearsal; from the cheapest answer to the dearest
@@ -50,7 +50,7 @@ PARTS = [  # name, seconds it may always have, arguments, arguments of a rehears
     (
         "sweep",
         50,
-        ["kernel_times.py", "--sweep", "--write", "--seconds", "40"],
+        ["kernel_times.py", "--sweep", "--seconds", "40"],
         ["kernel_times.py", "--sweep", "--seconds", "1"],
     ),
     (

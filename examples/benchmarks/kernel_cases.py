@@ -16,7 +16,7 @@ from tost_hf.model.tssa import tssa_by_formulas
 
 
 SLACK = 6  # rounding alone takes up to 3.1; one of 8,194 tokens that is left out, 23 and more
-MOVES = 4  # of which the root mean square is taken
+PERTURBED_RUNS = 4  # of which the root mean square is taken
 
 
 def make(
@@ -70,33 +70,33 @@ def run_exact(leaves, mask=None, seq_idx=None, causal=True, positions=None, soft
     return out.output, out.membership.transpose(1, 2), *(out.final_state or ())
 
 
-def moved(x: torch.Tensor) -> torch.Tensor:
+def perturb(x: torch.Tensor) -> torch.Tensor:
     """Every number off by about eps."""
     return x * (1 + torch.finfo(torch.float32).eps * torch.randn(x.shape, device=x.device, dtype=torch.float64))
 
 
-def moved_softmax(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+def perturbed_softmax(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
     """As `membership_of`. Logits move apart from their sum: else gradients that cancel there would seem to be exact."""
     logits = score * temp
-    membership = (moved(logits) - logits.logsumexp(-1, keepdim=True)).exp()
+    membership = (perturb(logits) - logits.logsumexp(-1, keepdim=True)).exp()
     return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
 
 
-def quicken_interpreter() -> None:
-    """Takes out what Triton's interpreter spends most of its time on; once in a process that was started with it."""
+def patch_interpreter_for_speed() -> None:
+    """Replaces what Triton's interpreter spends most of its time on; once per process that was started with it."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     # Triton patches its language again at each call of a device function: here, once
-    for kernel in (tssa_triton._output_kernel, tl.sum):
+    for kernel in (tssa_triton.chunk_fwd_output_kernel, tl.sum):
         interpreter._patch_lang(kernel.fn)
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
-    interpreter.ScanOps.generic_scan = _scan_rows
+    interpreter.ScanOps.generic_scan = _scan_first_axis
 
 
-def _scan_rows(self, inputs):
+def _scan_first_axis(self, inputs):
     """A scan over the first axis, row by row, where the interpreter goes number by number."""
-    outputs, as_arrays = [x.handle.data.copy() for x in inputs], "_join_chunks" not in self.combine_fn.fn.__name__
+    outputs, as_arrays = [x.handle.data.copy() for x in inputs], "_scan_combine_log" not in self.combine_fn.fn.__name__
     for i in range(1, len(outputs[0])):
         pair = [x[j] for j in (i - 1, i) for x in outputs]
         if not as_arrays:  # a function of Triton's, not of sums and products alone
@@ -119,12 +119,12 @@ def errors(got, leaves, grads=(), **case) -> dict[str, tuple[float, float]]:
         grads: those of the outputs.
     """
     results = []
-    for softmax in (None, *[moved_softmax] * MOVES):
-        move = torch.Tensor.double if softmax is None else moved
-        exact = {name: move(x.detach().double()).requires_grad_(bool(grads)) for name, x in leaves.items()}
+    for softmax in (None, *[perturbed_softmax] * PERTURBED_RUNS):
+        change = torch.Tensor.double if softmax is None else perturb
+        exact = {name: change(x.detach().double()).requires_grad_(bool(grads)) for name, x in leaves.items()}
         out = list(run_exact(exact, softmax=softmax, **case))[: len(grads) or len(got)]
         if grads:
-            out += torch.autograd.grad(out, list(exact.values()), [move(x.double()) for x in grads])
+            out += torch.autograd.grad(out, list(exact.values()), [change(x.double()) for x in grads])
         results.append([x.detach() for x in out])
     names = ["output", "membership", *TSSAState._fields][: len(grads) or len(got)]
     names += [f"gradient of {name}" for name in leaves if grads]

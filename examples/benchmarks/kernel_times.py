@@ -1,13 +1,13 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The Triton kernels one by one: whether they are right, what each takes, and which sizes suit the GPU at hand.
+"""The Triton kernels one by one: whether they are right, how long each takes, and which sizes suit the GPU.
 
-    python examples/benchmarks/kernel_times.py --smoke           # masks, packed rows, states, steps, dtypes, against float64
-    python examples/benchmarks/kernel_times.py                   # time of every kernel, forward and backward
-    python examples/benchmarks/kernel_times.py --sweep --write   # tokens of a tile x warps of a program, kernel by kernel
+    python examples/benchmarks/kernel_times.py --smoke   # masks, packing, states, steps, dtypes, against float64
+    python examples/benchmarks/kernel_times.py           # time of every kernel, forward and backward
+    python examples/benchmarks/kernel_times.py --sweep   # tokens of a tile x warps of a program, kernel by kernel
 
 `x copy` is a kernel's time over that of a large copy of as many bytes as the kernel must read and write: w, the gradient, the
-output, each once. It takes turns with the kernels. The sweep refuses sizes whose results differ from those of the default
-sizes by more than rounding, and `--write` puts the best into src/tost_hf/model/tssa_tuned.py, which the kernels read.
+output, each once. It takes turns with the kernels. The sweep rejects sizes whose results differ from those of the default
+sizes by more than rounding, and prints the best as a line for `TUNED` in src/tost_hf/model/tssa_triton.py.
 Without a GPU the kernels run in Triton's interpreter, to see that everything here runs; its times mean nothing.
 """
 
@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import torch
 
@@ -25,28 +24,27 @@ if __name__ == "__main__" and (not torch.cuda.is_available() or ("--device", "cp
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import kernel_cases
-from rows import ROOT, parse_arguments
+from rows import parse_arguments
 from timing import AHEAD_CYCLES, FLUSH_BYTES, Report, arguments, attempt, print_header, ratio, spread
 
-from tost_hf.model import tssa_triton, tssa_tuned
+from tost_hf.model import tssa_triton
 
 
 TENSORS = {  # like w, that a kernel must read or write
-    "_totals_kernel": 1,
-    "_membership_kernel": 1,
-    "_output_kernel": 2,
-    "_moment_grad_kernel": 2,
-    "_score_grad_kernel": 2,
-    "_input_grad_kernel": 3,
+    "chunk_state_kernel": 1,
+    "chunk_fwd_membership_kernel": 1,
+    "chunk_fwd_output_kernel": 2,
+    "chunk_bwd_state_kernel": 2,
+    "chunk_bwd_score_kernel": 2,
+    "chunk_bwd_input_kernel": 3,
 }
-KERNELS = (*TENSORS, "_scan_kernel", "_finish_kernel")
+KERNELS = (*TENSORS, "state_passing_kernel")
 SHAPES = {  # B, T, H, p
     "causal": [(8, 1024, 12, 64), (8, 8192, 12, 64), (1, 131072, 12, 64)],
     "bidirectional": [(64, 196, 12, 64), (8, 4096, 12, 64)],
 }
 TOY_SHAPES = {"causal": [(1, 5, 2, 8)], "bidirectional": [(1, 5, 2, 8)]}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}
-TUNED_FILE = ROOT / "src" / "tost_hf" / "model" / "tssa_tuned.py"
 TILES, WARPS = (4, 2, 8), (1, 2, 4, 8)
 SMOKE_SHAPES = {"cuda": (2, 130, 3, 16), "cpu": (2, 5, 2, 8)}
 SMOKE = [  # dtype, form, what is special
@@ -55,7 +53,7 @@ SMOKE = [  # dtype, form, what is special
     ("float16", "causal", "packed"),
     ("float32", "causal", "state"),
     ("float32", "bidirectional", "packed"),
-    ("bfloat16", "forgetting", "mask"),
+    ("bfloat16", "decay", "mask"),
     ("bfloat16", "step", "mask"),
 ]
 SAME = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative RMS between two sizes of tiles
@@ -67,7 +65,7 @@ SAME = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative RMS betw
 def make_leaves(shape, dtype: torch.dtype, form: str, device: str, state: bool = False) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     sizes = {"causal": form != "bidirectional", "state": state, "positions": shape[1]}
-    return kernel_cases.make(*shape, dtype, **sizes, decay=(1e-3, 1.0) if form == "forgetting" else None, device=device)
+    return kernel_cases.make(*shape, dtype, **sizes, decay=(1e-3, 1.0) if form == "decay" else None, device=device)
 
 
 def case_arguments(leaves, form: str, mask=None, seq_idx=None) -> dict[str, object]:
@@ -214,60 +212,49 @@ def report_times(args, shapes, dtype: torch.dtype, report: Report) -> None:
             for name, times in seconds.items():
                 least = [x * TENSORS[name] for x in copy] if name in TENSORS else None
                 metrics = {"ms": spread(times) * 1e3, "x copy": ratio(times, least) if least else None}
-                report.add({"kernel": name.strip("_")} | case, metrics)
+                report.add({"kernel": name.removesuffix("_kernel")} | case, metrics)
 
 
 # Which sizes ----------------------------------------------------------------------------------------------------------
 
 
-def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tssa_tuned.Sizes]:
+def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tuple[int, int]]:
     """The fastest sizes of each kernel; sizes that do not compile, or give other results, are none."""
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     leaves, best, end = make_leaves(shape, dtype, "causal", args.device), {}, time.monotonic() + args.seconds
-    tssa_tuned.TUNED.pop(device, None)
+    known = tssa_triton.TUNED.pop(device, None)
     case = case_arguments(leaves, "causal")
     expected, _ = run(leaves, case)
     for tile, warps in itertools.product(TILES, WARPS):
         if best and time.monotonic() > end:
             print(f"stopped after {args.seconds:.0f} s, before tiles of {tile} tokens, {warps} warps", flush=True)
             break
-        sizes = tssa_tuned.Sizes(tile, warps)
-        tssa_tuned.TUNED[device] = dict.fromkeys(TENSORS, sizes)
+        tssa_triton.TUNED[device] = dict.fromkeys(TENSORS, (tile, warps))
         try:
             got = attempt(f"tile {tile}, {warps} warps", run, leaves, case)
             pairs = zip(got[0] if got else (), expected)
             errors = [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in pairs]
             if got is None or not max(errors) < SAME[str(dtype).removeprefix("torch.")]:
-                print(f"tile {tile}, {warps} warps: refused", *errors, flush=True)
+                print(f"tile {tile}, {warps} warps: rejected", *errors, flush=True)
                 continue
             seconds = time_kernels(shape, "causal", dtype, args.repeats, args.device)
         finally:
-            del tssa_tuned.TUNED[device]
+            del tssa_triton.TUNED[device]
         for name in TENSORS.keys() & seconds.keys():
             found = spread(seconds[name])
-            row = {"kernel": name.strip("_")} | case_of("causal", shape, dtype, tile, warps)
+            row = {"kernel": name.removesuffix("_kernel")} | case_of("causal", shape, dtype, tile, warps)
             report.add(row, {"ms": found * 1e3, "x copy": None})
             if name not in best or found.value < best[name][0]:
-                best[name] = found.value, sizes
+                best[name] = found.value, (tile, warps)
+    if known is not None:
+        tssa_triton.TUNED[device] = known
     return {name: sizes for name, (_, sizes) in best.items()}
-
-
-def write_table(path: Path, device: str, best: dict[str, tssa_tuned.Sizes]) -> None:
-    """The module with the device's line added or replaced."""
-    table = tssa_tuned.TUNED | {device: best}
-    head = path.read_text().split("TUNED: dict")[0]
-    lines = [f"    {name!r}: {dict(sorted(sizes.items()))!r}," for name, sizes in table.items()]
-    text = head + "TUNED: dict[str, dict[str, Sizes]] = {\n" + "\n".join(lines).replace("'", '"') + "\n}\n"
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__)
     parser.add_argument("--smoke", action="store_true", help="whether they are right, in seconds, and nothing else")
     parser.add_argument("--sweep", action="store_true", help="times at several sizes of tiles and programs instead")
-    parser.add_argument("--write", action="store_true", help=f"with --sweep: write the best to {TUNED_FILE.name}")
     parser.add_argument("--seconds", type=float, default=60, help="after which a sweep starts no other size")
     args = parse_arguments(parser, argv, __file__)
     print_header(args.device)
@@ -275,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         print("Triton is not installed: there are no kernels to run.")
         return 1
     if args.device == "cpu":
-        kernel_cases.quicken_interpreter()
+        kernel_cases.patch_interpreter_for_speed()
     if args.smoke:
         return int(smoke(args.device) > 0)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
@@ -284,9 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         report_times(args, shapes, dtype, report)
         return 0
     best = sweep(args, shapes["causal"][min(1, len(shapes["causal"]) - 1)], dtype, report)
-    print("best:", *(f"{name} {sizes.tile} x {sizes.warps}" for name, sizes in best.items()), flush=True)
-    if args.write and args.device == "cuda" and best:
-        write_table(TUNED_FILE, torch.cuda.get_device_name(), best)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    print(f"best, (tokens of a tile, warps), as a line for TUNED in tssa_triton.py:\n    {name!r}: {best!r},", flush=True)
     return 0
 
 

@@ -29,9 +29,7 @@ OPERATOR_FILES = (
     "tssa.py",
     "tssa_reference.py",
     "tssa_chunked.py",
-    "tssa_tuned.py",
     "tssa_triton.py",
-    "tssa_check.py",
 )
 _SHARED_FILES = ("configuration_tost.py", "layers_tost.py", *OPERATOR_FILES)
 CODE_FILES = {  # by model type; siblings of this file, here and in every published folder

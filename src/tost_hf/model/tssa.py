@@ -223,7 +223,7 @@ def _runs_on_kernels(w: torch.Tensor, backend: str | None, form: str, **parts: b
     """Whether the kernels are chosen for tokens w (..., H, p), can run, and compute there what they should."""
     if _choose_backend(backend, w.device.type, w.dtype) == "reference":
         return False
-    from .tssa_check import kernel_problem
+    from .tssa_triton import kernel_problem
 
     problem = kernel_problem(w, form, **parts)
     if problem is None:

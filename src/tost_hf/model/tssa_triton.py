@@ -1,25 +1,25 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Triton kernels of TSSA, forward and backward, causal and bidirectional, and the decode step.
+"""The GPU backend of TSSA: Triton kernels, forward and backward, causal and bidirectional, and the one-token decoding step.
 
-The operator is two chained sums over tokens with a softmax over heads between them. Tokens are cut into chunks; only totals
-cross a chunk's border, and totals add. So each direction is three kernels that work on all chunks at once, with a small
-scan over the chunk totals after the first and the second:
+The operator is two chained sums over tokens with a softmax over heads between them. As in Mamba-2's chunked scan, tokens are
+split into chunks; only chunk totals cross a chunk's border, and totals add. Each direction is three kernels that process all
+chunks in parallel, with a scan over the chunk totals ("state passing") after the first and the second:
 
-    forward    totals of w^2        -> scan -> membership, totals of Pi w^2 and Pi -> scan -> output
-    backward   totals of dN and dD  -> scan -> score gradient, totals of dS        -> scan -> dw
+    forward    totals of S          -> scan -> membership, totals of N and D -> scan -> output
+    backward   totals of dN and dD  -> scan -> score gradient, totals of dS  -> scan -> dw
 
-with S = sum w^2, N = sum Pi w^2, D = sum Pi: running sums in the causal form, totals in the bidirectional one (`CAUSAL`).
-A running sum's gradient is a suffix sum, so the backward scans run the other way. A causal form that forgets (`log_decay`)
-multiplies its sums by a factor before each token is added: totals are then of what is left at the chunk's end (of gradients,
-at its start), and the scans take in each chunk's sum of the factors' logarithms. The backward goes through a chunk from its
-end, and needs the forward's sums on the way: its first kernel keeps them every 8 tokens. Statistics are float32 whatever
-comes in, no sum is formed by subtraction, and there are no atomics: two runs agree to the last bit.
+with S = sum w^2, N = sum Pi w^2, D = sum Pi: prefix sums in the causal form, totals in the bidirectional one (`CAUSAL`). The
+gradient of a prefix sum is a suffix sum, so the backward scans run in reverse. With decay (`log_decay`), the causal sums are
+multiplied by a factor before each token is added: chunk totals are then decayed to the chunk's end (those of gradients to its
+start), and the scans take each chunk's sum of log factors. The backward processes a chunk from its end and needs the forward's
+sums on the way: its first kernel stores them every 8 tokens.
 
-Chunks are cut at fixed places, every 64 tokens, so an output never depends on the tokens after it. In packed rows a
-chunk ends where its sequence does; a table made on the host lists the chunks, which are the same as if each sequence
-were alone.
+All three sums of a chunk or sequence are one row of a float32 tensor (rows, 2 C + H), C = H p: S, N, then D; gradients dS, dN,
+dD likewise. No sum is formed by subtraction, and there are no atomics: two runs agree bit for bit. Chunks are 64 tokens from
+the sequence's start, so an output never depends on later tokens. In packed batches a chunk ends where its sequence does, and a
+table built on the host lists the chunks: sequences share nothing, whatever they hold (NaN, inf).
 
-The kernels are bound as custom operators, opaque to compilers, in a namespace named after the package this file is loaded
+The kernels are bound as custom operators, opaque to compilers, in a namespace named after the package that this file is loaded
 into: an installed package and a model's remote code can both be loaded. Nothing here needs Triton until it is called.
 """
 
@@ -28,10 +28,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .tssa_reference import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, custom_operator, sequence_starts, state_dtypes, state_shapes
-from .tssa_tuned import TUNED, Sizes
+from .tssa_reference import (
+    EPS_MEMBERSHIP,
+    EPS_NORM,
+    EPS_SUM_SQ,
+    bias_of_tokens,
+    custom_operator,
+    sequence_starts,
+    state_dtypes,
+    state_shapes,
+    zero_state,
+)
+from .tssa_reference import bidirectional as bidirectional_reference
+from .tssa_reference import causal as causal_reference
 
 
 try:
@@ -42,61 +53,48 @@ except ImportError:
 
 
 _jit = (lambda fn: fn) if triton is None else triton.jit
-_LENGTHS = ["T", "tokens", "chunks", "bias_tokens", "bias_rows"]
-_jit_any_length = (lambda fn: fn) if triton is None else triton.jit(do_not_specialize=_LENGTHS)
-# where the kernels are compiled for NVIDIA's devices, and so may name one of their instructions
+_jit_any_length = (lambda fn: fn) if triton is None else triton.jit(do_not_specialize=["T", "bias_tokens"])
+# whether the kernels are compiled for NVIDIA devices, and may use one of their instructions
 _NVIDIA = None if triton is None else tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels. Tensors are contiguous: w, grad, output, dw (B, T, H, p); membership, dscore, log_decay, dlog_decay (B, T, H);
-# chunk totals and carries (chunks, H, p) or (chunks, H), where carries of the bidirectional form have one row a sequence.
+# Loads, stores and masks. Tensors are contiguous: w, grad, output, dw (B, T, H, p); membership, dscore, log_decay and
+# dlog_decay (B, T, H); bias (B or 1, T, H). Carries have one row per chunk in the causal form, one per sequence otherwise.
 #
-# A program takes one chunk and either a group of heads or all of them, and goes through the chunk by tiles of TILE tokens x
-# HEADS heads x BLOCK_P >= P channels. A thread has 8 neighbouring channels of all of a tile's tokens, so running sums are
-# plain additions in its registers. Chunks are placed by 64-bit addresses, what is inside them by 32-bit ones.
+# A program takes one chunk and HEADS heads, and loops over the chunk in tiles of TILE tokens x HEADS heads x BLOCK_P >= P
+# channels. A thread has 8 neighbouring channels of all of a tile's tokens, so running sums are plain additions in its
+# registers. Chunks are addressed with 64 bits, what is inside them with 32.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @_jit
-def _chunk(index, chunk_table, T, CAUSAL: tl.constexpr, CHUNK: tl.constexpr):
-    """A chunk's first token (its place in the flattened batch), how many it has, and its row of carries."""
+def _program(chunk_table, T, H: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr):
+    """The program's chunk and heads (HEADS,); the chunk's first token in the flattened batch, its length, its carry row."""
+    groups: tl.constexpr = (H + HEADS - 1) // HEADS
+    chunk = tl.program_id(0).to(tl.int64) // groups
+    heads = tl.program_id(0) % groups * HEADS + tl.arange(0, HEADS)
     if chunk_table is None:
-        per_row = tl.cdiv(T, CHUNK)
-        row = index // per_row
-        start = (index % per_row) * CHUNK
+        per_sequence = tl.cdiv(T, CHUNK)
+        row = chunk // per_sequence
+        start = (chunk % per_sequence) * CHUNK
         stop = T.to(tl.int64)
         sequence = row
     else:
-        row = tl.load(chunk_table + 4 * index)
-        start = tl.load(chunk_table + 4 * index + 1)
-        stop = tl.load(chunk_table + 4 * index + 2)
-        sequence = tl.load(chunk_table + 4 * index + 3)
+        row = tl.load(chunk_table + 4 * chunk)
+        start = tl.load(chunk_table + 4 * chunk + 1)
+        stop = tl.load(chunk_table + 4 * chunk + 2)
+        sequence = tl.load(chunk_table + 4 * chunk + 3)
     if CAUSAL:
-        carry = index
+        carry = chunk
     else:
         carry = sequence
-    return row * T + start, tl.minimum(stop - start, CHUNK).to(tl.int32), carry
+    return chunk, heads, row * T + start, tl.minimum(stop - start, CHUNK).to(tl.int32), carry
 
 
 @_jit
-def _group(H: tl.constexpr, HEADS: tl.constexpr):
-    """The chunk and the heads of a program that takes a group of heads."""
-    groups: tl.constexpr = (H + HEADS - 1) // HEADS
-    return tl.program_id(0).to(tl.int64) // groups, tl.program_id(0) % groups * HEADS + tl.arange(0, HEADS)
-
-
-@_jit
-def _real(mask, first, t, exists):
-    """Which of a chunk's tokens t exist and are not padding."""
-    if mask is not None:
-        exists = exists & (tl.load(mask + first + t, mask=exists, other=0) != 0)
-    return exists
-
-
-@_jit
-def _of_heads(exists, heads, H: tl.constexpr):
-    """`exists` (TILE,) for each of the heads, (TILE, HEADS), where there is such a head."""
+def _head_mask(exists, heads, H: tl.constexpr):
+    """`exists` (TILE,) for each head, (TILE, HEADS), where there is such a head."""
     if tl.constexpr(H) % heads.shape[0] == 0:
         return exists[:, None] & tl.full(heads.shape, True, tl.int1)[None, :]
     else:
@@ -104,87 +102,95 @@ def _of_heads(exists, heads, H: tl.constexpr):
 
 
 @_jit
-def _of_channels(of_heads, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """`of_heads` (..., HEADS) for each of the channels, (..., HEADS, BLOCK_P), where there is such a channel."""
-    of_heads = tl.expand_dims(of_heads, -1)
+def _channel_mask(mask, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """`mask` (..., HEADS) for each channel, (..., HEADS, BLOCK_P), where there is such a channel."""
+    mask = tl.expand_dims(mask, -1)
     if P == BLOCK_P:
-        return of_heads
+        return mask
     else:
-        return of_heads & (tl.arange(0, BLOCK_P) < P)
+        return mask & (tl.arange(0, BLOCK_P) < P)
 
 
 @_jit
 def _load(pointer, first, t, heads, exists, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """A tile of tokens, (TILE, HEADS, BLOCK_P) in float32; where none `exists`, 0 and not read."""
-    places = (t[:, None] * H + heads[None, :])[:, :, None] * P + tl.arange(0, BLOCK_P)[None, None, :]
-    here = _of_channels(_of_heads(exists, heads, H), P, BLOCK_P)
-    return tl.load(pointer + first * (H * P) + places, mask=here, other=0.0).to(tl.float32)
+    """A tile (TILE, HEADS, BLOCK_P) in float32; 0, and not read, at tokens that do not exist."""
+    offsets = (t[:, None] * H + heads[None, :])[:, :, None] * P + tl.arange(0, BLOCK_P)[None, None, :]
+    mask = _channel_mask(_head_mask(exists, heads, H), P, BLOCK_P)
+    return tl.load(pointer + first * (H * P) + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @_jit
 def _store(pointer, value, first, t, heads, exists, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    places = (t[:, None] * H + heads[None, :])[:, :, None] * P + tl.arange(0, BLOCK_P)[None, None, :]
-    tl.store(pointer + first * (H * P) + places, value, mask=_of_channels(_of_heads(exists, heads, H), P, BLOCK_P))
+    offsets = (t[:, None] * H + heads[None, :])[:, :, None] * P + tl.arange(0, BLOCK_P)[None, None, :]
+    mask = _channel_mask(_head_mask(exists, heads, H), P, BLOCK_P)
+    tl.store(pointer + first * (H * P) + offsets, value, mask=mask)
 
 
 @_jit
 def _load_heads(pointer, first, t, heads, exists, H: tl.constexpr):
-    """A number of each token and head, (TILE, HEADS); where none `exists`, 0 and not read."""
-    places = t[:, None] * H + heads[None, :]
-    return tl.load(pointer + first * H + places, mask=_of_heads(exists, heads, H), other=0.0)
+    """One number per token and head, (TILE, HEADS); 0, and not read, at tokens that do not exist."""
+    offsets = t[:, None] * H + heads[None, :]
+    return tl.load(pointer + first * H + offsets, mask=_head_mask(exists, heads, H), other=0.0)
 
 
 @_jit
 def _store_heads(pointer, value, first, t, heads, exists, H: tl.constexpr):
-    places = t[:, None] * H + heads[None, :]
-    tl.store(pointer + first * H + places, value, mask=_of_heads(exists, heads, H))
+    tl.store(pointer + first * H + t[:, None] * H + heads[None, :], value, mask=_head_mask(exists, heads, H))
 
 
 @_jit
-def _load_bias(
-    bias, positions, first, t, heads, exists, bias_tokens, bias_rows, row_stride, head_stride, H: tl.constexpr
+def _load_tile(
+    w, membership, log_decay, mask, first, start, count, heads,
+    H: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The score bias of each token and head, (TILE, HEADS); NaN where a token's position is no row of `bias`."""
-    if positions is None:
-        bias += first % bias_tokens * row_stride
-        rows = t
-        inside = exists
+    """A chunk's tokens from `start` on: their indices, which are real, w, membership (0 of None), log decay."""
+    t = start + tl.arange(0, TILE)
+    real = t < count
+    if mask is not None:
+        real = real & (tl.load(mask + first + t, mask=real, other=0) != 0)
+    x = _load(w, first, t, heads, real, H, P, BLOCK_P)
+    if membership is None:
+        pi = tl.zeros([TILE, heads.shape[0]], tl.float32)
     else:
-        rows = tl.load(positions + first % bias_tokens + t, mask=exists, other=0)
-        inside = exists & (rows.to(tl.uint32, bitcast=True) < bias_rows)
-    places = rows[:, None] * row_stride + heads[None, :] * head_stride
-    values = tl.load(bias + places, mask=_of_heads(inside, heads, H), other=0.0)
-    if positions is None:
-        return values
+        pi = _load_heads(membership, first, t, heads, real, H)
+    if log_decay is None:  # Triton returns a None in a tuple as a literal only
+        return t, real, x, pi, None
     else:
-        return tl.where((exists & ~inside)[:, None], float("nan"), values)
+        return t, real, x, pi, _load_heads(log_decay, first, t, heads, t < count, H)
 
 
 @_jit
-def _load_row(pointer, row, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The heads' part of a row of carries, (HEADS, BLOCK_P)."""
-    places = heads[:, None] * P + tl.arange(0, BLOCK_P)[None, :]
-    return tl.load(pointer + row * (H * P) + places, mask=_of_channels(heads < H, P, BLOCK_P), other=0.0)
+def _load_state(states, row, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The three sums of a row: (HEADS, BLOCK_P) twice, and (HEADS,)."""
+    states += row * (2 * H * P + H)
+    offsets = heads[:, None] * P + tl.arange(0, BLOCK_P)[None, :]
+    mask = _channel_mask(heads < H, P, BLOCK_P)
+    S = tl.load(states + offsets, mask=mask, other=0.0)
+    N = tl.load(states + H * P + offsets, mask=mask, other=0.0)
+    return S, N, tl.load(states + 2 * H * P + heads, mask=heads < H, other=0.0)
 
 
 @_jit
-def _store_row(pointer, value, row, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    places = heads[:, None] * P + tl.arange(0, BLOCK_P)[None, :]
-    tl.store(pointer + row * (H * P) + places, value, mask=_of_channels(heads < H, P, BLOCK_P))
+def _store_state(states, row, S, N, D, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Stores S, or N and D, or all three."""
+    states += row * (2 * H * P + H)
+    offsets = heads[:, None] * P + tl.arange(0, BLOCK_P)[None, :]
+    mask = _channel_mask(heads < H, P, BLOCK_P)
+    if S is not None:
+        tl.store(states + offsets, S, mask=mask)
+    if N is not None:
+        tl.store(states + H * P + offsets, N, mask=mask)
+        tl.store(states + 2 * H * P + heads, D, mask=heads < H)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arithmetic of tiles
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @_jit
-def _decay(log_decay, first, t, heads, exists, H: tl.constexpr):
-    """Logarithms of the factors (TILE, HEADS), 0 where no token is; None if nothing is forgotten."""
-    if log_decay is None:
-        return None
-    else:
-        return _load_heads(log_decay, first, t, heads, exists, H)
-
-
-@_jit
-def _inverse(x):
-    """1 / x, of a normal number: one instruction where it can be named, eight for a quotient."""
+def _reciprocal(x):
+    """1 / x of a normal number: one instruction where it can be named, eight for a quotient."""
     if _NVIDIA:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -192,33 +198,45 @@ def _inverse(x):
 
 
 @_jit
-def _lost(decay):
-    """exp(decay) - 1 for -0.1 < decay <= 0, exact to float32 where 1 - exp(decay) would keep few digits."""
-    return decay * (1 + decay / 2 * (1 + decay / 3 * (1 + decay / 4 * (1 + decay / 5 * (1 + decay / 6)))))
+def _clamp(S, floor):
+    """At least `floor`; NaN stays NaN."""
+    return tl.maximum(S, floor, propagate_nan=tl.PropagateNan.ALL)
 
 
 @_jit
-def _factor(decay):
+def _expm1_poly(x):
+    """exp(x) - 1 for -0.1 < x <= 0, exact to float32, where exp(x) - 1 would keep few digits."""
+    return x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))))
+
+
+@_jit
+def _decay_factor(decay):
     """exp(decay), rounded once: the hardware's is off by 2e-7, and the factors of a chunk multiply."""
-    return tl.where(decay > -0.1, 1.0 + _lost(decay), tl.exp(decay))
+    return tl.where(decay > -0.1, 1.0 + _expm1_poly(decay), tl.exp(decay))
 
 
 @_jit
-def _forget(total, decay):
-    """The total times exp(decay). A factor close to 1 would be rounded the same way at each of thousands of steps."""
-    return tl.where(decay > -0.1, total + total * _lost(decay), total * tl.exp(decay))
+def _apply_decay(total, decay):
+    """total * exp(decay). A factor close to 1 would be rounded the same way at each of thousands of steps."""
+    return tl.where(decay > -0.1, total + total * _expm1_poly(decay), total * tl.exp(decay))
 
 
 @_jit
-def _join(factor, total, next_factor, next_total):
-    """Two neighbouring stretches of tokens as one: the product of the factors and the decayed total."""
+def _scan_combine(factor, total, next_factor, next_total):
+    """Two neighbouring spans of tokens as one: the product of the factors, and the decayed total."""
     return factor * next_factor, total * next_factor + next_total
 
 
 @_jit
-def _join_chunks(decay, total, next_decay, next_total):
-    """As `_join`, with the factors' logarithms: of many chunks, each close to 1, a product would lose digits."""
+def _scan_combine_log(decay, total, next_decay, next_total):
+    """`_scan_combine` with log factors: of many chunks, each close to 1, a product would lose digits."""
     return decay + next_decay, total * tl.exp(next_decay) + next_total
+
+
+@_jit
+def _scan_combine_decayed(factor, total, decayed, next_factor, next_total, next_decayed):
+    """`_scan_combine`, and the sum before the last token times its factor."""
+    return factor * next_factor, total * next_factor + next_total, total * next_factor + next_decayed
 
 
 @_jit
@@ -234,10 +252,10 @@ def _per_token(x, values):
 
 
 @_jit
-def _running(values, carry, decay, CAUSAL: tl.constexpr):
-    """Sums over tokens (axis 0): those of the tile on top of the carry, or the carry alone, which is then the total.
+def _running_sum(values, carry, decay, CAUSAL: tl.constexpr):
+    """Prefix sums over a tile's tokens (axis 0) on top of `carry`; in the bidirectional form `carry`, which is the total.
 
-    With `decay`, a sum is multiplied by exp(decay) before the token's own value is added to it.
+    With `decay`, a sum is multiplied by exp(decay) before the token's own value is added.
     """
     carry = tl.broadcast_to(tl.expand_dims(carry, 0), values.shape)
     if not CAUSAL:
@@ -246,18 +264,29 @@ def _running(values, carry, decay, CAUSAL: tl.constexpr):
     if decay is None:
         return tl.cumsum(tl.where(is_first, carry + values, values), 0)
     else:
-        factor = tl.broadcast_to(_per_token(_factor(decay), values), values.shape)
+        factor = tl.broadcast_to(_per_token(_decay_factor(decay), values), values.shape)
         values = tl.where(is_first, carry * factor + values, values)
-        _, values = tl.associative_scan((factor, values), 0, _join)
+        _, values = tl.associative_scan((factor, values), 0, _scan_combine)
         return values
 
 
 @_jit
+def _running_sum_decayed(values, carry, decay, CAUSAL: tl.constexpr):
+    """`_running_sum`, and the sum before each token times its factor, where subtracting the token would cancel digits."""
+    if decay is None:
+        return _running_sum(values, carry, None, CAUSAL), None
+    else:
+        is_first = _per_token(tl.arange(0, values.shape[0]) == 0, values)
+        factor = tl.broadcast_to(_per_token(_decay_factor(decay), values), values.shape)
+        decayed = tl.where(is_first, factor * tl.expand_dims(carry, 0), 0.0)
+        _, values, decayed = tl.associative_scan((factor, decayed + values, decayed), 0, _scan_combine_decayed)
+        return values, decayed
+
+
+@_jit
 def _last(values):
-    """The last token's numbers. Picked as integers: adding a float 0 is an instruction, adding an integer one is none."""
+    """The last token's values, selected as integers: adding an integer 0 compiles to nothing, adding a float 0 does not."""
     is_last = _per_token(tl.arange(0, values.shape[0]) == values.shape[0] - 1, values)
-    if len(values.shape) == 2:
-        return tl.sum(tl.where(is_last, values, 0.0), 0)  # in threads that may share the tokens
     bits = tl.where(is_last, values.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits, 0).to(tl.float32, bitcast=True)
 
@@ -268,277 +297,11 @@ def _total(values, carry, decay):
     if decay is None:
         return carry + tl.sum(values, 0)
     else:
-        return _last(_running(values, carry, decay, True))
+        return _last(_running_sum(values, carry, decay, True))
 
 
 @_jit
-def _tile(w, mask, first, start, count, heads, H: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, BLOCK_P: tl.constexpr):
-    """A chunk's tokens from `start` on: which they are, which are real, and w."""
-    t = start + tl.arange(0, TILE)
-    real = _real(mask, first, t, t < count)
-    return t, real, _load(w, first, t, heads, real, H, P, BLOCK_P)
-
-
-@_jit_any_length
-def _totals_kernel(
-    w,
-    membership,  # None: totals of squares only
-    log_decay,
-    mask,
-    chunk_table,
-    total_sq,
-    total_weighted_sq,
-    total_membership,
-    total_decay,
-    T,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Chunk totals of w^2, of the factors' logarithms and, where the membership is known, of Pi w^2 and Pi.
-
-    One program a chunk and group of heads.
-    """
-    index, heads = _group(H, HEADS)
-    first, count, _ = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
-    sum_sq = tl.zeros([HEADS, BLOCK_P], tl.float32)
-    weighted_sq = tl.zeros([HEADS, BLOCK_P], tl.float32)
-    pi_sum = tl.zeros([HEADS], tl.float32)
-    decay_sum = tl.zeros([HEADS], tl.float32)
-    for start in range(0, count, TILE):
-        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
-        decay = _decay(log_decay, first, t, heads, t < count, H)
-        sum_sq = _total(x * x, sum_sq, decay)
-        if log_decay is not None:
-            decay_sum += tl.sum(decay, 0)
-        if membership is not None:
-            pi = _load_heads(membership, first, t, heads, real, H)
-            weighted_sq = _total(x * x * pi[:, :, None], weighted_sq, decay)
-            pi_sum = _total(pi, pi_sum, decay)
-    _store_row(total_sq, sum_sq, index, heads, H, P, BLOCK_P)
-    if log_decay is not None:
-        tl.store(total_decay + index * H + heads, decay_sum, mask=heads < H)
-    if membership is not None:
-        _store_row(total_weighted_sq, weighted_sq, index, heads, H, P, BLOCK_P)
-        tl.store(total_membership + index * H + heads, pi_sum, mask=heads < H)
-
-
-@_jit
-def _scan(
-    totals,
-    carries,
-    initial,
-    final,
-    total_decay,
-    channels,
-    width: tl.constexpr,
-    first,
-    count,
-    sequence,
-    initial_row,
-    final_row,
-    H: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    REVERSE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Exclusive sums of a block of channels over one sequence's chunks, or its total (bidirectional).
-
-    Entry j is the sum of the j chunks before it: the totals are read shifted by one, so that nothing is subtracted.
-    """
-    inside = channels < width
-    carry = tl.zeros(channels.shape, tl.float32)
-    if initial is not None:
-        if initial_row >= 0:
-            carry += tl.load(initial + initial_row * width + channels, mask=inside, other=0.0).to(tl.float32)
-    for j0 in range(0, count + 1, BLOCK_N):
-        j = j0 + tl.arange(0, BLOCK_N)
-        if REVERSE:
-            chunk = first + count - 1 - j
-            previous = chunk + 1
-        else:
-            chunk = first + j
-            previous = chunk - 1
-        known = ((j > 0) & (j <= count))[:, None] & inside[None, :]
-        x = tl.load(totals + previous[:, None] * width + channels[None, :], mask=known, other=0.0)
-        places = chunk[:, None] * width + channels[None, :]
-        here = (j < count)[:, None] & inside[None, :]
-        if total_decay is not None:
-            heads = channels // (width // H)
-            decay = tl.load(total_decay + previous[:, None] * H + heads[None, :], mask=known, other=0.0)
-            decay, x = tl.associative_scan((decay, x), 0, _join_chunks)
-            x += tl.exp(decay) * carry[None, :]
-            tl.store(carries + places, x, mask=here)
-            carry = tl.sum(tl.where((j == j0 + BLOCK_N - 1)[:, None], x, 0.0), 0)
-        else:
-            if CAUSAL:
-                tl.store(carries + places, carry[None, :] + tl.cumsum(x, 0), mask=here)
-            carry += tl.sum(x, 0)
-    if not CAUSAL:
-        tl.store(carries + sequence * width + channels, carry, mask=inside)
-    if final is not None:
-        if final_row >= 0:
-            tl.store(final + final_row * width + channels, carry, mask=inside)
-
-
-@_jit_any_length
-def _scan_kernel(
-    totals,
-    carries,
-    initial,
-    final,
-    totals2,  # None: no second set of channels
-    carries2,
-    initial2,
-    final2,
-    total_decay,
-    sequence_table,
-    T,
-    WIDTH: tl.constexpr,
-    WIDTH2: tl.constexpr,
-    H: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    REVERSE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Carries from chunk totals (chunks, WIDTH) and (chunks, WIDTH2). One program a sequence and block of channels."""
-    blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
-    blocks2: tl.constexpr = (WIDTH2 + BLOCK_C - 1) // BLOCK_C
-    sequence = tl.program_id(0).to(tl.int64) // (blocks + blocks2)
-    block = tl.program_id(0) % (blocks + blocks2)
-    if sequence_table is None:
-        count = tl.cdiv(T, BLOCK_T).to(tl.int64)
-        first = sequence * count
-        initial_row = sequence
-        final_row = sequence
-    else:  # the state before the row enters its first sequence, the one after it leaves its last
-        first = tl.load(sequence_table + 4 * sequence)
-        count = tl.load(sequence_table + 4 * sequence + 1)
-        initial_row = tl.load(sequence_table + 4 * sequence + (3 if REVERSE else 2))
-        final_row = tl.load(sequence_table + 4 * sequence + (2 if REVERSE else 3))
-    channels = tl.arange(0, BLOCK_C)
-    if block < blocks:
-        channels += block * BLOCK_C
-        _scan(
-            totals, carries, initial, final, total_decay, channels, WIDTH, first, count, sequence, initial_row, final_row, H,
-            CAUSAL, REVERSE, BLOCK_N,
-        )  # fmt: skip
-    else:
-        if totals2 is not None:
-            channels += (block - blocks) * BLOCK_C
-            _scan(
-                totals2, carries2, initial2, final2, total_decay, channels, WIDTH2, first, count, sequence, initial_row,
-                final_row, H, CAUSAL, REVERSE, BLOCK_N,
-            )  # fmt: skip
-
-
-@_jit
-def _softmax_over_heads(score, temp, heads, real, H: tl.constexpr):
-    """The membership (TILE, HEADS); 0 where no real token or no such head is."""
-    score *= tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
-    score = tl.where((heads < H)[None, :], score, float("-inf"))
-    pi = tl.exp(score - tl.max(score, 1)[:, None])
-    return tl.where(_of_heads(real, heads, H), pi * (1.0 / tl.sum(pi, 1))[:, None], 0.0)
-
-
-@_jit_any_length
-def _membership_kernel(
-    w,
-    temp,
-    bias,  # a row for each position, or for each of the first tokens
-    positions,  # or None
-    log_decay,
-    mask,
-    chunk_table,
-    sum_sq,
-    membership,
-    total_weighted_sq,
-    total_membership,
-    T,
-    bias_tokens,  # after which positions, or without them rows of the bias, start again
-    bias_rows,
-    row_stride,
-    head_stride,
-    floor,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Softmax over the heads, and the chunk totals that need it. One program a chunk, all heads."""
-    index = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, HEADS)
-    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
-    before = _load_row(sum_sq, carry, heads, H, P, BLOCK_P)
-    weighted_sq = tl.zeros([HEADS, BLOCK_P], tl.float32)
-    pi_sum = tl.zeros([HEADS], tl.float32)
-    for start in range(0, count, TILE):
-        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
-        decay = _decay(log_decay, first, t, heads, t < count, H)
-        S = _running(x * x, before, decay, CAUSAL)
-        score = tl.sum(x * x * _inverse(tl.maximum(S, floor)), 2)
-        if bias is not None:
-            places = bias_tokens, bias_rows, row_stride, head_stride
-            score += P * _load_bias(bias, positions, first, t, heads, real, *places, H)
-        pi = _softmax_over_heads(score, temp, heads, real, H)
-        _store_heads(membership, pi, first, t, heads, t < count, H)
-        weighted_sq = _total(x * x * pi[:, :, None], weighted_sq, decay)
-        pi_sum = _total(pi, pi_sum, decay)
-        if CAUSAL:
-            before = _last(S)
-    _store_row(total_weighted_sq, weighted_sq, index, heads, H, P, BLOCK_P)
-    tl.store(total_membership + index * H + heads, pi_sum, mask=heads < H)
-
-
-@_jit_any_length
-def _output_kernel(
-    w,
-    membership,
-    log_decay,
-    mask,
-    chunk_table,
-    sum_weighted_sq,
-    sum_membership,
-    output,
-    T,
-    eps,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """The output -w Pi / (1 + N / D), as -w Pi D / (D + N). One program a chunk and group of heads."""
-    index, heads = _group(H, HEADS)
-    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
-    weighted_sq = _load_row(sum_weighted_sq, carry, heads, H, P, BLOCK_P)
-    pi_sum = tl.load(sum_membership + carry * H + heads, mask=heads < H, other=0.0)
-    for start in range(0, count, TILE):
-        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
-        pi = _load_heads(membership, first, t, heads, real, H)
-        decay = _decay(log_decay, first, t, heads, t < count, H)
-        N = _running(x * x * pi[:, :, None], weighted_sq, decay, CAUSAL)
-        D = _running(pi, pi_sum, decay, CAUSAL)
-        value = x * (-pi * (D + eps))[:, :, None] * _inverse(N + (D + eps)[:, :, None])
-        _store(output, value, first, t, heads, t < count, H, P, BLOCK_P)
-        if CAUSAL:
-            weighted_sq = _last(N)
-            pi_sum = _last(D)
-
-
-@_jit
-def _swap(bits, distance: tl.constexpr):
+def _swap_neighbours(bits, distance: tl.constexpr):
     """A tile (TILE, HEADS, ...) with each two neighbouring blocks of `distance` tokens swapped."""
     pairs = tl.reshape(bits, [bits.shape[0] // (2 * distance), 2, distance, bits.shape[1], bits.shape[2]])
     return tl.reshape(tl.sum(pairs, 1, keep_dims=True) - pairs, bits.shape)
@@ -548,27 +311,27 @@ def _swap(bits, distance: tl.constexpr):
 def _flip(x):
     """A tile with its tokens in reverse order.
 
-    By integers, where a + b - b is b: that compiles to no instruction at all, and a scan in reverse would shuffle between
-    threads.
+    As integers, where a + b - b is b: that compiles to no instruction at all, while a scan in reverse would shuffle values
+    between threads.
     """
     bits = x.to(tl.int32, bitcast=True)
     if len(x.shape) == 2:
         bits = bits[:, :, None]
     for power in tl.static_range(5):
         if x.shape[0] > 2**power:
-            bits = _swap(bits, 2**power)
+            bits = _swap_neighbours(bits, 2**power)
     return tl.reshape(bits, x.shape).to(tl.float32, bitcast=True)
 
 
 @_jit
-def _suffix(values, carry, next_decay, CAUSAL: tl.constexpr):
-    """As `_running`, over the tokens in reverse; `next_decay` is that of the token after each."""
+def _suffix_sum(values, carry, next_decay, CAUSAL: tl.constexpr):
+    """`_running_sum` over the tokens in reverse; `next_decay` is the log decay of the token after each."""
     if not CAUSAL:
         return tl.broadcast_to(tl.expand_dims(carry, 0), values.shape)
     elif next_decay is None:
-        return _flip(_running(_flip(values), carry, None, True))
+        return _flip(_running_sum(_flip(values), carry, None, True))
     else:
-        return _flip(_running(_flip(values), carry, _flip(next_decay), True))
+        return _flip(_running_sum(_flip(values), carry, _flip(next_decay), True))
 
 
 @_jit
@@ -577,362 +340,388 @@ def _first(values):
 
 
 @_jit
-def _total_back(values, carry, next_decay):
-    """The sum before the tile's first token, from that of the tokens after it."""
-    if next_decay is None:
-        return carry + tl.sum(values, 0)
-    else:
-        return _first(_suffix(values, carry, next_decay, True))
-
-
-@_jit
-def _next_decay(log_decay, first, t, heads, count, H: tl.constexpr):
-    """Logarithm of the next token's factor; 0 where the chunk ends, since carries are decayed by then."""
-    return _decay(log_decay, first, t + 1, heads, t + 1 < count, H)
+def _softmax_over_heads(score, temp, heads, real, H: tl.constexpr):
+    """The membership (TILE, HEADS); 0 at padding and where there is no such head."""
+    score *= tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
+    score = tl.where((heads < H)[None, :], score, float("-inf"))
+    pi = tl.exp(score - tl.max(score, 1)[:, None])
+    return tl.where(_head_mask(real, heads, H), pi * (1.0 / tl.sum(pi, 1))[:, None], 0.0)
 
 
 @_jit
 def _output_grad(x, g, N, D):
     """From the output's gradient g: the gradient of -w Pi times Pi, and that of N, both still without the factor Pi D.
 
-    The output is -w Pi D / (N + D). The gradient of D is -Pi times the sum over channels of N and what is returned last.
+    The output is -w Pi D / (N + D). The gradient of D is -Pi times the sum over channels of N times the second.
     """
-    inverse = _inverse(N + D[:, :, None])
+    inverse = _reciprocal(N + D[:, :, None])
     of_w = g * inverse
     return of_w, of_w * x * inverse
 
 
+@_jit
+def _score_grad(x, S, q, floor):
+    """1 / S, and the gradient of S through the score, from the score's gradient q (TILE, HEADS)."""
+    inverse = _reciprocal(_clamp(S, floor))
+    return inverse, tl.where(S < floor, 0.0, -q[:, :, None] * inverse * inverse * (x * x))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 @_jit_any_length
-def _moment_grad_kernel(
+def chunk_state_kernel(
     w,
-    grad,
-    membership,
-    log_decay, mask, chunk_table,
-    sum_sq, sum_weighted_sq, sum_membership,
-    span_sq, span_weighted_sq, span_membership,
-    total_dN, total_dD, total_decay,
+    membership,  # None: S only
+    log_decay, mask, chunk_table, totals, total_decay,
+    T,
+    H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Chunk totals of S, of the log factors and, where the membership is known, of N and D."""
+    chunk, heads, first, count, _carry = _program(chunk_table, T, H, HEADS, CAUSAL, CHUNK)
+    S = tl.zeros([HEADS, BLOCK_P], tl.float32)
+    N = tl.zeros([HEADS, BLOCK_P], tl.float32)
+    D = tl.zeros([HEADS], tl.float32)
+    decay_sum = tl.zeros([HEADS], tl.float32)
+    for start in range(0, count, TILE):
+        _t, _real, x, pi, decay = _load_tile(w, membership, log_decay, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
+        S = _total(x * x, S, decay)
+        if log_decay is not None:
+            decay_sum += tl.sum(decay, 0)
+        if membership is not None:
+            N = _total(x * x * pi[:, :, None], N, decay)
+            D = _total(pi, D, decay)
+    if membership is None:
+        _store_state(totals, chunk, S, None, None, heads, H, P, BLOCK_P)
+    else:
+        _store_state(totals, chunk, S, N, D, heads, H, P, BLOCK_P)
+    if log_decay is not None:
+        tl.store(total_decay + chunk * H + heads, decay_sum, mask=heads < H)
+
+
+@_jit_any_length
+def state_passing_kernel(
+    totals, carries,
+    initial_S, initial_N, initial_D,  # (B, H, p) twice and (B, H), or None
+    final_S, final_N, final_D,
+    total_decay, sequence_table,
+    T,
+    FROM: tl.constexpr, TO: tl.constexpr,  # columns of the 2 H P + H
+    H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Carries: exclusive prefix sums of chunk totals over each sequence's chunks, or its total (bidirectional).
+
+    Carry j is the sum of the j chunks before it: the totals are read shifted by one, so that nothing is subtracted. One
+    program per sequence and block of columns.
+    """
+    width: tl.constexpr = 2 * H * P + H
+    blocks: tl.constexpr = (TO - FROM + BLOCK_C - 1) // BLOCK_C
+    sequence = tl.program_id(0).to(tl.int64) // blocks
+    column = FROM + tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = column < TO
+    if sequence_table is None:
+        count = tl.cdiv(T, CHUNK).to(tl.int64)
+        first = sequence * count
+        initial_row = sequence
+        final_row = sequence
+    else:  # the initial state enters a packed row's first sequence, the final one leaves its last
+        first = tl.load(sequence_table + 4 * sequence)
+        count = tl.load(sequence_table + 4 * sequence + 1)
+        initial_row = tl.load(sequence_table + 4 * sequence + (3 if REVERSE else 2))
+        final_row = tl.load(sequence_table + 4 * sequence + (2 if REVERSE else 3))
+    is_S = inside & (column < H * P)
+    is_N = inside & (column >= H * P) & (column < 2 * H * P)
+    is_D = inside & (column >= 2 * H * P)
+    carry = tl.zeros([BLOCK_C], tl.float32)
+    if initial_S is not None:
+        if initial_row >= 0:
+            carry += tl.load(initial_S + initial_row * (H * P) + column, mask=is_S, other=0.0).to(tl.float32)
+            carry += tl.load(initial_N + initial_row * (H * P) + column - H * P, mask=is_N, other=0.0).to(tl.float32)
+            carry += tl.load(initial_D + initial_row * H + column - 2 * H * P, mask=is_D, other=0.0).to(tl.float32)
+    for j0 in range(0, count + 1, BLOCK_N):
+        j = j0 + tl.arange(0, BLOCK_N)
+        if REVERSE:
+            chunk = first + count - 1 - j
+            previous = chunk + 1
+        else:
+            chunk = first + j
+            previous = chunk - 1
+        known = ((j > 0) & (j <= count))[:, None] & inside[None, :]
+        x = tl.load(totals + previous[:, None] * width + column[None, :], mask=known, other=0.0)
+        offsets = chunk[:, None] * width + column[None, :]
+        is_carry = (j < count)[:, None] & inside[None, :]
+        if total_decay is not None:
+            head = tl.where(column < 2 * H * P, column // P % H, column - 2 * H * P)
+            decay = tl.load(total_decay + previous[:, None] * H + head[None, :], mask=known, other=0.0)
+            decay, x = tl.associative_scan((decay, x), 0, _scan_combine_log)
+            x += tl.exp(decay) * carry[None, :]
+            tl.store(carries + offsets, x, mask=is_carry)
+            carry = tl.sum(tl.where((j == j0 + BLOCK_N - 1)[:, None], x, 0.0), 0)
+        else:
+            if CAUSAL:
+                tl.store(carries + offsets, carry[None, :] + tl.cumsum(x, 0), mask=is_carry)
+            carry += tl.sum(x, 0)
+    if not CAUSAL:
+        tl.store(carries + sequence * width + column, carry, mask=inside)
+    if final_S is not None:
+        if final_row >= 0:
+            tl.store(final_S + final_row * (H * P) + column, carry, mask=is_S)
+            tl.store(final_N + final_row * (H * P) + column - H * P, carry, mask=is_N)
+            tl.store(final_D + final_row * H + column - 2 * H * P, carry, mask=is_D)
+
+
+@_jit_any_length
+def chunk_fwd_membership_kernel(
+    w, temp,
+    bias,  # or None
+    log_decay, mask, chunk_table, carries, membership, totals,
+    T,
+    bias_tokens,  # after which the bias repeats
+    floor,
+    H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the heads, and the chunk totals of N and D, which need it. All heads in one program."""
+    chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL, CHUNK)
+    S, _N, _D = _load_state(carries, carry, heads, H, P, BLOCK_P)
+    total_N = tl.zeros([HEADS, BLOCK_P], tl.float32)
+    total_D = tl.zeros([HEADS], tl.float32)
+    for start in range(0, count, TILE):
+        t, real, x, pi, decay = _load_tile(w, None, log_decay, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
+        running_S = _running_sum(x * x, S, decay, CAUSAL)
+        score = tl.sum(x * x * _reciprocal(_clamp(running_S, floor)), 2)
+        if bias is not None:
+            score += P * _load_heads(bias, first % bias_tokens, t, heads, real, H)
+        pi = _softmax_over_heads(score, temp, heads, real, H)
+        _store_heads(membership, pi, first, t, heads, t < count, H)
+        total_N = _total(x * x * pi[:, :, None], total_N, decay)
+        total_D = _total(pi, total_D, decay)
+        if CAUSAL:
+            S = _last(running_S)
+    _store_state(totals, chunk, None, total_N, total_D, heads, H, P, BLOCK_P)
+
+
+@_jit_any_length
+def chunk_fwd_output_kernel(
+    w, membership, log_decay, mask, chunk_table, carries, output,
+    T, eps,
+    H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The output -w Pi / (1 + N / D), as -w Pi D / (D + N)."""
+    _chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL, CHUNK)
+    _S, N, D = _load_state(carries, carry, heads, H, P, BLOCK_P)
+    for start in range(0, count, TILE):
+        t, _real, x, pi, decay = _load_tile(w, membership, log_decay, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
+        running_N = _running_sum(x * x * pi[:, :, None], N, decay, CAUSAL)
+        running_D = _running_sum(pi, D, decay, CAUSAL)
+        value = x * (-pi * (running_D + eps))[:, :, None] * _reciprocal(running_N + (running_D + eps)[:, :, None])
+        _store(output, value, first, t, heads, t < count, H, P, BLOCK_P)
+        if CAUSAL:
+            N = _last(running_N)
+            D = _last(running_D)
+
+
+@_jit_any_length
+def chunk_bwd_state_kernel(
+    w, grad, membership, log_decay, mask, chunk_table, carries, spans, totals, total_decay,
     T, eps,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Chunk totals of the gradients of N and D; the forward's sums before each span, for the two kernels that go back.
-
-    One program a chunk and group of heads.
-    """
-    index, heads = _group(H, HEADS)
-    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
-    before_sq = _load_row(sum_sq, carry, heads, H, P, BLOCK_P)
-    weighted_sq = _load_row(sum_weighted_sq, carry, heads, H, P, BLOCK_P)
-    pi_sum = tl.load(sum_membership + carry * H + heads, mask=heads < H, other=0.0)
+    """Chunk totals of dN and dD; the forward's sums before each span, for the two kernels that process chunks in reverse."""
+    chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL, CHUNK)
+    S, N, D = _load_state(carries, carry, heads, H, P, BLOCK_P)
     dN_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
     dD_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
     decay_sum = tl.zeros([HEADS], tl.float32)
     for start in range(0, count, TILE):
-        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
-        pi = _load_heads(membership, first, t, heads, real, H)
-        decay = _decay(log_decay, first, t, heads, t < count, H)
+        t, real, x, pi, decay = _load_tile(w, membership, log_decay, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
         g = _load(grad, first, t, heads, real, H, P, BLOCK_P)
-        N = _running(x * x * pi[:, :, None], weighted_sq, decay, CAUSAL)
-        D = _running(pi, pi_sum, decay, CAUSAL)
-        _, dmoment = _output_grad(x, g, N, D + eps)
-        dN = dmoment * (pi * (D + eps))[:, :, None]
-        dD = dmoment * pi[:, :, None] * N
-        if log_decay is not None:  # last: with a strong factor, those of small memberships would be no normal numbers
-            left = tl.exp(decay_sum[None, :] + tl.cumsum(decay, 0))[:, :, None]
-            dN, dD = dN * left, dD * left
+        running_N = _running_sum(x * x * pi[:, :, None], N, decay, CAUSAL)
+        running_D = _running_sum(pi, D, decay, CAUSAL)
+        _of_w, dmoment = _output_grad(x, g, running_N, running_D + eps)
+        dN = dmoment * (pi * (running_D + eps))[:, :, None]
+        dD = dmoment * pi[:, :, None] * running_N
+        if log_decay is not None:  # last: with a strong decay, those of small memberships would be no normal numbers
+            factor = tl.exp(decay_sum[None, :] + tl.cumsum(decay, 0))[:, :, None]
+            dN, dD = dN * factor, dD * factor
             decay_sum += tl.sum(decay, 0)
         dN_sum += tl.sum(dN, 0)
         dD_sum -= tl.sum(dD, 0)
         if CAUSAL:
             if start % SPAN == 0:
-                row = index * (CHUNK // SPAN) + start // SPAN
-                _store_row(span_sq, before_sq, row, heads, H, P, BLOCK_P)
-                _store_row(span_weighted_sq, weighted_sq, row, heads, H, P, BLOCK_P)
-                tl.store(span_membership + row * H + heads, pi_sum, mask=heads < H)
-            before_sq = _total(x * x, before_sq, decay)
-            weighted_sq = _last(N)
-            pi_sum = _last(D)
-    _store_row(total_dN, dN_sum, index, heads, H, P, BLOCK_P)
-    tl.store(total_dD + index * H + heads, tl.sum(dD_sum, 1), mask=heads < H)
+                _store_state(spans, chunk * (CHUNK // SPAN) + start // SPAN, S, N, D, heads, H, P, BLOCK_P)
+            S = _total(x * x, S, decay)
+            N = _last(running_N)
+            D = _last(running_D)
+    _store_state(totals, chunk, None, dN_sum, tl.sum(dD_sum, 1), heads, H, P, BLOCK_P)
     if log_decay is not None:
-        tl.store(total_decay + index * H + heads, decay_sum, mask=heads < H)
+        tl.store(total_decay + chunk * H + heads, decay_sum, mask=heads < H)
 
 
 @_jit
-def _sums_before(
-    span_sq, span_weighted_sq, span_membership, w, membership, log_decay, mask, index, first, start, count, carry, heads,
+def _load_tile_and_state(
+    w, grad, membership, log_decay, mask, spans, chunk, first, count, carry, heads, back,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The forward's sums before a tile: those before its span, and the tiles between. Never by taking off what came later."""
-    row = carry
+    """`_load_tile` of a chunk's `back`-th tile from its end, the next tokens' log decay, grad, and the forward's sums before.
+
+    Those are the sums before the tile's span plus the tiles between, never the later sums minus tokens. The log decay of the
+    token after the chunk counts as 0: carries are decayed already.
+    """
+    start = (tl.cdiv(count, TILE) - 1 - back) * TILE
     if CAUSAL:
-        row = index * (CHUNK // SPAN) + start // SPAN
-    S = _load_row(span_sq, row, heads, H, P, BLOCK_P)
-    N = _load_row(span_weighted_sq, row, heads, H, P, BLOCK_P)
-    D = tl.load(span_membership + row * H + heads, mask=heads < H, other=0.0)
-    if CAUSAL:
-        for earlier in range(start // SPAN * SPAN, start, TILE):
-            t, real, x = _tile(w, mask, first, earlier, count, heads, H, P, TILE, BLOCK_P)
-            pi = _load_heads(membership, first, t, heads, real, H)
-            decay = _decay(log_decay, first, t, heads, t < count, H)
+        S, N, D = _load_state(spans, chunk * (CHUNK // SPAN) + start // SPAN, heads, H, P, BLOCK_P)
+        for place in range(start // SPAN * SPAN, start, TILE):
+            t, real, x, pi, decay = _load_tile(w, membership, log_decay, mask, first, place, count, heads, H, P, TILE, BLOCK_P)
             S = _total(x * x, S, decay)
             N = _total(x * x * pi[:, :, None], N, decay)
             D = _total(pi, D, decay)
-    return S, N, D
-
-
-@_jit
-def _score_grad(x, S, q, floor):
-    """1 / S, and the gradient of S by way of the score, from the score's gradient q (TILE, HEADS)."""
-    inverse = _inverse(tl.maximum(S, floor))
-    return inverse, tl.where(S < floor, 0.0, -q[:, :, None] * inverse * inverse * (x * x))
+    else:
+        S, N, D = _load_state(spans, carry, heads, H, P, BLOCK_P)
+    t, real, x, pi, decay = _load_tile(w, membership, log_decay, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
+    g = _load(grad, first, t, heads, real, H, P, BLOCK_P)
+    if log_decay is None:
+        return t, real, x, pi, None, None, g, S, N, D
+    else:
+        next_decay = _load_heads(log_decay, first, t + 1, heads, t + 1 < count, H)
+        return t, real, x, pi, decay, next_decay, g, S, N, D
 
 
 @_jit_any_length
-def _score_grad_kernel(
-    w,
-    grad,
+def chunk_bwd_score_kernel(
+    w, grad,
     grad_membership,  # or None
     temp,
-    bias,
-    positions,
-    membership,
-    log_decay, mask, chunk_table,
-    span_sq, span_weighted_sq, span_membership,
-    suffix_dN, suffix_dD, dscore, dtemp, total_dS,
-    T, bias_tokens, bias_rows, row_stride, head_stride, floor, eps,
+    bias,  # or None
+    membership, log_decay, mask, chunk_table, spans, grad_carries, dscore, dtemp, totals,
+    T, bias_tokens, floor, eps,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Backward of the softmax over the heads, and the chunk totals that need it. One program a chunk, all heads."""
-    index = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, HEADS)
-    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
-    after_dN = _load_row(suffix_dN, carry, heads, H, P, BLOCK_P)
-    after_dD = tl.load(suffix_dD + carry * H + heads, mask=heads < H, other=0.0)
+    """Backward of the softmax over the heads, and the chunk totals of dS, which need it. All heads in one program."""
+    chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL, CHUNK)
+    _after_dS, after_dN, after_dD = _load_state(grad_carries, carry, heads, H, P, BLOCK_P)
     dS_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
     dtemp_sum = tl.zeros([HEADS], tl.float32)
     scale = tl.load(temp + heads, mask=heads < H, other=0.0)
     for back in range(0, tl.cdiv(count, TILE)):
-        start = (tl.cdiv(count, TILE) - 1 - back) * TILE
-        S, N, D = _sums_before(
-            span_sq, span_weighted_sq, span_membership, w, membership, log_decay, mask, index, first, start, count, carry,
-            heads, H, P, CAUSAL, CHUNK, SPAN, TILE, BLOCK_P,
+        t, real, x, pi, decay, next_decay, g, S, N, D = _load_tile_and_state(
+            w, grad, membership, log_decay, mask, spans, chunk, first, count, carry, heads, back,
+            H, P, CAUSAL, CHUNK, SPAN, TILE, BLOCK_P,
         )  # fmt: skip
-        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
-        pi = _load_heads(membership, first, t, heads, real, H)
-        decay = _decay(log_decay, first, t, heads, t < count, H)
-        next_decay = _next_decay(log_decay, first, t, heads, count, H)
-        g = _load(grad, first, t, heads, real, H, P, BLOCK_P)
-        N = _running(x * x * pi[:, :, None], N, decay, CAUSAL)
-        D = _running(pi, D, decay, CAUSAL) + eps
+        N = _running_sum(x * x * pi[:, :, None], N, decay, CAUSAL)
+        D = _running_sum(pi, D, decay, CAUSAL) + eps
         of_w, dmoment = _output_grad(x, g, N, D)
-        U = _suffix(dmoment * (pi * D)[:, :, None], after_dN, next_decay, CAUSAL)
-        V = _suffix(-pi * tl.sum(dmoment * N, 2), after_dD, next_decay, CAUSAL)
-        dpi = tl.sum(x * (x * U - of_w * D[:, :, None]), 2) + V
+        dN = _suffix_sum(dmoment * (pi * D)[:, :, None], after_dN, next_decay, CAUSAL)
+        dD = _suffix_sum(-pi * tl.sum(dmoment * N, 2), after_dD, next_decay, CAUSAL)
+        dpi = tl.sum(x * (x * dN - of_w * D[:, :, None]), 2) + dD
         if grad_membership is not None:
             dpi += _load_heads(grad_membership, first, t, heads, real, H)
         dlogit = pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
         _store_heads(dscore, dlogit * scale[None, :], first, t, heads, t < count, H)
-        S = _running(x * x, S, decay, CAUSAL)
+        S = _running_sum(x * x, S, decay, CAUSAL)
         inverse, dS = _score_grad(x, S, dlogit * scale[None, :], floor)
         score = tl.sum(x * x * inverse, 2)
         if bias is not None:
-            places = bias_tokens, bias_rows, row_stride, head_stride
-            score += P * _load_bias(bias, positions, first, t, heads, real, *places, H)
+            score += P * _load_heads(bias, first % bias_tokens, t, heads, real, H)
         dtemp_sum += tl.sum(dlogit * score, 0)
         if CAUSAL:
-            after_dN = _first(U)
-            after_dD = _first(V)
-        dS_sum = _total_back(dS, dS_sum, next_decay)
+            after_dN = _first(dN)
+            after_dD = _first(dD)
+        if log_decay is None:
+            dS_sum += tl.sum(dS, 0)
+        else:
+            dS_sum = _first(_suffix_sum(dS, dS_sum, next_decay, True))
     if log_decay is not None:
-        dS_sum *= _factor(tl.load(log_decay + first * H + heads, mask=heads < H, other=0.0))[:, None]
-    tl.store(dtemp + index * H + heads, dtemp_sum, mask=heads < H)
-    _store_row(total_dS, dS_sum, index, heads, H, P, BLOCK_P)
-
-
-@_jit
-def _join_and_left(factor, total, left, next_factor, next_total, next_left):
-    """As `_join`, and what the last factor leaves of the sum before it."""
-    return factor * next_factor, total * next_factor + next_total, total * next_factor + next_left
-
-
-@_jit
-def _running_and_left(values, carry, decay, CAUSAL: tl.constexpr):
-    """Sums up to each token, and what its factor left of the sum before it, for which `sum - value` would cancel digits."""
-    if decay is None:
-        return _running(values, carry, None, CAUSAL), None
-    else:
-        is_first = _per_token(tl.arange(0, values.shape[0]) == 0, values)
-        factor = tl.broadcast_to(_per_token(_factor(decay), values), values.shape)
-        left = tl.where(is_first, factor * tl.expand_dims(carry, 0), 0.0)
-        _, values, left = tl.associative_scan((factor, left + values, left), 0, _join_and_left)
-        return values, left
+        dS_sum *= _decay_factor(tl.load(log_decay + first * H + heads, mask=heads < H, other=0.0))[:, None]
+    tl.store(dtemp + chunk * H + heads, dtemp_sum, mask=heads < H)
+    _store_state(totals, chunk, dS_sum, None, None, heads, H, P, BLOCK_P)
 
 
 @_jit_any_length
-def _input_grad_kernel(
-    w,
-    grad,
-    membership,
-    dscore,
-    log_decay,
-    mask,
-    chunk_table,
-    span_sq,
-    span_weighted_sq,
-    span_membership,
-    suffix_dN,
-    suffix_dD,  # None where nothing is forgotten
-    suffix_dS,
-    dw,
-    dlog_decay,
-    T,
-    floor,
-    eps,
+def chunk_bwd_input_kernel(
+    w, grad, membership, dscore, log_decay, mask, chunk_table, spans, grad_carries, dw, dlog_decay,
+    T, floor, eps,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of w and of the factors' logarithms. One program a chunk and group of heads."""
-    index, heads = _group(H, HEADS)
-    first, count, carry = _chunk(index, chunk_table, T, CAUSAL, CHUNK)
-    after_dN = _load_row(suffix_dN, carry, heads, H, P, BLOCK_P)
-    after_dS = _load_row(suffix_dS, carry, heads, H, P, BLOCK_P)
-    if log_decay is not None:
-        after_dD = tl.load(suffix_dD + carry * H + heads, mask=heads < H, other=0.0)
+    """The gradients of w and of the log decay."""
+    chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL, CHUNK)
+    after_dS, after_dN, after_dD = _load_state(grad_carries, carry, heads, H, P, BLOCK_P)
     for back in range(0, tl.cdiv(count, TILE)):
-        start = (tl.cdiv(count, TILE) - 1 - back) * TILE
-        S, N, D = _sums_before(
-            span_sq, span_weighted_sq, span_membership, w, membership, log_decay, mask, index, first, start, count, carry,
-            heads, H, P, CAUSAL, CHUNK, SPAN, TILE, BLOCK_P,
+        t, real, x, pi, decay, next_decay, g, S, N, D = _load_tile_and_state(
+            w, grad, membership, log_decay, mask, spans, chunk, first, count, carry, heads, back,
+            H, P, CAUSAL, CHUNK, SPAN, TILE, BLOCK_P,
         )  # fmt: skip
-        t, real, x = _tile(w, mask, first, start, count, heads, H, P, TILE, BLOCK_P)
-        pi = _load_heads(membership, first, t, heads, real, H)
-        decay = _decay(log_decay, first, t, heads, t < count, H)
-        next_decay = _next_decay(log_decay, first, t, heads, count, H)
-        g = _load(grad, first, t, heads, real, H, P, BLOCK_P)
         q = _load_heads(dscore, first, t, heads, real, H)
-        N, left_N = _running_and_left(x * x * pi[:, :, None], N, decay, CAUSAL)
-        D, left_D = _running_and_left(pi, D, decay, CAUSAL)
+        N, decayed_N = _running_sum_decayed(x * x * pi[:, :, None], N, decay, CAUSAL)
+        D, decayed_D = _running_sum_decayed(pi, D, decay, CAUSAL)
         of_w, dmoment = _output_grad(x, g, N, D + eps)
         pi_D = (pi * (D + eps))[:, :, None]
-        U = _suffix(dmoment * pi_D, after_dN, next_decay, CAUSAL)
-        S, left_S = _running_and_left(x * x, S, decay, CAUSAL)
+        dN = _suffix_sum(dmoment * pi_D, after_dN, next_decay, CAUSAL)
+        S, decayed_S = _running_sum_decayed(x * x, S, decay, CAUSAL)
         inverse, dS = _score_grad(x, S, q, floor)
-        W = _suffix(dS, after_dS, next_decay, CAUSAL)
-        dsq = q[:, :, None] * inverse + W + pi[:, :, None] * U
+        dS = _suffix_sum(dS, after_dS, next_decay, CAUSAL)
+        dsq = q[:, :, None] * inverse + dS + pi[:, :, None] * dN
         _store(dw, 2.0 * x * dsq - of_w * pi_D, first, t, heads, t < count, H, P, BLOCK_P)
         if log_decay is not None:
-            V = _suffix(-pi * tl.sum(dmoment * N, 2), after_dD, next_decay, CAUSAL)
-            ddecay = tl.sum(U * left_N + W * left_S, 2) + V * left_D
+            dD = _suffix_sum(-pi * tl.sum(dmoment * N, 2), after_dD, next_decay, CAUSAL)
+            ddecay = tl.sum(dN * decayed_N + dS * decayed_S, 2) + dD * decayed_D
             _store_heads(dlog_decay, ddecay, first, t, heads, t < count, H)
-            after_dD = _first(V)
+            after_dD = _first(dD)
         if CAUSAL:
-            after_dN = _first(U)
-            after_dS = _first(W)
-
-
-@_jit_any_length
-def _finish_kernel(
-    dscore,
-    order,  # (tokens,), tokens by their row of the bias; None where token i has row i % bias_rows
-    ends,  # (bias_rows + 1,), where each row's tokens start in `order`, and where the last one's end
-    dtemp_of_chunks,
-    dbias,  # or None
-    dtemp,
-    tokens,
-    bias_rows,
-    chunks,
-    row_stride,
-    head_stride,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The gradients of temp and the bias, from those of chunks and tokens: one program for temp, then one for each row."""
-    row = tl.program_id(0).to(tl.int64) - 1
-    heads = tl.arange(0, HEADS)
-    total = tl.zeros([BLOCK, HEADS], tl.float32)
-    if row < 0:
-        for j in range(0, chunks, BLOCK):
-            chunk = j + tl.arange(0, BLOCK)
-            total += _load_heads(dtemp_of_chunks, 0, chunk, heads, chunk < chunks, H)
-        tl.store(dtemp + heads, tl.sum(total, 0), mask=heads < H)
-    elif dbias is not None:
-        if order is None:
-            count = tl.cdiv(tokens - row, bias_rows)
-        else:
-            first = tl.load(ends + row)
-            count = tl.load(ends + row + 1) - first
-        for start in range(0, count, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            if order is None:
-                token = row + i * bias_rows
-            else:
-                token = tl.load(order + first + i, mask=i < count, other=0)
-            total += _load_heads(dscore, 0, token, heads, i < count, H)
-        tl.store(dbias + row * row_stride + heads * head_stride, P * tl.sum(total, 0), mask=heads < H)
+            after_dN = _first(dN)
+            after_dS = _first(dS)
 
 
 @_jit
-def _step_kernel(
-    w,
-    temp,
-    bias,
-    positions,
-    log_decay,
-    mask,
-    sum_sq,
-    sum_weighted_sq,
-    sum_membership,
-    output,
-    membership,
-    position_stride, bias_rows, row_stride, head_stride,
-    floor,
-    eps,
-    decay_stride,
+def step_kernel(
+    w, temp,
+    bias, log_decay, mask,  # or None
+    sum_sq, sum_weighted_sq, sum_membership, output, membership,
+    bias_stride, decay_stride,  # 0 where all batch elements share a row
+    floor, eps,
     H: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One token: updates the sums where they lie. One program a row."""
+    """One token: updates the sums in place. One program per batch element."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, BLOCK_H)
-    p = tl.arange(0, BLOCK_P)
     is_head = heads < H
-    is_channel = is_head[:, None] & (p < P)[None, :]
-    places = (row * H + heads)[:, None] * P + p[None, :]
+    is_channel = is_head[:, None] & (tl.arange(0, BLOCK_P) < P)[None, :]
+    offsets = (row * H + heads)[:, None] * P + tl.arange(0, BLOCK_P)[None, :]
     real = is_head
     if mask is not None:
         real = is_head & (tl.load(mask + row + 0 * heads) != 0)
-    x = tl.load(w + places, mask=is_channel & real[:, None], other=0.0).to(tl.float32)
-    S = tl.load(sum_sq + places, mask=is_channel, other=0.0)
-    N = tl.load(sum_weighted_sq + places, mask=is_channel, other=0.0)
+    x = tl.load(w + offsets, mask=is_channel & real[:, None], other=0.0).to(tl.float32)
+    S = tl.load(sum_sq + offsets, mask=is_channel, other=0.0)
+    N = tl.load(sum_weighted_sq + offsets, mask=is_channel, other=0.0)
     D = tl.load(sum_membership + row * H + heads, mask=is_head, other=0.0)
     if log_decay is not None:
         decay = tl.load(log_decay + row * decay_stride + heads, mask=real, other=0.0)
-        S, N, D = _forget(S, decay[:, None]), _forget(N, decay[:, None]), _forget(D, decay)
+        S, N, D = _apply_decay(S, decay[:, None]), _apply_decay(N, decay[:, None]), _apply_decay(D, decay)
     S += x * x
-    score = tl.sum(x * x / tl.maximum(S, floor), 1)
+    score = tl.sum(x * x / _clamp(S, floor), 1)
     if bias is not None:
-        place = row
-        inside = is_head
-        if positions is not None:
-            place = tl.load(positions + row * position_stride + 0 * heads).to(tl.int64)
-            inside = is_head & (place >= 0) & (place < bias_rows)
-        score += P * tl.load(bias + place * row_stride + heads * head_stride, mask=inside, other=float("nan"))
+        score += P * tl.load(bias + row * bias_stride + heads, mask=is_head, other=0.0)
     score = tl.where(is_head, score * tl.load(temp + heads, mask=is_head, other=0.0), float("-inf"))
     pi = tl.exp(score - tl.max(score, 0))
     pi = tl.where(real, pi / tl.sum(pi, 0), 0.0)
     N += x * x * pi[:, None]
     D += pi
     tl.debug_barrier()  # in small tiles several threads read the same number: all must have, before one writes
-    tl.store(sum_sq + places, S, mask=is_channel)
-    tl.store(sum_weighted_sq + places, N, mask=is_channel)
+    tl.store(sum_sq + offsets, S, mask=is_channel)
+    tl.store(sum_weighted_sq + offsets, N, mask=is_channel)
     tl.store(sum_membership + row * H + heads, D, mask=is_head)
     tl.store(membership + row * H + heads, pi, mask=is_head)
     moment = (N / (D + eps)[:, None]).to(tl.float32)
-    tl.store(output + places, -(x * pi[:, None]) / (1.0 + moment), mask=is_channel)
+    tl.store(output + offsets, -(x * pi[:, None]) / (1.0 + moment), mask=is_channel)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -940,108 +729,75 @@ def _step_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# Tokens of a chunk; of a span, before which the backward stores the forward's sums; of a tile, which a thread holds at once.
+_CHUNK, _SPAN, _TILE = 64, 8, 4
+_SCAN_CHUNKS, _SCAN_COLUMNS = 64, 32  # block of the scans over chunk totals
+# (tokens of a tile, warps of a program) by device name and kernel, where they were measured: `kernel_times.py --sweep` prints
+# a line for the GPU it runs on. Tiles are powers of 2, at most 8.
+TUNED: dict[str, dict[str, tuple[int, int]]] = {}
+
+
 class _Blocks(NamedTuple):
-    heads: int  # of a program that takes them all: a power of 2, at least H
-    group: int  # of one that does not
+    heads: int  # of a program: a power of 2
     channels: int  # a power of 2, at least p
-    warps: int  # of a program that takes all heads
-    group_warps: int  # of one that does not
+    warps: int
 
 
-def _blocks(H: int, p: int) -> _Blocks:
-    """Block sizes, from the shape of a token alone: depending on T, they would let outputs depend on later tokens.
+def _blocks(H: int, p: int, all_heads: bool) -> _Blocks:
+    """Block sizes, from the shape of a token alone: if they depended on T, outputs would depend on later tokens.
 
-    A warp takes 256 channels, 8 a thread: in bfloat16 those are the 16 bytes that a thread reads at once. With fewer,
+    A warp takes 256 channels, 8 per thread: in bfloat16 those are the 16 bytes that a thread reads at once. With fewer,
     threads would share a tile's tokens.
     """
-    channels = _power_of_2(p)
-    group = max(1, 256 // channels)
-    heads = max(group, _power_of_2(H))
-    warps, group_warps = (min(16, h * channels // 256) for h in (heads, group))
-    return _Blocks(heads, group, channels, warps, group_warps)
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    channels = triton.next_power_of_2(p)
+    heads = max(1, 256 // channels)
+    if all_heads:
+        heads = max(heads, triton.next_power_of_2(H))
+    return _Blocks(heads, channels, min(16, heads * channels // 256))
 
 
 class _Layout(NamedTuple):
-    """How rows are cut. Without packing both tables are None: the kernels find a chunk from its number."""
+    """How a batch is split into chunks. Without packing both tables are None: the kernels find a chunk from its number."""
 
     chunks: int
     sequences: int
-    chunk_table: torch.Tensor | None  # (chunks, 4): row, first token, one past the sequence's last token, sequence
+    chunk_table: torch.Tensor | None  # (chunks, 4): batch row, first token, one past the sequence's last token, sequence
     sequence_table: torch.Tensor | None  # (sequences, 4): first chunk, chunks, row if it starts it, row if it ends it; or -1
 
 
-_known = WeakTensorKeyDictionary()  # what the layers of a model find in a tensor that they share, such as seq_idx, once
+_packed_layouts = WeakTensorKeyDictionary()  # of each `seq_idx`, which the layers of a model share: (its version, layout)
 
 
-def _layout(w: torch.Tensor, seq_idx: torch.Tensor | None, block_t: int) -> _Layout:
+def _layout(w: torch.Tensor, seq_idx: torch.Tensor | None) -> _Layout:
     B, T = w.shape[:2]
     if seq_idx is None or w.numel() == 0:
-        return _Layout(B * _cdiv(T, block_t), B, None, None)
+        return _Layout(B * _cdiv(T, _CHUNK), B, None, None)
     if seq_idx.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("Packed rows cannot be captured in a CUDA graph: where sequences end decides which kernels run.")
-    return _find_once(_packed_layout, seq_idx, block_t)
+        raise RuntimeError(
+            "Packed sequences cannot be captured in a CUDA graph: where sequences end decides which kernels run."
+        )
+    if seq_idx.is_inference():  # changes leave no trace in its version
+        return _packed_layout(seq_idx)
+    version, layout = _packed_layouts.get(seq_idx, (None, None))
+    if version != seq_idx._version:
+        layout = _packed_layout(seq_idx)
+        _packed_layouts[seq_idx] = seq_idx._version, layout
+    return layout
 
 
-def _find_once(find, x: torch.Tensor, *others):
-    """find(x, *others), from memory where x and the others are what they were; other tensors count by themselves."""
-    tensors = [y for y in (x, *others) if isinstance(y, torch.Tensor)]
-    # changes made to some tensors leave no trace, nor do those that a graph makes
-    if any(y.is_inference() for y in tensors) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return find(x, *others)
-    key = tuple((WeakIdRef(y), y._version) if isinstance(y, torch.Tensor) else y for y in (x, *others))
-    known = _known.setdefault(x, {})
-    if find not in known or known[find][0] != key:
-        known[find] = key, find(x, *others)
-    return known[find][1]
-
-
-def _packed_layout(seq_idx: torch.Tensor, block_t: int) -> _Layout:
+def _packed_layout(seq_idx: torch.Tensor) -> _Layout:
     T = seq_idx.shape[1]
     on_host = seq_idx.cpu()
     row, start = sequence_starts(on_host).nonzero(as_tuple=True)
     stop = start.roll(-1)
     stop[stop == 0] = T  # the next sequence starts the next row
-    chunks = _cdiv(stop - start, block_t)
+    chunks = _cdiv(stop - start, _CHUNK)
     first = chunks.cumsum(0) - chunks
     sequence = torch.repeat_interleave(chunks)
-    chunk_start = start[sequence] + (torch.arange(len(sequence)) - first[sequence]) * block_t
+    chunk_start = start[sequence] + (torch.arange(len(sequence)) - first[sequence]) * _CHUNK
     chunk_table = torch.stack([row[sequence], chunk_start, stop[sequence], sequence], 1)
     sequence_table = torch.stack([first, chunks, row.where(start == 0, -1), row.where(stop == T, -1)], 1)
     return _Layout(len(sequence), len(row), chunk_table.to(seq_idx.device), sequence_table.to(seq_idx.device))
-
-
-class _Bias(NamedTuple):
-    """The score bias as the kernels read it."""
-
-    table: torch.Tensor | None  # (rows, H)
-    positions: torch.Tensor | None  # (B or 1, T), rows of the table
-    tokens: int  # after which positions, or without them rows of the table, start again
-    rows: int
-    strides: tuple[int, ...]
-
-
-def _bias(table: torch.Tensor | None, positions: torch.Tensor | None) -> _Bias:
-    if table is None:
-        return _Bias(None, None, 1, 1, (1, 1))
-    rows, positions = len(table), None if positions is None else _find_once(_short_positions, positions)
-    return _Bias(table, positions, max(1, rows if positions is None else positions.numel()), rows, table.stride())
-
-
-def _short_positions(positions: torch.Tensor) -> torch.Tensor:
-    """Positions as int32, half of the bytes; one row where all rows share it."""
-    return (positions[:1] if positions.stride(0) == 0 else positions).to(torch.int32).contiguous()
-
-
-def _tokens_by_row(positions: torch.Tensor, mask: torch.Tensor | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Real tokens by their row of the bias: their places in the flattened batch, and where each row's start (rows + 1,)."""
-    if mask is not None:
-        positions = positions.masked_fill(~mask.bool(), rows)
-    of_tokens, order = positions.flatten().sort(stable=True)
-    return order, torch.searchsorted(of_tokens, torch.arange(rows + 1, device=positions.device))
 
 
 def _cdiv(n, m):
@@ -1052,123 +808,62 @@ def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
-# Tokens of a chunk; of a span, before which the backward keeps the forward's sums; of a tile, which a thread holds at once.
-_CHUNK, _SPAN, _TILE = 64, 8, 4
-_SCAN_CHUNKS, _SCAN_CHANNELS = 64, 32  # block of the scans over chunk totals
-_FINISH_TOKENS = 64  # or chunks, that a program adds up at once
-
-
-class _Call:
+class _Launcher:
     """What the launches of one forward or backward share."""
 
     def __init__(self, w, log_decay, mask, seq_idx, causal):
         self.w, self.causal = w.contiguous(), causal
-        self.mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
         self.B, self.T, self.H, self.p = w.shape
-        self.blocks = _blocks(self.H, self.p)
-        self.layout = _layout(w, seq_idx, _CHUNK)
-        log_decay = _contiguous(log_decay)
-        self.total_decay = None if log_decay is None else self.new(self.layout.chunks, self.H)
-        self.where = (log_decay, self.mask, self.layout.chunk_table)
-        self.sizes = {"H": self.H, "P": self.p, "CHUNK": _CHUNK, "BLOCK_P": self.blocks.channels, "CAUSAL": causal}
+        self.layout = _layout(w, seq_idx)
+        self.carries = self.layout.chunks if causal else self.layout.sequences
+        self.total_decay = None if log_decay is None else self.empty(self.layout.chunks, self.H)
+        mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
+        self.tokens = (_contiguous(log_decay), mask, self.layout.chunk_table)
         self.tuned = TUNED.get(torch.cuda.get_device_name(w.device) if w.is_cuda else "cpu", {}) if TUNED else {}
 
-    def new(self, *shape: int) -> torch.Tensor:
+    def empty(self, *shape: int) -> torch.Tensor:
         return self.w.new_empty(shape, dtype=torch.float32)
 
-    def new_totals(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.new(self.layout.chunks, self.H, self.p), self.new(self.layout.chunks, self.H)
+    def empty_states(self, rows: int) -> torch.Tensor:
+        """Rows of S, N and D, as the kernels have them."""
+        return self.empty(rows, 2 * self.H * self.p + self.H)
 
-    def new_span_sums(self) -> tuple[torch.Tensor, ...]:
-        spans = self.layout.chunks * (_CHUNK // _SPAN)
-        return self.new(spans, self.H, self.p), self.new(spans, self.H, self.p), self.new(spans, self.H)
+    def final_state(self) -> tuple[torch.Tensor, ...]:
+        """Uninitialised tensors of a `TSSAState`."""
+        return tuple(self.w.new_empty(size, dtype=dtype) for size, dtype in zip(state_shapes(self.w), state_dtypes(self.w)))
 
-    def new_state(self) -> tuple[torch.Tensor, ...]:
-        sizes = zip(state_shapes(self.w), state_dtypes(self.w))
-        return tuple(self.w.new_empty(shape, dtype=dtype) for shape, dtype in sizes)
+    def launch(self, kernel, *args, all_heads: bool = False, **sizes: int) -> None:
+        """Launches a kernel over all chunks; its programs take all heads or as many as a program should have."""
+        blocks = _blocks(self.H, self.p, all_heads)
+        tile, warps = self.tuned.get(kernel.fn.__name__, (_TILE, blocks.warps))
+        heads = blocks.heads if all_heads else max(1, blocks.heads * warps // blocks.warps)
+        sizes |= {"H": self.H, "P": self.p, "CAUSAL": self.causal, "CHUNK": _CHUNK}
+        grid = (self.layout.chunks * _cdiv(self.H, heads),)
+        kernel[grid](*args, **sizes, TILE=tile, HEADS=heads, BLOCK_P=blocks.channels, num_warps=warps)
 
-    def by_group(self, kernel, *args, **sizes) -> None:
-        """Launches a kernel whose programs take a group of heads each."""
-        tile, num_warps = self.tuned.get(kernel.fn.__name__, Sizes(_TILE, self.blocks.group_warps))
-        group = max(1, self.blocks.group * num_warps // self.blocks.group_warps)
-        grid = (self.layout.chunks * _cdiv(self.H, group),)
-        kernel[grid](*args, HEADS=group, TILE=tile, num_warps=num_warps, **self.sizes, **sizes)
-
-    def all_heads(self, kernel, *args, **sizes) -> None:
-        """Launches a kernel whose programs take all heads."""
-        tile, num_warps = self.tuned.get(kernel.fn.__name__, Sizes(_TILE, self.blocks.warps))
-        grid = (self.layout.chunks,)
-        kernel[grid](*args, HEADS=self.blocks.heads, TILE=tile, num_warps=num_warps, **self.sizes, **sizes)
-
-    def totals(self, membership: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Chunk totals of w^2 and, given the membership, of Pi w^2 and Pi."""
-        total_sq = self.new_totals()[0]
-        weighted = (None, None) if membership is None else self.new_totals()
-        self.by_group(_totals_kernel, self.w, membership, *self.where, total_sq, *weighted, self.total_decay, self.T)
-        return [total_sq, *weighted]
-
-    def scan(self, totals, initial, final, reverse: bool = False) -> list[torch.Tensor]:
-        """Carries of one or two quantities from their chunk totals; starts at `initial`, writes `final`, where not None."""
-        carries = [x.new_empty(self.layout.chunks if self.causal else self.layout.sequences, *x.shape[1:]) for x in totals]
-        widths = [x.shape[1:].numel() for x in totals]
-        args = list(zip(totals, carries, initial, final))
-        if len(args) == 1:
-            args.append((None,) * 4)
-            widths.append(0)
-        grid = (self.layout.sequences * sum(_cdiv(width, _SCAN_CHANNELS) for width in widths),)
-        _scan_kernel[grid](
-            *args[0],
-            *args[1],
-            self.total_decay,
-            self.layout.sequence_table,
-            self.T,
-            *widths,
-            H=self.H,
-            CAUSAL=self.causal,
-            REVERSE=reverse,
-            BLOCK_T=_CHUNK,
-            BLOCK_N=_SCAN_CHUNKS,
-            BLOCK_C=_SCAN_CHANNELS,
-        )
-        return carries
-
-    def finish(self, dscore, dtemp_of_chunks, bias, positions, mask) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradients of temp and the bias."""
-        dtemp, tokens, rows = self.new(self.H), self.B * self.T, 0 if bias is None else len(bias)
-        order = ends = dbias = None
-        if bias is not None:
-            dbias = torch.empty_like(bias)
-            if positions is not None:
-                order, ends = _find_once(_tokens_by_row, positions, mask, rows)
-        strides = (1, 1) if dbias is None else dbias.stride()
-        _finish_kernel[(1 + rows,)](
-            *(dscore, order, ends, dtemp_of_chunks, dbias, dtemp, tokens, rows, self.layout.chunks, *strides),
+    def pass_states(self, totals, carries, sums, initial, final, reverse: bool = False) -> None:
+        """Fills the carries of the `sums` "S", "ND" or "SND" from chunk totals, from `initial` on; writes `final`."""
+        C = self.H * self.p
+        first, last = 0 if "S" in sums else C, 2 * C + self.H if "N" in sums else C
+        grid = (self.layout.sequences * _cdiv(last - first, _SCAN_COLUMNS),)
+        state_passing_kernel[grid](
+            *(totals, carries, *initial, *final, self.total_decay, self.layout.sequence_table, self.T, first, last),
             H=self.H,
             P=self.p,
-            HEADS=_power_of_2(self.H),
-            BLOCK=_FINISH_TOKENS,
-            num_warps=2,
+            CAUSAL=self.causal,
+            REVERSE=reverse,
+            CHUNK=_CHUNK,
+            BLOCK_N=_SCAN_CHUNKS,
+            BLOCK_C=_SCAN_COLUMNS,
         )
-        return dtemp, dbias
-
-    def carries(self, membership, initial) -> list[torch.Tensor]:
-        """The carries of the three sums of the forward, again."""
-        totals = self.totals(membership)
-        return self.scan(totals[:1], initial[:1], (None,)) + self.scan(totals[1:], initial[1:], (None, None))
 
 
-def _carry_sizes(w: torch.Tensor, seq_idx: torch.Tensor | None, causal: bool) -> list[tuple[int]]:
-    """Sizes of the flat carries kept for the backward. None for packed rows: their number depends on where sequences end.
-
-    Flat, because a compiler would ask of a dimension of its own whether it is 1, and fix the number of tokens by that.
-    """
-    B, T, H, p = w.shape
-    rows = 0 if seq_idx is not None else B * _cdiv(T, _CHUNK) if causal else B
-    return [(rows * H * p,), (rows * H * p,), (rows * H,)]
-
-
-def _floor(causal: bool) -> float:
+def _epsilon(causal: bool) -> float:
+    """The least S."""
     return EPS_SUM_SQ if causal else EPS_NORM**2
+
+
+NO_STATE = (None, None, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1181,7 +876,6 @@ def _forward(
     w: torch.Tensor,
     temp: torch.Tensor,
     bias: torch.Tensor | None,
-    positions: torch.Tensor | None,
     mask: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     sum_sq: torch.Tensor | None,
@@ -1189,39 +883,44 @@ def _forward(
     sum_membership: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, membership, the three sums after the last token, and three carries for the backward."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, membership, the three sums after the last token, and the carries for the backward.
+
+    The carries are flat, since a compiler would ask of a dimension whether it is 1, and specialise the number of tokens. Those
+    of packed sequences are not returned, since their number depends on where sequences end: the backward recomputes them.
+    """
     with torch.cuda.device_of(w):
-        call = _Call(w, log_decay, mask, seq_idx, causal)
-        output, membership = torch.empty_like(call.w), call.new(call.B, call.T, call.H)
-        by_position = _bias(bias, positions)
+        run = _Launcher(w, log_decay, mask, seq_idx, causal)
+        output, membership, bias = torch.empty_like(run.w), run.empty(run.B, run.T, run.H), _contiguous(bias)
         initial = [_contiguous(x) for x in (sum_sq, sum_weighted_sq, sum_membership)]
-        final = call.new_state() if causal else (None,) * 3
-        sums = call.scan(call.totals()[:1], initial[:1], final[:1])
-        totals = call.new_totals()
-        call.all_heads(
-            _membership_kernel,
-            *(call.w, temp, by_position.table, by_position.positions, *call.where, *sums, membership, *totals, call.T),
-            *(by_position.tokens, by_position.rows, *by_position.strides, _floor(causal)),
+        final = run.final_state() if causal else NO_STATE
+        totals, carries = run.empty_states(run.layout.chunks), run.empty_states(run.carries)
+        run.launch(chunk_state_kernel, run.w, None, *run.tokens, totals, run.total_decay, run.T)
+        run.pass_states(totals, carries, "S", initial, final)
+        run.launch(
+            chunk_fwd_membership_kernel,
+            *(run.w, temp, bias, *run.tokens, carries, membership, totals, run.T, _bias_tokens(bias), _epsilon(causal)),
+            all_heads=True,
         )
-        sums += call.scan(totals, initial[1:], final[1:])
-        call.by_group(
-            _output_kernel,
-            *(call.w, membership, *call.where, *sums[1:], output, call.T, EPS_MEMBERSHIP),
-        )
-    after_sq, after_weighted_sq, after_membership = (call.new(0) if x is None else x for x in final)
-    carry_sq, carry_weighted_sq, carry_membership = (call.new(0) if seq_idx is not None else x.flatten() for x in sums)
-    after = after_sq, after_weighted_sq, after_membership
-    return output, membership, *after, carry_sq, carry_weighted_sq, carry_membership
+        run.pass_states(totals, carries, "ND", initial, final)
+        run.launch(chunk_fwd_output_kernel, run.w, membership, *run.tokens, carries, output, run.T, EPS_MEMBERSHIP)
+    after_S, after_N, after_D = (run.empty(0) if x is None else x for x in final)
+    return output, membership, after_S, after_N, after_D, carries.flatten() if seq_idx is None else run.empty(0)
+
+
+def _bias_tokens(bias: torch.Tensor | None) -> int:
+    """Tokens of the flattened batch after which a bias (B or 1, T, H) repeats."""
+    return 1 if bias is None else max(1, bias.shape[0] * bias.shape[1])
 
 
 @_forward.register_fake
-def _(w, temp, bias, positions, mask, seq_idx, sum_sq, sum_weighted_sq, sum_membership, log_decay, causal):
-    states = zip(state_shapes(w), state_dtypes(w)) if causal else [((0,), torch.float32)] * 3
-    single = zip((w.shape[:3], *_carry_sizes(w, seq_idx, causal)), [torch.float32] * 4)
-    membership, *carries = (w.new_empty(shape, dtype=dtype) for shape, dtype in single)
-    state = (w.new_empty(shape, dtype=dtype) for shape, dtype in states)
-    return w.new_empty(w.shape), membership, *state, *carries
+def _(w, temp, bias, mask, seq_idx, sum_sq, sum_weighted_sq, sum_membership, log_decay, causal):
+    B, T, H, p = w.shape
+    rows = 0 if seq_idx is not None else B * _cdiv(T, _CHUNK) if causal else B
+    sizes = zip(state_shapes(w), state_dtypes(w)) if causal else [((0,), torch.float32)] * 3
+    state = [w.new_empty(size, dtype=dtype) for size, dtype in sizes]
+    membership, carries = (w.new_empty(size, dtype=torch.float32) for size in ((B, T, H), rows * (2 * H * p + H)))
+    return w.new_empty(w.shape), membership, *state, carries
 
 
 @custom_operator("tssa_backward")
@@ -1234,7 +933,6 @@ def _backward(
     w: torch.Tensor,
     temp: torch.Tensor,
     bias: torch.Tensor | None,
-    positions: torch.Tensor | None,
     mask: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     sum_sq: torch.Tensor | None,
@@ -1242,78 +940,80 @@ def _backward(
     sum_membership: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     membership: torch.Tensor,
-    carry_sq: torch.Tensor,
-    carry_weighted_sq: torch.Tensor,
-    carry_membership: torch.Tensor,
+    carries: torch.Tensor,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of w, temp, bias, the three initial sums and the factors' logarithms."""
+    """Gradients of w, temp, bias, the three initial sums and the log decay."""
     with torch.cuda.device_of(w):
-        call = _Call(w, log_decay, mask, seq_idx, causal)
-        grad_membership, by_position = _contiguous(grad_membership), _bias(bias, positions)
-        grad = torch.zeros_like(call.w) if grad_output is None else grad_output.contiguous()
-        sums = [carry_sq, carry_weighted_sq, carry_membership]
+        run = _Launcher(w, log_decay, mask, seq_idx, causal)
+        grad = torch.zeros_like(run.w) if grad_output is None else grad_output.contiguous()
+        grad_membership, bias = _contiguous(grad_membership), _contiguous(bias)
+        totals, grad_carries = run.empty_states(run.layout.chunks), run.empty_states(run.carries)
         if seq_idx is not None:
-            sums = call.carries(membership, [_contiguous(x) for x in (sum_sq, sum_weighted_sq, sum_membership)])
-        dS, dN, dD = (_contiguous(x) for x in (grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership))
-        dstate = (None,) * 3 if sum_sq is None else call.new_state()
-        dw, dscore, dtemp = torch.empty_like(call.w), torch.empty_like(membership), call.new(call.layout.chunks, call.H)
-        before, totals = call.new_span_sums() if causal else sums, call.new_totals()
-        call.by_group(
-            _moment_grad_kernel,
-            *(call.w, grad, membership, *call.where, *sums, *before, *totals, call.total_decay, call.T, EPS_MEMBERSHIP),
+            carries = run.empty_states(run.carries)
+            run.launch(chunk_state_kernel, run.w, membership, *run.tokens, totals, run.total_decay, run.T)
+            initial = [_contiguous(x) for x in (sum_sq, sum_weighted_sq, sum_membership)]
+            run.pass_states(totals, carries, "SND", initial, NO_STATE)
+        after: list[torch.Tensor | None] = [grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership]
+        if any(x is not None for x in after):
+            after = [y.zero_() if x is None else x.contiguous() for x, y in zip(after, run.final_state())]
+        before = NO_STATE if sum_sq is None else run.final_state()
+        spans = run.empty_states(run.layout.chunks * (_CHUNK // _SPAN)) if causal else carries
+        run.launch(
+            chunk_bwd_state_kernel,
+            *(run.w, grad, membership, *run.tokens, carries, spans, totals, run.total_decay, run.T, EPS_MEMBERSHIP),
             SPAN=_SPAN,
         )
-        suffix_dN, suffix_dD = call.scan(totals, (dN, dD), dstate[1:], reverse=True)
-        total_dS = call.new_totals()[0]
-        call.all_heads(
-            _score_grad_kernel,
-            *(call.w, grad, grad_membership, temp, by_position.table, by_position.positions, membership, *call.where),
-            *(*before, suffix_dN, suffix_dD, dscore, dtemp, total_dS),
-            *(call.T, by_position.tokens, by_position.rows, *by_position.strides, _floor(causal), EPS_MEMBERSHIP),
+        run.pass_states(totals, grad_carries, "ND", after, before, reverse=True)
+        dscore, dtemp = torch.empty_like(membership), run.empty(run.layout.chunks, run.H)
+        run.launch(
+            chunk_bwd_score_kernel,
+            *(run.w, grad, grad_membership, temp, bias, membership, *run.tokens, spans, grad_carries, dscore, dtemp, totals),
+            *(run.T, _bias_tokens(bias), _epsilon(causal), EPS_MEMBERSHIP),
+            all_heads=True,
             SPAN=_SPAN,
         )
-        (suffix_dS,) = call.scan((total_dS,), (dS,), dstate[:1], reverse=True)
-        for_decay, dlog_decay = (None, None) if log_decay is None else (suffix_dD, torch.empty_like(membership))
-        call.by_group(
-            _input_grad_kernel,
-            *(call.w, grad, membership, dscore, *call.where, *before, suffix_dN, for_decay, suffix_dS, dw, dlog_decay),
-            *(call.T, _floor(causal), EPS_MEMBERSHIP),
+        run.pass_states(totals, grad_carries, "S", after, before, reverse=True)
+        dw, dlog_decay = torch.empty_like(run.w), None if log_decay is None else torch.empty_like(membership)
+        run.launch(
+            chunk_bwd_input_kernel,
+            *(run.w, grad, membership, dscore, *run.tokens, spans, grad_carries, dw, dlog_decay),
+            *(run.T, _epsilon(causal), EPS_MEMBERSHIP),
             SPAN=_SPAN,
         )
-        dtemp, dbias = call.finish(dscore, dtemp, bias, positions, mask)
-    given = (call.new(0) if x is None else x for x in (dbias, *dstate, dlog_decay))
-    dbias, d_sq, d_weighted_sq, d_membership, dlog_decay = given
-    return dw, dtemp, dbias, d_sq, d_weighted_sq, d_membership, dlog_decay
+    dbias = None
+    if bias is not None:
+        dbias = run.p * (dscore if bias.shape[0] == run.B else dscore.sum(0, keepdim=True))
+    given = (run.empty(0) if x is None else x for x in (dbias, *before, dlog_decay))
+    dbias, before_S, before_N, before_D, dlog_decay = given
+    return dw, dtemp.sum(0), dbias, before_S, before_N, before_D, dlog_decay
 
 
 @_backward.register_fake
 def _(
-    grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership, w, temp, bias, positions, mask,
-    seq_idx, sum_sq, sum_weighted_sq, sum_membership, log_decay, *rest,
+    grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership, w, temp, bias, mask, seq_idx,
+    sum_sq, sum_weighted_sq, sum_membership, log_decay, *rest,
 ):  # fmt: skip
     def like(x):
         return w.new_empty(0, dtype=torch.float32) if x is None else x.new_empty(x.shape)
 
-    dbias = like(None) if bias is None else torch.empty_like(bias)
-    others = sum_sq, sum_weighted_sq, sum_membership, log_decay
-    return w.new_empty(w.shape), torch.empty_like(temp), dbias, *(like(x) for x in others)
+    return like(w), like(temp), *(like(x) for x in (bias, sum_sq, sum_weighted_sq, sum_membership, log_decay))
 
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.causal = inputs
-    membership, carries = output[1], output[5:]
-    ctx.save_for_backward(*tensors, membership, *carries)
-    ctx.mark_non_differentiable(*(carries if ctx.causal else output[2:]))
+    membership, carries = output[1], output[5]
+    ctx.save_for_backward(*tensors, membership, carries)
+    ctx.mark_non_differentiable(*(output[5:] if ctx.causal else output[2:]))
     ctx.set_materialize_grads(False)
 
 
 def _autograd_backward(ctx, *grads):
-    saved = ctx.saved_tensors  # once: checkpointing computes them at each look
+    saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
     dw, dtemp, dbias, *dstate, dlog_decay = _backward(*grads[:5], *saved, ctx.causal)
-    bias, sum_sq, log_decay = saved[2], saved[6], saved[9]
-    dbias, dlog_decay = None if bias is None else dbias, None if log_decay is None else dlog_decay
-    return dw, dtemp, dbias, None, None, None, *((None,) * 3 if sum_sq is None else dstate), dlog_decay, None
+    given = [x is not None for x in saved[:9]]
+    dbias, *dstate, dlog_decay = (x if y else None for x, y in zip((dbias, *dstate, dlog_decay), (given[2], *given[5:9])))
+    return dw, dtemp, dbias, None, None, *dstate, dlog_decay, None
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -1324,7 +1024,6 @@ def _step(
     w: torch.Tensor,
     temp: torch.Tensor,
     bias: torch.Tensor | None,
-    positions: torch.Tensor | None,
     mask: torch.Tensor | None,
     sum_sq: torch.Tensor,
     sum_weighted_sq: torch.Tensor,
@@ -1333,18 +1032,15 @@ def _step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and membership of one token."""
     B, H, p = w.shape
-    w, log_decay = w.contiguous(), _contiguous(log_decay)
+    w, bias, log_decay = w.contiguous(), _contiguous(bias), _contiguous(log_decay)
     output, membership = torch.empty_like(w), w.new_empty((B, H), dtype=torch.float32)
     mask = None if mask is None else mask.bool().contiguous().view(torch.uint8)
-    decay_stride = 0 if log_decay is None or log_decay.shape[0] != B else H
-    rows, strides = (1, (1, 1)) if bias is None else (len(bias), bias.stride())
-    if positions is None and rows != B:
-        strides = 0, strides[1]
-    blocks = _blocks(H, p)
+    strides = [H if x is not None and x.shape[0] == B else 0 for x in (bias, log_decay)]
+    blocks = _blocks(H, p, all_heads=True)
     with torch.cuda.device_of(w):
-        _step_kernel[(B,)](
-            *(w, temp, bias, positions, log_decay, mask, sum_sq, sum_weighted_sq, sum_membership, output, membership),
-            *(0 if positions is None else positions.stride(0), rows, *strides, EPS_SUM_SQ, EPS_MEMBERSHIP, decay_stride),
+        step_kernel[(B,)](
+            *(w, temp, bias, log_decay, mask, sum_sq, sum_weighted_sq, sum_membership, output, membership),
+            *(*strides, EPS_SUM_SQ, EPS_MEMBERSHIP),
             H=H,
             P=p,
             BLOCK_H=blocks.heads,
@@ -1355,7 +1051,7 @@ def _step(
 
 
 @_step.register_fake
-def _(w, temp, bias, positions, mask, sum_sq, sum_weighted_sq, sum_membership, log_decay):
+def _(w, temp, bias, mask, sum_sq, sum_weighted_sq, sum_membership, log_decay):
     return w.new_empty(w.shape), w.new_empty(w.shape[:2], dtype=torch.float32)
 
 
@@ -1370,10 +1066,10 @@ def is_available() -> bool:
 
 
 def supports(w: torch.Tensor) -> bool:
-    """Whether the kernels take `w`: float32, bfloat16 or float16 on a GPU, or anywhere under TRITON_INTERPRET=1."""
+    """Whether the kernels accept `w`: float32, bfloat16 or float16 on a GPU, or anywhere under TRITON_INTERPRET=1."""
     if triton is None or w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    return w.is_cuda or not isinstance(_output_kernel, triton.JITFunction)
+    return w.is_cuda or not isinstance(chunk_fwd_output_kernel, triton.JITFunction)
 
 
 def tssa_triton(
@@ -1387,36 +1083,34 @@ def tssa_triton(
     log_decay: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """TSSA by the kernels; `tssa.tssa` without its checks of shapes.
+    """`tssa.tssa` by the kernels, without its checks of shapes.
 
     Args:
         w: (B, T, H, p), of a dtype and device that `supports` accepts.
         temp: (H,).
-        bias: (B or 1, T, H), or (rows, H) with `positions`, or None.
+        bias: (T, H) or (B or 1, T, H), or (positions, H) with `positions`, or None; causal form only.
         mask: (B, T), bool, true at real tokens, or None.
-        seq_idx: (B, T) integers, packed rows, or None. Read on the host, once for all layers that share the tensor.
-        state: sums before the first token, (B, H, p), (B, H, p) and (B, H), in the dtypes of a `TSSAState`, or None; causal
-            form only.
+        seq_idx: (B, T) integers, packed sequences, or None. Read on the host, once for all layers that share the tensor.
+        state: sums before the first token, (B, H, p), (B, H, p) and (B, H), or None; causal form only.
         causal: prefix sums or totals.
-        log_decay: (B, T, H), logarithms of the factors that the sums are multiplied by before a token is added, or None
-            where nothing is forgotten; taken as 0 at padding. Causal form only.
-        positions: (B or 1, T) integers, the tokens' rows of `bias`; where one is none, the membership is NaN.
+        log_decay: (B, T, H), or None; at padding it counts as 0. Causal form only.
+        positions: (B or 1, T) integers, the tokens' rows of `bias`.
 
     Returns:
         The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the three sums after the last token (None in
         the bidirectional form), all differentiable once with respect to w, temp, bias, state and log_decay.
     """
-    sums = (None,) * 3 if state is None else [x.to(dtype) for x, dtype in zip(state, state_dtypes(w))]
-    bias = None if bias is None else bias.float() if positions is not None else bias.float().reshape(-1, w.shape[2])
+    if positions is not None and positions.stride(0) == 0:
+        positions = positions[:1]  # shared by the batch: one look-up, and one gradient
+    bias = bias_of_tokens(bias, positions, torch.float32)
+    if bias is not None and bias.ndim == 2:
+        bias = bias.unsqueeze(0)
+    sums = NO_STATE if state is None else [x.to(dtype) for x, dtype in zip(state, state_dtypes(w))]
     log_decay = None if log_decay is None else log_decay.float()
-    if positions is not None and positions.shape[0] != w.shape[0]:
-        positions = positions.expand(w.shape[:2])
     if log_decay is not None and mask is not None:
         log_decay = log_decay.masked_fill(~mask.unsqueeze(-1), 0)
-    output, membership, *rest = _forward(
-        w, temp.float().contiguous(), bias, positions, mask, seq_idx, *sums, log_decay, causal
-    )
-    return output, membership, *(rest[:3] if causal else (None,) * 3)
+    output, membership, *rest = _forward(w, temp.float().contiguous(), bias, mask, seq_idx, *sums, log_decay, causal)
+    return output, membership, *(rest[:3] if causal else NO_STATE)
 
 
 def tssa_step_triton(
@@ -1430,17 +1124,17 @@ def tssa_step_triton(
     log_decay: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal TSSA of one new token. Has no gradient: a backward through it is refused.
+    """Causal TSSA of one new token. Has no gradient: a backward through it raises an error.
 
     Args:
         w: (B, H, p), of a dtype and device that `supports` accepts.
         temp: (H,).
-        bias: (B or 1, H), or (rows, H) with `positions`, or None.
+        bias: (B or 1, H), or (positions, H) with `positions`, or None.
         mask: (B,), bool, or None; a padding token leaves the sums as they were.
         sum_sq, sum_weighted_sq, sum_membership: (B, H, p), (B, H, p) and (B, H), float32 or float64 and contiguous; updated
             in place. A million terms added one by one need float64 in the last two.
-        log_decay: (B or 1, H), or None; as in `tssa_triton`.
-        positions: (B,) integers, the tokens' rows of `bias`; where one is none, the output is NaN.
+        log_decay: (B or 1, H), or None.
+        positions: (B,) integers, the tokens' rows of `bias`.
 
     Returns:
         The output (B, H, p) in `w`'s dtype and the membership (B, H).
@@ -1453,6 +1147,98 @@ def tssa_step_triton(
             raise ValueError(
                 f"The sums are updated in place: they must be float32 or float64 and contiguous, got {x.dtype}, {x.stride()}."
             )
-    bias = None if bias is None else bias.float()
+    bias = bias_of_tokens(bias, positions, torch.float32)
     log_decay = None if log_decay is None else log_decay.float()
-    return _step(w, temp.float().contiguous(), bias, positions, mask, sum_sq, sum_weighted_sq, sum_membership, log_decay)
+    return _step(w, temp.float().contiguous(), bias, mask, sum_sq, sum_weighted_sq, sum_membership, log_decay)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Self-check: on each device, for each token shape and dtype, the kernels are compared once with the float64 reference
+# before they are used.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+CHECK_TOKENS = 70  # more than one chunk, and not a whole number of tiles
+CHECK_STEPS = 3
+CHECK_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative RMS, ten times the rounding
+
+_problems: dict[tuple, str | None] = {}  # what was found, for the life of the process
+
+
+def kernel_problem(w: torch.Tensor, form: str, *, forgets: bool = False, gradients: bool = False) -> str | None:
+    """What is wrong with the kernels for tokens like `w`, as the end of an error message.
+
+    Args:
+        w: (..., H, p); only its device, dtype, H and p count.
+        form: "bidirectional", "causal", or "step" for one-token steps.
+        forgets: whether there is a `log_decay`.
+        gradients: whether the backward kernels are checked as well.
+
+    Returns:
+        None where nothing is wrong, and where nothing can be checked: while a compiler traces or a CUDA graph is captured.
+    """
+    if torch.compiler.is_compiling() or type(w) is not torch.Tensor:
+        return None
+    key = (w.device, w.dtype, *w.shape[-2:], form, forgets, gradients)
+    if key not in _problems:
+        if w.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        _problems[key] = _find_problem(*key)
+    return _problems[key]
+
+
+def _find_problem(device, dtype, H, p, form, forgets, gradients) -> str | None:
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(device.type, enabled=False):
+            errors = _check_errors(_check_tokens(device, dtype, H, p, form, forgets, gradients), form, gradients)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler, a driver or a launch: whatever it raises, the reference still runs
+        found = f"failed with {type(error).__name__}: {str(error)[:500]}"
+    else:
+        wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error < CHECK_TOLERANCES[dtype]]
+        if not wrong:
+            return None
+        found = f"differ from the reference ({', '.join(wrong)})"
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return (
+        f"on {place} the Triton kernels {found}. Please report this message to the authors of tost_hf (heads {H}, "
+        f"head_dim {p}, {dtype}, {form}{', decay' * forgets}{', gradients' * gradients}, torch {torch.__version__})"
+    )
+
+
+def _check_tokens(device, dtype, H, p, form, forgets, gradients) -> dict[str, torch.Tensor]:
+    """Random w (1, CHECK_TOKENS, H, p), temp and, for the causal forms, bias and log decay, without the global generator."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = {"w": torch.randn(1, CHECK_TOKENS, H, p, generator=draw).to(dtype), "temp": torch.rand(H, generator=draw) + 0.5}
+    if form != "bidirectional":
+        tokens["bias"] = 0.3 * torch.rand(1, CHECK_TOKENS, H, generator=draw)
+        if forgets:
+            tokens["log_decay"] = -0.5 * torch.rand(1, CHECK_TOKENS, H, generator=draw)
+    return {name: x.to(device).requires_grad_(gradients) for name, x in tokens.items()}
+
+
+def _check_errors(tokens: dict[str, torch.Tensor], form: str, gradients: bool) -> dict[str, float]:
+    """Relative RMS errors of the kernels' output, membership and gradients, by name."""
+    exact = {name: x.detach().double().requires_grad_(gradients) for name, x in tokens.items()}
+    w, temp, decay = tokens["w"], tokens["temp"], tokens.get("log_decay")
+    if form == "step":
+        state, steps = zero_state(w), []
+        for t in range(CHECK_STEPS):
+            now = None if decay is None else decay[:, t]
+            steps.append(tssa_step_triton(w[:, t], temp, tokens["bias"][:, t], None, *state, now))
+        got = [torch.stack(x, 1) for x in zip(*steps)]
+    else:
+        got = list(tssa_triton(w, temp, tokens.get("bias"), None, None, None, form == "causal", decay)[:2])
+    if form == "bidirectional":
+        wanted = list(bidirectional_reference(exact["w"], exact["temp"]))
+    else:
+        wanted = list(causal_reference(exact["w"], exact["temp"], exact["bias"], log_decay=exact.get("log_decay"))[:2])
+    pairs = {name: (x, y[:, : x.shape[1]]) for name, x, y in zip(("output", "membership"), got, wanted)}
+    if gradients:
+        grads = [
+            torch.autograd.grad([x.double().square().sum() for x in out], list(leaves.values()))
+            for out, leaves in ((got, tokens), (wanted, exact))
+        ]
+        pairs |= {f"gradient of {name}": pair for name, pair in zip(tokens, zip(*grads))}
+    return {name: ((x.double() - y).square().mean() / y.square().mean()).sqrt().item() for name, (x, y) in pairs.items()}
