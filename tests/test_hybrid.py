@@ -19,8 +19,8 @@ from tost_hf import (
     load_cache,
     save_cache,
 )
+from tost_hf.cache_files import state_bytes
 from tost_hf.model.attention_tost import rotary_embedding
-from tost_hf.model.cache_tost import state_bytes
 
 
 TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"

@@ -1,5 +1,6 @@
 """What importing the package does and does not do, and which files travel."""
 
+import ast
 import importlib
 import importlib.metadata
 import re
@@ -72,6 +73,35 @@ def test_model_files_are_flat(name):
     assert set(re.findall(r"^\s*from\s+\.(\S*)\s+import", text, re.MULTILINE)) <= {f[:-3] for f in TRAVELS}
     assert not re.search(r"^\s*(from|import)\s+tost_hf", text, re.MULTILINE)
     assert not re.search(r"^(from|import)\s+triton", text, re.MULTILINE)
+
+
+# What remote code imports of transformers when it is loaded: every published model depends on these. Anything else is imported
+# where it is used (masking_utils, by attention layers) or written out (rotary positions, eager attention).
+IMPORTED_WHEN_LOADED = {
+    "transformers": "documented names",
+    "transformers.activations": "ACT2FN, as documented for custom models",
+    "transformers.backbone_utils": "backbone mixins, as in every backbone of transformers",
+    "transformers.cache_utils": "Cache and its layers, as documented for custom caches",
+    "transformers.modeling_layers": "GradientCheckpointingLayer and generic heads, as in every model of transformers",
+    "transformers.modeling_outputs": "documented output classes",
+    "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS, as documented for custom attention",
+    "transformers.utils": "cached_file, can_return_tuple, TransformersKwargs",
+    "transformers.utils.generic": "merge_with_config_defaults, on the forward pass of every model of transformers",
+    "transformers.utils.output_capturing": "capture_outputs, on the forward pass of every model of transformers",
+}
+
+
+def test_remote_code_imports_public_modules_of_transformers():
+    imported = set()
+    for name in TRAVELS:
+        if name.startswith("batch"):
+            continue
+        for node in ast.parse((ROOT / "src/tost_hf/model" / name).read_text()).body:  # not inside functions
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module)
+    assert {name for name in imported if name.partition(".")[0] == "transformers"} == set(IMPORTED_WHEN_LOADED)
 
 
 def test_only_the_converter_opens_or_writes_pickles():

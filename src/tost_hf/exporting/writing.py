@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi, snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..cache_files import state_bytes
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config
 from ..hub.connection import hub_calls, listing
 from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model
 from ..hub.records import IMAGE_PROCESSOR_FILES
-from ..model.cache_tost import state_bytes
 from . import executorch_files
 from .comparing import Agreement, compare
 from .programs import MASKED, LanguageProgram, ModelProgram, Sizes, TensorSpec, VisionProgram, program_of

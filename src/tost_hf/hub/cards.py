@@ -15,13 +15,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import is_jinja_available, validate_repo_id
 from transformers import PreTrainedConfig
 
-from ..model.cache_tost import state_bytes
+from ..cache_files import state_bytes
 from ..model.configuration_tost import (
     ABLATIONS,
     BEYOND_PAPER,
     CAUSAL_STATISTICS,
     FULL_ATTENTION,
-    OFF,
+    OPTION_DEFAULTS,
     PAPER_PRESETS,
     PRESETS,
     ToSTConfig,
@@ -333,7 +333,7 @@ def _find_preset(config: PreTrainedConfig) -> str | None:
         size += " ".join(ABLATIONS)
         presets, config_class = VISION_PRESETS, ToSTVisionConfig
     else:
-        size += "vocab_size max_position_embeddings use_bias tie_word_embeddings " + " ".join(OFF)
+        size += "vocab_size max_position_embeddings use_bias tie_word_embeddings " + " ".join(OPTION_DEFAULTS)
         presets, config_class = PRESETS, ToSTConfig
     for name in presets:
         preset = config_class.from_preset(name)
