@@ -1,5 +1,6 @@
 """The options beyond the paper: off by default, and exact in every path by which tokens can reach a model."""
 
+import itertools
 import json
 
 import pytest
