@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 import shutil
 import sys
 import tarfile
@@ -15,7 +14,7 @@ from hub_clients import CARD, Client, Clients, language_folder, language_model, 
 from safetensors.torch import load_file, save_file
 
 import tost_hf
-from tost_hf.model.configuration_tost import CODE_FILES, code_files
+from tost_hf.model.configuration_tost import CODE_FILES
 
 
 TRUST = {"trust_remote_code": True}
@@ -98,14 +97,6 @@ def same(left, right) -> bool:
 
 def refused(outcome) -> bool:
     return isinstance(outcome, Client) and outcome.status == 1
-
-
-@pytest.mark.parametrize("model_type", CODE_FILES)
-def test_the_files_that_travel_are_complete(model_type):
-    """Whatever one imports from its neighbours travels too: transformers looks for all of it, even inside `try`."""
-    for path in code_files(model_type).values():
-        imported = re.findall(r"^\s*from \.(\w+) import", path.read_text(), re.MULTILINE)
-        assert {f"{name}.py" for name in imported} <= set(CODE_FILES[model_type]), path.name
 
 
 def test_the_package_is_absent(strangers):

@@ -588,6 +588,7 @@ class ToSTConfig(ToSTBaseConfig):
             raise ValueError(f"forgetting must be one of {', '.join(FORGETTING)}, got {self.forgetting[:40]!r}.")
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_KERNEL:
             raise ValueError(f"conv_kernel must be from 2 to {MAX_KERNEL}, or None for none, got {self.conv_kernel}.")
+        self.validate_layer_type()
         self._check_attention_layers()
         self._check_encoder()
         if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
@@ -607,9 +608,6 @@ class ToSTConfig(ToSTBaseConfig):
                 fields[name] = given
         return drop_defaults(fields, OPTION_DEFAULTS)
 
-    def validate_layer_type(self):
-        """See `validate_architecture` (the base class knows only its own names)."""
-
     def _check_encoder(self):
         if self.pooling is not None and self.pooling not in POOLING:
             raise ValueError(f"pooling must be one of {', '.join(POOLING)}, or None, got {self.pooling[:40]!r}.")
@@ -625,7 +623,11 @@ class ToSTConfig(ToSTBaseConfig):
         if causal:
             raise ValueError(f"{causal[0]} is for causal models; an encoder (is_causal=False) does not have it.")
 
-    def _check_attention_layers(self):
+    def validate_layer_type(self):
+        """As in transformers, whose list of types lacks `CAUSAL_STATISTICS`.
+
+        It has "linear_attention", whose cache layer has no rollback, static addresses or float64 sums.
+        """
         kinds = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
         own = self.__dict__.get("_layer_types") or self.all_layer_types  # as given, however many
         if unknown := [kind for kind in own if kind not in kinds]:
@@ -634,7 +636,9 @@ class ToSTConfig(ToSTBaseConfig):
             raise ValueError(f"layer_types must name every layer: it names {len(own)} of {self.num_hidden_layers}.")
         if CAUSAL_STATISTICS not in own:
             raise ValueError(f"layer_types must hold {CAUSAL_STATISTICS} at least once.")
-        if SLIDING_ATTENTION in own and (self.sliding_window is None or self.sliding_window < 2):
+
+    def _check_attention_layers(self):
+        if SLIDING_ATTENTION in self.all_layer_types and (self.sliding_window is None or self.sliding_window < 2):
             raise ValueError(
                 f"sliding_attention layers need a sliding_window of at least 2 tokens, got {self.sliding_window}."
             )
