@@ -176,7 +176,7 @@ def test_continuation_from_a_returned_cache(tiny_model, prompt, make):
 
 
 @pytest.mark.parametrize("cached", [11, 15])
-def test_a_prompt_that_the_cache_holds_is_refused(tiny_model, prompt, cached):
+def test_a_prompt_that_the_cache_holds_is_rejected(tiny_model, prompt, cached):
     cache = filled(tiny_model, torch.randint(2, 97, (2, cached)))
     with pytest.raises(ValueError, match=f"holds {cached} tokens already, and the prompt has 11"):
         generate(tiny_model, prompt, past_key_values=cache)

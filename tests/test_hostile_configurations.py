@@ -1,4 +1,4 @@
-"""Configurations from damaged or hostile files: a sentence in place of a traceback, of code that runs, or of lost memory."""
+"""Configurations from damaged or hostile files: rejected with a message, no code run, no memory allocated."""
 
 import json
 import math

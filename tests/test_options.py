@@ -157,7 +157,7 @@ def test_saved_cache_goes_on(tokens, model, tmp_path):
     torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, **F64)
 
 
-def test_a_cache_of_other_options_is_refused(tokens, tmp_path):
+def test_a_cache_of_other_options_is_rejected(tokens, tmp_path):
     plain, other = build(), build(["conv"])
     for first, second in ((plain, other), (other, plain)):
         cache = first(tokens).past_key_values
@@ -343,6 +343,6 @@ def test_a_model_with_new_convolutions_starts_as_one_without():
 
 
 @pytest.mark.parametrize("kernel", [-1, 0, 1, 65, 10**12])
-def test_impossible_kernels_are_refused(kernel):
+def test_impossible_kernels_are_rejected(kernel):
     with pytest.raises(ValueError, match="conv_kernel must be from 2 to 64"):
         ToSTConfig(conv_kernel=kernel)
