@@ -20,7 +20,7 @@ from .model.cache_tost import (
     set_cached_length,
 )
 from .model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
-from .model.tssa_state import TSSAState
+from .model.tssa import TSSAState
 
 
 FILE_FORMAT = "tost_causal_statistics/1"
