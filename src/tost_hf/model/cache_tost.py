@@ -441,17 +441,17 @@ def _processes_sharing_heads(config: PreTrainedConfig) -> int:
     return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------
+# Batching --------------------------------------------------------------------------------------------------------------
 
 
 def join_rows(caches: Sequence[Cache], longest: int) -> Cache:
-    """One dynamic cache with the rows of several of one model, put into the first of them; the others may not be used again.
+    """Concatenates dynamic caches of one model along the batch, into the first of them; the others must not be used again.
 
-    Keys and values are aligned at their ends: rows with fewer tokens have padding before them, which the attention mask has to
-    leave out. Statistics need none.
+    Keys and values are padded on the left to the same length; the attention mask has to exclude this padding. Statistics need
+    none.
 
     Args:
-        longest: number of tokens that the longest row has seen.
+        longest: number of tokens of the longest sequence.
     """
     for layers in zip(*(cache.layers for cache in caches)):
         joined = cast(Any, layers[0])
@@ -474,6 +474,6 @@ def set_cached_length(layer: Any, length: int) -> None:
 
 
 def _last_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The last tokens of keys or values (B, heads, tokens, width), with zeros before them where there are fewer."""
+    """The last tokens of keys or values (B, heads, tokens, width), padded on the left with zeros to `count`."""
     missing = count - x.shape[2]
     return F.pad(x, (0, 0, missing, 0)) if missing >= 0 else x[:, :, -missing:]
