@@ -16,6 +16,7 @@ SOURCE = ROOT / "src" / "tost_hf"
 # Rooms and single modules from the ground up: each may import what stands on a lower floor, and its own room.
 FLOORS = (
     ("model", "files", "version"),
+    ("cache_files",),
     ("image_processing",),
     ("hub", "interpret", "parallel"),
     ("training", "convert", "serving", "exporting"),

@@ -198,12 +198,12 @@ def test_masked_labels_are_not_shifted(texts):
         (lambda config, tokens: ToSTConfig.from_preset("tost-lra-chess"), "no preset 'tost-lra-chess'.*tost-lra-text"),
     ],
 )
-def test_what_an_encoder_cannot_do_is_refused(attempt, message):
+def test_what_an_encoder_cannot_do_is_rejected(attempt, message):
     with pytest.raises(ValueError, match=message):
         attempt(small_config(is_causal=False), torch.ones(1, 4, dtype=torch.long))
 
 
-def test_generation_with_an_encoders_folder_is_refused(tmp_path):
+def test_generation_with_an_encoders_folder_is_rejected(tmp_path):
     build(ToSTForMaskedLM, torch.float32).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot generate text"):
         AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, StaticCache, TextStreamer
 
 from tost_hf import CausalStatisticsCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, save_cache
-from tost_hf.model.cache_tost import state_bytes
+from tost_hf.cache_files import state_bytes
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
@@ -176,7 +176,7 @@ def test_continuation_from_a_returned_cache(tiny_model, prompt, make):
 
 
 @pytest.mark.parametrize("cached", [11, 15])
-def test_a_prompt_that_the_cache_holds_is_refused(tiny_model, prompt, cached):
+def test_a_prompt_that_the_cache_holds_is_rejected(tiny_model, prompt, cached):
     cache = filled(tiny_model, torch.randint(2, 97, (2, cached)))
     with pytest.raises(ValueError, match=f"holds {cached} tokens already, and the prompt has 11"):
         generate(tiny_model, prompt, past_key_values=cache)
@@ -417,7 +417,7 @@ def test_failed_save_leaves_the_old_file(tiny_model, prompt, tmp_path, monkeypat
     file = tmp_path / "prefix.safetensors"
     save_cache(filled(tiny_model, prompt), file)
     before = file.read_bytes()
-    monkeypatch.setattr("tost_hf.model.cache_tost.save_file", lambda *args, **kwargs: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("tost_hf.cache_files.save_file", lambda *args, **kwargs: (_ for _ in ()).throw(error))
     with pytest.raises(OSError, match="disk full"):
         save_cache(filled(tiny_model, prompt[:, :3]), file)
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]

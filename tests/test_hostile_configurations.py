@@ -1,4 +1,4 @@
-"""Configurations from damaged or hostile files: a sentence in place of a traceback, of code that runs, or of lost memory."""
+"""Configurations from damaged or hostile files: rejected with a message, no code run, no memory allocated."""
 
 import json
 import math
@@ -40,7 +40,7 @@ OF_BOTH = [
     ({"__class__": "os.system"}, "'__class__' is not a field"),
     ({"attn_implementation": "stranger/kernel"}, "attn_implementation is 'stranger/kernel', code on the Hub"),
     ({"attn_implementation": 5}, "attn_implementation must be a str, got 5"),
-    ({"text_config": {}}, "text_config belongs to models that are made of several"),
+    ({"text_config": {}}, "text_config belongs to models composed of several"),
     ({"architectures": 5}, "architectures must be a list, got 5"),
     ({"architectures": [5]}, "architectures must be names of classes"),
     ({"dtype": "nn"}, "dtype must be one of floating-point numbers, such as 'float32', got 'nn'"),
@@ -68,7 +68,7 @@ REFUSED = [(model_type, *case) for case in OF_BOTH for model_type in BASE] + OF_
 
 
 @pytest.mark.parametrize("model_type, fields, message", REFUSED, ids=[f"{case[0]}-{next(iter(case[1]))}" for case in REFUSED])
-def test_refused_with_a_sentence(model_type, fields, message, tmp_path):
+def test_rejected_with_a_message(model_type, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         load_changed(tmp_path, model_type, fields)
     assert type(caught.value) is ValueError and "\n" not in str(caught.value) and len(str(caught.value)) < 500

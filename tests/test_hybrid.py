@@ -19,8 +19,8 @@ from tost_hf import (
     load_cache,
     save_cache,
 )
+from tost_hf.cache_files import state_bytes
 from tost_hf.model.attention_tost import rotary_embedding
-from tost_hf.model.cache_tost import state_bytes
 
 
 TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
@@ -153,7 +153,7 @@ def test_generate_with_the_cache_is_generate_without(model, tokens, kwargs):
     assert torch.equal(model.generate(tokens[:1], **settings | kwargs), expected)
 
 
-def test_what_a_window_cannot_tell_is_refused(tokens):
+def test_what_a_window_cannot_tell_is_rejected(tokens):
     model = build(**LAYERS["sliding"])
     cache = model(tokens).past_key_values
     mask = torch.ones(2, 24, dtype=torch.long)
@@ -170,7 +170,7 @@ def test_what_a_window_cannot_tell_is_refused(tokens):
 
 
 @pytest.mark.parametrize(
-    "fields, sentence",
+    "fields, message",
     [
         ({"layer_types": ["linear_attention"] * 4}, "layer_types must hold .* nothing else, got 'linear_attention'"),
         ({"layer_types": [TSSA, FULL]}, "layer_types must name every layer: it names 2 of 4"),
@@ -185,8 +185,8 @@ def test_what_a_window_cannot_tell_is_refused(tokens):
         ),
     ],
 )
-def test_impossible_layers_are_refused(fields, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_impossible_layers_are_rejected(fields, message):
+    with pytest.raises(ValueError, match=message):
         four_layers(**fields)
 
 

@@ -1,4 +1,4 @@
-"""Bad input to language models and their configurations: each refused with a sentence that says what was wrong."""
+"""Bad input to language models and their configurations: errors with a message that says what was wrong."""
 
 import shutil
 

@@ -185,7 +185,7 @@ def test_a_static_step_waits_for_no_device(options, padded, monkeypatch):
         for cache in caches:
             model(tokens[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
         expected = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[0]).logits
-        monkeypatch.setattr(inputs_tost, "_can_look", lambda x: False)
+        monkeypatch.setattr(inputs_tost, "_is_readable", lambda x: False)
         monkeypatch.setattr(type(model.model), "_check_tokens", lambda *args: None)
         with Reads() as reads:
             found = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[1]).logits

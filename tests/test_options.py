@@ -19,12 +19,12 @@ from tost_hf import (
     load_cache,
     save_cache,
 )
+from tost_hf.cache_files import state_bytes
 from tost_hf.convert import convert_to_original
 from tost_hf.hub.cards import build_card
 from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
-from tost_hf.model.cache_tost import state_bytes
-from tost_hf.model.configuration_tost import OFF, PAPER_PRESETS
+from tost_hf.model.configuration_tost import OPTION_DEFAULTS, PAPER_PRESETS
 from tost_hf.model.layers_tost import ShortConvolution, find_taps
 
 
@@ -36,10 +36,8 @@ OPTIONS["hybrid"] = {
     "num_key_value_heads": 2,
 }
 OPTIONS |= {"ista": {"mlp_type": "ista"}, "raw": {"normalize_scores": False}}
-COMBINATIONS = [
-    *itertools.product((None, "head", "token"), (None, "conv"), (None, "hybrid")),
-    ("ista", "raw", "conv"),
-]
+COMPILED = [(), ("token", "conv", "hybrid"), ("ista", "raw", "conv")]
+COMBINATIONS = [*COMPILED, ("conv", "hybrid"), ("head", "hybrid"), ("head", "conv"), ("token",)]  # every pair of options
 
 
 def four_layers(**fields) -> ToSTConfig:
@@ -47,11 +45,15 @@ def four_layers(**fields) -> ToSTConfig:
 
 
 def build(names=(), dtype=torch.float64, **fields) -> ToSTForCausalLM:
-    options = {key: value for name in filter(None, names) for key, value in OPTIONS[name].items()}
+    options = {key: value for name in names for key, value in OPTIONS[name].items()}
     return randomize(ToSTForCausalLM(four_layers(**({"pad_token_id": 0} | options | fields)))).eval().to(dtype)
 
 
-@pytest.fixture(params=COMBINATIONS, ids=lambda names: "+".join(filter(None, names)) or "none")
+def name_options(names: tuple[str, ...]) -> str:
+    return "+".join(names) or "none"
+
+
+@pytest.fixture(params=COMBINATIONS, ids=name_options)
 def model(request):
     return build(request.param)
 
@@ -155,7 +157,7 @@ def test_saved_cache_goes_on(tokens, model, tmp_path):
     torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, **F64)
 
 
-def test_a_cache_of_other_options_is_refused(tokens, tmp_path):
+def test_a_cache_of_other_options_is_rejected(tokens, tmp_path):
     plain, other = build(), build(["conv"])
     for first, second in ((plain, other), (other, plain)):
         cache = first(tokens).past_key_values
@@ -198,10 +200,11 @@ def test_saved_model_is_the_model(model, tokens, tmp_path):
 
 def test_config_file_of_a_default_model_holds_no_option(tmp_path):
     four_layers().save_pretrained(tmp_path)
-    assert not set(OFF) & set(json.loads((tmp_path / "config.json").read_text()))
+    assert not set(OPTION_DEFAULTS) & set(json.loads((tmp_path / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("model", COMPILED, ids=name_options, indirect=True)
 def test_generate_compiles_decoding_once(model, tokens, padded):
     torch._dynamo.reset()
     counter = counting_backend("eager")
@@ -218,6 +221,7 @@ def test_generate_compiles_decoding_once(model, tokens, padded):
     assert counter.graphs == 1
 
 
+@pytest.mark.parametrize("model", COMPILED, ids=name_options, indirect=True)
 def test_compiled_training_gives_the_same_gradients(model, tokens):
     torch._dynamo.reset()
     gradients = []
@@ -339,6 +343,6 @@ def test_a_model_with_new_convolutions_starts_as_one_without():
 
 
 @pytest.mark.parametrize("kernel", [-1, 0, 1, 65, 10**12])
-def test_impossible_kernels_are_refused(kernel):
+def test_impossible_kernels_are_rejected(kernel):
     with pytest.raises(ValueError, match="conv_kernel must be from 2 to 64"):
         ToSTConfig(conv_kernel=kernel)

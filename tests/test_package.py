@@ -1,5 +1,6 @@
-"""What importing the package does and does not do, and which files travel."""
+"""Importing the package; the files of the remote code."""
 
+import ast
 import importlib
 import importlib.metadata
 import re
@@ -17,7 +18,7 @@ from tost_hf.model.configuration_tost import AUTO_MAPS, CODE_FILES
 
 
 ROOT = Path(__file__).parents[1]
-TRAVELS = sorted(set(chain(*CODE_FILES.values())))
+REMOTE_CODE = sorted(set(chain(*CODE_FILES.values())))
 
 
 def test_public_names_exist():
@@ -65,13 +66,42 @@ def test_listed_files_are_those_the_models_import(model_type):
         assert hasattr(importlib.import_module(f"tost_hf.model.{module}"), class_name)
 
 
-@pytest.mark.parametrize("name", TRAVELS)
-def test_model_files_are_flat(name):
-    """Published as remote code they stand side by side without the package."""
-    text = (ROOT / "src/tost_hf/model" / name).read_text()
-    assert set(re.findall(r"^\s*from\s+\.(\S*)\s+import", text, re.MULTILINE)) <= {f[:-3] for f in TRAVELS}
-    assert not re.search(r"^\s*(from|import)\s+tost_hf", text, re.MULTILINE)
-    assert not re.search(r"^(from|import)\s+triton", text, re.MULTILINE)
+def test_remote_code_is_flat():
+    """It is published in one folder, without the package."""
+    for name in REMOTE_CODE:
+        text = (ROOT / "src/tost_hf/model" / name).read_text()
+        assert set(re.findall(r"^\s*from\s+\.(\S*)\s+import", text, re.MULTILINE)) <= {f[:-3] for f in REMOTE_CODE}, name
+        assert not re.search(r"^\s*(from|import)\s+tost_hf", text, re.MULTILINE), name
+        assert not re.search(r"^(from|import)\s+triton", text, re.MULTILINE), name
+
+
+# What remote code imports of transformers when it is loaded: every published model depends on these. Anything else is imported
+# where it is used (masking_utils, by attention layers) or written out (rotary positions, eager attention).
+IMPORTED_WHEN_LOADED = {
+    "transformers": "documented names",
+    "transformers.activations": "ACT2FN, as documented for custom models",
+    "transformers.backbone_utils": "backbone mixins, as in every backbone of transformers",
+    "transformers.cache_utils": "Cache and its layers, as documented for custom caches",
+    "transformers.modeling_layers": "GradientCheckpointingLayer and generic heads, as in every model of transformers",
+    "transformers.modeling_outputs": "documented output classes",
+    "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS, as documented for custom attention",
+    "transformers.utils": "cached_file, can_return_tuple, TransformersKwargs",
+    "transformers.utils.generic": "merge_with_config_defaults, on the forward pass of every model of transformers",
+    "transformers.utils.output_capturing": "capture_outputs, on the forward pass of every model of transformers",
+}
+
+
+def test_remote_code_imports_public_modules_of_transformers():
+    imported = set()
+    for name in REMOTE_CODE:
+        if name.startswith("batch"):
+            continue
+        for node in ast.parse((ROOT / "src/tost_hf/model" / name).read_text()).body:  # not inside functions
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module)
+    assert {name for name in imported if name.partition(".")[0] == "transformers"} == set(IMPORTED_WHEN_LOADED)
 
 
 def test_only_the_converter_opens_or_writes_pickles():

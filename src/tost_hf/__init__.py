@@ -24,7 +24,8 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer, load_cache, save_cache
+from .cache_files import load_cache, save_cache
+from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer
 from .model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .model.layers_tost import TokenStatisticsSelfAttention

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..model.cache_tost import CausalStatisticsCache, layer_shapes, layer_type_of
+from ..cache_files import layer_shapes
+from ..model.cache_tost import CausalStatisticsCache, layer_type_of
 from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION
 from ..model.modeling_tost_vision import ToSTVisionPreTrainedModel
 from ..model.tssa_reference import TSSAState

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi, snapshot_download
 from transformers import PreTrainedConfig
 
+from ..cache_files import state_bytes
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
 from ..hub.checks import check_weights, load_config
 from ..hub.connection import hub_calls, listing
 from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model
 from ..hub.records import IMAGE_PROCESSOR_FILES
-from ..model.cache_tost import state_bytes
 from .comparing import Agreement, compare
 from .executorch_files import fixed_sizes, methods
 from .formats import DTYPES, FORMATS, check_format

@@ -18,14 +18,14 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 
+from ..cache_files import state_bytes
 from ..files import EVAL_RESULTS, EVALUATION
-from ..model.cache_tost import state_bytes
 from ..model.configuration_tost import (
     ABLATIONS,
     BEYOND_PAPER,
     CAUSAL_STATISTICS,
     FULL_ATTENTION,
-    OFF,
+    OPTION_DEFAULTS,
     PRESETS,
     ToSTConfig,
 )
@@ -367,7 +367,7 @@ def _find_preset(config: PreTrainedConfig) -> str | None:
         size += " ".join(ABLATIONS)
         presets = {name: ToSTVisionConfig.from_preset(name) for name in VISION_PRESETS}
     else:
-        size += "vocab_size max_position_embeddings use_bias tie_word_embeddings " + " ".join(OFF)
+        size += "vocab_size max_position_embeddings use_bias tie_word_embeddings " + " ".join(OPTION_DEFAULTS)
         presets = {name: ToSTConfig.from_preset(name) for name in PRESETS}
     if _task(config)[1] not in ("text-generation", "image-classification"):
         return None

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..model.cache_tost import state_bytes
+from ..cache_files import state_bytes
 from ..model.configuration_tost import AUTO_MAPS, CAUSAL_STATISTICS, code_files
 from ..version import __version__
 from .checks import (

@@ -61,7 +61,7 @@ class ToSTAttention(nn.Module):
 
     Args:
         config: a `ToSTConfig` whose `layer_types` has an attention layer at `layer_idx`.
-        layer_idx: the layer's place in the model and in a cache.
+        layer_idx: index of the layer in the model and in a cache.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
@@ -92,21 +92,21 @@ class ToSTAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attends.
+        """Computes the layer.
 
         Args:
             hidden_states: (B, T, D).
-            attention_mask: (B, T), true at real tokens; these tokens only, not those in the cache.
-            attention_masks: what `build_attention_masks` gives.
+            attention_mask: (B, T), true at real tokens; of these tokens only, not those in the cache.
+            attention_masks: from `build_attention_masks`.
             position_ids: (B, T).
             position_embeddings: from `rotary_embedding`; None where the embedded tokens contain their positions.
             past_key_values: a cache with an attention layer at `layer_idx`; updated.
 
         Returns:
-            The attended tokens (B, T, D), and the attention weights where the attention function gives them.
+            The attended tokens (B, T, D), and the attention weights if the attention function returns them.
         """
         B, T, _ = hidden_states.shape
-        if attention_mask is not None:  # not left to the mask of scores: 0 times what padding may hold can be NaN
+        if attention_mask is not None:  # in addition to the mask of scores: padding may hold NaN, and 0 times NaN is NaN
             hidden_states = hidden_states.masked_fill(~attention_mask.bool().unsqueeze(-1), 0)
         query, key, value = (
             projection(hidden_states).view(B, T, -1, self.head_dim).transpose(1, 2)
@@ -163,21 +163,21 @@ def build_attention_masks(
     past_key_values: Cache | None,
     past_length,
 ) -> dict:
-    """The masks of scores that the chosen attention function takes, by layer type; empty without attention layers.
+    """Masks of scores for the attention implementation, by layer type; empty without attention layers.
 
     Args:
         inputs_embeds: (B, T, D).
         mask: (B, cached + T), true at real tokens.
-        seq_idx: (B, T), sequence numbers of packed rows, without a cache.
+        seq_idx: (B, T), sequence numbers of packed sequences, without a cache.
         past_length: number of cached tokens.
 
     Raises:
-        ValueError: the mask leaves the cached tokens open, or a sliding window cannot be told from it.
+        ValueError: the mask does not cover the cached tokens, or does not determine a sliding window.
     """
     kinds = [kind for kind in dict.fromkeys(config.layer_types) if kind != CAUSAL_STATISTICS]
     if not kinds:
         return {}
-    # here, so that a model without such layers loads whatever becomes of this module
+    # imported here, so that models without such layers load even if transformers moves this module
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     starts = isinstance(past_length, int) and past_length == 0
@@ -188,7 +188,7 @@ def build_attention_masks(
     packed = None
     if seq_idx is not None:
         if "flash" in config._attn_implementation and (mask is not None or len(seq_idx) > 1):
-            raise ValueError("Flash attention takes packed rows only one at a time and without padding; use 'sdpa'.")
+            raise ValueError("Flash attention supports packed sequences only in batches of size 1, unpadded; use 'sdpa'.")
         packed = _within_sequence(sequence_starts(seq_idx).cumsum(1))
     masks = {}
     for kind in kinds:
@@ -231,8 +231,8 @@ def _within_sequence(sequence: torch.Tensor):
 
 
 def _window_of_real_tokens(mask: torch.Tensor, window: int):
-    """A sliding window that counts real tokens only, whatever padding stands between them."""
-    # a static cache asks for keys up to its size, which the causal mask shuts out
+    """A sliding window that counts real tokens only."""
+    # a static cache has keys up to its size, which the causal mask excludes
     rank = nn.functional.pad(mask.long().cumsum(1), (0, window))
 
     def condition(batch, head, query, key):
@@ -242,13 +242,13 @@ def _window_of_real_tokens(mask: torch.Tensor, window: int):
 
 
 def _check_gaps(mask: torch.Tensor | None) -> None:
-    """Refuses padding between real tokens where the window's cache would count it; looks only where that costs nothing."""
+    """Rejects padding between real tokens, which a cached sliding window would count; checked on the CPU only."""
     if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
         return
     later = mask.flip(1).cummax(1)[0].flip(1)
     if (~mask & mask.cummax(1)[0] & later).any():
         raise ValueError(
-            "With a cache, sliding_attention layers cannot leave out padding between real tokens: pad on the left, or run the "
+            "With a cache, sliding_attention layers cannot skip padding between real tokens: pad on the left, or run the "
             "whole text without past_key_values."
         )
 

@@ -1,14 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The cache of ToST language models: the layer of causal TSSA, three running sums of constant size; checks; files."""
 
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
@@ -23,22 +19,22 @@ from .tssa_reference import TSSAState, as_state
 
 Tensors = TypeVar("Tensors", bound=tuple)
 
-RECORDED_TAIL = 64  # tokens that stay removable after a crop
+RECORDED_TAIL = 64  # tokens that can still be removed after a crop
 STATE_NAMES = TSSAState._fields
-SAVED_NAMES = (*STATE_NAMES, "recent_inputs")  # of a layer, in memory and in files; the last only with a convolution
+TENSOR_NAMES = (*STATE_NAMES, "recent_inputs")  # of a layer, in memory and in files; the last only with a convolution
 
 
 class RecordedTokens(NamedTuple):
-    """What a layer keeps of tokens that may be taken back."""
+    """What a layer records of tokens that a rollback may remove."""
 
     w: torch.Tensor  # projected, (B, t, H, p)
     membership: torch.Tensor  # (B, t, H), 0 at padding
-    log_decay: torch.Tensor | None  # (B, t, H), where the layer forgets
-    inputs: torch.Tensor | None  # of the layer, (B, t, D), where it has a convolution
+    log_decay: torch.Tensor | None  # (B, t, H), with forgetting
+    inputs: torch.Tensor | None  # of the layer, (B, t, D), with a convolution
 
 
 class LayerPast(NamedTuple):
-    """What a layer knows of the tokens up to one of them."""
+    """The state of a layer after some token."""
 
     state: TSSAState
     recent_inputs: torch.Tensor | None
@@ -49,19 +45,19 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     `sum_sq` and `sum_weighted_sq` are (B, H, p), `sum_membership` is (B, H); None until the first update. They have the dtypes
     of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost. In a layer with
-    a convolution `recent_inputs` (B, conv_kernel - 1, D) holds the layer's last inputs, oldest first; else it is None.
+    a convolution `recent_inputs` (B, conv_kernel - 1, D) are the layer's last inputs, oldest first; otherwise None.
 
-    With `max_cache_len` (as `StaticCache` passes it) or `static=True` the tensors keep their addresses, the number of tokens
-    seen included, so that a compiled decode step is neither recompiled nor skipped by CUDA graphs; the
-    cached sums then carry no gradient. The number itself limits nothing: the state is of one size at any length.
+    With `max_cache_len` (as `StaticCache` passes it) or `static=True` the tensors keep their addresses, and so does the number
+    of tokens: a compiled decoding step is neither recompiled nor skipped by CUDA graphs. The cached sums then have no
+    gradient. `max_cache_len` is no limit: the state has the same size at any length.
 
-    While recording is on (`activate_past_recording`), the tokens since the last `crop`, and up to 64 before it, can be
-    taken back exactly: the sums are put together again from those before the recorded tokens, nothing is subtracted.
+    While recording is on (`activate_past_recording`), the tokens since the last `crop`, and up to 64 before it, can be rolled
+    back exactly: the sums are recomputed from those before the recorded tokens, nothing is subtracted.
     """
 
     _layer_type = CAUSAL_STATISTICS
     is_croppable = True
-    supports_early_init = False  # the key/value shapes of that path mean nothing here
+    supports_early_init = False  # it is for the shapes of keys and values
 
     def __init__(self, max_cache_len: int | None = None, static: bool = False, **kwargs):
         super().__init__()
@@ -72,7 +68,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         self.sum_weighted_sq: torch.Tensor | None = None
         self.sum_membership: torch.Tensor | None = None
         self.recent_inputs: torch.Tensor | None = None
-        # a tensor, not a number: a number is part of an exported program, which would then be one for caches of that length
+        # a tensor: a number would be a constant of an exported program
         self.cumulative_length: Any = torch.zeros((), dtype=torch.long, device="cpu")
         self.device: torch.device | None = None
         self.record_past = False
@@ -86,23 +82,23 @@ class CausalStatisticsLayer(CacheLayerMixin):
             return None
         self.prefetch()
         state = self._stored_state()
-        if self.static and torch.is_grad_enabled():  # a backward pass must not find it overwritten
+        if self.static and torch.is_grad_enabled():  # the next step overwrites it before the backward pass
             state = TSSAState(*(x.clone() for x in state))
         return state
 
     @property
     def may_be_overwritten(self) -> bool:
-        """Whether a step may add to the tensors of `state` themselves: nobody else looks at them, now or in a backward."""
+        """Whether a step may update the tensors of `state` in place: nothing else uses them, nor will a backward pass."""
         if not self.is_initialized or self.record_past or torch.is_grad_enabled():
             return False
         state = self._stored_state()
-        if any(x is not y for x, y in zip(as_state(state, state.sum_sq), state)):  # cast by others, such as an exporter
+        if any(x is not y for x, y in zip(as_state(state, state.sum_sq), state)):  # cast, for example by an exporter
             return False
-        return self.static if torch.compiler.is_compiling() else all(map(_is_its_own, state))
+        return self.static if torch.compiler.is_compiling() else all(map(_is_unshared, state))
 
     @property
     def past_inputs(self) -> torch.Tensor | None:
-        """`recent_inputs`, on the device they were computed on."""
+        """`recent_inputs`, on the device that computed them."""
         self.prefetch()
         return self.recent_inputs
 
@@ -115,13 +111,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the layer's sums and recent inputs take in memory; those of recorded tokens come on top."""
+        """Bytes of the layer's sums and recent inputs in memory, without recorded tokens."""
         return sum(x.nbytes for x in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that the layer holds, by name; none before the first token."""
-        held = {name: getattr(self, name) for name in SAVED_NAMES}
-        return {name: x for name, x in held.items() if x is not None}
+        """The layer's tensors by name; empty before the first token."""
+        return {name: x for name in TENSOR_NAMES if (x := getattr(self, name)) is not None}
 
     # float64 sums take the bytes of float32 sums with float32 remainders, and need no adding and splitting at every step
     def _stored_state(self) -> TSSAState:
@@ -129,12 +124,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
         return TSSAState(self.sum_sq, self.sum_weighted_sq, self.sum_membership)
 
     def set_state(self, state: TSSAState) -> None:
-        """Takes over new sums: in place where addresses are static, and for the same batch size."""
+        """Stores new sums: in place if addresses are static and the batch size is the same."""
         for name, new in zip(STATE_NAMES, as_state(state, state.sum_sq)):
             self._store(name, new)
 
     def set_recent_inputs(self, recent_inputs: torch.Tensor | None) -> None:
-        """Takes over new last inputs, as `set_state` does with sums."""
+        """Stores new last inputs, as `set_state` does sums."""
         if recent_inputs is not None:
             self._store("recent_inputs", recent_inputs)
 
@@ -153,9 +148,9 @@ class CausalStatisticsLayer(CacheLayerMixin):
             torch._dynamo.mark_static_address(tensor)
 
     def lazy_initialization(self, state: TSSAState) -> None:  # type: ignore[override]  # declared for keys and values alone
-        """Makes room for sums of the given state's shapes, dtype and device."""
+        """Allocates sums of the given state's shapes, dtypes and device."""
         self.device = state.sum_sq.device
-        if self.static or torch.compiler.is_compiling():  # else on the CPU, where reading it waits for no device
+        if self.static or torch.compiler.is_compiling():  # else on the CPU, where reading it does not synchronize
             self.cumulative_length = self.cumulative_length.to(self.device)
             self._mark_static(self.cumulative_length)
         self.set_state(TSSAState(*(torch.zeros_like(x) for x in state)))
@@ -171,14 +166,14 @@ class CausalStatisticsLayer(CacheLayerMixin):
         inputs: torch.Tensor | None = None,
         recent_inputs: torch.Tensor | None = None,
     ) -> None:
-        """Stores what is known after new tokens.
+        """Stores the state after new tokens.
 
         Args:
             state: the sums after these tokens.
             w: the projected tokens, (B, T, H, p).
             membership: their membership, (B, H, T), 0 at padding.
-            log_decay: logarithm of their forget factors, (B, T, H), where the layer forgets.
-            inputs: of the layer, (B, T, D), where it has a convolution.
+            log_decay: logarithm of their decay, (B, T, H), with forgetting.
+            inputs: of the layer, (B, T, D), with a convolution.
             recent_inputs: the last of them, (B, conv_kernel - 1, D).
         """
         if not self.is_initialized:
@@ -200,7 +195,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     def update(self, key_states, value_states, *args, **kwargs):
         raise NotImplementedError(
-            f"{type(self).__name__} keeps statistics, not keys and values: use it with a ToST model, which calls update_state."
+            f"{type(self).__name__} stores statistics, not keys and values: a ToST model calls update_state instead."
         )
 
     def get_seq_length(self) -> Any:
@@ -218,16 +213,16 @@ class CausalStatisticsLayer(CacheLayerMixin):
     # Rollback ---------------------------------------------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """From here on keeps what `crop` needs. Memory grows with the tokens between two calls of `crop`."""
+        """Starts to record what `crop` needs. Memory grows with the tokens between two calls of `crop`."""
         if not self.record_past:
-            self._forget()
+            self._clear_records()
         self.record_past = True
 
-    def _forget(self) -> None:
+    def _clear_records(self) -> None:
         self._base, self._recorded = None, []
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last `-tokens_to_remove` tokens, padding counted (0 removes none, and frees old records).
+        """Removes the last `-tokens_to_remove` tokens, padding counted (0 removes none, and frees old records).
 
         Raises:
             ValueError: the number is positive, or more tokens than were recorded.
@@ -236,18 +231,18 @@ class CausalStatisticsLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}.")
         if not self.record_past:
-            raise RuntimeError("Call activate_past_recording() on the cache before the tokens that crop is to take back.")
+            raise RuntimeError("Call activate_past_recording() on the cache before the tokens that crop is to remove.")
         recorded = sum(tokens.w.shape[1] for tokens in self._recorded)
         keep = recorded + tokens_to_remove
         if keep < 0:
-            raise ValueError(f"Cannot take back {-tokens_to_remove} tokens: only the last {recorded} are recorded.")
+            raise ValueError(f"Cannot remove {-tokens_to_remove} tokens: only the last {recorded} are recorded.")
         if not recorded:
             return
         tokens = RecordedTokens._make(None if x[0] is None else torch.cat(x, 1) for x in zip(*self._recorded))
-        assert self._base is not None  # kept with the first record
-        forgotten = max(keep - RECORDED_TAIL, 0)
-        self._base = _add_tokens(self._base, _map_tensors(lambda x: x[:, :forgotten], tokens))
-        tokens = _map_tensors(lambda x: x[:, forgotten:keep], tokens)
+        assert self._base is not None  # stored with the first record
+        merged = max(keep - RECORDED_TAIL, 0)
+        self._base = _add_tokens(self._base, _map_tensors(lambda x: x[:, :merged], tokens))
+        tokens = _map_tensors(lambda x: x[:, merged:keep], tokens)
         self._recorded = [tokens] if keep else []
         if tokens_to_remove:
             past = _add_tokens(self._base, tokens)
@@ -278,10 +273,10 @@ class CausalStatisticsLayer(CacheLayerMixin):
         self._map_batch(lambda x: x[indices.to(x.device)])
 
     def reset(self) -> None:
-        """Back to the start of a sequence; tensors stay where they are."""
+        """Returns to the start of a sequence; tensors keep their addresses."""
         for x in self.tensors().values():
             x.detach().zero_()
-        self._forget()
+        self._clear_records()
         self.cumulative_length.zero_()
 
     # Devices ----------------------------------------------------------------------------------------------------------
@@ -292,43 +287,43 @@ class CausalStatisticsLayer(CacheLayerMixin):
                 setattr(self, name, x.to(device, non_blocking=True))
 
     def offload(self) -> None:
-        """Moves the sums to the CPU; the next use brings them back."""
+        """Moves the sums to the CPU until they are used next."""
         self._move(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        """Moves the sums back to the device they were computed on."""
+        """Moves the sums back to the device that computed them."""
         if self.device is not None:
             self._move(self.device)
 
 
-# CacheLayerMixin enters subclasses in the dynamic table only
+# CacheLayerMixin registers subclasses for dynamic caches only
 STATIC_LAYER_TYPE_MAPPING[CAUSAL_STATISTICS] = CausalStatisticsLayer
 
 
 def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], values: Tensors) -> Tensors:
-    """A NamedTuple of tensors, None and more such tuples, with `fn` applied to every tensor."""
+    """Applies `fn` to every tensor of a NamedTuple of tensors, None and more such tuples."""
     kind: Any = type(values)
     return kind(*(x if x is None else _map_tensors(fn, x) if isinstance(x, tuple) else fn(x) for x in values))
 
 
-def _is_its_own(x: torch.Tensor) -> bool:
-    """Whether adding to a tensor in place is allowed, and changes no other tensor."""
+def _is_unshared(x: torch.Tensor) -> bool:
+    """Whether a tensor may be updated in place, without a change to another one."""
     if x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled()):
         return False
     return x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
 
 
 def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
-    """What is known after more tokens."""
+    """The state of a layer after more tokens."""
     state, membership, recent = past.state, tokens.membership, past.recent_inputs
-    # padding is recognised by its membership, which is 0 in every head, and only there
+    # the membership is 0 in every head at padding, and only there
     real = membership.sum(-1) != 0
     x = tokens.w.to(state.sum_sq.dtype).masked_fill(~real[..., None, None], 0)
     terms = TSSAState(sq := x * x, sq * membership.unsqueeze(-1), membership)
     if tokens.log_decay is not None:
         log_decay = tokens.log_decay.masked_fill(~real.unsqueeze(-1), 0)
         up_to = log_decay.flip(1).cumsum(1).flip(1)  # of each token and all later ones
-        later = (up_to - log_decay).exp()  # what later tokens leave of each one
+        later = (up_to - log_decay).exp()  # decay of each token's terms by later ones
         terms = TSSAState(*(term * later.view(*later.shape, *[1] * (term.ndim - 3)) for term in terms))
         total = up_to[:, :1].sum(1).exp()  # 1 where there are no tokens
         state = TSSAState(*(old * total.view(*total.shape, *[1] * (old.ndim - 2)) for old in state))
@@ -343,41 +338,15 @@ def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
 # Cache ----------------------------------------------------------------------------------------------------------------
 
 
-FILE_FORMAT = "tost_causal_statistics/1"
-MAX_LENGTH_DIGITS = 18  # of a number of tokens; an int64 holds it
-
-
-class StateBytes(NamedTuple):
-    """Size of what a sequence is remembered by: running sums, recent inputs of convolutions, keys and values of attention."""
-
-    saved: int  # at every length, as `save_cache` writes it, in float32; with sliding windows once they are full
-    in_memory: int  # the same where two of the three sums are float64
-    per_token: int = 0  # what each token adds, in layers of full attention
-
-
-def state_bytes(config: PreTrainedConfig) -> StateBytes:
-    """Bytes of the state of one sequence, for a float32 model of this configuration."""
-    width, heads = config.hidden_size, config.num_attention_heads
-    layers = config.layer_types.count(CAUSAL_STATISTICS)
-    recent = width * ((config.conv_kernel or 1) - 1)
-    key_value = 4 * 2 * (config.num_key_value_heads or heads) * config.head_dim  # of a token in a layer
-    windows = config.layer_types.count(SLIDING_ATTENTION) * ((config.sliding_window or 1) - 1) * key_value
-    return StateBytes(
-        saved=4 * layers * (2 * width + heads + recent) + windows,
-        in_memory=4 * layers * (3 * width + 2 * heads + recent) + windows,
-        per_token=config.layer_types.count(FULL_ATTENTION) * key_value,
-    )
-
-
 class CausalStatisticsCache(Cache):
-    """The running statistics of all layers of a ToST language model; keys and values where a layer has attention.
+    """The running statistics of all layers of a ToST language model; keys and values of softmax attention layers.
 
     Args:
         config: the model's configuration.
-        static: keep the tensors' addresses, for `torch.compile` and CUDA graphs; not for hybrid models (see `StaticCache`).
+        static: keep the tensors' addresses, for `torch.compile` and CUDA graphs; for hybrid models use `StaticCache`.
 
-    Size: num_hidden_layers * (2 * hidden_size + num_attention_heads) numbers per sequence, whatever its length: for tost-base
-    74,304 bytes as `save_cache` writes them, in float32, and 111,744 in memory, where two of the three sums are float64.
+    Size: num_hidden_layers * (2 * hidden_size + num_attention_heads) numbers per sequence, at any length: for tost-base
+    74,304 bytes in files, in float32, and 111,744 in memory, where two of the three sums are float64.
     """
 
     def __init__(self, config: PreTrainedConfig, static: bool = False):
@@ -393,7 +362,7 @@ class CausalStatisticsCache(Cache):
 
 
 def layer_type_of(layer: object) -> str | None:
-    """Which of a configuration's `layer_types` a cache layer serves; None for any other."""
+    """The type in a configuration's `layer_types` that a cache layer is for; None for any other layer."""
     if getattr(layer, "_layer_type", None) == CAUSAL_STATISTICS:
         return CAUSAL_STATISTICS
     if isinstance(layer, DynamicLayer | StaticLayer):
@@ -411,9 +380,9 @@ def _statistics_layer(cache: Cache) -> CausalStatisticsLayer:
 
 
 def check_cache_kind(cache: Cache) -> list[str | None]:
-    """Refuses a cache that is not a ToST model's; returns what `layer_type_of` says of its layers.
+    """Rejects a cache that is not for ToST models; returns the `layer_type_of` its layers.
 
-    Layers are told by their type's name: code loaded from the Hub has a class of its own.
+    Layers are compared by their type's name: remote code has another class of the same name.
     """
     if not isinstance(cache, Cache):
         raise TypeError(
@@ -430,14 +399,14 @@ def check_cache_kind(cache: Cache) -> list[str | None]:
 
 
 def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None:
-    """Refuses a cache that a model of this configuration cannot go on from with this batch; fills an empty `DynamicCache()`.
+    """Rejects a cache that does not fit the model or the batch; adds the layers to an empty `DynamicCache()`.
 
     Raises:
         TypeError: it is no transformers Cache.
-        ValueError: it is another model's, or holds another number of sequences.
+        ValueError: it is of another model or another batch size.
     """
     if isinstance(cache, Cache) and cache.layer_class_to_replicate is not None and not cache.layers:
-        # DynamicCache() without a config, still empty: give it the right layers
+        # an empty DynamicCache() without a configuration
         cache.layers = CausalStatisticsCache(config).layers
         cache.layer_class_to_replicate = None
     kinds = check_cache_kind(cache)
@@ -468,21 +437,21 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
 
 
 def _processes_sharing_heads(config: PreTrainedConfig) -> int:
-    """How many processes each have some of the heads, by transformers' tensor parallelism."""
+    """Number of processes over which transformers' tensor parallelism shards the heads."""
     return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------
+# Batching --------------------------------------------------------------------------------------------------------------
 
 
 def join_rows(caches: Sequence[Cache], longest: int) -> Cache:
-    """One dynamic cache with the rows of several of one model, put into the first of them; the others may not be used again.
+    """Concatenates dynamic caches of one model along the batch, into the first of them; the others must not be used again.
 
-    Keys and values are aligned at their ends: rows with fewer tokens have padding before them, which the attention mask has to
-    leave out. Statistics need none.
+    Keys and values are padded on the left to the same length; the attention mask has to exclude this padding. Statistics need
+    none.
 
     Args:
-        longest: number of tokens that the longest row has seen.
+        longest: number of tokens of the longest sequence.
     """
     for layers in zip(*(cache.layers for cache in caches)):
         joined = cast(Any, layers[0])
@@ -494,127 +463,17 @@ def join_rows(caches: Sequence[Cache], longest: int) -> Cache:
             kept = min(longest, joined.sliding_window - 1) if joined.is_sliding else longest
             for name in ("keys", "values"):
                 setattr(joined, name, torch.cat([_last_tokens(getattr(layer, name), kept) for layer in layers]))
-        _set_length(joined, longest)
+        set_cached_length(joined, longest)
     return caches[0]
 
 
-def _set_length(layer: Any, length: int) -> None:
-    """Says how many tokens a layer has seen, where it does not tell that from its tensors: in a number or a tensor."""
+def set_cached_length(layer: Any, length: int) -> None:
+    """Sets the number of tokens that a layer has seen, if it stores that in a number or a tensor."""
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length += length - int(layer.cumulative_length)
 
 
 def _last_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The last tokens of keys or values (B, heads, tokens, width), with zeros before them where there are fewer."""
+    """The last tokens of keys or values (B, heads, tokens, width), padded on the left with zeros to `count`."""
     missing = count - x.shape[2]
     return F.pad(x, (0, 0, missing, 0)) if missing >= 0 else x[:, :, -missing:]
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
-def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
-    """Writes a cache of a ToST model (from `generate`, a forward pass, or your own) to a safetensors file.
-
-    The file is written under a temporary name and then moved, so an interrupted call leaves an older file whole.
-
-    Raises:
-        ValueError: the cache is empty, or not a ToST model's.
-        OSError: the file cannot be written.
-    """
-    check_cache_kind(cache)
-    if not cache.layers or not all(cast(Any, layer).is_initialized for layer in cache.layers):
-        raise ValueError("The cache is empty: run the model on the text that is to be cached first.")
-    length = int(cached_length(cache))
-    tensors = {
-        f"layers.{i}.{name}": x.detach().cpu().contiguous()
-        for i, layer in enumerate(cache.layers)
-        for name, x in _tensors_of(layer, length).items()
-    }
-    metadata = {"format": FILE_FORMAT, "seq_length": str(length)}
-    folder = os.path.dirname(os.path.abspath(filename))
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, filename)
-    except SafetensorError as error:  # a full disk comes as one
-        raise OSError(f"{os.fspath(filename)!r} could not be written; is the disk full? ({error})") from error
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-
-
-def load_cache(
-    filename: str | os.PathLike,
-    config: PreTrainedConfig,
-    device: torch.device | str = "cpu",
-    static: bool = False,
-) -> CausalStatisticsCache:
-    """Reads a cache that `save_cache` wrote, for a model of configuration `config`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, is not a cache, or belongs to a model of other sizes.
-    """
-    if not os.path.isfile(filename):
-        raise FileNotFoundError(f"There is no cache file {os.fspath(filename)!r}.")
-    try:
-        with safe_open(filename, "pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-    except Exception as error:  # safetensors raises one class of its own for every kind of damage
-        raise ValueError(f"{os.fspath(filename)!r} is not a readable safetensors file: {error}") from error
-    if metadata.get("format") != FILE_FORMAT:
-        raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
-    stated = metadata.get("seq_length", "")
-    if not stated.isascii() or not stated.isdecimal() or len(stated) > MAX_LENGTH_DIGITS:
-        raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {stated!r} as the number of cached tokens.")
-    length = int(stated)
-    layers = [layer_shapes(config, kind, length) for kind in config.layer_types]
-    expected = {f"layers.{i}.{name}": shape for i, shapes in enumerate(layers) for name, shape in shapes.items()}
-    if {key: tuple(x.shape[1:]) for key, x in tensors.items()} != expected:
-        raise ValueError(
-            f"{os.fspath(filename)!r} belongs to another model: this one has {config.num_hidden_layers} layers of "
-            f"{config.num_attention_heads} heads with {config.head_dim} channels."
-        )
-    if len({len(x) for x in tensors.values()}) > 1 or not all(x.is_floating_point() for x in tensors.values()):
-        raise ValueError(f"{os.fspath(filename)!r} is damaged: its sums are not of one batch, or no floating-point numbers.")
-    cache = CausalStatisticsCache(config, static=static)
-    for i, layer in enumerate(cache.layers):
-        _fill(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
-    return cache
-
-
-def _tensors_of(layer: Any, length: int) -> dict[str, torch.Tensor]:
-    """What is written of a layer that has seen `length` tokens."""
-    kind = layer_type_of(layer)
-    if kind == CAUSAL_STATISTICS:
-        # the sums in the narrower one of their dtypes, inputs as they are
-        return {name: x.to(layer.sum_sq.dtype) if name in STATE_NAMES else x for name, x in layer.tensors().items()}
-    first = 0
-    if kind == SLIDING_ATTENTION:  # a static one keeps one token more
-        window = getattr(layer, "sliding_window", None) or layer.max_cache_len
-        first, length = max(min(length, layer.keys.shape[2]) - window + 1, 0), min(length, layer.keys.shape[2])
-    return {"keys": layer.keys[:, :, first:length], "values": layer.values[:, :, first:length]}
-
-
-def layer_shapes(config: PreTrainedConfig, kind: str, length: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes, without the batch, of what a layer holds after `length` tokens."""
-    heads, width = config.num_attention_heads, config.head_dim
-    if kind == CAUSAL_STATISTICS:
-        recent = {} if config.conv_kernel is None else {"recent_inputs": (config.conv_kernel - 1, config.hidden_size)}
-        return dict(zip(STATE_NAMES, ((heads, width), (heads, width), (heads,)))) | recent
-    kept = min(length, config.sliding_window - 1) if kind == SLIDING_ATTENTION else length
-    return dict.fromkeys(("keys", "values"), (config.num_key_value_heads or heads, kept, width))
-
-
-def _fill(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
-    if layer_type_of(layer) == CAUSAL_STATISTICS:
-        state = TSSAState(*(tensors[name] for name in STATE_NAMES))
-        layer.lazy_initialization(state)
-        layer.set_state(state)
-        layer.set_recent_inputs(tensors.get("recent_inputs"))
-    else:
-        layer.update(tensors["keys"], tensors["values"])
-    _set_length(layer, length)

@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of ToST text models, the sizes of the paper, and how all ToST models are loaded, saved and published."""
 
-import contextlib
 import inspect
 import os
 import shutil
@@ -10,12 +9,12 @@ import tempfile
 from dataclasses import field
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
@@ -61,21 +60,18 @@ AUTO_MAPS = {
 }
 
 
-_MODEL_FOLDER = "_model_folder"  # tells a configuration, while it is saved, where its model's code lies
-
-
 def source_file(name: str) -> Path:
-    """Where one of the files that travel lies."""
+    """Path of a remote-code file beside this one."""
     return Path(__file__).with_name(name)
 
 
 def code_files(model_type: str, folder: Path | None = None, origin: str | None = None) -> dict[str, Path]:
-    """Name and path of each source file that a published model of this type carries.
+    """Name and path of each source file that is published with a model of this type.
 
     Args:
-        folder: where the model's class lies, if elsewhere: transformers copies the code of a local folder into one folder per
-            class, with only the files that the class needs.
-        origin: folder or repository that a configuration was loaded from, where no model was: it has the rest.
+        folder: folder of the model's class, searched after that of this file: transformers copies the code of a local folder
+            into one folder per class, with only the files that the class needs.
+        origin: folder or repository that the configuration was loaded from, searched last.
 
     Raises:
         OSError: a file is in none of these places.
@@ -89,14 +85,17 @@ def code_files(model_type: str, folder: Path | None = None, origin: str | None =
             found = None if fetched is None else Path(fetched)
         if found is None:
             raise OSError(
-                f"The model's source file {name} is not at hand, so it cannot be saved with the others: load the model from a "
+                f"The model's source file {name} was not found, so it cannot be saved with the others: load the model from a "
                 "folder or repository that has it, or save with with_code=False."
             )
         files[name] = found
     return files
 
 
-INHERITED_FIELDS = {  # of every configuration in transformers, which does not check their types
+# Configurations -------------------------------------------------------------------------------------------------------
+
+
+INHERITED_FIELDS = {  # of every configuration; transformers does not check their types
     "architectures": (list, tuple),
     "attn_implementation": (str,),
     "auto_map": (dict,),
@@ -106,108 +105,83 @@ INHERITED_FIELDS = {  # of every configuration in transformers, which does not c
     "quantization_config": (dict,),
     "torch_dtype": (str, torch.dtype),
 }
-MOST_LABELS = 2**20  # transformers makes a name for each of them, whatever a file asks for
+MAX_LABELS = 2**20  # transformers makes a name for each of them
 
 
-class CodeCarryingConfig(PreTrainedConfig):
-    """A configuration that, where its `auto_map` is set, is saved with the source files of its models.
+class ToSTBaseConfig(PreTrainedConfig):
+    """A configuration that is saved with the source files of its models where its `auto_map` is set.
 
-    Read from a file, it runs nothing that the file names, and whatever is wrong in the file is a ValueError of one sentence.
+    Loading one from a file runs no code that the file names, and raises ValueError for any damage.
     """
 
     def __post_init__(self, **kwargs):
         labels = kwargs.get("num_labels")
-        if labels is not None and not (isinstance(labels, int) and 0 <= labels <= MOST_LABELS):
-            raise ValueError(f"num_labels must be a whole number from 0 to {MOST_LABELS:,}, got {_shown(labels)}.")
+        if labels is not None and not (isinstance(labels, int) and 0 <= labels <= MAX_LABELS):
+            raise ValueError(f"num_labels must be a whole number from 0 to {MAX_LABELS:,}, got {_shorten(labels)}.")
         for alias, name in self.attribute_map.items():
-            if alias in kwargs:  # set here by its own name, under which its type is checked
+            if alias in kwargs:  # set under the field's name, so that its type is checked
                 setattr(self, name, kwargs.pop(alias))
         super().__post_init__(**kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        """As `PreTrainedConfig.from_dict`; ValueError, naming the field, for any value that is impossible."""
+        """As `PreTrainedConfig.from_dict`; raises ValueError, with the field's name, for any impossible value."""
         _check_inherited_fields(cls, config_dict)
         try:
             return super().from_dict(config_dict, **kwargs)
-        except Exception as error:  # transformers raises nearly anything on fields of a wrong type
+        except Exception as error:  # transformers raises many types of errors for fields of a wrong type
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             reason = f"{kind}{error}".splitlines()[-1].strip()
             raise ValueError(f"The configuration of this {cls.model_type} model is wrong: {reason[:300]}") from error
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Has no effect: `auto_map` decides. transformers calls it for remote code, and would then always save the files."""
+        """Has no effect: `auto_map` decides whether the source files are saved. transformers calls it for remote code."""
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """As `PreTrainedConfig.save_pretrained`, with the source files beside `config.json` where `auto_map` is set."""
-        folder = self.__dict__.pop(_MODEL_FOLDER, None)
+        folder = self.__dict__.pop("_model_folder", None)  # set by a model that saves its configuration
         if getattr(self, "auto_map", None):
-            self.auto_map = dict(AUTO_MAPS[self.model_type])  # one that was loaded may name the repository it came from
+            self.auto_map = dict(AUTO_MAPS[self.model_type])  # a loaded one may name older files, or their repository
             os.makedirs(save_directory, exist_ok=True)
             for name, source in code_files(self.model_type, folder, self._name_or_path).items():
                 target = Path(save_directory, name)
                 if source.resolve() != target.resolve():
                     shutil.copyfile(source, target)
         super().save_pretrained(save_directory)
-        if push_to_hub:  # not left to the base class, which would upload config.json alone
+        if push_to_hub:  # the base class would upload config.json alone
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
 
 def _check_inherited_fields(config_class: type, fields: dict) -> None:
-    """Refuses what transformers lets pass in the fields that every model has, and what would name code to run."""
+    """Rejects wrong values that transformers accepts in fields of every configuration, and references to code."""
     for name, value in fields.items():
         if name.startswith("__") or callable(getattr(config_class, name, None)):
-            raise ValueError(f"{_shown(name)} is not a field of a configuration but the name of a method.")
+            raise ValueError(f"{_shorten(name)} is not a field of a configuration but the name of a method.")
         if isinstance(derived := getattr(config_class, name, None), property) and derived.fset is None:
             raise ValueError(f"{name} follows from other fields, so it cannot be given.")
         if value is not None and not isinstance(value, INHERITED_FIELDS.get(name, object)):
-            raise ValueError(f"{name} must be a {INHERITED_FIELDS[name][0].__name__}, got {_shown(value)}.")
+            raise ValueError(f"{name} must be a {INHERITED_FIELDS[name][0].__name__}, got {_shorten(value)}.")
     parts = [name for name in ("decoder", "generator", "text_config", "text_encoder") if fields.get(name) is not None]
     if parts:
-        raise ValueError(f"{parts[0]} belongs to models that are made of several models; a ToST model is not.")
+        raise ValueError(f"{parts[0]} belongs to models composed of several models; a ToST model is not one.")
     if not all(isinstance(name, str) for name in fields.get("architectures") or ()):
-        raise ValueError(f"architectures must be names of classes, got {_shown(fields['architectures'])}.")
+        raise ValueError(f"architectures must be names of classes, got {_shorten(fields['architectures'])}.")
     if not all(str(key).isdecimal() for key in fields.get("id2label") or ()):
-        raise ValueError(f"id2label must name labels by number, got {_shown(fields['id2label'])}.")
+        raise ValueError(f"id2label must name labels by number, got {_shorten(fields['id2label'])}.")
     if "/" in (fields.get("attn_implementation") or ""):
         raise ValueError(
-            f"attn_implementation is {_shown(fields['attn_implementation'])}, code on the Hub, which ToST does not need; "
+            f"attn_implementation is {_shorten(fields['attn_implementation'])}, code on the Hub, which ToST does not need; "
             "remove that field."
         )
     for dtype in (fields.get("dtype"), fields.get("torch_dtype")):
         named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
-            raise ValueError(f"dtype must be one of floating-point numbers, such as 'float32', got {_shown(dtype)}.")
+            raise ValueError(f"dtype must be one of floating-point numbers, such as 'float32', got {_shorten(dtype)}.")
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     return repr(value)[:100]
-
-
-@contextlib.contextmanager
-def carrying_code(config: CodeCarryingConfig, with_code: bool | None, folder: Path):
-    """Within it, saving `config` takes the source files along (True), leaves them out (False), or as it was set (None).
-
-    Args:
-        folder: where the code of the saved model lies.
-    """
-    before = getattr(config, "auto_map", None)
-    setattr(config, _MODEL_FOLDER, folder)
-    if with_code is not None:
-        _set_auto_map(config, AUTO_MAPS[config.model_type] if with_code else None)
-    try:
-        yield
-    finally:
-        config.__dict__.pop(_MODEL_FOLDER, None)
-        _set_auto_map(config, before)
-
-
-def _set_auto_map(config: CodeCarryingConfig, auto_map: dict[str, str] | None) -> None:
-    if auto_map:
-        config.auto_map = dict(auto_map)
-    elif hasattr(config, "auto_map"):  # transformers asks for the attribute, so it must not be there as None
-        del config.auto_map
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -216,15 +190,17 @@ def _set_auto_map(config: CodeCarryingConfig, auto_map: dict[str, str] | None) -
 ADAPTER_TARGETS = ("in_proj", "out_proj")  # the projections of TSSA
 
 
-def _name_adapter_targets(model_type: str) -> None:
-    """Tells PEFT, where it is imported, which layers LoRA takes if its configuration names none; PEFT's own entry wins."""
+def _register_adapter_targets(model_type: str) -> None:
+    """Registers LoRA's default target modules with PEFT, if it is imported and has none for this model type."""
     tables = sys.modules.get("peft.utils.constants")
     if tables is not None:
         tables.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, list(ADAPTER_TARGETS))
 
 
 class ToSTBaseModel(PreTrainedModel):
-    """Checks configurations, loads weights from safetensors files only, and is saved with its source files on request."""
+    """Checks configurations, loads weights from safetensors files only, and saves source files with them on request."""
+
+    _saved_with_code = False  # by default
 
     def __init__(self, config, *inputs, **kwargs):
         wanted = type(self).config_class
@@ -238,15 +214,13 @@ class ToSTBaseModel(PreTrainedModel):
             if getattr(config, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}.")
         super().__init__(config, *inputs, **kwargs)
-        _name_adapter_targets(wanted.model_type)
+        _register_adapter_targets(wanted.model_type)
 
     def post_init(self):
-        # by the parameters that this model has: transformers' shared tests look for each name
+        # only parameters that this model has: transformers' shared tests look for each
         names = (getattr(module, "float32_parameters", ()) for module in self.modules())
         self._keep_in_fp32_modules_strict = set(chain(*names))
         super().post_init()
-
-    _saved_with_code = False
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
@@ -261,12 +235,12 @@ class ToSTBaseModel(PreTrainedModel):
         """As `PreTrainedModel.from_pretrained`, from safetensors files only: weights are never unpickled.
 
         Raises:
-            ValueError: `use_safetensors=False`, or a `distributed_config` that cuts the model by layers.
+            ValueError: `use_safetensors=False`, or a `distributed_config` with pipeline parallelism.
             OSError: there are no safetensors weights, or they are damaged.
         """
         if use_safetensors is False:
             raise ValueError("ToST models load safetensors weights only; convert pickled ones with `tost-hf convert`.")
-        _refuse_pipeline(kwargs.get("distributed_config"))
+        _reject_pipeline_parallelism(kwargs.get("distributed_config"))
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs)
         except SafetensorError as error:
@@ -279,21 +253,28 @@ class ToSTBaseModel(PreTrainedModel):
         """As `PreTrainedModel.save_pretrained`.
 
         Args:
-            with_code: whether the flat source files and `auto_map` are saved beside the weights, so that the folder loads with
-                `trust_remote_code=True` where this package is not installed. None: as the configuration came, that is with
-                them if the model was loaded from a folder that has them.
+            with_code: whether source files and `auto_map` are saved with the weights, so that the folder loads with
+                `trust_remote_code=True` where this package is not installed. None: if the model was loaded from a folder that
+                has them.
         """
-        if with_code is None and self._saved_with_code:
-            with_code = True
-        with carrying_code(cast(CodeCarryingConfig, self.config), with_code, Path(inspect.getfile(type(self))).parent):
-            try:
-                super().save_pretrained(save_directory, *args, **kwargs)
-            except SafetensorError as error:  # a full disk comes as one
-                raise OSError(
-                    f"The weights could not be written to {os.fspath(save_directory)!r}; is the disk full? ({error})"
-                ) from error
+        fields = self.config.__dict__
+        auto_map = fields.pop("auto_map", None)  # transformers does not expect None as its value
+        if with_code if with_code is not None else (auto_map or self._saved_with_code):
+            fields["auto_map"] = AUTO_MAPS[self.config.model_type]
+        fields["_model_folder"] = Path(inspect.getfile(type(self))).parent
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        except SafetensorError as error:  # for example on a full disk
+            raise OSError(
+                f"The weights could not be written to {os.fspath(save_directory)!r}; is the disk full? ({error})"
+            ) from error
+        finally:
+            for name in ("_model_folder", "auto_map"):
+                fields.pop(name, None)
+            if auto_map:
+                fields["auto_map"] = auto_map
 
-    def push_to_hub(  # type: ignore[override]  # transformers' decorator hides the parameters of its own from the checker
+    def push_to_hub(  # type: ignore[override]  # transformers' decorator hides the parameters from the type checker
         self,
         repo_id: str,
         *,
@@ -309,45 +290,40 @@ class ToSTBaseModel(PreTrainedModel):
     ) -> str:
         """As `PreTrainedModel.push_to_hub`, in one commit, with `with_code` as in `save_pretrained`.
 
-        A card that the repository has is kept. Where there is none, it gets its metadata and one sentence, not transformers'
-        form to fill in. `tost-hf publish` checks what it sends; this does not.
+        The repository's card is kept. If there is none, a short one with metadata is written instead of transformers' form.
+        `tost-hf publish` checks what it uploads; this does not.
         """
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, with_code=with_code, max_shard_size=max_shard_size)
-            self._push_card(api, repo_id, revision, tags).save(Path(folder, "README.md"))
-            return self._upload_modified_files(
-                folder,
-                repo_id,
-                files_timestamps={},
-                commit_message=commit_message,
-                commit_description=commit_description,
-                token=token,
-                create_pr=create_pr,
-                revision=revision,
-            )
-
-    def _push_card(self, api: HfApi, repo_id: str, revision: str | None, tags: list[str] | None) -> ModelCard:
+        if revision is not None and not revision.startswith("refs/pr"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
         try:
             card = ModelCard.load(api.hf_hub_download(repo_id, "README.md", revision=revision))
-        except RevisionNotFoundError:  # a branch that this push creates, from main
-            return self._push_card(api, repo_id, None, tags)
         except EntryNotFoundError:
             data = ModelCardData(library_name="transformers", tags=["tost"])
             card = ModelCard(f"---\n{data.to_yaml()}\n---\n\nA {type(self).__name__}, pushed without a model card.\n")
         card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *(tags or [])])) or None
-        return card
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, with_code=with_code, max_shard_size=max_shard_size)
+            card.save(Path(folder, "README.md"))
+            return api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=commit_message or f"Upload {type(self).__name__}",
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+            )
 
 
-def _refuse_pipeline(distributed_config) -> None:
-    """Refuses transformers' pipelines: their later stages take what comes in for embedded tokens, and add positions again."""
-    is_dict = isinstance(distributed_config, dict)  # as transformers takes it, too
+def _reject_pipeline_parallelism(distributed_config) -> None:
+    """Rejects transformers' pipeline parallelism: its later stages take their input for embedded tokens, and add positions."""
+    is_dict = isinstance(distributed_config, dict)  # which transformers accepts, too
     size = distributed_config.get("pp_size") if is_dict else getattr(distributed_config, "pp_size", None)
     if (size or 1) > 1:
         raise ValueError(
-            "A ToST model cannot be cut by layers (pp_size of distributed_config): use tp_size, which cuts it by heads, or "
-            "fully_shard."
+            "A ToST model cannot be cut by layers, that is, by pipeline parallelism (pp_size of distributed_config): use "
+            "tp_size, which shards the heads, or fully_shard."
         )
 
 
@@ -392,13 +368,17 @@ LRA_PRESETS["tost-lra-retrieval"]["architectures"] = ["ToSTModel"]  # of pairs o
 LRA_PRESETS["tost-lra-image"]["hidden_dropout"] = 0.0
 LRA_PRESETS["tost-lra-pathfinder"]["pre_norm"] = False
 
-OFF = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
-OFF["forgetting"] = "none"
-BEYOND_PAPER = tuple(OFF)
+OPTION_DEFAULTS = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
+OPTION_DEFAULTS["forgetting"] = "none"
+BEYOND_PAPER = tuple(OPTION_DEFAULTS)
 ABLATIONS = {"mlp_type": "mlp", "ista_step_size": 0.1, "ista_threshold": 0.1, "normalize_scores": True}
-OFF |= ABLATIONS | {"is_causal": True, "pooling": None, "pre_norm": True}  # all options, with the published model's values
+OPTION_DEFAULTS |= ABLATIONS | {
+    "is_causal": True,
+    "pooling": None,
+    "pre_norm": True,
+}  # all options, with the published model's values
 
-LARGEST = {  # far above any model; what asks for more is damaged or hostile, and must not be allocated
+MAX_SIZES = {  # far above any model: larger sizes in a file are damage or an attack, and must not be allocated
     "vocab_size": 2**31 - 1,
     "max_position_embeddings": 2**31 - 1,
     "hidden_size": 2**20,
@@ -411,29 +391,29 @@ LARGEST = {  # far above any model; what asks for more is damaged or hostile, an
 FORGETTING = ("none", "head", "token")
 POOLING = ("mean", "first", "last")
 MLP_TYPES = ("mlp", "ista")
-LARGEST_KERNEL = 64
-LARGEST_NUMBER = 2.0**127  # of a float32
+MAX_KERNEL = 64
+MAX_NUMBER = 2.0**127  # of a float32
 
 
-def leave_out(fields: dict, off: dict) -> dict:
-    """The fields of a configuration's file, without the options that are off."""
+def drop_defaults(fields: dict, off: dict) -> dict:
+    """The fields of a configuration's file without options at their defaults."""
     return {key: value for key, value in fields.items() if key not in off or value != off[key]}
 
 
-def check_largest(config: PreTrainedConfig) -> None:
-    """Refuses sizes above `LARGEST`, with a ValueError that names the field."""
-    for name, most in LARGEST.items():
+def check_max_sizes(config: PreTrainedConfig) -> None:
+    """Rejects (ValueError) sizes above `MAX_SIZES`."""
+    for name, most in MAX_SIZES.items():
         if (getattr(config, name, None) or 0) > most:
             raise ValueError(f"{name} must be at most {most:,}, got {str(getattr(config, name))[:40]}.")
 
 
 def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilities: tuple[str, ...]) -> None:
-    """Refuses impossible values in what ToST's configurations have in common, with a ValueError that names the field."""
-    # a width of 0 is refused by the models, not here: transformers' tools build such configurations to probe the fields
+    """Rejects (ValueError) impossible values in fields of text and vision configurations."""
+    # models reject a width of 0, not configurations: transformers' tools create such ones to test the fields
     for name, least in (dict.fromkeys(counts, 1) | {"hidden_size": 0, "intermediate_size": 0}).items():
         if getattr(config, name) < least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)}.")
-    check_largest(config)
+    check_max_sizes(config)
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"hidden_size ({config.hidden_size}) must be a multiple of num_attention_heads ({config.num_attention_heads})."
@@ -453,7 +433,7 @@ def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilitie
         raise ValueError(f"ista_threshold must not be negative, got {config.ista_threshold}.")
     numbers = "layer_norm_eps layer_scale_init_value initializer_range initializer_factor ista_step_size ista_threshold"
     for name in numbers.split():
-        if not abs(getattr(config, name, 0)) < LARGEST_NUMBER:  # true of NaN as well
+        if not abs(getattr(config, name, 0)) < MAX_NUMBER:  # true of NaN as well
             raise ValueError(f"{name} must be a finite number that float32 can hold, got {str(getattr(config, name))[:40]}.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         ids = getattr(config, name, None)
@@ -464,7 +444,7 @@ def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilitie
 
 
 @strict
-class ToSTConfig(CodeCarryingConfig):
+class ToSTConfig(ToSTBaseConfig):
     r"""Configuration of a ToST text model. The defaults are the language model tost-base (110,384,016 parameters).
 
     Args:
@@ -475,8 +455,8 @@ class ToSTConfig(CodeCarryingConfig):
             membership is 1 and a token's score has no effect.
         intermediate_size: width of the MLP; 4 * `hidden_size` if None.
         hidden_act: activation of the MLP; "gelu" is the exact (erf) one.
-        max_position_embeddings: rows of the learned position tables (`embed_positions`, and `denom_bias` in each layer); a
-            model cannot run past them. None builds the position-free variant, which has neither table and no limit.
+        max_position_embeddings: length of the learned position tables (`embed_positions`, and `denom_bias` in each layer),
+            which is the longest text. None for the position-free variant, which has neither table and no limit.
             Also `n_positions`.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of both LayerScale vectors of a block.
@@ -486,24 +466,24 @@ class ToSTConfig(CodeCarryingConfig):
         embedding_dropout: dropout on the embedded tokens.
         initializer_range: standard deviation of initial weights; the two output projections of a block get it divided by
             sqrt(2 * `num_hidden_layers`).
-        forgetting: whether the statistics forget: "none", as published, "head" (a learned factor per head) or "token" (one
-            that each token decides, per head).
+        forgetting: decay of the running sums: "none", as published, "head" (learned, per head) or "token" (computed from each
+            token, per head).
         conv_kernel: taps of the short causal convolution on each attention layer's normalised input; None for none, as
             published.
         layer_types: of each layer "tost_causal_statistics", "full_attention" or "sliding_attention"; None for the first
             throughout, as published. At least one layer must be of the first type.
-        sliding_window: tokens that a "sliding_attention" layer sees, its own included.
+        sliding_window: tokens that a "sliding_attention" layer sees, including the current one.
         num_key_value_heads: heads of the attention layers' keys and values; must divide `num_attention_heads`, its default.
-        rope_parameters: of the rotary positions that attention layers have in a position-free model: "rope_theta" and
-            "rope_type", "default" or "linear" (with "factor").
+        rope_parameters: of rotary positions, which attention layers have in a position-free model: "rope_theta" and
+            "rope_type", "default" or "linear" (with "factor"). Other models do not have this attribute.
         is_causal: whether a token sees only itself and the tokens before it, as in a language model. False makes an encoder:
             each layer's sums run over the whole text, there is no `denom_bias`, no cache and no generation. The order of the
             tokens then comes from `embed_positions` alone: without it (`max_position_embeddings=None`) an encoder takes a
             text for a set of tokens.
-        pooling: what a sequence classifier makes its logits from: the features of the "first" or the "last" real token, or
-            their "mean". None for "last" in causal models, as published, and "mean" in encoders.
+        pooling: features that a sequence classifier computes its logits from: those of the "first" or the "last" real token,
+            or their "mean". None for "last" in causal models, as published, and "mean" in encoders.
         mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
-            ablation; `ISTAStep`). It takes the place of the MLP with its residual branch and LayerScale.
+            ablation; `ISTAStep`), which replaces the MLP with its residual branch and LayerScale.
         ista_step_size, ista_threshold: of that step.
         normalize_scores: whether memberships are made from squares that are normalised per channel over the tokens, as
             published, or from the squares themselves (the paper's ablation). Without normalisation the plain formulas run,
@@ -515,7 +495,7 @@ class ToSTConfig(CodeCarryingConfig):
         bos_token_id, eos_token_id, pad_token_id: special token ids; 50256 is GPT-2's end-of-text.
 
     Raises:
-        ValueError: a value is impossible; the sentence names it.
+        ValueError: a value is impossible.
 
     Example:
 
@@ -586,7 +566,7 @@ class ToSTConfig(CodeCarryingConfig):
             self.intermediate_size = 4 * self.hidden_size
         if not self.is_causal:
             self.use_cache = False
-        # @strict runs the validators as well, but buries their sentence in an error of its own
+        # @strict runs the validators as well, but wraps their message in another error
         self.validate_architecture()
 
     def validate_architecture(self):
@@ -597,8 +577,9 @@ class ToSTConfig(CodeCarryingConfig):
         )
         if self.forgetting not in FORGETTING:
             raise ValueError(f"forgetting must be one of {', '.join(FORGETTING)}, got {self.forgetting[:40]!r}.")
-        if self.conv_kernel is not None and not 2 <= self.conv_kernel <= LARGEST_KERNEL:
-            raise ValueError(f"conv_kernel must be from 2 to {LARGEST_KERNEL}, or None for none, got {self.conv_kernel}.")
+        if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_KERNEL:
+            raise ValueError(f"conv_kernel must be from 2 to {MAX_KERNEL}, or None for none, got {self.conv_kernel}.")
+        self.validate_layer_type()
         self._check_attention_layers()
         self._check_encoder()
         if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
@@ -607,19 +588,16 @@ class ToSTConfig(CodeCarryingConfig):
             )
 
     def options(self) -> dict[str, object]:
-        """Those of the options (see `OFF`) that are on."""
-        return {name: value for name, value in self.to_dict().items() if name in OFF}
+        """The options that differ from the published model (see `OPTION_DEFAULTS`)."""
+        return {name: value for name, value in self.to_dict().items() if name in OPTION_DEFAULTS}
 
     def to_dict(self) -> dict:
-        """As `PreTrainedConfig.to_dict`, without the options that are off: a published model's file stays as it was."""
+        """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
         fields = super().to_dict()
         for name in ("layer_types", "rope_parameters"):
             if (given := fields.pop(f"_{name}", None)) is not None:
                 fields[name] = given
-        return leave_out(fields, OFF)
-
-    def validate_layer_type(self):
-        """See `validate_architecture` (the base class knows only its own names)."""
+        return drop_defaults(fields, OPTION_DEFAULTS)
 
     def _check_encoder(self):
         if self.pooling is not None and self.pooling not in POOLING:
@@ -628,13 +606,19 @@ class ToSTConfig(CodeCarryingConfig):
             if self.pooling == "first":
                 raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
             return
-        causal = [name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name, None) != OFF[name]]
+        causal = [
+            name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name, None) != OPTION_DEFAULTS[name]
+        ]
         if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
             causal.append("layer_types")
         if causal:
             raise ValueError(f"{causal[0]} is for causal models; an encoder (is_causal=False) does not have it.")
 
-    def _check_attention_layers(self):
+    def validate_layer_type(self):
+        """As in transformers, whose list of types lacks `CAUSAL_STATISTICS`.
+
+        It has "linear_attention", whose cache layer has no rollback, static addresses or float64 sums.
+        """
         kinds = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
         own = self.__dict__.get("_layer_types") or self.all_layer_types  # as given, however many
         if unknown := [kind for kind in own if kind not in kinds]:
@@ -643,7 +627,9 @@ class ToSTConfig(CodeCarryingConfig):
             raise ValueError(f"layer_types must name every layer: it names {len(own)} of {self.num_hidden_layers}.")
         if CAUSAL_STATISTICS not in own:
             raise ValueError(f"layer_types must hold {CAUSAL_STATISTICS} at least once.")
-        if SLIDING_ATTENTION in own and (self.sliding_window is None or self.sliding_window < 2):
+
+    def _check_attention_layers(self):
+        if SLIDING_ATTENTION in self.all_layer_types and (self.sliding_window is None or self.sliding_window < 2):
             raise ValueError(
                 f"sliding_attention layers need a sliding_window of at least 2 tokens, got {self.sliding_window}."
             )
@@ -666,13 +652,13 @@ class ToSTConfig(CodeCarryingConfig):
 
     @property
     def pooling_in_use(self) -> str:
-        """`pooling`, or where it is None what stands for it."""
+        """`pooling`, or its default."""
         return self.pooling or ("last" if self.is_causal else "mean")
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """How transformers' tensor parallelism cuts the model by heads; "tost_heads" is a style of tost_hf.parallel."""
-        has_mlp = self.mlp_type == "mlp"  # an ISTA step is done whole by every process
+        """How transformers' tensor parallelism shards the heads; "tost_heads" is a style of tost_hf.parallel."""
+        has_mlp = self.mlp_type == "mlp"  # every process computes the whole of an ISTA step
         columns = ["self_attn.in_proj", "mlp.up_proj"] if has_mlp else ["self_attn.in_proj"]
         if self.forgetting == "token":
             columns.append("self_attn.forget_proj")
@@ -686,7 +672,7 @@ class ToSTConfig(CodeCarryingConfig):
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict[str, str]):
-        """Nothing: the plan follows from the fields, though transformers 5.18 sets one for tied embeddings."""
+        """Has no effect: the plan follows from the fields. transformers 5.18 sets one for tied embeddings."""
 
     @property
     def rotates(self) -> bool:
@@ -695,7 +681,7 @@ class ToSTConfig(CodeCarryingConfig):
 
     @property
     def all_layer_types(self) -> list[str]:
-        """The type of every layer: `layer_types`, which reads as a list though None may be given."""
+        """The type of every layer: `layer_types`, which is never None when read."""
         assert self.layer_types is not None
         return self.layer_types
 
@@ -706,7 +692,7 @@ class ToSTConfig(CodeCarryingConfig):
 
 
 def _get_layer_types(config: ToSTConfig) -> list[str]:
-    check_largest(config)  # transformers asks for this list before the other checks
+    check_max_sizes(config)  # transformers asks for this list before the other checks
     given = config.__dict__.get("_layer_types")
     return [CAUSAL_STATISTICS] * config.num_hidden_layers if given is None else given[: config.num_hidden_layers]
 
@@ -727,10 +713,9 @@ def _set_rope_parameters(config: ToSTConfig, rope_parameters: dict | None) -> No
     config.__dict__["_rope_parameters"] = rope_parameters
 
 
-# A property over the field, so that a model as published has as many layers as `num_hidden_layers` says at any time. It tells
-# transformers' caches which layer class to build.
+# A property over the field, so that its default follows `num_hidden_layers` at any time. transformers' caches read it.
 ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]  # replaces the field
-# Likewise: transformers takes any configuration with this attribute for one of a rotating model, even where it is None.
+# A property, too: to transformers every configuration with this attribute is one of a model with rotary positions.
 ToSTConfig.rope_parameters = property(_get_rope_parameters, _set_rope_parameters)  # type: ignore[assignment]
 
 
@@ -742,14 +727,13 @@ __all__ = [
     "CODE_FILES",
     "FULL_ATTENTION",
     "LRA_PRESETS",
-    "OFF",
     "OPERATOR_FILES",
+    "OPTION_DEFAULTS",
     "PAPER_PRESETS",
     "PRESETS",
     "SLIDING_ATTENTION",
-    "CodeCarryingConfig",
+    "ToSTBaseConfig",
     "ToSTConfig",
-    "carrying_code",
     "code_files",
     "source_file",
 ]

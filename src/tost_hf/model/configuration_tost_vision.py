@@ -4,10 +4,10 @@
 from huggingface_hub.dataclasses import strict
 from transformers.backbone_utils import BackboneConfigMixin
 
-from .configuration_tost import ABLATIONS, CodeCarryingConfig, check_fields, leave_out
+from .configuration_tost import ABLATIONS, ToSTBaseConfig, check_fields, drop_defaults
 
 
-LARGEST_SIDE = 2**16  # pixels
+MAX_SIDE = 2**16  # pixels
 FEATURES = {"out_features": None, "out_indices": None}
 ATTENTION_TYPES = ("tssa", "xca", "softmax")
 
@@ -33,7 +33,7 @@ VISION_PRESETS = {
 
 
 @strict
-class ToSTVisionConfig(BackboneConfigMixin, CodeCarryingConfig):
+class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
     r"""Configuration of a ToST vision model. The defaults are the paper's ToST-S with 16-pixel patches.
 
     Args:
@@ -43,7 +43,7 @@ class ToSTVisionConfig(BackboneConfigMixin, CodeCarryingConfig):
         num_attention_heads: number of heads; must divide `hidden_size`.
         intermediate_size: width of the MLPs; 4 * `hidden_size` if None.
         hidden_act: activation of the stem and the MLPs; "gelu" is the exact (erf) one.
-        image_size: side of the images the model is meant for. It limits nothing: positions are computed for each image.
+        image_size: side of the images the model is meant for. It is no limit: positions are computed for each image.
         patch_size: side of a patch, a power of two from 2 to 32: the stem halves the image once for each factor of two, its
             channels doubling up to `hidden_size`.
         num_channels: channels of an image.
@@ -52,7 +52,7 @@ class ToSTVisionConfig(BackboneConfigMixin, CodeCarryingConfig):
         normalize_patch_tokens: whether a class-attention block normalises the patch tokens as well as the class token before
             its MLP, as all released models do (their `tokens_norm`).
         mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
-            ablation; `ISTAStep`). It takes the place of the MLP with its residual branch and LayerScale in the blocks over the
+            ablation; `ISTAStep`), which replaces the MLP with its residual branch and LayerScale in the blocks over the
             patches; class-attention blocks keep their MLPs.
         ista_step_size, ista_threshold: of that step.
         normalize_scores: whether memberships are made from squares that are normalised per channel over the patches, as
@@ -71,7 +71,7 @@ class ToSTVisionConfig(BackboneConfigMixin, CodeCarryingConfig):
             last if neither is given.
 
     Raises:
-        ValueError: a value is impossible; the sentence names it.
+        ValueError: a value is impossible.
     """
 
     model_type = "tost_vision"
@@ -139,9 +139,9 @@ class ToSTVisionConfig(BackboneConfigMixin, CodeCarryingConfig):
                 "doubles its channels up to it."
             )
         sides = [self.image_size] if isinstance(self.image_size, int) else list(self.image_size)
-        if len(sides) > 2 or not all(1 <= side <= LARGEST_SIDE for side in sides) or not sides:
+        if len(sides) > 2 or not all(1 <= side <= MAX_SIDE for side in sides) or not sides:
             raise ValueError(
-                f"image_size must be one side, or height and width, from 1 to {LARGEST_SIDE:,} pixels, got {self.image_size}."
+                f"image_size must be one side, or height and width, from 1 to {MAX_SIDE:,} pixels, got {self.image_size}."
             )
         if self.attention_type not in ATTENTION_TYPES:
             raise ValueError(f"attention_type must be one of {', '.join(ATTENTION_TYPES)}, got {self.attention_type!r}.")
@@ -149,18 +149,18 @@ class ToSTVisionConfig(BackboneConfigMixin, CodeCarryingConfig):
             raise ValueError(f"normalize_scores=False is for TSSA; attention_type {self.attention_type!r} has no memberships.")
 
     def set_output_features_output_indices(self, out_features: list | None, out_indices: list | None):
-        """As transformers has it; not for no feature at all."""
+        """As in transformers; rejects empty lists."""
         if any(value is not None and not value for value in (out_features, out_indices)):
             raise ValueError("out_features and out_indices must name at least one of stage_names, or be left out.")
         super().set_output_features_output_indices(out_features, out_indices)
 
     def options(self) -> dict[str, object]:
-        """Those of the options of the paper's ablation that are on."""
+        """The options of the paper's ablation that differ from the published model."""
         return {name: value for name, value in self.to_dict().items() if name in ABLATIONS}
 
     def to_dict(self) -> dict:
-        """As `PreTrainedConfig.to_dict`, without the options that are off: a published model's file stays as it was."""
-        return leave_out(super().to_dict(), ABLATIONS | FEATURES)
+        """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
+        return drop_defaults(super().to_dict(), ABLATIONS | FEATURES)
 
 
 __all__ = ["ATTENTION_TYPES", "VISION_PRESETS", "ToSTVisionConfig"]

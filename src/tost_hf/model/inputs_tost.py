@@ -1,8 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a ToST language model resolves before its first layer: the padding mask, positions, packed sequences, the cache.
+"""Inputs of ToST text models: checks, the padding mask, positions, packed sequences, the cache.
 
-Looking at values is free on the CPU. On other devices it would wait for the device, and a compiler cannot look at all: there,
-wrong values are refused only where the shapes or dtypes tell.
+Values are checked on the CPU only: on other devices a check would synchronize, and a compiler cannot run it.
 """
 
 from typing import NamedTuple, cast
@@ -20,11 +19,11 @@ from .tssa_reference import sequence_starts
 
 
 class ToSTInputs(NamedTuple):
-    """What every layer of a forward pass gets beside the hidden states."""
+    """Arguments of every layer in a forward pass, besides the hidden states."""
 
-    attention_mask: torch.Tensor | None  # (B, T), true at real tokens; None where all are real
+    attention_mask: torch.Tensor | None  # (B, T), true at real tokens; None if all are
     position_ids: torch.Tensor  # (B, T)
-    seq_idx: torch.Tensor | None  # (B, T), sequence numbers where rows are packed
+    seq_idx: torch.Tensor | None  # (B, T), sequence numbers of packed sequences
     past_key_values: Cache | None
     conv_taps: torch.Tensor | None  # see `find_taps`
     attention_masks: dict  # see `build_attention_masks`
@@ -41,19 +40,20 @@ def resolve_inputs(
     cu_seq_lens_q: torch.Tensor | None,
     use_cache: bool,
 ) -> ToSTInputs:
-    """Checks the arguments of `ToSTModel.forward` against each other, and fills in what was left out.
+    """Checks the arguments of `ToSTModel.forward` against each other, and completes them.
 
     Args:
         inputs_embeds: the new tokens, (B, T, D).
-        attention_mask: or what `ToSTForCausalLM.create_masks_for_generate` prepared.
+        attention_mask: may also be the output of `ToSTForCausalLM.create_masks_for_generate`.
 
-    All else is as in `ToSTModel.forward`.
+    The others are as in `ToSTModel.forward`.
 
     Raises:
-        ValueError: they disagree in shape or meaning; the sentence says which.
+        TypeError: an argument is not a tensor.
+        ValueError: arguments disagree in shape or meaning.
         IndexError: a position is past the learned tables.
     """
-    _refuse_ring_attention()
+    _reject_ring_attention()
     B, T, _ = inputs_embeds.shape
     device = inputs_embeds.device
     prepared: dict | None = None
@@ -62,7 +62,7 @@ def resolve_inputs(
     if past_key_values is not None:
         check_cache(past_key_values, config, B)
     past_length = 0 if past_key_values is None else cached_length(past_key_values)
-    if isinstance(past_length, torch.Tensor) and _can_look(past_length):  # a static cache counts in a tensor
+    if isinstance(past_length, torch.Tensor) and _is_readable(past_length):  # of a static cache
         past_length = int(past_length)
     if isinstance(attention_mask, dict):
         prepared = attention_mask
@@ -77,7 +77,7 @@ def resolve_inputs(
         _check_continuation(position_ids, full_mask, past_length)
     position_ids = position_ids.expand(B, T)
     _check_positions(position_ids, mask, past_length, config.max_position_embeddings)
-    # a packed row has no one state; a compiler's view of position_ids does not tell whether a row is packed
+    # packed sequences have no single state; compiled code cannot tell from position_ids whether sequences are packed
     unpacked = seq_idx is None or (stated_idx is None and torch.compiler.is_compiling())
     if use_cache and past_key_values is None and unpacked:
         past_key_values = CausalStatisticsCache(config)
@@ -86,28 +86,28 @@ def resolve_inputs(
     return ToSTInputs(mask, position_ids, seq_idx, past_key_values, taps, masks)
 
 
-def _refuse_ring_attention() -> None:
-    """Refuses to run inside torch's `context_parallel`, told by what that puts in the place of torch's attention."""
+def _reject_ring_attention() -> None:
+    """Raises inside torch's `context_parallel`, which replaces torch's attention function."""
     if torch.compiler.is_compiling():
         return
     if (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed."):
         raise ValueError(
-            "torch's context_parallel cuts texts for softmax attention: a ToST model would read each part as a text of its "
-            "own. Call tost_hf.parallel.parallelize(model, device_mesh) in its place, and give the model whole texts."
+            "torch's context_parallel shards texts for softmax attention: a ToST model would read each shard as a separate "
+            "text. Call tost_hf.parallel.parallelize(model, device_mesh) instead, and give the model whole texts."
         )
 
 
 def check_prompt(inputs: torch.Tensor | None, options: dict) -> None:
-    """Refuses (ValueError) a prompt, in `inputs` or among the options of `generate`, that is in the cache as a whole."""
+    """Rejects (ValueError) a prompt, in `inputs` or the options of `generate`, of which every token is in the cache."""
     cache, mask = options.get("past_key_values"), options.get("attention_mask")
     prompt = next((x for x in (inputs, options.get("input_ids"), options.get("inputs_embeds")) if x is not None), None)
     cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-    # a mask that is longer covers what is in the cache: the prompt is what comes after
+    # with a longer mask, which covers the cached tokens, the prompt is what follows them
     if prompt is not None and (mask is None or mask.shape[1] == prompt.shape[1]) and 0 < prompt.shape[1] <= cached:
         raise ValueError(
             f"past_key_values holds {cached} tokens already, and the prompt has {prompt.shape[1]}: give the whole text, "
-            "what is in the cache included, with at least one token more; or the new tokens alone, with an attention_mask "
-            "that covers those in the cache as well."
+            "including the cached tokens, with at least one more; or only the new tokens, with an attention_mask that covers "
+            "the cached ones as well."
         )
 
 
@@ -124,8 +124,8 @@ def check_early_exit(config: ToSTConfig, defaults: GenerationConfig, options: di
         )
 
 
-def _can_look(x: torch.Tensor) -> bool:
-    """Whether looking at a tensor's values costs nothing."""
+def _is_readable(x: torch.Tensor) -> bool:
+    """Whether a tensor's values can be read without synchronizing a device."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -133,7 +133,7 @@ def _can_look(x: torch.Tensor) -> bool:
 
 
 def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch.Tensor | None:
-    """The padding mask as booleans, (B, T) or (B, past_length + T); None where it is known to mask nothing."""
+    """The padding mask as booleans, (B, T) or (B, past_length + T); None if it is known to mask nothing."""
     if mask is None:
         return None
     if mask.ndim != 2:
@@ -144,7 +144,7 @@ def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch
     if mask.shape[0] != B or mask.shape[1] < T or (known and mask.shape[1] not in (T, past_length + T)):
         wanted = f"({B}, {T})" if known and not past_length else f"({B}, cached tokens + {T})"
         raise ValueError(f"attention_mask must have shape {wanted}, got {tuple(mask.shape)}.")
-    if _can_look(mask):
+    if _is_readable(mask):
         if not ((mask == 0) | (mask == 1)).all():
             raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding, and nothing else.")
         if mask.shape[1] == past_length + T and mask.all():
@@ -153,7 +153,7 @@ def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch
 
 
 def _previous_real(mask: torch.Tensor) -> torch.Tensor:
-    """Index (B, T) of the last real token before each token; -1 where there is none."""
+    """Index (B, T) of the last real token before each token; -1 if there is none."""
     t = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     return F.pad(t.masked_fill(~mask, -1).cummax(1)[0][:, :-1], (1, 0), value=-1)
 
@@ -175,7 +175,7 @@ def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.T
     if cu_seq_lens_q is None:
         return seq_idx
     if B != 1:
-        raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {B}; use seq_idx for several rows.")
+        raise ValueError(f"cu_seq_lens_q is for a batch of size 1, one packed row, but the batch has {B}; use seq_idx.")
     borders = cu_seq_lens_q.to(device).long()
     if not torch.compiler.is_compiling():
         valid = borders.ndim == 1 and borders.numel() > 1 and borders[0] == 0 and borders[-1] == T
@@ -189,7 +189,7 @@ def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.T
 
 
 def _find_sequences(stated_idx, position_ids, mask, B: int, T: int, *, cached: bool) -> torch.Tensor | None:
-    """Sequence numbers (B, T) where rows are packed, by statement or by positions that restart; else None."""
+    """Sequence numbers (B, T) of packed sequences, as given or from positions that restart at 0; otherwise None."""
     found_idx = None
     if position_ids is not None:
         if position_ids.ndim != 2 or position_ids.shape[0] not in (B, 1) or position_ids.shape[1] != T:
@@ -207,23 +207,23 @@ def _find_sequences(stated_idx, position_ids, mask, B: int, T: int, *, cached: b
     seq_idx = found_idx if stated_idx is None else stated_idx
     if seq_idx is not None and cached:
         raise ValueError(
-            "Packed rows (position_ids that restart, seq_idx or cu_seq_lens_q) cannot be combined with a cache: a row "
-            "would have several states; run them without past_key_values, or with one sequence per row."
+            "Packed sequences (position_ids that restart, seq_idx or cu_seq_lens_q) cannot be combined with a cache: a batch "
+            "element would have several states; run them without past_key_values, or unpacked."
         )
     return seq_idx
 
 
 def _borders(seq_idx: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Whether each real token begins another sequence than the real token before it, (B, T)."""
+    """Whether each real token belongs to another sequence than the real token before it, (B, T)."""
     mask = torch.ones_like(seq_idx, dtype=torch.bool) if mask is None else mask
     previous = _previous_real(mask)
     return mask & (previous >= 0) & (seq_idx != seq_idx.gather(1, previous.clamp_min(0)))
 
 
 def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, cached: bool) -> torch.Tensor | None:
-    """Sequence numbers (B, T) where the positions of real tokens restart at 0, or None where no row does.
+    """Sequence numbers (B, T) if positions of real tokens restart at 0, otherwise None.
 
-    A compiler cannot look: then the numbers are returned whatever they are, except with a cache, which rules packing out.
+    Compiled code returns the numbers in any case, except with a cache, which excludes packing.
     """
     compiling = torch.compiler.is_compiling()
     if position_ids.shape[1] == 1 or (compiling and cached):
@@ -234,13 +234,12 @@ def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, cac
     restarts = follows & (position_ids == 0)
     if compiling:
         return restarts.cumsum(1)
-    # after padding, generate's own positions may fall: it counts on from a padding token's 0
+    # positions from `generate` may decrease after padding: it continues from a padding token's 0
     t = torch.arange(mask.shape[1], device=mask.device)
     falls = follows & ~restarts & (position_ids <= position_ids.gather(1, previous.clamp_min(0)))
     if (falls & (previous == t - 1)).any():
         raise ValueError(
-            "position_ids fall or repeat within a row without restarting at 0: they describe neither one sequence nor packed "
-            "ones."
+            "position_ids fall or repeat without restarting at 0: they describe neither one sequence nor packed sequences."
         )
     return restarts.cumsum(1) if restarts.any() else None
 
@@ -256,7 +255,7 @@ def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.T
     if continues and full_mask.shape[1] == T:
         raise ValueError(
             "With a cache, give position_ids, or an attention_mask that covers the cached tokens as well as the new ones: "
-            "positions count real tokens, and those in the cache are unknown from this mask."
+            "positions count real tokens, and this mask does not tell which cached tokens are real."
         )
     real = torch.ones_like(seq_idx, dtype=torch.bool) if full_mask is None else full_mask
     count = real.long().cumsum(1)
@@ -266,8 +265,8 @@ def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.T
 
 
 def _check_continuation(position_ids: torch.Tensor, full_mask: torch.Tensor | None, past_length) -> None:
-    """Refuses positions that start at 0 again although the cache holds real tokens of the row."""
-    if not _can_look(position_ids) or not past_length:
+    """Rejects positions that start at 0 although the cache holds real tokens of the sequence."""
+    if not _is_readable(position_ids) or not past_length:
         return
     T = position_ids.shape[1]
     if full_mask is None:
@@ -278,16 +277,18 @@ def _check_continuation(position_ids: torch.Tensor, full_mask: torch.Tensor | No
         starts_again = (position_ids == 0) & full_mask[:, -T:] & full_mask[:, :-T].any(1, keepdim=True)
     if starts_again.any():
         raise ValueError(
-            f"position_ids start at 0, but the cache holds {past_length} tokens already: count on from them, leave "
-            "position_ids out, or start with an empty cache."
+            f"position_ids start at 0, but the cache holds {past_length} tokens already: continue from their positions, omit "
+            "position_ids, or start with an empty cache."
         )
 
 
 def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past_length, limit: int | None) -> None:
     if limit is None or torch.compiler.is_compiling():
         return
-    # a position is at most the number of tokens before it: elsewhere than on the CPU only look when that is too many
-    if not _can_look(position_ids) and (isinstance(past_length, torch.Tensor) or past_length + position_ids.shape[1] <= limit):
+    # a position is at most the number of tokens before it: on other devices values are read only if that is too large
+    if not _is_readable(position_ids) and (
+        isinstance(past_length, torch.Tensor) or past_length + position_ids.shape[1] <= limit
+    ):
         return
     if mask is not None:
         position_ids = position_ids.masked_fill(~mask, 0)

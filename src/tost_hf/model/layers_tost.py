@@ -18,7 +18,15 @@ from .tssa_reference import TSSAState, compute_dtype, sequence_starts
 
 
 class ShortConvolution(nn.Module):
-    """The convolution of one layer. `weight` (D, kernel) starts at 0, where the output is the input."""
+    """A causal depthwise convolution over the inputs of a layer, with a residual connection.
+
+        y_t = x_t + sum_{j < kernel} weight_j x_{t-j}
+
+    `t - j` counts the real tokens of one sequence: padding is skipped, packed sequences are independent, and there are zeros
+    before the first token. The state of a sequence is its last `kernel - 1` inputs.
+
+    `weight` (D, kernel) is initialised to 0, where the output equals the input.
+    """
 
     def __init__(self, hidden_size: int, kernel: int):
         super().__init__()
@@ -28,25 +36,25 @@ class ShortConvolution(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, taps: torch.Tensor | None = None, recent: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolves.
+        """Convolves tokens.
 
         Args:
             hidden_states: (B, T, D).
-            taps: from `find_taps`, where tokens are padding or rows are packed.
-            recent: the `kernel - 1` inputs before these tokens, (B, kernel - 1, D); None for none.
+            taps: from `find_taps`, needed with padding or packed sequences.
+            recent: the `kernel - 1` inputs before these tokens, (B, kernel - 1, D); None at the start of a sequence.
 
         Returns:
-            The convolved tokens (B, T, D), and the last `kernel - 1` inputs after them (B, kernel - 1, D).
+            The convolved tokens (B, T, D), and the last `kernel - 1` inputs (B, kernel - 1, D).
         """
-        rows = input_window(recent, hidden_states, self.kernel)
+        window = input_window(recent, hidden_states, self.kernel)
         T = hidden_states.shape[1]
         weights = self.weight.unbind(1)
         out = hidden_states * (1 + weights[0])
         for j in range(1, self.kernel):
             first = self.kernel - 1 - j
-            earlier = rows[:, first : first + T] if taps is None else _gather_tokens(rows, taps[:, :-1, j - 1])
+            earlier = window[:, first : first + T] if taps is None else _gather_tokens(window, taps[:, :-1, j - 1])
             out = torch.addcmul(out, earlier, weights[j])
-        return out, last_inputs(rows, taps, self.kernel)
+        return out, last_inputs(window, taps, self.kernel)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kernel={self.kernel}"
@@ -61,70 +69,77 @@ def convolve(
     taps: torch.Tensor | None = None,
     recent: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ShortConvolution.forward`, with the taps of `mask` and `seq_idx`, each (B, T), where they are left out."""
+    """`ShortConvolution.forward`; without `taps`, those of `mask` and `seq_idx`, each (B, T)."""
     taps = find_taps(convolution.kernel, mask, seq_idx) if taps is None else taps
     return convolution(hidden_states, taps, recent)
 
 
 def input_window(recent: torch.Tensor | None, hidden_states: torch.Tensor, kernel: int) -> torch.Tensor:
-    """The rows (B, kernel - 1 + T, D), with zeros where there is no past."""
+    """The inputs that a convolution reads, (B, kernel - 1 + T, D): the recent ones, or zeros, and the new ones."""
     if recent is None:
         return F.pad(hidden_states, (0, 0, kernel - 1, 0))
     return torch.cat([recent.to(hidden_states.dtype), hidden_states], 1)
 
 
-def last_inputs(rows: torch.Tensor, taps: torch.Tensor | None, kernel: int) -> torch.Tensor:
-    """The last `kernel - 1` inputs after all rows, oldest first."""
-    # a copy: a cache that held a view would hold all rows
-    return rows[:, 1 - kernel :].clone() if taps is None else _gather_tokens(rows, taps[:, -1].flip(-1))
+def last_inputs(window: torch.Tensor, taps: torch.Tensor | None, kernel: int) -> torch.Tensor:
+    """The last `kernel - 1` inputs of an `input_window`, oldest first."""
+    # a copy: a view in a cache would keep the whole window in memory
+    return window[:, 1 - kernel :].clone() if taps is None else _gather_tokens(window, taps[:, -1].flip(-1))
 
 
 def find_taps(kernel: int, mask: torch.Tensor | None, seq_idx: torch.Tensor | None) -> torch.Tensor | None:
-    """Which rows hold the inputs before each token, and before the token that comes next.
+    """Indices in an `input_window` of the inputs before each token, and before the token that comes next.
 
     Args:
-        mask: (B, T), true at real tokens; None where all are.
-        seq_idx: (B, T), sequence numbers of packed rows, which go on from no past.
+        mask: (B, T), true at real tokens; None if all are.
+        seq_idx: (B, T), sequence numbers of packed sequences, which have no cached past.
 
     Returns:
-        (B, T + 1, kernel - 1), the nearest first; None where they are simply the rows before.
+        (B, T + 1, kernel - 1), the nearest first; None if they are the inputs directly before.
     """
     if mask is None and seq_idx is None:
         return None
     like = seq_idx if mask is None else mask
     assert like is not None
     B, T = like.shape
-    last = torch.arange(kernel - 1 + T, device=like.device).expand(B, -1)  # the last real row up to each one
+    last = torch.arange(kernel - 1 + T, device=like.device).expand(B, -1)  # index of the last real input up to each
     if mask is not None:
         last = last.masked_fill(F.pad(~mask.bool(), (kernel - 1, 0), value=False), 0).cummax(1)[0]
-    before = F.pad(last, (1, 0))  # the last real row before each one; there is none before the first, and none asks
+    before = F.pad(last, (1, 0))  # the same before each; that of the first is not used
     taps = [before[:, kernel - 1 :]]
     while len(taps) < kernel - 1:
         taps.append(before.gather(1, taps[-1]))
     found = torch.stack(taps, -1)
     if seq_idx is None:
         return found
-    seq_idx = sequence_starts(seq_idx).cumsum(1)  # one number per sequence, were the given ones used again
-    # a row of the past belongs to no sequence; the first one is 0 and stands for all that is absent
+    seq_idx = sequence_starts(seq_idx).cumsum(1)  # unique numbers, even if given ones repeat
+    # without a past the first input of the window is 0, which is what an absent input counts as
     tokens = (found - (kernel - 1)).clamp_min(0)
     theirs = seq_idx.gather(1, tokens.flatten(1)).view_as(tokens)
     own = torch.cat([seq_idx, seq_idx[:, -1:]], 1).unsqueeze(-1)
     return found.masked_fill((found < kernel - 1) | (theirs != own), 0)
 
 
-def _gather_tokens(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rows (B, N, D) at `index` (B, n)."""
-    B, N, D = rows.shape
-    first = torch.arange(B, device=rows.device).unsqueeze(1) * N
-    # a look-up, not an index: the gradient of an index adds up in whatever order threads come
-    return F.embedding(index + first, rows.reshape(B * N, D))
+def _gather_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Tokens of x (B, N, D) at `index` (B, n)."""
+    B, N, D = x.shape
+    first = torch.arange(B, device=x.device).unsqueeze(1) * N
+    # not x[...]: the gradient of indexing is summed in an arbitrary order
+    return F.embedding(index + first, x.reshape(B * N, D))
 
 
 # ISTA step ------------------------------------------------------------------------------------------------------------
 
 
 class ISTAStep(nn.Module):
-    """One step on tokens (B, T, D). `dictionary` (D, D) is all it learns: D^2 numbers, an MLP of width 4 D has 8 D^2."""
+    """One ISTA step towards a sparse code of each token (CRATE, arXiv 2306.01129), in place of an MLP.
+
+        code = relu(x + step_size * dictionary^T (x - dictionary x) - step_size * threshold)
+
+    This is a proximal gradient step on 1/2 |x - dictionary code|^2 + threshold |code|_1, code >= 0, that starts at the token
+    itself. The code replaces the token: there is no residual connection and no LayerScale. The one parameter is `dictionary`
+    (D, D); an MLP of width 4 D has 8 D^2 weights.
+    """
 
     def __init__(self, hidden_size: int, step_size: float, threshold: float):
         super().__init__()
@@ -133,7 +148,7 @@ class ISTAStep(nn.Module):
         nn.init.kaiming_uniform_(self.dictionary)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The codes, of the same shape, none below 0."""
+        """The codes of tokens (B, T, D), of the same shape and non-negative."""
         rest = hidden_states - F.linear(hidden_states, self.dictionary)
         return F.relu(hidden_states + self.step_size * (F.linear(rest, self.dictionary.t()) - self.threshold))
 
@@ -145,17 +160,17 @@ class ISTAStep(nn.Module):
 
 
 KEPT_IN_FLOAT32 = ("temp", "denom_bias", "forget_bias")
-SHORTEST_MEMORY, LONGEST_MEMORY = 4, 1024  # tokens
+MIN_MEMORY, MAX_MEMORY = 4, 1024  # tokens
 
 
 def initial_forget_bias(num_heads: int) -> torch.Tensor:
-    """The logits (H,) of forget factors 1 - 1 / tau, tau from 4 to 1,024 tokens, evenly spaced in log over the heads."""
-    tau = torch.logspace(math.log2(SHORTEST_MEMORY), math.log2(LONGEST_MEMORY), num_heads, base=2)
+    """The logits (H,) of decays 1 - 1 / tau, tau from 4 to 1,024 tokens, spaced evenly in log over the heads."""
+    tau = torch.logspace(math.log2(MIN_MEMORY), math.log2(MAX_MEMORY), num_heads, base=2)
     return torch.log(tau - 1)
 
 
 class LayerOperators(NamedTuple):
-    """What a layer computes with. Where tokens or heads are spread over processes, others stand here, called alike."""
+    """The functions that a layer calls; tensor and context parallelism replace them by others with the same signatures."""
 
     tssa: Callable[..., TSSAOutput] = tssa
     step: Callable[..., TSSAOutput] = tssa_step
@@ -175,12 +190,13 @@ class TokenStatisticsSelfAttention(nn.Module):
         hidden_size: width D of the tokens.
         num_attention_heads: number of heads H; divides `hidden_size`.
         causal: whether a token sees only itself and the tokens before it.
-        layer_idx: the layer's place in a cache; needed for `past_key_values`.
-        max_position_embeddings: rows of the learned score bias `denom_bias`; None for none (bidirectional, position-free).
+        layer_idx: the layer's index in a cache; needed for `past_key_values`.
+        max_position_embeddings: length of the learned score bias `denom_bias`; None for none (bidirectional, position-free).
         in_bias, out_bias: whether the input and the output projection have a bias.
         attention_dropout: dropout on 1 / (1 + moment), as in the paper's code.
         hidden_dropout: dropout after the output projection.
-        forgetting: "none", "head" (a learned forget factor per head) or "token" (one per token and head); causal form only.
+        forgetting: decay of the running sums: "none", "head" (learned, per head) or "token" (computed from each token, per
+            head); causal form only.
         conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
             paper's ablation) the formulas of tssa_reference.py run, whatever the backend.
@@ -251,7 +267,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         return self
 
     def log_decay(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Logarithm of the forget factors (B, T, H) at convolved tokens (B, T, D); None where nothing is forgotten."""
+        """Logarithm of the decay (B, T, H) at convolved tokens (B, T, D); None without forgetting."""
         if self.forget_bias is None:
             return None
         dtype = compute_dtype(hidden_states.dtype)
@@ -269,15 +285,15 @@ class TokenStatisticsSelfAttention(nn.Module):
         past_key_values=None,
         conv_taps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attends.
+        """Computes the layer.
 
         Args:
             hidden_states: (B, T, D).
-            attention_mask: (B, T), true or 1 at real tokens; these tokens only, not those in the cache.
-            position_ids: (B, T), rows of `denom_bias`; needed where the layer has one.
-            seq_idx: (B, T), packed rows; see `tssa`.
+            attention_mask: (B, T), true or 1 at real tokens; of these tokens only, not those in the cache.
+            position_ids: (B, T), indices into `denom_bias`; required if the layer has one.
+            seq_idx: (B, T), packed sequences; see `tssa`.
             past_key_values: a cache of `CausalStatisticsLayer`s; read, then updated.
-            conv_taps: what `find_taps` gives for the convolution; found here where left out.
+            conv_taps: output of `find_taps` for the convolution; computed here if None.
 
         Returns:
             The attended tokens (B, T, D) and the membership (B, H, T).
@@ -295,7 +311,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         if self.denom_bias is None:
             position_ids = None
         else:
-            assert position_ids is not None  # a layer with positions is told them
+            assert position_ids is not None
         out, membership, state = self._statistics(w, position_ids, log_decay, attention_mask, seq_idx, layer)
         if layer is not None:
             assert state is not None  # only causal layers have a cache
@@ -306,7 +322,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         return self.out_dropout(self.out_proj(out.reshape(B, T, -1))), membership
 
     def _statistics(self, w, positions, log_decay, mask, seq_idx, layer) -> TSSAOutput:
-        """The operator, or its step where a cache layer goes on by one token."""
+        """The operator, or its one-token step for decoding with a cache layer."""
         state = None if layer is None else layer.state
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
         if layer is None or w.shape[1] > 1:

@@ -78,7 +78,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
     """x + scale * TSSA(norm(x)), then x + scale * MLP(norm(x)); both scales are vectors (LayerScale).
 
     With `pre_norm=False` norm(x + scale * TSSA(x)), then norm(x + scale * MLP(x)). With `mlp_type="ista"` the second half is
-    ISTA(norm(x)), or norm(ISTA(x)). In hybrid models some layers have softmax attention in TSSA's place.
+    ISTA(norm(x)), or norm(ISTA(x)). Some layers of hybrid models have softmax attention instead of TSSA.
     """
 
     def __init__(self, config: ToSTConfig, layer_idx: int):
@@ -98,7 +98,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
             self.mlp = ToSTMLP(config)
             self.mlp_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
         for projection in (self.self_attn.out_proj, getattr(self.mlp, "down_proj", None)):
-            if projection is not None:  # initialised smaller, see _init_weights
+            if projection is not None:  # has smaller initial weights, see _init_weights
                 projection._writes_to_residual = True
 
     def forward(
@@ -113,15 +113,15 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         if self.attends:
-            own: dict[str, Any] = {"attention_masks": attention_masks, "position_embeddings": position_embeddings}
+            options: dict[str, Any] = {"attention_masks": attention_masks, "position_embeddings": position_embeddings}
         else:
-            own = {"seq_idx": seq_idx, "conv_taps": conv_taps}
+            options = {"seq_idx": seq_idx, "conv_taps": conv_taps}
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states) if self.pre_norm else hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
-            **own,
+            **options,
         )
         hidden_states = hidden_states + self.attention_layer_scale * attended
         if not self.pre_norm:
@@ -171,7 +171,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
             init.normal_(module.weight, mean=0.0, std=std)
 
-    # transformers declares no None, and raises where a model has no table
+    # transformers does not declare None, and raises for models without a table
     def get_position_embeddings(self) -> nn.Embedding | None:  # type: ignore[override]
         """The learned table of positions, or None in the position-free variant."""
         return cast("ToSTModel", self.base_model).embed_positions
@@ -179,9 +179,9 @@ class ToSTPreTrainedModel(ToSTBaseModel):
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Resizes the learned tables `embed_positions` and `denom_bias` (one per layer).
 
-        A smaller size keeps the first rows. A larger size *stretches* each table by linear interpolation: the first and
-        last row keep their values and the new row t is read from the old place t * (old - 1) / (new - 1). Every position
-        but the first so changes its meaning; fine-tune afterwards.
+        A smaller size keeps the first positions. A larger size *stretches* each table by linear interpolation: the first and
+        last position keep their values, and the new position t is read at the old position t * (old - 1) / (new - 1). Every
+        position but the first changes its meaning, so fine-tune afterwards.
 
         Raises:
             ValueError: the size is not a positive integer, or the model has no positions.
@@ -192,30 +192,30 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             raise ValueError(f"The number of positions must be a positive integer, got {new_num_position_embeddings!r}.")
         trunk = cast("ToSTModel", self.base_model)
         table = trunk.embed_positions
-        assert table is not None  # as there is a number of positions
-        table.weight = _resize_rows(cast(nn.Parameter, table.weight), 0, new_num_position_embeddings)
+        assert table is not None  # as the model has positions
+        table.weight = _resize_positions(cast(nn.Parameter, table.weight), 0, new_num_position_embeddings)
         table.num_embeddings = new_num_position_embeddings
         for layer in trunk.modules():
             if isinstance(layer, TokenStatisticsSelfAttention) and layer.denom_bias is not None:
-                layer.denom_bias = _resize_rows(layer.denom_bias, 1, new_num_position_embeddings)
+                layer.denom_bias = _resize_positions(layer.denom_bias, 1, new_num_position_embeddings)
         self.config.max_position_embeddings = trunk.config.max_position_embeddings = new_num_position_embeddings
 
 
-def _resize_rows(table: nn.Parameter, dim: int, rows: int) -> nn.Parameter:
-    """Cuts the table along `dim`, or stretches it by linear interpolation with the ends fixed."""
-    if rows <= table.shape[dim]:
-        data = table.data.narrow(dim, 0, rows).clone()
+def _resize_positions(table: nn.Parameter, dim: int, size: int) -> nn.Parameter:
+    """Truncates the table along `dim`, or stretches it by linear interpolation with the ends fixed."""
+    if size <= table.shape[dim]:
+        data = table.data.narrow(dim, 0, size).clone()
     else:
         columns = table.data.movedim(dim, -1)
         stretched = F.interpolate(
-            columns.reshape(1, -1, columns.shape[-1]).float(), size=rows, mode="linear", align_corners=True
+            columns.reshape(1, -1, columns.shape[-1]).float(), size=size, mode="linear", align_corners=True
         )
-        data = stretched.view(*columns.shape[:-1], rows).movedim(-1, dim).to(table.dtype).contiguous()
+        data = stretched.view(*columns.shape[:-1], size).movedim(-1, dim).to(table.dtype).contiguous()
     return nn.Parameter(data, requires_grad=table.requires_grad)
 
 
 class ToSTModel(ToSTPreTrainedModel):
-    """The ToST trunk: embeddings, TSSA blocks and, where norms stand before the layers, a final LayerNorm."""
+    """The ToST trunk: embeddings, TSSA blocks and, with `pre_norm`, a final LayerNorm."""
 
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
@@ -223,6 +223,7 @@ class ToSTModel(ToSTPreTrainedModel):
         self.embed_positions = None
         if config.max_position_embeddings is not None:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.rotates = config.rotates
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm: nn.Module = nn.Identity()
@@ -250,16 +251,17 @@ class ToSTModel(ToSTPreTrainedModel):
         Args:
             input_ids: (B, T) token ids; or give `inputs_embeds`.
             attention_mask: (B, T), or (B, cached + T) with a cache: 1 at real tokens, 0 at padding, on either side.
-            position_ids: (B, T) or (1, T). Without them positions count the real tokens. Restarting at 0 within a row,
-                they pack several sequences into it (`DataCollatorWithFlattening`).
+            position_ids: (B, T) or (1, T). By default they count the real tokens. Where they restart at 0, another packed
+                sequence begins (`DataCollatorWithFlattening`).
             past_key_values: running statistics of the tokens before these; updated.
-            inputs_embeds: (B, T, D) embedded tokens in place of `input_ids`.
-            use_cache: whether to return the running statistics. Packed rows have none to return, nor have encoders.
-            seq_idx: (B, T) sequence number of each token, packed rows.
-            cu_seq_lens_q: (sequences + 1,) borders of the sequences packed into a batch of one row.
+            inputs_embeds: (B, T, D) embedded tokens instead of `input_ids`.
+            use_cache: whether to return the running statistics. Packed sequences and encoders have none.
+            seq_idx: (B, T) sequence number of each token of packed sequences.
+            cu_seq_lens_q: (sequences + 1,) cumulative lengths of the sequences packed into a batch of size 1.
 
         Raises:
-            ValueError: inputs that disagree in shape or meaning; the sentence says which.
+            TypeError: an input is not a tensor.
+            ValueError: inputs disagree in shape or meaning.
             IndexError: a token id outside the vocabulary (checked on the CPU), or a position past the learned tables.
         """
         self._check_tokens(input_ids, inputs_embeds)
@@ -270,7 +272,7 @@ class ToSTModel(ToSTPreTrainedModel):
             )
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
-                "A cache and gradient checkpointing cannot be used together: transformers would leave the cache out. Call "
+                "A cache and gradient checkpointing cannot be used together: transformers would ignore the cache. Call "
                 "gradient_checkpointing_disable(), or train without past_key_values."
             )
         if not self.config.is_causal and input_ids is not None:
@@ -288,9 +290,9 @@ class ToSTModel(ToSTPreTrainedModel):
         )
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
-        rotations = rotary_embedding(self.config, hidden_states, inputs.position_ids) if self.config.rotates else None
+        rotations = rotary_embedding(self.config, hidden_states, inputs.position_ids) if self.rotates else None
         hidden_states = self.embedding_dropout(hidden_states)
-        for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers that number meanwhile
+        for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers it temporarily
             hidden_states = layer(hidden_states, position_embeddings=rotations, **inputs._asdict())
         return ToSTModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
@@ -298,7 +300,7 @@ class ToSTModel(ToSTPreTrainedModel):
         )
 
     def _check_tokens(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
-        """Refuses tokens of a wrong shape, dtype or value."""
+        """Rejects tokens of a wrong shape, dtype or value."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is not None:
@@ -312,7 +314,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 f"input_ids must be int64 or int32 integers of shape (batch, tokens), got {input_ids.dtype} "
                 f"{tuple(input_ids.shape)}."
             )
-        # elsewhere the check would wait for the device, which has an assertion of its own
+        # on other devices the check would synchronize, and they have their own assertion
         if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
             low, high, size = int(input_ids.min()), int(input_ids.max()), self.config.vocab_size
             if low < 0 or high >= size:
@@ -396,7 +398,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """transformers' ForCausalLM loss, in chunks of tokens: the logits (B, T, vocabulary) are never there as a whole."""
+        """transformers' ForCausalLM loss, in chunks of tokens, so that logits (B, T, vocabulary) never exist as a whole."""
         if shift_labels is None:
             hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
         loss = F.linear_cross_entropy(
@@ -413,8 +415,8 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         """As `GenerationMixin.generate`.
 
         Raises:
-            ValueError: `past_key_values` holds the whole prompt already, so that there is no token to go on from; or the
-                model has no such layer at which to exit early.
+            ValueError: `past_key_values` holds the whole prompt already, so that no token is left to continue from; or
+                `assistant_early_exit` is no layer of the model.
             TypeError: `generation_config` is not a GenerationConfig.
         """
         check_prompt(inputs, kwargs)
@@ -424,8 +426,8 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         config = cast("ToSTModel", self.base_model).config
         layers = config.num_hidden_layers
         try:
-            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # its self is declared as a class that is none
-        finally:  # an early exit that ends in an error leaves its own number behind
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # its self is declared as another class
+        finally:  # an early exit that fails does not restore it
             config.num_hidden_layers = layers
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -449,17 +451,17 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None,
         **kwargs,
     ) -> torch.Tensor | dict | None:
-        """The padding mask (B, T) of the tokens at hand; for hybrid models the masks of all layer types.
+        """The padding mask (B, T) of the new tokens; for hybrid models the masks of all layer types.
 
-        `generate` calls this for compiled decoding, where a mask that grew with the text would have every step compiled again.
+        `generate` calls this for compiled decoding, where a mask that grows with the text would recompile every step.
         """
-        own = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        new_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
         if set(config.all_layer_types) == {CAUSAL_STATISTICS}:
-            return own
+            return new_mask
         past_length = 0 if past_key_values is None else int(cached_length(past_key_values))
         mask = None if attention_mask is None else attention_mask.bool()
         masks = build_attention_masks(config, inputs_embeds, mask, None, past_key_values, past_length)
-        return {CAUSAL_STATISTICS: own, **masks}
+        return {CAUSAL_STATISTICS: new_mask, **masks}
 
 
 # Other heads ----------------------------------------------------------------------------------------------------------
@@ -504,8 +506,8 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
     ) -> ToSTSequenceClassifierOutputWithPast:
         """Logits (B, num_labels), and the loss of `config.problem_type` where labels are given.
 
-        The real tokens are those of the attention mask. Without a mask they are all tokens or, in a causal model, those that
-        are not `config.pad_token_id`; an encoder needs the mask, as its sums would count padding as text.
+        Real tokens are those of the attention mask. Without a mask they are all tokens or, in a causal model, those other than
+        `config.pad_token_id`; an encoder needs the mask, since its sums would include padding.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -537,7 +539,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
 
 
 def _pool(x: torch.Tensor, real: torch.Tensor | None, pooling: str) -> torch.Tensor:
-    """The first or the last of the real tokens of x (B, T, C), or their mean, (B, C); `real` (B, T), None where all are."""
+    """The first or the last of the real tokens of x (B, T, C), or their mean, (B, C); `real` (B, T), None if all are."""
     B, T, _ = x.shape
     real = x.new_ones(B, T, dtype=torch.bool) if real is None else real.to(x.device)
     if pooling == "mean":
@@ -579,7 +581,7 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
         """Logits (B, T, vocab_size), and the loss where labels are given. Other arguments are `ToSTModel.forward`'s.
 
         Args:
-            labels: (B, T), the tokens that stood there before masking; -100 where there is nothing to tell.
+            labels: (B, T), the tokens before masking; -100 at positions without a target.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -597,11 +599,11 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
         )
 
 
-# transformers' own heads, but for their `__init__`: it has AutoModel make the trunk, which knows nothing of remote code
+# transformers' generic heads, except for their `__init__`: it creates the trunk by AutoModel, which does not find remote code
 
 
 class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedModel):
-    """ToST with a linear head on each token: transformers' own, so memberships are the trunk's alone (`self.model`)."""
+    """ToST with a linear head on each token: transformers' own, which does not return memberships (`self.model` does)."""
 
     def __init__(self, config: ToSTConfig):
         ToSTPreTrainedModel.__init__(self, config)
@@ -614,7 +616,7 @@ class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedMo
 
 
 class ToSTForQuestionAnswering(GenericForQuestionAnswering, ToSTPreTrainedModel):
-    """ToST that marks where an answer starts and ends: transformers' own head, as in `ToSTForTokenClassification`."""
+    """ToST with logits of an answer's start and end: transformers' own head, as in `ToSTForTokenClassification`."""
 
     def __init__(self, config: ToSTConfig):
         ToSTPreTrainedModel.__init__(self, config)

@@ -100,10 +100,10 @@ class ToSTVisionPositionEmbeddings(nn.Module):
         rows = self._code(height, device)[:, None].expand(height, width, -1)
         columns = self._code(width, device)[None].expand(height, width, -1)
         code = torch.cat([rows, columns], -1).flatten(0, 1)
-        return self.projection(code.to(dtype))  # not to the weight's dtype: that of a quantised one is how it is stored
+        return self.projection(code.to(dtype))  # the weight's dtype may be that of a quantized one
 
     def _code(self, length: int, device: torch.device) -> torch.Tensor:
-        """Of places 1 to `length`, as shares of a turn, (length, 32): sine and cosine of ever slower waves, interleaved."""
+        """Sines and cosines, interleaved, of positions 1 to `length` as fractions of a turn, (length, 32)."""
         place = torch.arange(1, length + 1, dtype=torch.float32, device=device)
         angle = place / (length + 1e-6) * (2 * math.pi)
         wave = torch.arange(self.features // 2, dtype=torch.float32, device=device)
@@ -125,7 +125,7 @@ class ToSTVisionEmbeddings(nn.Module):
         first = cast(nn.Conv2d, self.patch_embeddings.convolutions[0])
         patches = self.patch_embeddings(pixel_values.to(first.weight.dtype))
         positions = self.position_embeddings(*patches.shape[-2:], patches.device, patches.dtype)
-        patches = patches.flatten(2).transpose(1, 2).contiguous()  # or every block would inherit the strides of an image
+        patches = patches.flatten(2).transpose(1, 2).contiguous()  # otherwise every block inherits the strides of an image
         return self.dropout(patches + positions)
 
 
@@ -133,7 +133,7 @@ class ToSTVisionEmbeddings(nn.Module):
 
 
 class _QKVAttention(nn.Module):
-    """What ordinary attentions share: one projection to queries, keys and values, and one back."""
+    """Base of attention layers with a fused projection to queries, keys and values."""
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__()
@@ -180,7 +180,7 @@ class ToSTVisionCrossCovarianceAttention(_QKVAttention):
 
 
 class ToSTVisionClassAttention(_QKVAttention):
-    """Attention in which only the class token, the first one, asks (CaiT)."""
+    """Attention with the class token, the first one, as the only query (CaiT)."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The class token (B, 1, D) and its weights over all tokens (B, H, 1, 1 + N)."""
@@ -229,9 +229,9 @@ def _make_mlp(config: ToSTVisionConfig) -> nn.Module:
 
 
 class _ToSTVisionBlock(GradientCheckpointingLayer):
-    """What both kinds of block hold: two normalised, scaled branches, left out at random for whole images.
+    """Base of both kinds of block: two normalised residual branches with LayerScale and stochastic depth.
 
-    An `ISTAStep` in the MLP's place is no branch: it is neither scaled nor left out.
+    An `ISTAStep` instead of the MLP is no residual branch: it has neither.
     """
 
     def __init__(self, config: ToSTVisionConfig, attention: nn.Module, mlp: nn.Module):
@@ -357,7 +357,7 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
 
         Args:
             pixel_values: (B, C, height, width), both sides multiples of the patch size; the image need not be square.
-            interpolate_pos_encoding: accepted for compatibility; positions are computed for the image at hand either way.
+            interpolate_pos_encoding: accepted for compatibility; positions are always computed for the given image.
 
         Returns:
             `last_hidden_state` (B, 1 + N, D), the class token first, then the patches row by row, all after the final norm;
@@ -418,9 +418,9 @@ class ToSTBackboneOutput(BackboneOutput):
 
 
 class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
-    """Stem and TSSA blocks alone: every map has the model's width and a place per patch, without a final norm.
+    """Stem and TSSA blocks as a backbone: feature maps have the width of the model and a pixel per patch, and no final norm.
 
-    Reads the weights of any ToST vision model and leaves out its class token, class-attention blocks and head.
+    Loads the weights of any ToST vision model, without its class token, class-attention blocks and head.
     """
 
     has_attentions = False  # of the kind that `output_attentions` asks for

@@ -1,0 +1,156 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Files of caches of ToST language models, and the size of what they hold."""
+
+import os
+import tempfile
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from .model.cache_tost import (
+    STATE_NAMES,
+    CausalStatisticsCache,
+    cached_length,
+    check_cache_kind,
+    layer_type_of,
+    set_cached_length,
+)
+from .model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
+from .model.tssa import TSSAState
+
+
+FILE_FORMAT = "tost_causal_statistics/1"
+MAX_LENGTH_DIGITS = 18  # of a number of tokens; an int64 holds it
+
+
+class StateBytes(NamedTuple):
+    """Size of what a sequence is remembered by: running sums, recent inputs of convolutions, keys and values of attention."""
+
+    saved: int  # at every length, as `save_cache` writes it, in float32; with sliding windows once they are full
+    in_memory: int  # the same where two of the three sums are float64
+    per_token: int = 0  # what each token adds, in layers of full attention
+
+
+def state_bytes(config: PreTrainedConfig) -> StateBytes:
+    """Bytes of the state of one sequence, for a float32 model of this configuration."""
+    width, heads = config.hidden_size, config.num_attention_heads
+    layers = config.layer_types.count(CAUSAL_STATISTICS)
+    recent = width * ((config.conv_kernel or 1) - 1)
+    key_value = 4 * 2 * (config.num_key_value_heads or heads) * config.head_dim  # of a token in a layer
+    windows = config.layer_types.count(SLIDING_ATTENTION) * ((config.sliding_window or 1) - 1) * key_value
+    return StateBytes(
+        saved=4 * layers * (2 * width + heads + recent) + windows,
+        in_memory=4 * layers * (3 * width + 2 * heads + recent) + windows,
+        per_token=config.layer_types.count(FULL_ATTENTION) * key_value,
+    )
+
+
+def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
+    """Writes a cache of a ToST model (from `generate`, a forward pass, or your own) to a safetensors file.
+
+    The file is written under a temporary name and then moved, so an interrupted call leaves an older file whole.
+
+    Raises:
+        ValueError: the cache is empty, or not a ToST model's.
+        OSError: the file cannot be written.
+    """
+    check_cache_kind(cache)
+    if not cache.layers or not all(cast(Any, layer).is_initialized for layer in cache.layers):
+        raise ValueError("The cache is empty: run the model on the text that is to be cached first.")
+    length = int(cached_length(cache))
+    tensors = {
+        f"layers.{i}.{name}": x.detach().cpu().contiguous()
+        for i, layer in enumerate(cache.layers)
+        for name, x in _tensors_of(layer, length).items()
+    }
+    metadata = {"format": FILE_FORMAT, "seq_length": str(length)}
+    folder = os.path.dirname(os.path.abspath(filename))
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        os.replace(temporary, filename)
+    except SafetensorError as error:  # a full disk comes as one
+        raise OSError(f"{os.fspath(filename)!r} could not be written; is the disk full? ({error})") from error
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def load_cache(
+    filename: str | os.PathLike,
+    config: PreTrainedConfig,
+    device: torch.device | str = "cpu",
+    static: bool = False,
+) -> CausalStatisticsCache:
+    """Reads a cache that `save_cache` wrote, for a model of configuration `config`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, is not a cache, or belongs to a model of other sizes.
+    """
+    if not os.path.isfile(filename):
+        raise FileNotFoundError(f"There is no cache file {os.fspath(filename)!r}.")
+    try:
+        with safe_open(filename, "pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except Exception as error:  # safetensors raises one class of its own for every kind of damage
+        raise ValueError(f"{os.fspath(filename)!r} is not a readable safetensors file: {error}") from error
+    if metadata.get("format") != FILE_FORMAT:
+        raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
+    stated = metadata.get("seq_length", "")
+    if not stated.isascii() or not stated.isdecimal() or len(stated) > MAX_LENGTH_DIGITS:
+        raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {stated!r} as the number of cached tokens.")
+    length = int(stated)
+    layers = [layer_shapes(config, kind, length) for kind in config.layer_types]
+    expected = {f"layers.{i}.{name}": shape for i, shapes in enumerate(layers) for name, shape in shapes.items()}
+    if {key: tuple(x.shape[1:]) for key, x in tensors.items()} != expected:
+        raise ValueError(
+            f"{os.fspath(filename)!r} belongs to another model: this one has {config.num_hidden_layers} layers of "
+            f"{config.num_attention_heads} heads with {config.head_dim} channels."
+        )
+    if len({len(x) for x in tensors.values()}) > 1 or not all(x.is_floating_point() for x in tensors.values()):
+        raise ValueError(f"{os.fspath(filename)!r} is damaged: its sums are not of one batch, or no floating-point numbers.")
+    cache = CausalStatisticsCache(config, static=static)
+    for i, layer in enumerate(cache.layers):
+        _fill(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
+    return cache
+
+
+def _tensors_of(layer: Any, length: int) -> dict[str, torch.Tensor]:
+    """What is written of a layer that has seen `length` tokens."""
+    kind = layer_type_of(layer)
+    if kind == CAUSAL_STATISTICS:
+        # the sums in the narrower one of their dtypes, inputs as they are
+        return {name: x.to(layer.sum_sq.dtype) if name in STATE_NAMES else x for name, x in layer.tensors().items()}
+    first = 0
+    if kind == SLIDING_ATTENTION:  # a static one keeps one token more
+        window = getattr(layer, "sliding_window", None) or layer.max_cache_len
+        first, length = max(min(length, layer.keys.shape[2]) - window + 1, 0), min(length, layer.keys.shape[2])
+    return {"keys": layer.keys[:, :, first:length], "values": layer.values[:, :, first:length]}
+
+
+def layer_shapes(config: PreTrainedConfig, kind: str, length: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, without the batch, of what a layer holds after `length` tokens."""
+    heads, width = config.num_attention_heads, config.head_dim
+    if kind == CAUSAL_STATISTICS:
+        recent = {} if config.conv_kernel is None else {"recent_inputs": (config.conv_kernel - 1, config.hidden_size)}
+        return dict(zip(STATE_NAMES, ((heads, width), (heads, width), (heads,)))) | recent
+    kept = min(length, config.sliding_window - 1) if kind == SLIDING_ATTENTION else length
+    return dict.fromkeys(("keys", "values"), (config.num_key_value_heads or heads, kept, width))
+
+
+def _fill(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
+    if layer_type_of(layer) == CAUSAL_STATISTICS:
+        state = TSSAState(*(tensors[name] for name in STATE_NAMES))
+        layer.lazy_initialization(state)
+        layer.set_state(state)
+        layer.set_recent_inputs(tensors.get("recent_inputs"))
+    else:
+        layer.update(tensors["keys"], tensors["values"])
+    set_cached_length(layer, length)
