@@ -110,15 +110,6 @@ def test_a_branch(hub, clients, folder, published, computed):
     assert same(clients.load("tost/tiny", revision="dev"), computed)
 
 
-def test_once_downloaded_no_network_is_needed(hub, clients, published, tmp_path):
-    expected = clients.load("tost/tiny", cache_dir=str(tmp_path))
-    before = len(hub.requests)
-    assert same(clients.load("tost/tiny", cache_dir=str(tmp_path), local_files_only=True), expected)
-    assert len(hub.requests) == before
-    refused = clients.load("tost/tiny", cache_dir=str(tmp_path / "empty"), local_files_only=True)
-    assert refused.status == 1 and "OSError" in refused.output
-
-
 def test_sharded_weights(hub, clients, folder, computed, tmp_path):
     shards = language_folder(tmp_path / "shards", max_shard_size="40KB")
     clients.command("publish", shards, "tost/shards", token=hub.token("writer")).check()

@@ -5,7 +5,6 @@ Whatever happens, a repository is at its old commit or at a complete new one, an
 
 import contextlib
 import itertools
-import json
 import os
 import queue
 import random
@@ -144,16 +143,6 @@ def test_a_server_that_fails(hub, case, step, how):
     case.check_complete()
 
 
-@pytest.mark.parametrize("step", ["preupload", "batch", "put"])
-@pytest.mark.parametrize("how", [{"status": 503}, {"cut": "request"}], ids=["503", "cut"])
-def test_a_server_that_fails_twice(hub, case, step, how):
-    """The client tries again by itself."""
-    with fault(hub, step, times=2, **how) as failing:
-        case.publish().check()
-    assert failing.hits == 2
-    case.check_complete()
-
-
 def test_a_commit_whose_answer_is_lost(hub, case):
     with fault(hub, "commit", cut="answer"):
         assert case.publish().status == 1
@@ -192,12 +181,6 @@ def test_a_truncated_download(hub, clients, case, tmp_path):
     assert not list(tmp_path.glob("cache/**/snapshots/**/*.safetensors"))
     clients.run(LOAD, case.repo_id, tmp_path / "cache").check()
     clients.run(COMMAND, "verify", case.repo_id).check()
-
-
-def test_a_download_that_breaks_off(hub, clients, case, tmp_path):
-    with hub.fail("GET", "/objects/", cut="body", times=2) as failing:
-        clients.run(LOAD, case.repo_id, tmp_path / "cache").check()
-    assert failing.hits == 2
 
 
 def damage(data: bytes) -> bytes:
@@ -251,14 +234,4 @@ def test_names_that_lead_out_of_the_cache(hub, clients, case, tmp_path, name):
     refused = clients.run(COMMAND, "verify", case.repo_id)
     assert refused.status == 1 and "Traceback" not in refused.output, refused.output
     clients.run(LOAD, case.repo_id, home).check()  # asks for none but the model's files
-    assert strays(tmp_path, clients.folder) == []
-
-
-def test_an_index_that_leads_out_of_the_cache(hub, clients, case, tmp_path):
-    index = json.loads(case.old["model.safetensors.index.json"])
-    index["weight_map"] = dict.fromkeys(index["weight_map"], "../../../evil.safetensors")
-    evil = next(data for name, data in case.old.items() if name.endswith(".safetensors"))
-    hub.commit(case.repo_id, {"model.safetensors.index.json": json.dumps(index).encode(), "../../../evil.safetensors": evil})
-    failed = clients.run(LOAD, case.repo_id, tmp_path / "deep" / "enough" / "cache")
-    assert failed.status == 1 and "Error" in failed.output
     assert strays(tmp_path, clients.folder) == []
