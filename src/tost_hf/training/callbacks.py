@@ -26,7 +26,7 @@ class FiniteLossCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.finite_until = 0  # the step of the last check
+        self.finite_until = 0  # a step
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.finite_until = state.global_step
@@ -37,6 +37,7 @@ class FiniteLossCallback(TrainerCallback):
         seen = [float(logs[name]) for name in names if name in (logs or {})]  # the same for all processes
         if seen:
             self._require(all(map(math.isfinite, seen)), args, state)
+            self.finite_until = state.global_step
 
     def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
         if control.should_save or control.should_evaluate:
@@ -53,6 +54,7 @@ class FiniteLossCallback(TrainerCallback):
         largest = nn.utils.get_total_norm(held, norm_type=math.inf) if held else torch.tensor(0.0)
         failed = reduce((~largest.isfinite()).float().to(args.device), "sum")  # over the processes, which hold other shards
         self._require(failed.item() == 0, args, state)
+        self.finite_until = max(self.finite_until, state.global_step - 1)  # the loss of this step is logged later
 
     def _require(self, finite: bool, args, state) -> None:
         if not finite:
@@ -63,7 +65,6 @@ class FiniteLossCallback(TrainerCallback):
                 f"{state.global_step}. Training has stopped, and nothing was saved since: {last}. Lower the learning rate, or "
                 "look for bad values in the data and in the model trained from."
             )
-        self.finite_until = state.global_step
 
 
 class TrainingFilesCallback(TrainerCallback, ExportableState):
