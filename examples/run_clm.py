@@ -2,10 +2,11 @@
 """Trains or fine-tunes a causal language model on text: transformers' run_clm, with ToST's presets and the authors' recipe.
 
     python examples/run_clm.py --config_name tost-base --tokenizer_name gpt2 --dataset_name Skylion007/openwebtext \
-        --do_train --do_eval --output_dir my-tost
+        --do_train --do_eval --recipe paper --output_dir my-tost
 
-The arguments are those of transformers' own run_clm.py; a .json or .yaml file of them may be given instead. Options left out
-are the published recipe (see `ToSTTrainingArguments`). Start it with `accelerate launch` to use several devices.
+The arguments are those of transformers' own run_clm.py, and so are their defaults, but for the optimizer's, which are the
+authors'; `--recipe paper` fills in the paper's pre-training (see `ToSTTrainingArguments`). A .json or .yaml file of arguments
+may be given instead. Start it with `accelerate launch` to use several devices.
 """
 
 import logging
@@ -35,15 +36,20 @@ from transformers import (
     set_seed,
 )
 
-from tost_hf import PRESETS, ToSTConfig, ToSTTrainer, ToSTTrainingArguments
+from tost_hf import PRESETS, ContextParallelTrainer, ToSTConfig, ToSTTrainingArguments
 from tost_hf.training.callbacks import TrainingFilesCallback
 from tost_hf.training.metrics import TokenAccuracy, perplexity
 from tost_hf.training.streams import collate_blocks
+from tost_hf.training.trainer_stream import StreamingTrainer
 
 
 logger = logging.getLogger("run_clm")
 
 DEFAULT_BLOCK_SIZE = 1024
+
+
+class LanguageModelTrainer(StreamingTrainer, ContextParallelTrainer):
+    """`ToSTTrainer` on blocks of text, a stream of them too, and on processes that share each text."""
 
 
 @dataclass
@@ -166,9 +172,8 @@ def main(args: list[str] | None = None) -> None:
     model = load_model(model_args, config, tokenizer)
     blocks = load_blocks(model_args, data_args, training_args, tokenizer, block_size)
 
-    texts_of = [data_args.dataset_name] if data_args.dataset_name is not None else data_args.train_file or []
     training_args.include_for_metrics = ["loss"]  # for the perplexity
-    trainer = ToSTTrainer(
+    trainer = LanguageModelTrainer(
         model=model,
         args=training_args,
         train_dataset=blocks.get("train"),
@@ -177,7 +182,7 @@ def main(args: list[str] | None = None) -> None:
         data_collator=collate_blocks,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=most_likely,
-        callbacks=[TrainingFilesCallback(texts_of)],
+        callbacks=[TrainingFilesCallback([data_args.dataset_name] if data_args.dataset_name else data_args.train_file or [])],
     )
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     counts = {name: len(rows) if isinstance(rows, Dataset) else limits[name] for name, rows in blocks.items()}

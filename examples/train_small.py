@@ -63,6 +63,7 @@ def train(text: str, output_dir: str, size: Size, steps: int) -> None:
             tokenizer_name=scratch,
             dataset_name=text,
             block_size=size.block_size,
+            recipe="paper",
             do_train=True,
             do_eval=True,
             max_steps=steps,

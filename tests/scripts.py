@@ -2,11 +2,9 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from itertools import chain
 from pathlib import Path
 
@@ -52,20 +50,3 @@ def launch(script: Path, tmp_path, args: list[str], processes: int, fails: bool 
 def losses(output_dir) -> list[float]:
     history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
-
-
-def run_in_background(script: Path, tmp_path, args: list[str]) -> subprocess.Popen:
-    """Starts a script in a process group of its own; what it prints is appended to log.txt."""
-    with open(tmp_path / "log.txt", "a") as log:
-        command = [sys.executable, str(script), *args]
-        return subprocess.Popen(command, env=environment(tmp_path), stdout=log, stderr=log, start_new_session=True)
-
-
-def kill_once_written(process: subprocess.Popen, file: Path, log: Path) -> None:
-    """Kills a run, and what it started, with SIGKILL as soon as a file is there."""
-    deadline = time.monotonic() + 300
-    while not file.exists():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait(timeout=60) == -signal.SIGKILL

@@ -11,7 +11,7 @@ from text_runs import token_rows, train, training_args
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.distributed import DistributedConfig
 
-from tost_hf import ToSTForCausalLM, ToSTTrainer
+from tost_hf import ContextParallelTrainer, TensorParallelTrainer, ToSTForCausalLM
 from tost_hf.training.checkpoints import choose_checkpoint
 
 
@@ -25,6 +25,10 @@ GENTLE = 0.003
 LAYERS = {"transformer_layer_cls_to_wrap": ToSTForCausalLM._no_split_modules}
 
 
+class ParallelTrainer(ContextParallelTrainer, TensorParallelTrainer):
+    """Of every way."""
+
+
 def saved_model() -> Path:
     return Path(os.environ["TOST_TEST_MODELS"], "model")
 
@@ -34,7 +38,7 @@ def save_model(**options) -> None:
     randomize(ToSTForCausalLM(config)).save_pretrained(saved_model())
 
 
-def make_trainer(way: str, processes: int, output_dir: Path, dtype=torch.float64, **changes) -> ToSTTrainer:
+def make_trainer(way: str, processes: int, output_dir: Path, dtype=torch.float64, **changes) -> ParallelTrainer:
     """Of 20 steps of 8 texts, shared by so many processes."""
     if processes > 1:
         take_cpus_for_devices()
@@ -48,7 +52,7 @@ def make_trainer(way: str, processes: int, output_dir: Path, dtype=torch.float64
         changes |= {"fsdp": True, "fsdp_config": LAYERS}
     how = {"distributed_config": DistributedConfig(tp_plan="auto")} if way == "tp" else {}
     model = ToSTForCausalLM.from_pretrained(saved_model(), dtype=dtype, **how)
-    return ToSTTrainer(model, training_args(output_dir.parent, bf16=False, **changes), train_dataset=token_rows(64))
+    return ParallelTrainer(model, training_args(output_dir.parent, bf16=False, **changes), train_dataset=token_rows(64))
 
 
 def run(way: str) -> dict:

@@ -2,47 +2,60 @@
 
 import json
 import os
+import re
 import shutil
 import sys
-import zipfile
+from functools import partial
 from pathlib import Path
 
 import image_runs
 import pytest
 import text_runs
 import torch
-from conftest import randomize
+from conftest import randomize, small_config
 from safetensors.torch import load_file, save_file
 from scripts import launch
 from torch.distributed import checkpoint as distributed_checkpoint
 from transformers import TrainingArguments
 
 from tost_hf import ToSTForCausalLM, ToSTTrainer
-from tost_hf.training.checkpoints import choose_checkpoint
+from tost_hf.training.checkpoints import begin_manifest, choose_checkpoint, write_manifest
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
 
 
-@pytest.fixture(params=["text", "images"])
-def make(request, tmp_path, tiny_config):
-    """Makes trainers of one kind, all with the same weights; keywords change their arguments."""
+def make_text_trainer(folder: Path, **changes) -> ToSTTrainer:
+    model = randomize(ToSTForCausalLM(small_config(num_hidden_layers=3)))
+    args = text_runs.training_args(folder, **(SAVING | changes))
+    return ToSTTrainer(model, args, train_dataset=text_runs.token_rows(32))
 
-    def language(**changes):
-        args = text_runs.training_args(tmp_path, **(SAVING | changes))
-        return ToSTTrainer(randomize(ToSTForCausalLM(tiny_config)), args, train_dataset=text_runs.token_rows(32))
 
-    def vision(**changes):
-        return image_runs.make_trainer(tmp_path, **(SAVING | {"ema_decay": 0.6} | changes))
+def make_image_trainer(folder: Path, **changes) -> ToSTTrainer:
+    return image_runs.make_trainer(folder, **(SAVING | {"ema_decay": 0.6} | changes))
 
-    return language if request.param == "text" else vision
+
+MAKERS = {"text": make_text_trainer, "images": make_image_trainer}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def run(request, tmp_path_factory):
+    """A maker of trainers, all with the same weights, and the folder of a run with checkpoints 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("run")
+    MAKERS[request.param](folder).train()
+    return MAKERS[request.param], folder / "out"
 
 
 @pytest.fixture
-def trained(make, tmp_path) -> Path:
-    """The output folder of a run with checkpoints 2, 4 and 6."""
-    make().train()
-    return tmp_path / "out"
+def make(run, tmp_path):
+    """Makes trainers; keywords change their arguments."""
+    return partial(run[0], tmp_path)
+
+
+@pytest.fixture
+def trained(run, tmp_path) -> Path:
+    """A copy of the run's output folder."""
+    return shutil.copytree(run[1], tmp_path / "out")
 
 
 def cut(file: Path) -> None:
@@ -53,11 +66,6 @@ def zero_the_end(file: Path) -> None:
     """What a power failure leaves: the file's length is there, its content not."""
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
-
-
-def another_zip(file: Path) -> None:
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("notes.txt", "no tensors")
 
 
 class Foreign:
@@ -76,29 +84,47 @@ def empty(file: Path) -> None:
 
 
 DAMAGES = [
-    *((name, Path.unlink, "is missing") for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")),
-    *((name, cut, "is damaged") for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")),
-    *((name, empty, "is damaged") for name in ("optimizer.pt", "model.safetensors", "trainer_state.json", "config.json")),
-    *((name, zero_the_end, "is damaged") for name in ("optimizer.pt", "trainer_state.json")),
-    ("optimizer.pt", another_zip, "is damaged"),
-    *((name, foreign_pickle, "is damaged") for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")),
-    ("model.safetensors", Path.unlink, "is missing"),
-    ("model.safetensors", cut, "is damaged"),
-    ("config.json", cut, "is damaged"),
+    ("optimizer.pt", Path.unlink, "is missing"),
+    ("trainer_state.json", Path.unlink, "is missing"),
     ("ema/model.safetensors", Path.unlink, "is missing"),
-    ("ema/model.safetensors", cut, "is damaged"),
+    ("model.safetensors", cut, "is damaged"),
+    ("scheduler.pt", cut, "is damaged"),
+    ("config.json", empty, "is damaged"),
+    *((name, zero_the_end, "is damaged") for name in ("optimizer.pt", "trainer_state.json")),  # of the same size
+    *((name, foreign_pickle, "is damaged") for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")),
 ]
 
 
+@pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
 @pytest.mark.parametrize("name, damage, what", DAMAGES)
-def test_a_damaged_checkpoint_is_skipped_by_name(make, trained, caplog, name, damage, what):
+def test_a_damaged_checkpoint_is_skipped_by_name(make, trained, caplog, name, damage, what, manifest):
     if not (trained / "checkpoint-6" / name).exists():
-        pytest.skip("averaged weights are for images")
+        pytest.skip("EMA weights are for images")
+    if not manifest:
+        for file in trained.glob("*/manifest.json"):
+            file.unlink()
     damage(trained / "checkpoint-6" / name)
     assert choose_checkpoint(make(), True) == choose_checkpoint(make(), None) == str(trained / "checkpoint-4")
-    assert f"{trained}/checkpoint-6: {name} {what}" in caplog.text
-    with pytest.raises(ValueError, match=rf"checkpoint-6' is incomplete: {name} {what}.*Name another one"):
+    assert re.search(rf"{trained}/checkpoint-6: .*{name} {what}" if manifest else f"{trained}/checkpoint-6", caplog.text)
+    with pytest.raises(ValueError, match=r"checkpoint-6' is incomplete: .*Name another one"):
         make().train(resume_from_checkpoint=str(trained / "checkpoint-6"))
+    assert not Path("ran").exists()
+
+
+def test_the_manifest_lists_names_and_sizes_and_detects_what_no_setting_asks_for(make, trained):
+    folder = trained / "checkpoint-6"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    found = {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    found.pop("manifest.json")
+    assert files == {name: size for name, size in found.items() if name != "README.md"}
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"incomplete: manifest\.json is damaged"):
+        choose_checkpoint(make(), str(folder))
+    write_manifest(folder)
+    (folder / "training_args.bin").write_bytes(b"")
+    (folder / "notes.txt").write_text("new files do no harm")
+    with pytest.raises(ValueError, match=r"incomplete: training_args\.bin is damaged \(0 bytes instead of [0-9]+\)\. Name"):
+        choose_checkpoint(make(), str(folder))
 
 
 def test_going_on_after_damage_is_bit_equal(make, trained):
@@ -142,19 +168,25 @@ def test_a_run_killed_in_its_first_save_starts_afresh(make, trained, caplog):
     (trained / "checkpoint-6/optimizer.pt").unlink()
     with pytest.raises(ValueError, match=r"None of the checkpoints can be resumed from.*optimizer.pt is missing.*afresh"):
         choose_checkpoint(make(), None)
-    (trained / "checkpoint-6/trainer_state.json").unlink()
+    begin_manifest(trained / "checkpoint-6")
     assert choose_checkpoint(make(), None) is None
-    assert "checkpoint-6: optimizer.pt is missing; trainer_state.json is missing" in caplog.text
-
-
-def test_what_the_settings_do_not_need_may_be_missing(make, trained):
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+    assert re.search("checkpoint-6: it was not saved to the end; optimizer.pt is missing", caplog.text)
+    for name in ("manifest.json", "trainer_state.json"):
         (trained / "checkpoint-6" / name).unlink()
-    assert choose_checkpoint(make(save_only_model=True), True) == str(trained / "checkpoint-6")
+    assert choose_checkpoint(make(), None) is None
+
+
+def test_what_the_settings_need(make, tmp_path):
+    """Without the optimizer a run would go on, but not as it was."""
+    make(save_only_model=True).train()
+    checkpoint = str(tmp_path / "out/checkpoint-6")
+    assert choose_checkpoint(make(save_only_model=True), True) == checkpoint
+    with pytest.raises(ValueError, match=r"incomplete: optimizer\.pt is missing; rng_state\.pth is missing; scheduler\.pt is"):
+        choose_checkpoint(make(), checkpoint)
     trainer = make()
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match=r"scaler\.pt is missing"):
-        choose_checkpoint(trainer, str(trained / "checkpoint-4"))
+        choose_checkpoint(trainer, checkpoint)
 
 
 def test_a_checkpoint_of_several_processes(make, trained, caplog):
@@ -163,6 +195,7 @@ def test_a_checkpoint_of_several_processes(make, trained, caplog):
     for process in range(2):
         shutil.copy(folder / "rng_state.pth", folder / f"rng_state_{process}.pth")
     (folder / "rng_state.pth").unlink()
+    write_manifest(folder)
     assert choose_checkpoint(make(), True) == str(folder)
     assert "saved by another number of processes" in caplog.text
 
@@ -176,12 +209,10 @@ def test_shards(make, trained):
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    write_manifest(folder)
     make().train(resume_from_checkpoint=str(folder))
     cut(folder / "model-00002-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors is damaged"):
-        choose_checkpoint(make(), str(folder))
-    index.write_text('{"weight_map": 3}')
-    with pytest.raises(ValueError, match=r"model.safetensors.index.json is damaged"):
         choose_checkpoint(make(), str(folder))
 
 
@@ -192,6 +223,7 @@ def test_a_checkpoint_of_another_model_is_refused(make, trained):
     weights = load_file(file)
     for changed in ({**weights, name: torch.zeros(2, 3)}, {key: value for key, value in weights.items() if key != name}):
         save_file(changed, file, {"format": "pt"})
+        write_manifest(trained / "checkpoint-6")
         with pytest.raises(ValueError, match=rf"checkpoint-6 is of another model: {name} is (2 x 3|missing) there and"):
             trainer.train(resume_from_checkpoint=True)
 
@@ -213,6 +245,7 @@ def test_fsdp_layouts(make, trained, layout):
             distributed(folder / f"{name}_0")
         else:
             torch.save({"x": torch.ones(3)}, folder / (f"{name}.bin" if layout == "one file" else f"{name}_0_rank0.bin"))
+    write_manifest(folder)
     trainer = make()
     trainer.is_fsdp_enabled = True
     assert choose_checkpoint(trainer, True) == str(folder)
@@ -222,32 +255,26 @@ def test_fsdp_layouts(make, trained, layout):
         choose_checkpoint(trainer, str(folder))
 
 
-class DeepSpeedPlugin:
-    zero_stage = 2
-    deepspeed_config = {"zero_optimization": {"stage": 2}}
-
-
-def test_deepspeed_layout(make, trained, monkeypatch):
+def test_deepspeed_layout(make, trained):
     folder = trained / "checkpoint-6"
     (folder / "optimizer.pt").unlink()
     (folder / "latest").write_text("global_step6")
     (folder / "global_step6").mkdir()
     for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"):
         torch.save({"x": torch.ones(3)}, folder / "global_step6" / name)
+    write_manifest(folder)
     trainer = make()
     trainer.is_deepspeed_enabled = True
-    monkeypatch.setitem(trainer.accelerator.state.__dict__, "deepspeed_plugins", DeepSpeedPlugin())
-    monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", DeepSpeedPlugin())
     assert choose_checkpoint(trainer, True) == str(folder)
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+    write_manifest(folder)
     with pytest.raises(ValueError, match="another number of processes than the 1 of today, each with its part of DeepSpeed's"):
         choose_checkpoint(trainer, True)
-    (folder / "rng_state_0.pth").rename(folder / "rng_state.pth")
     cut(folder / "global_step6" / name)
     with pytest.raises(ValueError, match=r"global_step6/bf16_zero.* is damaged"):
         choose_checkpoint(trainer, str(folder))
-    (folder / "global_step6" / name).unlink()
-    with pytest.raises(ValueError, match=r"global_step6/\*optim_states.pt is missing"):
+    (folder / "latest").unlink()
+    with pytest.raises(ValueError, match=r"latest is missing"):
         choose_checkpoint(trainer, str(folder))
 
 
@@ -301,6 +328,7 @@ def test_a_gradient_that_is_no_number_is_not_saved(make, tmp_path, monkeypatch):
 
 
 ONE_PROCESS_SEES_NAN = """
+import re
 import sys
 import torch
 from scripting import run

@@ -15,6 +15,7 @@ from scripts import losses
 
 
 STEPS, KILLS = 24, 10
+DROPOUT = "hidden_dropout=0.1,attention_dropout=0.1,embedding_dropout=0.1"
 TRAIN = "torch.set_num_threads(1); __import__(argv[0]).main(argv[1:])"
 
 
@@ -61,14 +62,15 @@ def test_killed_at_random_moments(clients, clm_args, image_args, text_parts, tmp
     arguments = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
     arguments |= {"gradient_accumulation_steps": 2, "disable_tqdm": "true"}
     if data != "images":
-        sizes = text_runs.TINY + ",hidden_dropout=0.1,embedding_dropout=0.1"
+        sizes = f"{text_runs.TINY},{DROPOUT}"
         make, arguments = clm_args, arguments | {"config_overrides": sizes, "max_train_samples": 60}
         if data == "stream":
             arguments |= {"max_train_samples": None, "train_file": text_parts, "streaming": True}
             arguments |= {"shuffle_buffer": 10, "dataloader_num_workers": 2}
     else:
-        sizes = image_runs.TINY + ",hidden_dropout=0.1,drop_path_rate=0.1"
+        sizes = f"{image_runs.TINY},{DROPOUT},drop_path_rate=0.1"
         make, arguments = image_args, arguments | {"config_overrides": sizes, "max_train_samples": 60, "ema_decay": 0.9}
+        arguments["dataloader_num_workers"] = 1
 
     def start(folder: Path) -> Client:
         return clients.start(TRAIN, script, *make(**arguments, output_dir=folder))

@@ -1,4 +1,4 @@
-"""Texts cut along their tokens over 2 and 4 processes: the same numbers, exchanges of constant size, sentences."""
+"""Context parallelism over 2 and 4 processes: numbers, exchanges of constant size, errors."""
 
 import context_cases
 import pytest
@@ -14,7 +14,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", context_cases.CASES)
-def test_cut_texts_give_the_same_numbers(answers, case):
+def test_context_parallel_models_give_the_same_numbers(answers, case):
     single = "float32" in case
     for distances in answers[case]:
         # transformers computes the loss in float32, whatever comes in
@@ -51,16 +51,16 @@ def test_a_million_tokens_take_a_quarter_of_the_memory_on_four_processes(tmp_pat
 
 DIFFERENT = "ValueError: The processes that share a text were given different batches"
 SENTENCES = {
-    "hybrid": "ValueError: parallelize cannot cut texts for layers of full_attention",
-    "encoder": "ValueError: parallelize cannot cut texts for an encoder",
+    "hybrid": "ValueError: parallelize does not support layers of full_attention",
+    "encoder": "ValueError: parallelize does not support encoders",
     "classifier": "TypeError: parallelize takes a ToSTModel or a ToSTForCausalLM",
-    "twice": "ValueError: The model's texts or heads are spread over processes already",
+    "twice": "ValueError: The model is context-parallel or tensor-parallel already",
     "two dimensions": "ValueError: parallelize takes a mesh of one dimension, got 2",
-    "few tokens": "ValueError: A text of 3 tokens cannot be cut for 4 processes",
-    "cache": "ValueError: A text spread over processes has no cache",
-    "use_cache": "ValueError: A text spread over processes has no cache",
-    "generate": "ValueError: A text spread over processes has no cache",
-    "last logits": "ValueError: A text spread over processes has the logits of all tokens",
+    "few tokens": "ValueError: A text of 3 tokens cannot be sharded over 4 processes",
+    "cache": "ValueError: A context-parallel model has no cache",
+    "use_cache": "ValueError: A context-parallel model has no cache",
+    "generate": "ValueError: A context-parallel model has no cache",
+    "last logits": "ValueError: A context-parallel model computes the logits of all tokens",
     "too long": "IndexError: Position 128 is past the end",
     "wrong mask": "ValueError: attention_mask must have shape (1, 9)",
     "no tokens": "ValueError: Give exactly one of input_ids and inputs_embeds",
@@ -77,7 +77,7 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("case", SENTENCES)
-def test_what_cannot_be_cut_is_refused(answers, case):
+def test_errors(answers, case):
     for answer in answers["refused"]:
         assert answer[case].startswith(SENTENCES[case])
 

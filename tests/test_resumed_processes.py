@@ -110,8 +110,8 @@ def test_other_processes_go_on_with_the_same_losses(clients, begun, tmp_path, be
 @pytest.mark.parametrize(
     "before, way, sentence",
     [
-        ("ddp", "tp", "whose heads were not cut and now are"),
-        ("tp", "ddp", "whose heads were cut and now are not"),
+        ("ddp", "tp", "was not tensor-parallel and now is:"),
+        ("tp", "ddp", "was tensor-parallel and now is not"),
         ("ddp", "fsdp2", "None of the checkpoints can be resumed from"),
         ("fsdp2", "ddp", "None of the checkpoints can be resumed from"),
     ],

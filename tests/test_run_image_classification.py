@@ -15,7 +15,7 @@ from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
 from image_runs import NAMES, TINY, digit_pictures, load_processor, make_pipeline, results, tiny_vision_model
 from PIL import Image as PILImage
 from safetensors.torch import load_file
-from scripts import EXAMPLES, environment, kill_once_written, launch, losses, run_in_background
+from scripts import EXAMPLES, environment, launch, losses
 from transformers import (
     AutoModelForImageClassification,
 )
@@ -306,37 +306,6 @@ def test_two_processes_equal_one(tmp_path, image_args):
     for name, value in results(tmp_path / "one").items():
         if name.endswith(("accuracy", "loss", "samples")):
             assert results(tmp_path / "two")[name] == pytest.approx(value, rel=1e-5), name
-
-
-@pytest.mark.slow
-def test_kill_and_resume_bit_for_bit(tmp_path, image_args):
-    """With the whole recipe, dropout, workers, accumulation and epochs' ends on the way; the averaged weights, too."""
-    common = {
-        "config_overrides": TINY + ",drop_path_rate=0.1,hidden_dropout=0.1,attention_dropout=0.1,embedding_dropout=0.1",
-        "per_device_train_batch_size": 5,
-        "gradient_accumulation_steps": 2,  # 9.6 steps an epoch
-        "max_steps": 30,
-        "save_strategy": "steps",
-        "save_steps": 5,
-        "ema_decay": 0.9,
-        "dataloader_num_workers": 1,
-    }
-
-    def start(folder, **changes):
-        return run_in_background(SCRIPT, tmp_path, image_args(**common, output_dir=folder, **changes))
-
-    assert start(tmp_path / "whole").wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()[-3000:]
-    killed = start(tmp_path / "killed")
-    kill_once_written(killed, tmp_path / "killed/checkpoint-15/trainer_state.json", tmp_path / "log.txt")
-    assert not (tmp_path / "killed/checkpoint-30").exists()  # it did not get to the end
-
-    first_checkpoint = (tmp_path / "killed/checkpoint-5/trainer_state.json").stat()
-    assert start(tmp_path / "killed").wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()[-3000:]
-    assert len(losses(tmp_path / "whole")) == 30 and losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert (tmp_path / "killed/checkpoint-5/trainer_state.json").stat().st_mtime_ns == first_checkpoint.st_mtime_ns
-    for file in ("model.safetensors", "ema/model.safetensors"):
-        whole, resumed = (load_file(tmp_path / folder / file) for folder in ("whole", "killed"))
-        assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 @pytest.mark.slow

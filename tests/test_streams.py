@@ -77,7 +77,7 @@ def test_what_is_left_over_begins_the_next_epoch(folder):
 @pytest.mark.parametrize("shuffle_buffer, held_out", [(0, 0), (50, 0), (7, 30)])
 def test_goes_on_from_every_place(folder, monkeypatch, kind, shuffle_buffer, held_out):
     """Also within a buffer, in the second epoch, and by way of JSON."""
-    monkeypatch.setattr("tost_hf.training.streams.ROWS_AT_ONCE", 16)
+    monkeypatch.setattr("tost_hf.training.streams.RECORDS_PER_BATCH", 16)
     new = partial(make, folder, kind, held_out, shuffle_buffer=shuffle_buffer, seed=3)
     blocks = list(islice(new(), 900))
     expected = [block["input_ids"].tolist() for block in blocks]

@@ -13,8 +13,11 @@ from transformers import Trainer
 
 import tost_hf
 from tost_hf.model.configuration_tost import CODE_FILES
-from tost_hf.training.trainer_guard import GuardedTrainer
+from tost_hf.training.checkpoints import CheckpointTrainer
+from tost_hf.training.trainer_context_parallel import ContextParallelTrainer
 from tost_hf.training.trainer_hub import PublishingTrainer
+from tost_hf.training.trainer_stream import StreamingTrainer
+from tost_hf.training.trainer_tensor_parallel import TensorParallelTrainer
 from tost_hf.training.trainer_vision import ToSTVisionTrainer
 
 
@@ -144,14 +147,19 @@ def test_private_hooks_exist():
     """The private methods of Trainer that are replaced: their names and arguments have to stay."""
     for ours, names in (
         (PublishingTrainer, ("_push_from_checkpoint", "_finish_current_push")),
-        (GuardedTrainer, ("_maybe_log_save_evaluate", "_save_checkpoint", "_save_rng_state")),
+        (CheckpointTrainer, ("_run_epoch", "_save_checkpoint")),
+        (StreamingTrainer, ("_init_training_state", "_save_rng_state")),
+        (ContextParallelTrainer, ("_get_dataloader", "_get_num_items_in_batch")),
+        (TensorParallelTrainer, ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_load_from_checkpoint")),
+        (TensorParallelTrainer, ("_load_best_model",)),
         (ToSTVisionTrainer, ("_get_train_sampler", "_load_from_checkpoint", "_save")),
     ):
         for name in names:
+            assert name in vars(ours)
             replaced, replacing = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (Trainer, ours))
             named = [argument for argument in replacing if argument not in ("args", "kwargs")]
-            assert replaced[: len(named)] == named and (named == replacing) == (named == replaced)
-    assert issubclass(tost_hf.ToSTTrainer, GuardedTrainer) and issubclass(tost_hf.ToSTTrainer, PublishingTrainer)
+            assert replaced[: len(named)] == named and (named == replacing) == (named == replaced), name
+    assert issubclass(tost_hf.ToSTTrainer, CheckpointTrainer) and issubclass(tost_hf.ToSTTrainer, PublishingTrainer)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from transformers import (
     DataCollatorWithFlattening,
     HfArgumentParser,
     Trainer,
+    TrainingArguments,
 )
 
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
@@ -23,14 +24,29 @@ from tost_hf.training.metrics import TokenAccuracy, perplexity
 # The recipe ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults_are_the_published_recipe(tmp_path, monkeypatch):
+def test_the_defaults_are_those_of_transformers_but_for_the_optimizer(tmp_path):
+    own, theirs = (
+        arguments(str(tmp_path), use_cpu=True).to_dict() for arguments in (ToSTTrainingArguments, TrainingArguments)
+    )
+    changed = {name: own[name] for name in theirs if own[name] != theirs[name] and name != "logging_dir"}
+    assert changed == {"learning_rate": 6e-4, "weight_decay": 0.1, "adam_beta2": 0.95, "logging_nan_inf_filter": False}
+    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True).get_warmup_steps(5000) == 0
+
+
+def paper(tmp_path, **given) -> ToSTTrainingArguments:
+    return ToSTTrainingArguments(str(tmp_path), recipe="paper", use_cpu=True, **given)
+
+
+def test_the_papers_recipe(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    args = ToSTTrainingArguments(str(tmp_path), use_cpu=True)
+    args = paper(tmp_path)
     assert (args.learning_rate, args.weight_decay, args.max_grad_norm) == (6e-4, 0.1, 1.0)
     assert (args.adam_beta1, args.adam_beta2, args.max_steps) == (0.9, 0.95, 600_000)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 480
     assert args.get_warmup_steps(600_000) == 2000
     assert args.bf16 is False  # on a CPU
+    with pytest.raises(ValueError, match="recipe must be \"paper\" or left out, got 'x'"):
+        ToSTTrainingArguments(str(tmp_path), recipe="x")
 
 
 @pytest.mark.parametrize(
@@ -45,23 +61,24 @@ def test_the_defaults_are_the_published_recipe(tmp_path, monkeypatch):
         ({"lr_scheduler_kwargs": {"min_lr": 1e-5}}, {"lr_scheduler_kwargs": {"min_lr": 1e-5}}),
     ],
 )
-def test_defaults_step_aside(tmp_path, given, expected):
-    args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, **given)
+def test_the_recipe_steps_aside(tmp_path, given, expected):
+    args = paper(tmp_path, **given)
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-def test_processes_share_the_default_accumulation(tmp_path, monkeypatch):
+def test_processes_share_the_recipes_accumulation(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(ToSTTrainingArguments, "device", torch.device("cpu"))  # do not wait for three other processes
-    (args,) = HfArgumentParser(ToSTTrainingArguments).parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu"])
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--recipe", "paper"]
+    (args,) = HfArgumentParser(ToSTTrainingArguments).parse_args_into_dataclasses(words)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (60, 2)
 
 
 def test_warmup_is_shortened_only_when_it_was_not_asked_for(tmp_path):
-    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True).get_warmup_steps(500) == 50
-    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True, warmup_steps=400).get_warmup_steps(500) == 400
-    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True, warmup_steps=0).get_warmup_steps(500) == 0
-    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True, warmup_steps=0.5).get_warmup_steps(500) == 250
+    assert paper(tmp_path).get_warmup_steps(500) == 50
+    assert paper(tmp_path, warmup_steps=400).get_warmup_steps(500) == 400
+    assert paper(tmp_path, warmup_steps=0).get_warmup_steps(500) == 0
+    assert paper(tmp_path, warmup_steps=0.5).get_warmup_steps(500) == 250
 
 
 @pytest.mark.parametrize("flags, bf16", [(["--bf16"], True), (["--bf16", "false"], False), ([], False)])
@@ -112,7 +129,7 @@ def test_learning_rate_ends_at_a_tenth(tmp_path, tiny_model):
     assert rates[100] == pytest.approx(6e-5)
 
 
-def test_trainer_without_arguments_uses_the_recipe(tiny_model, tmp_path, monkeypatch):
+def test_trainer_without_arguments_has_the_authors_optimizer(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert isinstance(ToSTTrainer(tiny_model).args, ToSTTrainingArguments)

@@ -1,14 +1,9 @@
 """run_clm.py with texts that several processes share: the losses of one process, and what is refused."""
 
 import json
-import os
-import signal
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
-from scripts import EXAMPLES, environment, launch, launch_command, losses
+from scripts import EXAMPLES, launch, losses
 from transformers import default_data_collator
 
 import tost_hf
@@ -33,24 +28,6 @@ def test_shared_texts_train_as_whole_ones(tmp_path, clm_args):
     assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-4)
 
 
-@pytest.mark.slow
-def test_a_killed_process_ends_the_run_which_goes_on_bit_for_bit(tmp_path, clm_args):
-    common = {"max_steps": 6, "use_cpu": None, "save_strategy": "steps", "save_steps": 2, "context_parallel_size": 2}
-    broken = clm_args(**common, output_dir=tmp_path / "broken")
-    with open(tmp_path / "log.txt", "w") as log:
-        run = subprocess.Popen(launch_command(RUN_CLM, broken, 2), env=environment(tmp_path), stdout=log, stderr=log)
-    while not (tmp_path / "broken" / "checkpoint-2" / "trainer_state.json").exists():
-        assert run.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
-        time.sleep(0.01)
-    one, *_ = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    os.kill(int(one), signal.SIGKILL)
-    assert run.wait(timeout=120) != 0
-
-    launch(RUN_CLM, tmp_path, broken, processes=2)
-    launch(RUN_CLM, tmp_path, clm_args(**common, output_dir=tmp_path / "whole"), processes=2)
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
-
-
 @pytest.mark.parametrize(
     "arguments,sentence",
     [
@@ -58,7 +35,13 @@ def test_a_killed_process_ends_the_run_which_goes_on_bit_for_bit(tmp_path, clm_a
         ({"context_parallel_size": 0}, "context_parallel_size must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(tmp_path, text_model, arguments, sentence):
+def test_what_cannot_be_shared_is_rejected(tmp_path, text_model, arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         args = tost_hf.ToSTTrainingArguments(output_dir=tmp_path, use_cpu=True, report_to="none", **arguments)
-        tost_hf.ToSTTrainer(text_model, args, data_collator=default_data_collator)
+        tost_hf.ContextParallelTrainer(text_model, args, data_collator=default_data_collator)
+
+
+def test_the_plain_trainer_shares_no_texts(tmp_path, text_model):
+    args = tost_hf.ToSTTrainingArguments(output_dir=tmp_path, use_cpu=True, report_to="none", context_parallel_size=2)
+    with pytest.raises(ValueError, match=r"context_parallel_size is for tost_hf\.ContextParallelTrainer"):
+        tost_hf.ToSTTrainer(text_model, args)

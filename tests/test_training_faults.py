@@ -23,11 +23,10 @@ OVERRIDES = text_runs.TINY
 SENTENCES = (ValueError, OSError, ImportError, FloatingPointError, SafetensorError)
 
 
-@pytest.fixture
-def faulty(tmp_path, text_folder, digit_folder) -> Path:
-    """Files, data sets, configurations, tokenizers and models each with a fault of its own."""
-    folder = tmp_path / "faulty"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory, text_folder) -> Path:
+    """Files, data sets, configurations, tokenizers and models, each with one fault; the tests only read them."""
+    folder = tmp_path_factory.mktemp("faulty")
     (folder / "bytes.txt").write_bytes(b"abc \xff\xfe\x00 def \xc3" * 100)
     (folder / "lines.txt").write_text("\n\n\n \n")
     (folder / "folder.txt").mkdir()
@@ -164,7 +163,10 @@ TEXT = [
     ({**SCRATCH, "model_name_or_path": "model_other"}, "No ModelForCausalLM can be loaded from"),
     ({**SCRATCH, "model_name_or_path": "no/such-model"}, "No Config can be loaded from 'no/such-model'"),
     ({"resume_from_checkpoint": "bytes.txt"}, "bytes.txt' does not exist"),
-    ({"resume_from_checkpoint": "nothing"}, "is incomplete: model.safetensors is missing; optimizer.pt is missing"),
+    (
+        {"resume_from_checkpoint": "nothing"},
+        "is incomplete: model.safetensors is missing; optimizer.pt is missing",
+    ),
     ({"do_train": "perhaps"}, "Truthy value expected: got perhaps"),
     (["absent.json"], "absent.json"),
     (["args.json"], "args.json' cannot be read"),
@@ -210,7 +212,10 @@ IMAGES = [
         {"learning_rate": 1e30, "warmup_steps": 0, "lr_scheduler_type": "constant", "max_steps": 9},
         "NaN or infinite after step 1, by step 2",
     ),
-    ({"resume_from_checkpoint": "nothing"}, "is incomplete: ema/model.safetensors is missing; model.safetensors"),
+    (
+        {"resume_from_checkpoint": "nothing"},
+        "is incomplete: ema/model.safetensors is missing; model.safetensors",
+    ),
     ({"dataloader_num_workers": -1}, "num_workers option should be non-negative"),
 ]
 

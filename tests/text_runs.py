@@ -58,6 +58,7 @@ def clm_args(text_folder, tmp_path):
             "cache_dir": tmp_path / "cache",
             "output_dir": tmp_path / "out",
             "block_size": 32,
+            "recipe": "paper",
             "per_device_train_batch_size": 4,
             "max_steps": 3,
             "learning_rate": 0.01,
@@ -79,6 +80,7 @@ def token_rows(rows: int, length: int = 16, vocab_size: int = 97) -> Dataset:
 def training_args(tmp_path, **changes) -> ToSTTrainingArguments:
     values = {
         "output_dir": str(tmp_path / "out"),
+        "recipe": "paper",
         "max_steps": 5,
         "per_device_train_batch_size": 4,
         "learning_rate": 0.01,

@@ -171,6 +171,7 @@ def train(model: PreTrainedModel, data, *, steps: int, learning_rate: float, see
     with tempfile.TemporaryDirectory() as folder:
         arguments = ToSTTrainingArguments(
             output_dir=folder,
+            recipe="paper",
             max_steps=steps,
             learning_rate=learning_rate,
             per_device_train_batch_size=batch_size,

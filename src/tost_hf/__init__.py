@@ -53,10 +53,14 @@ if TYPE_CHECKING:
     from .image_processing import make_image_processor
     from .interpret import inspect_model, inspect_path, trace_model
     from .training.trainer import ToSTTrainer, ToSTTrainingArguments
+    from .training.trainer_context_parallel import ContextParallelTrainer
+    from .training.trainer_tensor_parallel import TensorParallelTrainer
     from .training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 # imported when first used: the Trainer alone takes longer to import than everything else here
 _LAZY = {
+    "ContextParallelTrainer": "training.trainer_context_parallel",
+    "TensorParallelTrainer": "training.trainer_tensor_parallel",
     "ToSTTrainer": "training.trainer",
     "ToSTTrainingArguments": "training.trainer",
     "ToSTVisionTrainer": "training.trainer_vision",
@@ -114,7 +118,7 @@ for auto_class, class_names, config_class, model_class in (
 IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)  # type: ignore[arg-type]
 
 if torch.distributed.is_available():  # which not every build of PyTorch has
-    from .parallel import heads as _heads  # noqa: F401  the style of transformers' tp_plan
+    from .parallel import tensor as _tensor_parallel  # noqa: F401  the style of transformers' tp_plan
 
 
 def _bind_batching(name: str) -> None:
@@ -147,9 +151,11 @@ __all__ = [
     "VISION_PRESETS",
     "CausalStatisticsCache",
     "CausalStatisticsLayer",
+    "ContextParallelTrainer",
     "Publication",
     "TSSAOutput",
     "TSSAState",
+    "TensorParallelTrainer",
     "ToSTBackbone",
     "ToSTConfig",
     "ToSTForCausalLM",

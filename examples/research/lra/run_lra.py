@@ -99,6 +99,7 @@ class LRATrainingArguments(ToSTTrainingArguments):
     AdamW's betas (0.9, 0.95), gradients clipped at 1.0, no decay of norms and biases.
     """
 
+    recipe: str | None = field(default="paper", metadata={"help": "What is left out by the task, too.", "choices": ["paper"]})
     task: str = field(default="listops", metadata={"help": "The task.", "choices": list(TASKS)})
     learning_rate: float = chosen_later("The peak learning rate. Default: the paper's.")
     weight_decay: float = chosen_later("Weight decay. Default: the paper's.")
@@ -111,29 +112,29 @@ class LRATrainingArguments(ToSTTrainingArguments):
     logging_steps: float = field(default=0.002, metadata={"help": "Steps between losses in the log, or a share of the run."})
 
     def __post_init__(self):
-        self.recipe = TASKS[self.task].recipe
+        self.task_recipe = TASKS[self.task].recipe
         self._recipes_warmup = self.warmup_steps is None
         if self.warmup_steps is None:
-            self.warmup_steps = self.recipe.warmup
+            self.warmup_steps = self.task_recipe.warmup
         for name, value in (
-            ("learning_rate", self.recipe.learning_rate),
-            ("weight_decay", self.recipe.weight_decay),
-            ("lr_scheduler_type", self.recipe.schedule),
+            ("learning_rate", self.task_recipe.learning_rate),
+            ("weight_decay", self.task_recipe.weight_decay),
+            ("lr_scheduler_type", self.task_recipe.schedule),
         ):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.max_steps is None and self.num_train_epochs is None:
-            self.max_steps = self.recipe.steps
+            self.max_steps = self.task_recipe.steps
         if self.per_device_train_batch_size is None:
             processes = int(os.environ.get("WORLD_SIZE", 1)) // self.context_parallel_size or 1
-            self.per_device_train_batch_size = max(1, self.recipe.batch // processes)
+            self.per_device_train_batch_size = max(1, self.task_recipe.batch // processes)
         super().__post_init__()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Number of warm-up steps in a run of `num_training_steps`."""
         if not self._recipes_warmup:
             return super().get_warmup_steps(num_training_steps)
-        return min(self.recipe.warmup, round(self.recipe.warmup * num_training_steps / self.recipe.steps))
+        return min(self.task_recipe.warmup, round(self.task_recipe.warmup * num_training_steps / self.task_recipe.steps))
 
 
 class LRATrainer(ToSTTrainer):

@@ -1,13 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Context parallelism: a text cut along its tokens, each process with one part of it.
+"""Context parallelism: each process computes one shard of the tokens of every text.
 
-The statistics of causal TSSA are sums, so a part needs of the parts before it three sums of each head, and nothing else. Two
-exchanges per layer bring them: first the sums of squares, by which the memberships are known, then the sums weighted with
-them. A layer with a convolution exchanges its last inputs as well. No exchange grows with the number of tokens, and the
-gradients take the same way back.
+The statistics of causal TSSA are sums, so a shard needs three sums per head of the shards before it, and nothing else. Two
+all-gathers per layer provide them: first the sums of squares, from which the memberships follow, then the sums weighted by
+these. A layer with a convolution exchanges its last inputs as well. No exchange grows with the number of tokens.
 
-In the layers of a process `seq_idx` numbers the packed sequences of its own part. Number 0 is the sequence that goes on from
-the part before; a first token that begins a sequence has number 1. That is how a layer knows it.
+Within the layers of a process, `seq_idx` numbers the packed sequences of its own shard. Number 0 is the sequence that
+continues from the shard before; a first token that begins a sequence has number 1.
 """
 
 import functools
@@ -26,7 +25,7 @@ from ..model.layers_tost import LayerOperators, ShortConvolution, TokenStatistic
 from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
 from ..model.tssa_reference import TSSAState, compute_dtype, real_tokens, sequence_starts, zero_state
-from .exchange import gather
+from .collectives import gather
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,11 +45,12 @@ MIX = (-0x61C8864680B583EB, -0x4B47D0C5E4B5F6A7)  # odd 64-bit multipliers
 
 
 def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
-    """Spreads every text that the model reads over the processes of a mesh, along its tokens; in place.
+    """Shards every text that the model reads over the processes of a mesh, along its tokens; in place.
 
-    Each process of `device_mesh` is given the same whole batch and computes its own part of the tokens, `local_tokens`: hidden
-    states and logits are those of this part. Positions, padding, packed sequences and labels mean the whole text. The loss is
-    that of the whole batch on every process. If the batches differ between the processes, forward raises a ValueError on all.
+    Each process of `device_mesh` is given the same whole batch and computes its own shard of the tokens, `local_tokens`: the
+    hidden states and logits are those of this shard. Positions, padding, packed sequences and labels are those of the whole
+    text, and the loss is that of the whole batch on every process. If the batches differ between the processes, forward raises
+    a ValueError on all of them.
 
     The gradients of the processes have to be averaged, as DistributedDataParallel and fully_shard do, over these processes
     and over those that read other batches alike: wrap the model afterwards.
@@ -64,7 +64,7 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
 
     Raises:
         TypeError: another kind of model, or no `DeviceMesh`.
-        ValueError: the model is an encoder, has layers of softmax attention or scores that are not normalised, is spread
+        ValueError: the model is an encoder, has layers of softmax attention or scores that are not normalised, is parallel
             already, or the mesh has several dimensions.
     """
     if not isinstance(model, ToSTModel | ToSTForCausalLM):
@@ -74,81 +74,81 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
         raise TypeError(f'parallelize takes a torch DeviceMesh, such as mesh["cp"], got a {type(device_mesh).__name__}.')
     if device_mesh.ndim != 1:
         raise ValueError(
-            f"parallelize takes a mesh of one dimension, got {device_mesh.ndim}: name the one that texts are cut along, such "
-            'as mesh["cp"].'
+            f"parallelize takes a mesh of one dimension, got {device_mesh.ndim}: name the one that shards texts, such as "
+            'mesh["cp"].'
         )
     if not model.config.is_causal:
-        raise ValueError("parallelize cannot cut texts for an encoder (is_causal=False): its sums are over all tokens.")
+        raise ValueError("parallelize does not support encoders (is_causal=False): their sums are over all tokens.")
     if not model.config.normalize_scores:
-        raise ValueError("parallelize cannot cut texts for normalize_scores=False; train such a model whole on each process.")
+        raise ValueError("parallelize does not support normalize_scores=False; train such a model whole on each process.")
     kinds = set(model.config.all_layer_types) - {CAUSAL_STATISTICS}
     if kinds:
         raise ValueError(
-            f"parallelize cannot cut texts for layers of {' and '.join(sorted(kinds))}: they need all tokens, not sums over "
+            f"parallelize does not support layers of {' and '.join(sorted(kinds))}: they need all tokens, not sums over "
             "them. Train hybrid models with fully_shard or DistributedDataParallel."
         )
     layers = [layer for layer in model.modules() if isinstance(layer, TokenStatisticsSelfAttention)]
     if any(layer.operators != LayerOperators() for layer in layers):
-        raise ValueError("The model's texts or heads are spread over processes already.")
+        raise ValueError("The model is context-parallel or tensor-parallel already.")
     operators = LayerOperators(
-        tssa=functools.partial(tssa_of_part, device_mesh),
-        step=_refuse_step,
-        convolve=functools.partial(convolve_part, device_mesh),
+        tssa=functools.partial(tssa_context_parallel, device_mesh),
+        step=_reject_step,
+        convolve=functools.partial(convolve_context_parallel, device_mesh),
     )
     for layer in layers:
         layer.operators = operators
     model.register_forward_pre_hook(functools.partial(_check_same_batch, device_mesh), with_kwargs=True)
     trunk = model.model if isinstance(model, ToSTForCausalLM) else model
-    trunk.register_forward_pre_hook(functools.partial(_cut_inputs, device_mesh), with_kwargs=True)
+    trunk.register_forward_pre_hook(functools.partial(_shard_inputs, device_mesh), with_kwargs=True)
     if isinstance(model, ToSTForCausalLM):
-        model.register_forward_pre_hook(functools.partial(_cut_labels, device_mesh), with_kwargs=True)
-        model.register_forward_hook(functools.partial(_add_up_loss, device_mesh), with_kwargs=True)
+        model.register_forward_pre_hook(functools.partial(_shard_labels, device_mesh), with_kwargs=True)
+        model.register_forward_hook(functools.partial(_sum_loss, device_mesh), with_kwargs=True)
     return model
 
 
 def local_tokens(length: int, device_mesh: DeviceMesh) -> slice:
-    """Which tokens of a text of `length` tokens this process has. The parts differ by at most one token.
+    """The tokens of a text of `length` tokens that this process computes. Shards differ by at most one token.
 
     Raises:
         ValueError: there are more processes than tokens.
     """
     parts, rank = device_mesh.size(), device_mesh.get_local_rank()
     if length < parts:
-        raise ValueError(f"A text of {length} tokens cannot be cut for {parts} processes: each needs at least one token.")
+        raise ValueError(f"A text of {length} tokens cannot be sharded over {parts} processes: each needs at least one token.")
     size, longer = divmod(length, parts)
     start = rank * size + min(rank, longer)
     return slice(start, start + size + (rank < longer))
 
 
-# What a model is given and gives ---------------------------------------------------------------------------------------
+# Inputs and outputs of the model -----------------------------------------------------------------------------------------
 
 
-def _by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+def _bind_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     """A call's arguments by name."""
     return dict(zip(inspect.signature(module.forward).parameters, args)) | kwargs
 
 
-def _tokens_of(given: dict[str, Any]) -> torch.Tensor | None:
+def _get_tokens(given: dict[str, Any]) -> torch.Tensor | None:
     return given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
 
 
-def _refuse_cache(given: dict[str, Any]) -> None:
+def _reject_cache(given: dict[str, Any]) -> None:
     if given.get("past_key_values") is not None or given.get("use_cache"):
         raise ValueError(
-            "A text spread over processes has no cache, as each knows its own part only: leave past_key_values and use_cache "
-            "out, and generate with a model on one process."
+            "A context-parallel model has no cache, as each process knows its own shard only: leave past_key_values and "
+            "use_cache out, and generate with a model on one process."
         )
 
 
-def _cut_inputs(mesh: DeviceMesh, trunk: ToSTModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Before `ToSTModel.forward`: what belongs to the whole text is found from all of it, then cut."""
-    given = _by_name(trunk, args, kwargs)
-    _refuse_cache(given)
-    tokens = _tokens_of(given)
+def _shard_inputs(mesh: DeviceMesh, trunk: ToSTModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before `ToSTModel.forward`: resolves masks and positions of whole texts, then takes this process's shard."""
+    given = _bind_arguments(trunk, args, kwargs)
+    _reject_cache(given)
+    tokens = _get_tokens(given)
     if tokens is None or tokens.ndim < 2:
         return args, kwargs  # which forward refuses
     length = tokens.shape[1]
-    part = local_tokens(length, mesh)
+    shard = local_tokens(length, mesh)
     names = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
     whole = resolve_inputs(
         trunk.config,
@@ -159,22 +159,22 @@ def _cut_inputs(mesh: DeviceMesh, trunk: ToSTModel, args: tuple, kwargs: dict) -
     )
     own: dict[str, Any] = {"attention_mask": whole.attention_mask, "position_ids": whole.position_ids}
     own |= {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
-    own = {name: None if x is None else x[:, part] for name, x in own.items()}
+    own = {name: None if x is None else x[:, shard] for name, x in own.items()}
     if whole.seq_idx is not None:
         starts = sequence_starts(whole.seq_idx).cumsum(1)
-        goes_on = starts[:, part.start - 1, None] if part.start else 1
-        own["seq_idx"] = starts[:, part] - goes_on
+        before = starts[:, shard.start - 1, None] if shard.start else 1
+        own["seq_idx"] = starts[:, shard] - before
     return (), given | own | {"use_cache": False}
 
 
-def _cut_labels(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Before `ToSTForCausalLM.forward`: labels are shifted as a whole, counted, then cut."""
-    given = _by_name(model, args, kwargs)
-    _refuse_cache(given)
+def _shard_labels(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before `ToSTForCausalLM.forward`: shifts and counts the labels of whole texts, then takes this process's shard."""
+    given = _bind_arguments(model, args, kwargs)
+    _reject_cache(given)
     kept = given.get("logits_to_keep", 0)
     if not isinstance(kept, int) or kept != 0:
-        raise ValueError("A text spread over processes has the logits of all tokens: leave logits_to_keep out.")
-    labels, tokens = given.get("labels"), _tokens_of(given)
+        raise ValueError("A context-parallel model computes the logits of all tokens: leave logits_to_keep out.")
+    labels, tokens = given.get("labels"), _get_tokens(given)
     if labels is None or tokens is None:
         return args, kwargs
     targets = given.get("shift_labels")
@@ -188,11 +188,11 @@ def _cut_labels(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: d
     return (), given | {"labels": own, "shift_labels": own}
 
 
-def _add_up_loss(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: dict, output):
-    """After `ToSTForCausalLM.forward`: the loss of all parts."""
+def _sum_loss(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: dict, output):
+    """After `ToSTForCausalLM.forward`: the sum of the losses of all shards."""
     if kwargs.get("labels") is None:
         return output
-    # the gradient is added up, too: its mean over the processes is that of one loss
+    # the gradient is summed, too: its mean over the processes is that of one loss
     loss = gather(output[0], mesh).sum(0)
     if isinstance(output, tuple):
         return (loss, *output[1:])
@@ -206,7 +206,7 @@ def _check_same_batch(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: 
 
     At every call: had only some processes looked, because the shapes changed for them, they would wait for the others.
     """
-    given = _by_name(module, args, kwargs)
+    given = _bind_arguments(module, args, kwargs)
     tensors = [given.get(name) for name in COMPARED]
     device = next((x.device for x in tensors if isinstance(x, torch.Tensor)), torch.device(mesh.device_type))
     own = torch.stack([_checksum(x, device) for x in tensors])
@@ -237,27 +237,27 @@ def _checksum(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
 # The layers ------------------------------------------------------------------------------------------------------------
 
 
-class EarlierParts(NamedTuple):
-    """What every process gets of all parts, to add up of the parts before its own."""
+class PrefixStates(NamedTuple):
+    """Sums over the tokens before this process's shard, from gathered sums of each shard."""
 
-    own: int  # this process's place
-    log_decay: torch.Tensor | None  # (parts, B, H), of what a part leaves of the sums before it
-    goes_on: torch.Tensor | None  # (B,), whether the first token goes on with the sequence before it; None for always
+    own: int  # this process's rank in the group
+    log_decay: torch.Tensor | None  # (shards, B, H), of a whole shard
+    continues: torch.Tensor | None  # (B,), whether the first token continues the sequence before it; None for always
 
-    def add_up(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sums before this part, (B, H, n), from those of each part by itself, (parts, B, H, n)."""
+    def sum_before(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums before this shard, (B, H, n), from those of each shard alone, (shards, B, H, n)."""
         later = torch.arange(len(sums), device=sums.device) >= self.own
-        # all of them stay in the graph: every process has to take part in the exchange of their gradients
+        # all of them stay in the graph: every process has to take part in the all-gather of their gradients
         sums = sums.masked_fill(later.view(-1, 1, 1, 1), 0)
         if self.log_decay is not None:
             log_decay = self.log_decay.masked_fill(later.view(-1, 1, 1), 0)
             following = F.pad(log_decay[1:], (0, 0, 0, 0, 0, 1)).flip(0).cumsum(0).flip(0)
             sums = sums * following.exp().unsqueeze(-1).to(sums.dtype)
         before = sums.sum(0)
-        return before if self.goes_on is None else before.masked_fill(~self.goes_on.view(-1, 1, 1), 0)
+        return before if self.continues is None else before.masked_fill(~self.continues.view(-1, 1, 1), 0)
 
 
-def tssa_of_part(
+def tssa_context_parallel(
     mesh: DeviceMesh,
     w: torch.Tensor,
     temp: torch.Tensor,
@@ -268,9 +268,9 @@ def tssa_of_part(
     log_decay: torch.Tensor | None = None,
     **kwargs,
 ) -> TSSAOutput:
-    """`tssa` of one part of the tokens, (B, own tokens, H, p), from the sums of the parts before it.
+    """`tssa` of one shard of the tokens, (B, own tokens, H, p), from the sums of the shards before it.
 
-    The operator runs twice: first for the memberships and with them this part's own sums, then for the output.
+    The operator runs twice: first for the memberships and, with them, this shard's own sums, then for the output.
     """
     kwargs |= {"mask": mask, "seq_idx": seq_idx, "log_decay": log_decay}
     kwargs.pop("initial_state", None)  # there is no cache
@@ -282,13 +282,13 @@ def tssa_of_part(
     else:
         gathered, logs = gather(torch.cat([sum_sq, log_product.unsqueeze(-1)], -1), mesh).split([p, 1], -1)
         logs = logs.squeeze(-1)
-    earlier = EarlierParts(mesh.get_local_rank(), logs, None if seq_idx is None else seq_idx[:, 0] == 0)
+    prefix = PrefixStates(mesh.get_local_rank(), logs, None if seq_idx is None else seq_idx[:, 0] == 0)
     zero = zero_state(w)
-    state = zero._replace(sum_sq=earlier.add_up(gathered))
+    state = zero._replace(sum_sq=prefix.sum_before(gathered))
     own = tssa(w, temp, denom_bias, initial_state=state, **kwargs).final_state
     assert own is not None  # of the causal form
     gathered = gather(torch.cat([own.sum_weighted_sq, own.sum_membership.unsqueeze(-1)], -1), mesh)
-    sum_weighted_sq, sum_membership = earlier.add_up(gathered).split([p, 1], -1)
+    sum_weighted_sq, sum_membership = prefix.sum_before(gathered).split([p, 1], -1)
     state = TSSAState(state.sum_sq, sum_weighted_sq, sum_membership.squeeze(-1))
     return tssa(w, temp, denom_bias, initial_state=state, **kwargs)
 
@@ -296,7 +296,7 @@ def tssa_of_part(
 def _sum_of_squares(
     w: torch.Tensor, padding: torch.Tensor | None, seq_idx: torch.Tensor | None, log_decay: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sum of squares (B, H, p) after a part by itself, and the logarithm of what it leaves of sums before it (B, H)."""
+    """The sum of squares (B, H, p) after a shard alone, and the log decay (B, H) of sums before it."""
     x = real_tokens(w, padding, compute_dtype(w.dtype))
     if log_decay is None and seq_idx is None:
         return (x * x).sum(1), None
@@ -312,7 +312,7 @@ def _sum_of_squares(
     return (scaled * scaled).sum(1), logs.sum(1)
 
 
-def convolve_part(
+def convolve_context_parallel(
     mesh: DeviceMesh,
     convolution: ShortConvolution,
     hidden_states: torch.Tensor,
@@ -322,32 +322,32 @@ def convolve_part(
     taps: torch.Tensor | None = None,
     recent: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`convolve` of one part of the tokens, (B, own tokens, D), behind the last inputs of the parts before it."""
+    """`convolve` of one shard of the tokens, (B, own tokens, D), after the last inputs of the shards before it."""
     B, T, D = hidden_states.shape
     past = convolution.kernel - 1
     mask = hidden_states.new_ones(B, T, dtype=torch.bool) if mask is None else mask.bool()
     number = mask.new_zeros(B, T, dtype=torch.long) if seq_idx is None else seq_idx
-    begins = (number[:, -1] != 0).to(hidden_states.dtype)  # whether a sequence begins anywhere in this part
+    begins = (number[:, -1] != 0).to(hidden_states.dtype)  # whether a sequence begins anywhere in this shard
     last, found = _last_inputs(convolution.kernel, hidden_states, mask, number)
     notes = torch.stack([found.to(last.dtype), begins.unsqueeze(1).expand(B, past)], -1)
     gathered = gather(torch.cat([last, notes], -1), mesh)
     inputs, notes = gathered[..., :D], gathered[..., D:].detach()
     own = mesh.get_local_rank()
-    # as tokens before this part's own, padding where there is none; those of this part and later ones are padding too
+    # tokens before this shard's own, padding where there is none; those of this shard and later ones are padding too
     is_earlier = torch.arange(len(notes), device=notes.device) < own
     found = (notes[..., 0] != 0) & is_earlier.view(-1, 1, 1)
     count = ((notes[..., 1] != 0) & is_earlier.view(-1, 1, 1)).long().cumsum(0)
     before = [x.transpose(0, 1).flatten(1, 2) for x in (inputs, found, count)]
     number = number + count[-1, :, :1]
-    rows, mask, number = (torch.cat(pair, 1) for pair in zip(before, (hidden_states, mask, number)))
-    out, recent = convolution(rows, find_taps(convolution.kernel, mask, number))
+    window, mask, number = (torch.cat(pair, 1) for pair in zip(before, (hidden_states, mask, number)))
+    out, recent = convolution(window, find_taps(convolution.kernel, mask, number))
     return out[:, -T:], recent
 
 
 def _last_inputs(
     kernel: int, hidden_states: torch.Tensor, mask: torch.Tensor, number: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `kernel - 1` inputs of this part's last sequence, oldest first, and whether there are as many."""
+    """The last `kernel - 1` inputs of this shard's last sequence, oldest first, and whether each exists."""
     taps = find_taps(kernel, mask, number)
     assert taps is not None  # there is a mask
     token = taps[:, -1].flip(-1) - (kernel - 1)
@@ -356,5 +356,5 @@ def _last_inputs(
     return hidden_states.gather(1, index).masked_fill(~found.unsqueeze(-1), 0), found
 
 
-def _refuse_step(*args, **kwargs):
-    raise ValueError("A text spread over processes has no cache to go on from.")
+def _reject_step(*args, **kwargs):
+    raise ValueError("A context-parallel model has no cache to continue from.")

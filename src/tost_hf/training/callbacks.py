@@ -2,14 +2,69 @@
 """Callbacks for any `Trainer`."""
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import reduce
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from .checkpoints import checkpoints, is_finished
+
 
 SAMPLE = 1 << 16  # bytes that are hashed at either end of a file
+
+
+class FiniteLossCallback(TrainerCallback):
+    """Stops training with a FloatingPointError when the loss, its gradient or the weights become NaN or infinite.
+
+    The loss and the gradient's norm are checked whenever they are logged; the weights before every evaluation and save and at
+    the end, so that nothing is saved of a run that failed. All processes stop together.
+    """
+
+    def __init__(self) -> None:
+        self.finite_until = 0  # a step
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.finite_until = state.global_step
+
+    def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs) -> None:
+        skipped = getattr(optimizer, "step_was_skipped", False)  # by a loss scaler, whose gradients may be infinite
+        names = ("loss",) if skipped else ("loss", "grad_norm")
+        seen = [float(logs[name]) for name in names if name in (logs or {})]  # the same for all processes
+        if seen:
+            self._require(all(map(math.isfinite, seen)), args, state)
+            self.finite_until = state.global_step
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        if control.should_save or control.should_evaluate:
+            self._check_weights(model, args, state)
+
+    on_epoch_end = on_step_end
+
+    def on_train_end(self, args, state, control, model=None, **kwargs) -> None:
+        self._check_weights(model, args, state)
+
+    def _check_weights(self, model: nn.Module, args, state) -> None:
+        parameters = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in model.parameters()]
+        held = [parameter.detach() for parameter in parameters if parameter.is_floating_point() and parameter.numel()]
+        largest = nn.utils.get_total_norm(held, norm_type=math.inf) if held else torch.tensor(0.0)
+        failed = reduce((~largest.isfinite()).float().to(args.device), "sum")  # over the processes, which hold other shards
+        self._require(failed.item() == 0, args, state)
+        self.finite_until = max(self.finite_until, state.global_step - 1)  # the loss of this step is logged later
+
+    def _require(self, finite: bool, args, state) -> None:
+        if not finite:
+            finished = [str(path) for path in checkpoints(args.output_dir).values() if is_finished(path)]
+            last = f"the last checkpoint is {finished[0]}" if finished else "there is no checkpoint"
+            raise FloatingPointError(
+                f"The loss or its gradient became NaN or infinite after step {self.finite_until}, by step "
+                f"{state.global_step}. Training has stopped, and nothing was saved since: {last}. Lower the learning rate, or "
+                "look for bad values in the data and in the model trained from."
+            )
 
 
 class TrainingFilesCallback(TrainerCallback, ExportableState):
@@ -63,4 +118,4 @@ def _fingerprint(file: Path) -> list[str]:
     return [file.name, str(size), hashlib.sha256(sample).hexdigest()[:16]]
 
 
-__all__ = ["TrainingFilesCallback"]
+__all__ = ["FiniteLossCallback", "TrainingFilesCallback"]

@@ -1,98 +1,41 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Which checkpoint a run goes on from: the newest one that is complete, and none that would change the run in silence.
+"""Checkpoints that are whole or skipped: a manifest for each, and the choice of the one to resume from.
 
-Complete means that every file which the run's settings need is there and whole: weights, averaged weights, optimizer,
-scheduler, loss scaler, random numbers, trainer_state.json. Nothing is unpickled to find that out: of safetensors files the
-header is read, of torch's own (zip archives) the table of contents.
+`manifest.json` lists the names and sizes of a checkpoint's files, so that one that is missing, cut short or replaced shows. It
+is empty while the checkpoint is being saved, and moved into place at the end. A checkpoint without a manifest, such as one of
+Trainer or one fetched from the Hub, is complete if it has `trainer_state.json`, which Trainer writes last.
 """
 
 import json
 import logging
-import os
-import pickle
 import re
 import shutil
-import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
-from transformers import Trainer, TrainerState
+from transformers import Trainer
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import (
-    ADAPTER_SAFE_WEIGHTS_NAME,
-    ADAPTER_WEIGHTS_NAME,
-    CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..files import TRAINER_STATE
-from .streams import PackedStream
+from ..files import TRAINER_STATE, staged_file
 
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER, SCHEDULER, SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
-FSDP_WEIGHTS, FSDP_OPTIMIZER = "pytorch_model_fsdp", "optimizer"  # the beginnings of accelerate's names
+MANIFEST = "manifest.json"
+NOT_LISTED = (MANIFEST, "README.md")  # a card may be written again
+TORCH_WRITES = "inline_container|PytorchStreamWriter|iostream"  # in a RuntimeError: torch.save could not write
 
 
 def output_folder(trainer: Trainer) -> Path:
-    """Where a trainer's checkpoints lie."""
+    """Where a trainer's checkpoints are saved."""
     assert trainer.args.output_dir is not None  # TrainingArguments names one where none is given
     return Path(trainer.args.output_dir)
-
-
-def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None:
-    """The checkpoint to go on from.
-
-    Args:
-        trainer: its settings say which files a checkpoint must have.
-        wanted: a checkpoint's folder; True or "true" for the newest complete one in the output folder; None for that one if
-            there is any; False or "false" for none.
-
-    Returns:
-        The folder, or None to start at the beginning. All processes get the same answer.
-
-    Raises:
-        FileNotFoundError: the folder named does not exist, or True was given and there is no complete checkpoint.
-        ValueError: the checkpoint named is incomplete or of another model, checkpoints that were complete once are all
-            damaged, or DeepSpeed saved one with another number of processes.
-    """
-    word = str(wanted).lower()
-    if word == "false":
-        return None
-    if word not in ("none", "true"):
-        folder = Path(str(wanted))
-        if not folder.is_dir():
-            raise FileNotFoundError(f"The checkpoint folder {wanted!r} does not exist.")
-        problems = _problems_of_all_processes(trainer, folder)
-        if problems:
-            raise ValueError(f"The checkpoint {wanted!r} is incomplete: {'; '.join(problems)}. Name another one.")
-        chosen: Path | None = folder
-    else:
-        chosen = _newest_complete(trainer)
-        if chosen is None and word == "true":
-            raise FileNotFoundError(f"There is no complete checkpoint in {trainer.args.output_dir!r} to resume from.")
-    if chosen is None:
-        return None
-    _check_model(trainer, chosen)
-    if _processes_differ(trainer, chosen):
-        if trainer.is_deepspeed_enabled:
-            raise ValueError(
-                f"{chosen} was saved by another number of processes than the {trainer.args.world_size} of today, each with "
-                "its part of DeepSpeed's optimizer: start as many as then, or begin from its weights in another output_dir."
-            )
-        logger.warning(
-            f"{chosen} was saved by another number of processes than the {trainer.args.world_size} of today: the order of the "
-            "data and all random numbers differ from those of a run without interruption."
-        )
-    return str(chosen)
 
 
 def checkpoints(output_dir: str | Path) -> dict[int, Path]:
@@ -105,11 +48,32 @@ def checkpoints(output_dir: str | Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a checkpoint was saved to its end, whatever became of it since."""
+    if (folder / MANIFEST).is_file():
+        return (folder / MANIFEST).stat().st_size > 0
+    return (folder / TRAINER_STATE).is_file()
+
+
+def begin_manifest(folder: Path) -> None:
+    """Marks a checkpoint as not finished."""
+    with staged_file(folder / MANIFEST) as staged:
+        staged.touch()
+
+
+def write_manifest(folder: Path) -> None:
+    """Lists the files of a checkpoint that is complete."""
+    files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+    listed = {name: size for name, size in files.items() if name not in NOT_LISTED}
+    with staged_file(folder / MANIFEST) as staged:
+        staged.write_text(json.dumps({"files": listed}, indent=2) + "\n", encoding="utf-8")
+
+
 def delete_old_checkpoints(output_dir: str | Path, limit: int, kept: list[Path]) -> None:
     """Deletes the checkpoints saved first until `limit` are left, unfinished ones before all; those of `kept` stay."""
 
     def saved(path: Path) -> float:
-        return (path / TRAINER_STATE).stat().st_mtime if (path / TRAINER_STATE).is_file() else 0.0
+        return (path / TRAINER_STATE).stat().st_mtime if is_finished(path) and (path / TRAINER_STATE).is_file() else 0.0
 
     kept_folders = {Path(path).resolve() for path in kept}
     oldest_first = sorted(checkpoints(output_dir).items(), key=lambda found: (saved(found[1]), found[0]))
@@ -119,93 +83,154 @@ def delete_old_checkpoints(output_dir: str | Path, limit: int, kept: list[Path])
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _newest_complete(trainer: Trainer) -> Path | None:
-    output_dir = output_folder(trainer)
-    steps = sorted(set(gather_object(list(checkpoints(output_dir)))), reverse=True)
+# The checkpoint to resume from -----------------------------------------------------------------------------------------
+
+
+def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None:
+    """The checkpoint to resume from.
+
+    Args:
+        trainer: its settings say which files a checkpoint must have.
+        wanted: a checkpoint's folder; True or "true" for the newest whole one in the output folder; None for that one if there
+            is any; False or "false" for none.
+
+    Returns:
+        The folder, or None to start at the beginning. All processes get the same answer.
+
+    Raises:
+        FileNotFoundError: the folder named does not exist, or True was given and there is no whole checkpoint.
+        ValueError: the checkpoint named is incomplete or of another model, all checkpoints were finished once and are damaged
+            now, or DeepSpeed saved one with another number of processes.
+    """
+    word = str(wanted).lower()
+    if word == "false":
+        return None
+    if word in ("none", "true"):
+        chosen = _find_newest_whole(trainer)
+        if chosen is None:
+            if word == "true":
+                raise FileNotFoundError(f"There is no complete checkpoint in {trainer.args.output_dir!r} to resume from.")
+            return None
+    else:
+        chosen = Path(str(wanted))
+        if not chosen.is_dir():
+            raise FileNotFoundError(f"The checkpoint folder {wanted!r} does not exist.")
+        problems = _gather_problems(trainer, chosen)
+        if problems:
+            raise ValueError(f"The checkpoint {wanted!r} is incomplete: {'; '.join(problems)}. Name another one.")
+    _check_model(trainer, chosen)
+    if _processes_differ(trainer, chosen):
+        saved_by = f"{chosen} was saved by another number of processes than the {trainer.args.world_size} of today"
+        if trainer.is_deepspeed_enabled:
+            raise ValueError(
+                f"{saved_by}, each with its part of DeepSpeed's optimizer: start as many as then, or begin from its weights "
+                "in another output_dir."
+            )
+        logger.warning(
+            f"{saved_by}: the order of the data and all random numbers differ from those of a run without interruption."
+        )
+    return str(chosen)
+
+
+def _find_newest_whole(trainer: Trainer) -> Path | None:
+    steps = sorted(set(gather_object(list(checkpoints(output_folder(trainer))))), reverse=True)
     skipped: list[str] = []
-    finished = False
+    finished, chosen = False, None
     for step in steps:
-        folder = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        problems = _problems_of_all_processes(trainer, folder)
+        folder = output_folder(trainer) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        problems = _gather_problems(trainer, folder)
         if not problems:
-            for sentence in skipped:
-                logger.warning(f"Skipped the incomplete checkpoint {sentence}.")
-            return folder
+            chosen = folder
+            break
         skipped.append(f"{folder}: {'; '.join(problems)}")
-        finished = finished or any(gather_object([not any(_json_problem(folder / TRAINER_STATE))]))
-    if finished:
+        finished = finished or any(gather_object([is_finished(folder)]))
+    if chosen is None and finished:
         raise ValueError(
             f"None of the checkpoints can be resumed from. {'. '.join(skipped)}. To start afresh, use another --output_dir or "
             "--resume_from_checkpoint false."
         )
-    for sentence in skipped:  # the first one was being saved when the run was killed
-        logger.warning(f"Skipped the incomplete checkpoint {sentence}.")
+    for reason in skipped:  # unfinished ones alone: the run was killed in its first save
+        logger.warning(f"Skipped the incomplete checkpoint {reason}.")
+    return chosen
+
+
+def _gather_problems(trainer: Trainer, folder: Path) -> list[str]:
+    """What is wrong with a checkpoint in the eyes of any process: each has files that it alone needs."""
+    return sorted(set(gather_object(list(_find_problems(trainer, folder)))))
+
+
+def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
+    if not is_finished(folder):
+        yield "it was not saved to the end" if (folder / MANIFEST).is_file() else f"{TRAINER_STATE} is missing"
+    for alternatives in _needed_files(trainer, folder):
+        if not any(any(folder.glob(pattern)) for pattern in alternatives):
+            yield f"{alternatives[0]} is missing"
+    for name, size in _listed_files(folder).items():
+        file = folder / name
+        if not file.is_file():
+            yield f"{name} is missing"
+        elif size is not None and file.stat().st_size != size:
+            yield f"{name} is damaged ({file.stat().st_size} bytes instead of {size})"
+        elif (error := _read_error(file)) is not None:
+            yield f"{name} is damaged ({error})"
+
+
+def _listed_files(folder: Path) -> dict[str, int | None]:
+    """The files of a checkpoint by its manifest, with their sizes; without one, those that are there."""
+    if (folder / MANIFEST).is_file() and is_finished(folder):
+        try:
+            return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return {MANIFEST: 0}  # a finished one is not empty
+    found = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    return {name: None for name in found if name not in NOT_LISTED}
+
+
+def _needed_files(trainer: Trainer, folder: Path) -> Iterator[tuple[str, ...]]:
+    """What the run's settings need of a checkpoint, whoever saved it: patterns, of each tuple one at least."""
+    if trainer.is_deepspeed_enabled:
+        yield ("latest",)  # names the folder of weights and optimizer
+    elif trainer.is_fsdp_enabled:
+        yield ("pytorch_model_fsdp*",)
+    else:
+        yield ("model.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "**/adapter_model.*")
+    yield from ((name,) for name in getattr(trainer, "required_files", list)())
+    if trainer.args.save_only_model:
+        return
+    if trainer.is_fsdp_enabled:
+        yield ("optimizer.bin", "optimizer_*")
+    elif not trainer.is_deepspeed_enabled:
+        yield ("optimizer.pt",)
+        yield ("scheduler.pt",)
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        yield ("scaler.pt",)
+    if not _processes_differ(trainer, folder):
+        yield (_rng_file_name(trainer),)
+
+
+def _read_error(file: Path) -> str | None:
+    """Why Trainer could not read a file, if that shows without reading the tensors; torch.load runs no code of a pickle."""
+    try:
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "pt"):
+                pass  # the header was compared with the file's size
+        elif re.fullmatch(r"(optimizer|scheduler|scaler)\.pt|rng_state.*\.pth", file.name):
+            with safe_globals():
+                torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch.load raises whatever a damaged pickle leads to
+        return str(error).partition("\n")[0] or type(error).__name__
     return None
 
 
-def _problems_of_all_processes(trainer: Trainer, folder: Path) -> list[str]:
-    """What is missing from a checkpoint or damaged, by any process: each has files of its own."""
-    found = [problem.replace(f"{folder}{os.sep}", "") for problem in _problems(trainer, folder)]
-    return sorted(set(gather_object(found)))
-
-
-def _problems(trainer: Trainer, folder: Path) -> Iterator[str]:
-    try:
-        if not (folder / TRAINER_STATE).is_file():
-            yield f"{TRAINER_STATE} is missing"
-        elif TrainerState.load_from_json(str(folder / TRAINER_STATE)).global_step < 1:
-            yield f"{TRAINER_STATE} tells of no step"
-    except (ValueError, TypeError, OSError) as error:
-        yield f"{TRAINER_STATE} is damaged ({error})"
-    if (folder / CONFIG_NAME).is_file():  # Trainer reads it
-        yield from _json_problem(folder / CONFIG_NAME)
-
-    if trainer.is_deepspeed_enabled:
-        yield from _deepspeed_problems(trainer, folder)
-    elif trainer.is_fsdp_enabled:
-        yield from _fsdp_problems(folder, FSDP_WEIGHTS)
-    else:
-        yield from _weight_problems(folder)
-    if getattr(trainer, "ema", None) is not None:
-        yield from _safetensors_problem(folder / "ema" / SAFE_WEIGHTS_NAME)
-    if not trainer.args.save_only_model:
-        yield from _state_problems(trainer, folder)
-
-
-def _state_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
-    """Problems of what a run goes on with besides weights."""
-    if trainer.is_fsdp_enabled:
-        yield from _fsdp_problems(folder, FSDP_OPTIMIZER)
-    elif not trainer.is_deepspeed_enabled:  # its own files hold the optimizer
-        yield from _zip_problem(folder / OPTIMIZER)
-    if not (trainer.is_deepspeed_enabled and "scheduler" in _deepspeed_plugin(trainer).deepspeed_config):
-        yield from _zip_problem(folder / SCHEDULER)
-    if getattr(trainer.accelerator, "scaler", None) is not None:
-        yield from _zip_problem(folder / SCALER)
-    if not _processes_differ(trainer, folder):
-        yield from _zip_problem(folder / _random_state_name(trainer))
-        if (name := stream_state_name(trainer)) is not None:
-            yield from _json_problem(folder / name)
-
-
-def stream_file_name(trainer: Trainer) -> str:
-    """The file of a checkpoint with this process's place in a stream of text."""
-    return f"stream_{trainer.args.process_index}.json"
-
-
-def stream_state_name(trainer: Trainer) -> str | None:
-    """`stream_file_name` where a run goes on from that file; None if there is no stream, or it is to begin anew."""
-    needed = isinstance(trainer.train_dataset, PackedStream) and not trainer.args.ignore_data_skip
-    return stream_file_name(trainer) if needed else None
-
-
-def _random_state_name(trainer: Trainer) -> str:
+def _rng_file_name(trainer: Trainer) -> str:
     return "rng_state.pth" if trainer.args.world_size <= 1 else f"rng_state_{trainer.args.process_index}.pth"
 
 
 def _processes_differ(trainer: Trainer, folder: Path) -> bool:
     """Whether random states show that another number of processes saved a checkpoint: those of the first few, say."""
-    if (folder / _random_state_name(trainer)).exists():
+    if (folder / _rng_file_name(trainer)).exists():
         return False
     if trainer.args.world_size <= 1:
         return (folder / "rng_state_0.pth").exists()
@@ -214,116 +239,8 @@ def _processes_differ(trainer: Trainer, folder: Path) -> bool:
     return (bool(several) and first_few) or (folder / "rng_state.pth").exists()
 
 
-def _weight_problems(folder: Path) -> Iterator[str]:
-    """Problems of an ordinary model's or an adapter's weights."""
-    found = False
-    for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if (folder / index).is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
-            found = True
-            yield from _index_problems(folder / index)
-    for path in [folder / SAFE_WEIGHTS_NAME, *folder.glob(f"**/{ADAPTER_SAFE_WEIGHTS_NAME}")]:
-        if path.is_file():
-            found = True
-            yield from _safetensors_problem(path)
-    for path in [folder / WEIGHTS_NAME, *folder.glob(f"**/{ADAPTER_WEIGHTS_NAME}")]:
-        if path.is_file():
-            found = True
-            yield from _zip_problem(path)
-    if not found:
-        yield f"{SAFE_WEIGHTS_NAME} is missing"
-
-
-def _index_problems(index: Path) -> Iterator[str]:
-    problems = list(_json_problem(index))
-    yield from problems
-    shards = {} if problems else json.loads(index.read_text(encoding="utf-8")).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        yield f"{index} is damaged (it has no weight_map of file names)"
-        return
-    for name in sorted(set(shards.values())):
-        check = _safetensors_problem if name.endswith(".safetensors") else _zip_problem
-        yield from check(index.parent / name)
-
-
-def _fsdp_problems(folder: Path, name: str) -> Iterator[str]:
-    """Problems of what accelerate saves of FSDP: one file, a file per process, or torch's distributed checkpoint."""
-    files = [path for path in folder.glob(f"{name}*.bin") if path.is_file()]
-    for path in files:
-        yield from _zip_problem(path)
-    parts = [path for path in folder.glob(f"{name}_[0-9]*") if path.is_dir()]
-    for part in parts:
-        # torch writes .metadata when all processes' files are complete
-        if not (part / ".metadata").is_file() or (part / ".metadata").stat().st_size == 0:
-            yield f"{part}/.metadata is missing"
-        if not any(path.stat().st_size for path in part.glob("*.distcp")):
-            yield f"{part}/*.distcp is missing"
-    if not files and not parts:
-        yield f"{name}.bin or {name}_0 is missing"
-
-
-def _deepspeed_plugin(trainer: Trainer):
-    return trainer.accelerator.state.deepspeed_plugin
-
-
-def _deepspeed_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
-    """Problems of DeepSpeed's folder, which the file `latest` names."""
-    latest = folder / "latest"
-    if not latest.is_file():
-        yield "latest is missing"
-        return
-    part = latest.read_text(encoding="utf-8", errors="replace").strip()
-    files = sorted((folder / part).glob("*.pt"))
-    for path in files:
-        yield from _zip_problem(path)
-    needed = ["model_states.pt"] + ["optim_states.pt"] * (_deepspeed_plugin(trainer).zero_stage > 0)
-    for ending in needed:
-        if not any(path.name.endswith(ending) for path in files):
-            yield f"{part}/*{ending} is missing"
-
-
-def _json_problem(path: Path) -> Iterator[str]:
-    try:
-        if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
-            yield f"{path} is damaged (no JSON object)"
-    except (ValueError, OSError) as error:
-        yield f"{path} is damaged ({error})"
-
-
-def _safetensors_problem(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        yield f"{path} is missing"
-        return
-    try:
-        with safe_open(path, "pt") as weights:  # which compares the header with the file's size
-            if not weights.keys():
-                yield f"{path} holds no weights"
-    except (SafetensorError, OSError) as error:
-        yield f"{path} is damaged ({error})"
-
-
-def _zip_problem(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        yield f"{path} is missing"
-        return
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                archive.open(entry).close()  # reads the entry's header
-            if not any(name.endswith("data.pkl") for name in archive.namelist()):
-                yield f"{path} is damaged (not a file of torch.save)"
-                return
-        if path.name not in (OPTIMIZER, SCHEDULER, SCALER) and not path.name.startswith("rng_state"):
-            return  # not Trainer's own
-        with safe_globals():
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # as Trainer will
-    except pickle.UnpicklingError as error:
-        yield f"{path} is damaged (it holds more than tensors: {str(error).splitlines()[0]})"
-    except Exception as error:  # torch.load raises whatever a damaged pickle leads to
-        yield f"{path} is damaged ({error})"
-
-
 def _check_model(trainer: Trainer, folder: Path) -> None:
-    """Refuses (ValueError) a checkpoint of another model: Trainer loads what fits and leaves the rest as it is."""
+    """Rejects (ValueError) a checkpoint of another model: Trainer loads what fits and leaves the rest as it is."""
     files = [folder / SAFE_WEIGHTS_NAME] if (folder / SAFE_WEIGHTS_NAME).is_file() else folder.glob("model-*.safetensors")
     saved: dict[str, list[int]] = {}
     for file in files:
@@ -348,4 +265,82 @@ def _check_model(trainer: Trainer, folder: Path) -> None:
             )
 
 
-__all__ = ["checkpoints", "choose_checkpoint", "delete_old_checkpoints", "stream_file_name", "stream_state_name"]
+# Trainer ---------------------------------------------------------------------------------------------------------------
+
+
+class CheckpointTrainer(Trainer):
+    """`Trainer` that resumes from whole checkpoints only, and trains no step more than it was to.
+
+    transformers' own resumes from a checkpoint whose optimizer, scheduler or random numbers are missing, trains one more step
+    after a checkpoint of the last one, and deletes old checkpoints by the beginning of their names.
+    """
+
+    def required_files(self) -> list[str]:
+        """Files of a checkpoint that this trainer cannot resume without, besides Trainer's own."""
+        return []
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """`Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the newest whole one in `output_dir`.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint.
+            ValueError: the checkpoint is incomplete or of another model.
+        """
+        if resume_from_checkpoint is not None:
+            resume_from_checkpoint = choose_checkpoint(self, resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """Trains no further where a checkpoint of the last step was resumed: Trainer counts steps after each, not before."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with _explain_failure(f"the model to {output_dir or self.args.output_dir}"):
+            super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # Trainer would delete checkpoint-20-old, too
+        try:
+            with _explain_failure(f"the checkpoint {folder}"):
+                if self.args.should_save:
+                    begin_manifest(folder)
+                super()._save_checkpoint(model, trial)
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    write_manifest(folder)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save and limit is not None and limit > 0:
+            best = self.state.best_model_checkpoint
+            delete_old_checkpoints(run_dir, limit, [folder] if best is None else [folder, Path(best)])
+
+
+class _SavingError(OSError):
+    """Says already what to do."""
+
+
+@contextmanager
+def _explain_failure(what: str) -> Iterator[None]:
+    """Turns what a full disk causes, an exception of whichever library writes, into an OSError that says what to do."""
+    try:
+        yield
+    except _SavingError:  # of the model within the checkpoint
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search(TORCH_WRITES, str(error)):
+            raise
+        raise _SavingError(
+            f"Saving {what} failed: {error}. Earlier checkpoints are as they were: make room on the disk and start again to "
+            "go on from there."
+        ) from error
+
+
+__all__ = ["CheckpointTrainer", "checkpoints", "choose_checkpoint", "delete_old_checkpoints", "is_finished", "output_folder"]

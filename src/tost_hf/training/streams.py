@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Text that is read while training goes on: `PackedStream` deals files out, packs, shuffles, and says where it stands.
+"""Text that is read while training goes on: `PackedStream` shards files, packs, shuffles, and stores its place.
 
-A place in the stream is a few small numbers (`Place`): the row of a file before which a buffer of blocks begins, and how much
-of it was used. What went on after a place is made again from the rows, the same tokens in the same order. So it needs neither
-the buffer nor the tokens left over to be saved, and `datasets`' own shuffling, which loses its buffer, is not used.
+A place in the stream is a few small numbers (`Place`): the record of a file before which a buffer of blocks begins, and how
+many of its blocks were used. What follows a place is computed again from the records, the same tokens in the same order, so
+that neither the buffer nor the remaining tokens are saved, and `datasets`' own shuffling, which loses its buffer, is not used.
 """
 
 import json
@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 
 PLACE = "stream_place"  # the key of a batch under which it says how its worker goes on after it
-ROWS_AT_ONCE = 256  # that are tokenized
-BLOCKS_AT_ONCE = 64  # that are cut where nothing is shuffled
+RECORDS_PER_BATCH = 256  # that are tokenized at once
+BLOCKS_PER_BUFFER = 64  # without shuffling
 
 
 class Place(NamedTuple):
@@ -26,14 +26,14 @@ class Place(NamedTuple):
 
     epoch: int = 0
     file: int = 0  # counted among those which the worker has in this epoch
-    rows: dict | None = None  # the state of that file's rows; None at its beginning
+    records: dict | None = None  # the state of that file's records; None at its beginning
     tokens: int = 0  # used of those that come from there on: there the buffer begins
     buffer: int = 0  # its number
     blocks: int = 0  # used of it
 
 
 class _Piece(NamedTuple):
-    """What some rows give, and the place before them."""
+    """The tokens of some records, and the place before them."""
 
     place: Place
     tokens: np.ndarray
@@ -48,29 +48,29 @@ class StreamError(ValueError):
 
 
 class PackedStream(IterableDataset):
-    """Blocks of tokens from files of text, over and over, the same ones after every start.
+    """Blocks of tokens from files of text, epoch after epoch, the same ones after every start.
 
-    The files are dealt out to the workers of all processes, anew in every epoch if they are shuffled. Each worker reads its
-    own ones over and over: every document once in each of its epochs. The texts are tokenized and joined, and the tokens cut
-    into blocks; those left over at the end of an epoch begin the next one, so that nothing is lost. Shuffled are the files of
-    an epoch and the blocks of a buffer.
+    The files are sharded over the workers of all processes, anew in every epoch if they are shuffled. A worker reads every
+    document of its files once per epoch. The texts are tokenized and concatenated, and the tokens cut into blocks; those that
+    remain at the end of an epoch begin the next one, so that none is dropped. The files of an epoch and the blocks of a buffer
+    are shuffled.
 
     Args:
-        rows: a `datasets.IterableDataset`; its `num_shards` are its files.
-        encode: makes the tokens of texts, joined.
-        column: where a row has its text, a string or None.
+        dataset: a `datasets.IterableDataset`; its `num_shards` are its files.
+        encode: tokenizes texts; returns their tokens concatenated.
+        column: the column with the text, a string or None.
         block_size: tokens of a block.
         shuffle_buffer: how many blocks are shuffled at a time, in each worker; 0 for the order of the files.
         seed: of the order.
         epochs: after how many to end, dropping what is left over then; None for no end.
-        terms: what must be the same when a run goes on, names and values for JSON.
+        terms: what must be the same when a run resumes, names and values for JSON.
 
     Its items are dicts: "input_ids", (block_size,) int32, and `PLACE`.
     """
 
     def __init__(
         self,
-        rows,
+        dataset,
         encode: Callable[[list[str]], list[int]],
         column: str,
         block_size: int,
@@ -80,23 +80,23 @@ class PackedStream(IterableDataset):
         epochs: int | None = None,
         terms: dict[str, Any] | None = None,
     ):
-        self.rows, self.encode, self.column, self.block_size = rows, encode, column, block_size
+        self.dataset, self.encode, self.column, self.block_size = dataset, encode, column, block_size
         self.shuffle_buffer, self.seed, self.epochs = shuffle_buffer, seed, epochs
-        self.terms = {"block_size": block_size, "shuffle_buffer": shuffle_buffer, "seed": seed, "files": rows.num_shards}
+        self.terms = {"block_size": block_size, "shuffle_buffer": shuffle_buffer, "seed": seed, "files": dataset.num_shards}
         self.terms |= terms or {}
         self.deal(process=0, processes=1, workers=0)
 
     def deal(self, process: int, processes: int, workers: int) -> None:
-        """Gives this process, of so many with so many workers each (0: itself alone), its share; to start at the beginning.
+        """Assigns this process, one of so many with so many workers each (0: none), its files, from their beginning.
 
         Raises:
             ValueError: there are fewer files than workers.
         """
         workers = max(1, workers)
-        if self.rows.num_shards < processes * workers:
+        if self.dataset.num_shards < processes * workers:
             raise ValueError(
                 f"{processes * workers} readers (--dataloader_num_workers of every process) cannot share "
-                f"{self.rows.num_shards} files of a stream: each needs one of its own. Give more files, fewer workers or "
+                f"{self.dataset.num_shards} files of a stream: each needs one of its own. Give more files, fewer workers or "
                 "processes, or prepare the tokens first (examples/prepare_tokens.py) and train without --streaming."
             )
         self.process, self.terms = process, self.terms | {"processes": processes, "workers": workers}
@@ -104,17 +104,17 @@ class PackedStream(IterableDataset):
         self._next_worker = 0  # the one whose batch comes next
 
     def record(self, place: str) -> None:
-        """Notes what a batch that was used says under `PLACE`."""
+        """Stores the `PLACE` of a batch that was used."""
         worker, *values = json.loads(place)
         self._places[worker] = Place(*values)
         self._next_worker = (worker + 1) % len(self._places)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process goes on after the batches recorded, for JSON."""
+        """Where this process continues after the recorded batches, for JSON."""
         return {"terms": self.terms, "next_worker": self._next_worker, "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there.
+        """Continues from a state of `state_dict`.
 
         Raises:
             ValueError: the stream was another one.
@@ -122,8 +122,8 @@ class PackedStream(IterableDataset):
         changed = changed_terms(state["terms"], self.terms)
         if changed:
             raise ValueError(
-                f"The stream of text that was saved is not this one: {changed}. Go on with what it was, or begin the data "
-                "anew with --ignore_data_skip."
+                f"The stream of text that was saved is not this one: {changed}. Resume with what it was, or start the data "
+                "over with --ignore_data_skip."
             )
         self._places = [Place(*values) for values in state["places"]]
         self._next_worker = state["next_worker"]
@@ -132,7 +132,7 @@ class PackedStream(IterableDataset):
         info = get_worker_info()
         if info is None and len(self._places) > 1:
             raise RuntimeError(f"This stream was dealt out to {len(self._places)} workers; read it with as many.")
-        # a loader takes a batch of each worker in turn, and begins with the first
+        # a loader takes a batch from each worker in turn, beginning with the first
         worker = (self._next_worker + (0 if info is None else info.id)) % len(self._places)
         for buffer, place in self._buffers(worker):
             blocks = buffer.reshape(-1, self.block_size)
@@ -149,9 +149,9 @@ class PackedStream(IterableDataset):
         return np.random.default_rng([self.seed, *numbers])
 
     def _buffers(self, worker: int) -> Iterator[tuple[np.ndarray, Place]]:
-        """Tokens of whole blocks, and the place where they begin, of which a first part may have been used."""
+        """Tokens of whole blocks, and their place, before which some of the blocks may have been used."""
         start = self._places[worker]
-        full = (self.shuffle_buffer or BLOCKS_AT_ONCE) * self.block_size
+        full = (self.shuffle_buffer or BLOCKS_PER_BUFFER) * self.block_size
         pieces: deque[_Piece] = deque()  # the first `used` of their tokens are done with
         held, used, number, blocks = 0, start.tokens, start.buffer, start.blocks
         for piece in self._pieces(self._reader(worker), start):
@@ -167,35 +167,35 @@ class PackedStream(IterableDataset):
                     held, used = held - done, used - done
 
     def _pieces(self, reader: int, start: Place) -> Iterator[_Piece]:
-        """The tokens of a reader's files from a place on, over and over; a last, empty piece ends an epoch."""
-        epoch, first, state = start.epoch, start.file, start.rows
+        """The tokens of a worker's files from a place on, epoch after epoch; an empty piece ends each."""
+        epoch, first, state = start.epoch, start.file, start.records
         while self.epochs is None or epoch < self.epochs:
-            files = np.arange(self.rows.num_shards)
+            files = np.arange(self.dataset.num_shards)
             if self.shuffle_buffer:
                 files = self._random(0, epoch).permutation(files)
             files = files[reader :: self.terms["processes"] * self.terms["workers"]]
             whole, count = (first, state) == (0, None), 0
             for number in range(first, len(files)):
-                rows = self.rows.shard(num_shards=self.rows.num_shards, index=int(files[number]))
-                for piece in self._pieces_of_file(rows, Place(epoch, number, state)):
+                records = self.dataset.shard(num_shards=self.dataset.num_shards, index=int(files[number]))
+                for piece in self._pieces_of_file(records, Place(epoch, number, state)):
                     count += len(piece.tokens)
                     yield piece
                 state = None
             if whole and not count:
-                raise StreamError(f"There is no text in {len(files)} files of the {self.rows.num_shards} to train on.")
+                raise StreamError(f"There is no text in {len(files)} files of the {self.dataset.num_shards} to train on.")
             first, epoch = 0, epoch + 1
             yield _Piece(Place(epoch), np.empty(0, np.int32), ends_epoch=True)
 
-    def _pieces_of_file(self, rows, place: Place) -> Iterator[_Piece]:
-        if place.rows is not None:
-            rows.load_state_dict(place.rows)
+    def _pieces_of_file(self, records, place: Place) -> Iterator[_Piece]:
+        if place.records is not None:
+            records.load_state_dict(place.records)
         try:
-            for batch in rows.iter(batch_size=ROWS_AT_ONCE):  # in a worker, iter(rows) would deal them out once more
+            for batch in records.iter(batch_size=RECORDS_PER_BATCH):  # in a worker, iter(records) would shard them again
                 texts = [text for text in batch.get(self.column, ()) if text]
                 if wrong := [text for text in texts if not isinstance(text, str)]:
                     raise StreamError(f"The column {self.column!r} holds no text but values such as {wrong[0]!r}.")
                 yield _Piece(place, np.asarray(self.encode(texts), dtype=np.int32))
-                place = place._replace(rows=rows.state_dict())
+                place = place._replace(records=records.state_dict())
         except StreamError:
             raise
         except Exception as error:  # datasets raises whatever the readers of many formats raise
@@ -211,7 +211,7 @@ def changed_terms(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 class StreamCollator:
-    """A collator that leaves `PLACE` out of the blocks, and gives that of the last one, as JSON, to the batch."""
+    """A collator that removes `PLACE` from the blocks and adds that of the last one, as JSON, to the batch."""
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]]):
         self.collator = collator

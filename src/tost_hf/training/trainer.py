@@ -2,7 +2,7 @@
 """Training with the authors' settings: `ToSTTrainingArguments` and `ToSTTrainer` on transformers' own Trainer."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,18 +14,16 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ..model.layers_tost import KEPT_IN_FLOAT32
 from ..model.modeling_tost import ToSTForCausalLM
-from .trainer_context import ContextTrainer
-from .trainer_guard import GuardedTrainer
-from .trainer_heads import HeadsTrainer
+from .callbacks import FiniteLossCallback
+from .checkpoints import CheckpointTrainer
 from .trainer_hub import PublishingTrainer
-from .trainer_stream import StreamingTrainer
 
 
-RECIPE_MAX_STEPS = 600_000
-RECIPE_WARMUP_STEPS = 2_000
-RECIPE_BATCH_SIZE = 60  # sequences of a micro-batch of tost-base
-RECIPE_ACCUMULATION = 8  # micro-batches of a step, over all processes: 480 sequences
-RECIPE_MIN_LR_RATE = 0.1
+PAPER_MAX_STEPS = 600_000
+PAPER_WARMUP_STEPS = 2_000
+PAPER_BATCH_SIZE = 60  # sequences of a micro-batch of tost-base
+PAPER_ACCUMULATION = 8  # micro-batches of a step, over all processes: 480 sequences
+PAPER_MIN_LR_RATE = 0.1
 NOT_DECAYED = KEPT_IN_FLOAT32
 
 
@@ -36,10 +34,11 @@ def chosen_later(text: str, **metadata) -> Any:
 
 @dataclass
 class RecipeArguments(TrainingArguments):
-    """What the recipes of language and vision have in common."""
+    """`TrainingArguments` with a `recipe` for what is left out: what the arguments for text and for images have in common."""
 
+    recipe: str | None = None
     bf16: bool = chosen_later(
-        "Whether to compute in bfloat16. Default: if the device has it.",
+        "Whether to compute in bfloat16. Default: with a recipe, if the device has it; otherwise no.",
         nargs="?",  # so that a plain --bf16 still means true
         const=True,
     )
@@ -60,7 +59,10 @@ class RecipeArguments(TrainingArguments):
         if self.bf16 is None:
             chosen = self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
             on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-            self.bf16 = not chosen and not on_cpu and is_torch_bf16_gpu_available()
+            self.bf16 = self.recipe is not None and not chosen and not on_cpu and is_torch_bf16_gpu_available()
+        for own in fields(TrainingArguments):
+            if getattr(self, own.name) is None and own.default is not MISSING:
+                setattr(self, own.name, own.default)
         self._check_length()
         super().__post_init__()
 
@@ -78,42 +80,47 @@ class RecipeArguments(TrainingArguments):
 
 @dataclass
 class ToSTTrainingArguments(RecipeArguments):
-    """`TrainingArguments` whose defaults are the authors' language pre-training (paper, arXiv 2412.17810, and their code).
+    """`TrainingArguments` with the authors' optimizer (paper, arXiv 2412.17810, and their code); the rest is transformers'.
 
-    AdamW with betas (0.9, 0.95) and weight decay 0.1, learning rate 6e-4 with 2,000 steps of warm-up and a cosine down to a
-    tenth, gradients clipped at 1.0, 600,000 steps of 480 sequences, bf16. Where the released tost-base configuration
-    differs from the paper (weight decay 0.01), the paper's value is used.
+    AdamW with betas (0.9, 0.95), weight decay 0.1 and learning rate 6e-4, gradients clipped at 1.0. Where the released
+    tost-base configuration differs from the paper (weight decay 0.01), the paper's value is used.
 
-    A default steps aside when it would contradict what was asked for:
+    `recipe="paper"` is their pre-training: 600,000 steps of 480 sequences, 2,000 steps of warm-up, a cosine down to a tenth of
+    the learning rate, bf16 where the device has it. It fills in what is left out, and steps aside where it would contradict
+    what was asked for:
 
     - `num_train_epochs` alone decides the length of training; `max_steps`, given too, wins as in transformers.
     - A batch size given without `gradient_accumulation_steps` is not accumulated. With neither, a step has 60 x 8 sequences
       whatever the number of processes (the authors used 30 x 16 for tost-medium, 20 x 24 for tost-large).
     - Warm-up takes 2,000 steps, or a tenth of a shorter run.
-    - The floor of the learning rate belongs to the default schedule; another `lr_scheduler_type` has its own arguments.
-    - bf16 is used where the device has it, unless fp16 or Accelerate's `mixed_precision` says otherwise.
+    - The floor of the learning rate belongs to the recipe's schedule; another `lr_scheduler_type` has its own arguments.
+    - fp16 or Accelerate's `mixed_precision` take the place of bf16.
     """
 
+    recipe: str | None = field(
+        default=None, metadata={"help": 'What is left out: "paper" for the authors\' pre-training.', "choices": ["paper"]}
+    )
     learning_rate: float = field(default=6e-4, metadata={"help": "The peak learning rate of AdamW."})
     weight_decay: float = field(
         default=0.1,
         metadata={"help": "Weight decay of the tensors of two or more dimensions, other than temp and denom_bias."},
     )
     adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "The norm gradients are clipped to."})
-    lr_scheduler_type: SchedulerType | str = field(
-        default="cosine_with_min_lr", metadata={"help": "The learning rate's schedule; the default ends at a tenth."}
+    lr_scheduler_type: SchedulerType | str = chosen_later(  # noqa: RUF009  immutable, whatever ruff makes of the union
+        "The learning rate's schedule. Default: linear; with the paper's recipe a cosine that ends at a tenth."
     )
     warmup_steps: float = chosen_later(
-        "Steps of linear warm-up, or a share of the run if below 1. Default: 2,000, or a tenth if fewer."
+        "Steps of linear warm-up, or a share of the run if below 1. Default: 0; with the paper's recipe 2,000 or a tenth."
     )
     max_steps: int = chosen_later(
-        "Number of optimizer steps; wins over num_train_epochs. Default: 600,000 if neither is given."
+        "Number of optimizer steps; wins over num_train_epochs. Default: -1; with the paper's recipe 600,000."
     )
-    num_train_epochs: float = chosen_later("Number of passes over the training data, in place of max_steps.")
-    per_device_train_batch_size: int = chosen_later("Sequences of one device's micro-batch. Default: 60.")
+    num_train_epochs: float = chosen_later("Number of passes over the training data, in place of max_steps. Default: 3.")
+    per_device_train_batch_size: int = chosen_later(
+        "Sequences of one device's micro-batch. Default: 8; with the paper's recipe 60."
+    )
     gradient_accumulation_steps: int = chosen_later(
-        "Micro-batches of a step. Default: 1, or 8 shared by the processes if no batch size is given."
+        "Micro-batches of a step. Default: 1; with the paper's recipe 8 shared by the processes if no batch size is given."
     )
     fuse_linear_cross_entropy: bool = field(
         default=False,
@@ -124,7 +131,7 @@ class ToSTTrainingArguments(RecipeArguments):
     )
     context_parallel_size: int = field(
         default=1,
-        metadata={"help": "Processes that share each text, cut along its tokens; must divide the number of processes."},
+        metadata={"help": "Processes that share each text (ContextParallelTrainer); must divide the number of processes."},
     )
 
     def __post_init__(self):
@@ -132,22 +139,27 @@ class ToSTTrainingArguments(RecipeArguments):
             self._check_fused_loss()
         if self.context_parallel_size < 1:
             raise ValueError(f"context_parallel_size must be at least 1, got {self.context_parallel_size}.")
-        if self.max_steps is None:
-            self.max_steps = RECIPE_MAX_STEPS if self.num_train_epochs is None else -1
-        if self.num_train_epochs is None:
-            self.num_train_epochs = 3.0  # as in transformers; has an effect with max_steps=-1 only
-        if self.gradient_accumulation_steps is None:
-            processes = int(os.environ.get("WORLD_SIZE", 1)) // self.context_parallel_size or 1
-            default_batch = self.per_device_train_batch_size is None
-            self.gradient_accumulation_steps = max(1, RECIPE_ACCUMULATION // processes) if default_batch else 1
-        if self.per_device_train_batch_size is None:
-            self.per_device_train_batch_size = RECIPE_BATCH_SIZE
-        self._shorten_warmup = self.warmup_steps is None
-        if self.warmup_steps is None:
-            self.warmup_steps = RECIPE_WARMUP_STEPS
-        if self.lr_scheduler_kwargs is None and SchedulerType(self.lr_scheduler_type) == SchedulerType.COSINE_WITH_MIN_LR:
-            self.lr_scheduler_kwargs = {"min_lr_rate": RECIPE_MIN_LR_RATE}
+        if self.recipe not in (None, "paper"):
+            raise ValueError(f'recipe must be "paper" or left out, got {self.recipe!r}.')
+        self._shorten_warmup = self.recipe == "paper" and self.warmup_steps is None
+        if self.recipe == "paper":
+            self._fill_in_paper()
         super().__post_init__()
+
+    def _fill_in_paper(self) -> None:
+        if self.max_steps is None and self.num_train_epochs is None:
+            self.max_steps = PAPER_MAX_STEPS
+        if self.per_device_train_batch_size is None:
+            if self.gradient_accumulation_steps is None:
+                processes = int(os.environ.get("WORLD_SIZE", 1)) // self.context_parallel_size or 1
+                self.gradient_accumulation_steps = max(1, PAPER_ACCUMULATION // processes)
+            self.per_device_train_batch_size = PAPER_BATCH_SIZE
+        if self.warmup_steps is None:
+            self.warmup_steps = PAPER_WARMUP_STEPS
+        if self.lr_scheduler_type is None:
+            self.lr_scheduler_type = SchedulerType.COSINE_WITH_MIN_LR
+        if self.lr_scheduler_kwargs is None and SchedulerType(self.lr_scheduler_type) == SchedulerType.COSINE_WITH_MIN_LR:
+            self.lr_scheduler_kwargs = {"min_lr_rate": PAPER_MIN_LR_RATE}
 
     def _check_fused_loss(self) -> None:
         if not hasattr(F, "linear_cross_entropy"):
@@ -163,25 +175,57 @@ class ToSTTrainingArguments(RecipeArguments):
         return min(steps, num_training_steps // 10) if self._shorten_warmup else steps
 
 
-class ToSTTrainer(ContextTrainer, HeadsTrainer, GuardedTrainer, StreamingTrainer, PublishingTrainer):
-    """transformers' `Trainer` with the authors' parameter groups; without `args`, with their settings too.
-
-    It resumes from complete checkpoints only, stops when the loss becomes NaN (see `GuardedTrainer`), and goes on with a
-    stream of text where it was (see `StreamingTrainer`).
+class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
+    """transformers' `Trainer` with the authors' parameter groups; without `args`, with `ToSTTrainingArguments`.
 
     Weight decay applies to tensors of two or more dimensions except `temp` and `denom_bias`, which set the sharpness and the
     bias of a membership. Tensors of one dimension (norms, biases, LayerScale) are not decayed. The embeddings are.
+
+    It resumes from whole checkpoints only (`CheckpointTrainer`), stops when the loss becomes NaN (`FiniteLossCallback`), and
+    pushes models with their code and card (`PublishingTrainer`). Subclasses train on a stream of text (`StreamingTrainer`) and
+    on several processes that share each text (`ContextParallelTrainer`) or each layer (`TensorParallelTrainer`); derive from
+    several of them to combine them.
+
+    Raises:
+        ValueError: the arguments do not suit the model or the processes.
+        FloatingPointError: of `train`; the loss became NaN or infinite, and nothing was saved since.
     """
 
     model: nn.Module  # made by then, from `model_init` if need be
+    context_mesh: Any = None  # of ContextParallelTrainer
 
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
         super().__init__(model, ToSTTrainingArguments() if args is None else args, **kwargs)
+        self.add_callback(FiniteLossCallback())
+        if getattr(self.args, "context_parallel_size", 1) > 1 and self.context_mesh is None:
+            raise ValueError(
+                "context_parallel_size is for tost_hf.ContextParallelTrainer; a "
+                f"{type(self).__name__} gives each process texts of its own."
+            )
         if getattr(self.args, "fuse_linear_cross_entropy", False):
             fused = [m for m in self.model.modules() if isinstance(m, ToSTForCausalLM)]
             if not fused:
                 raise ValueError("fuse_linear_cross_entropy is for ToSTForCausalLM.")
             fused[0].fuse_linear_cross_entropy = True
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        """Raises a ValueError for processes that would each train alone, or hold what they were asked to share."""
+        started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+        if started > 1 and self.args.world_size == 1:
+            raise ValueError(
+                f"{started} processes were started, but each would train alone and write the same files: there is no device "
+                "that joins them. To train on CPUs, set use_cpu=True (--use_cpu) or ACCELERATE_USE_CPU=true."
+            )
+        asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if self.args.world_size > 1 and asked and not self.is_fsdp_enabled:
+            raise ValueError(
+                "FSDP was asked for, but Accelerate shards no model on CPUs: each process would hold all of it. Train on "
+                "devices that Accelerate knows, or without FSDP."
+            )
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that are decayed; what `Trainer.create_optimizer` builds its two groups from."""

@@ -23,7 +23,7 @@ from ..hub.publishing import STAGED, Commit, commit_files, model_files
 from ..hub.records import CARD, load_card, save_card
 from ..model.configuration_tost import AUTO_MAPS, ToSTBaseModel
 from ..version import __version__
-from .checkpoints import output_folder
+from .checkpoints import MANIFEST, output_folder
 
 
 class PublishingTrainer(Trainer):
@@ -111,7 +111,10 @@ class PublishingTrainer(Trainer):
             write_card(checkpoint_folder, repo_id=self.hub_model_id)
         # links, because the checkpoint may be deleted (save_total_limit) before it is sent
         staged = tempfile.mkdtemp(prefix=STAGED, dir=self.args.output_dir)
-        checkpoint = {name: _link(path, Path(staged, name)) for name, path in model_files(Path(checkpoint_folder)).items()}
+        model = {
+            name: path for name, path in model_files(Path(checkpoint_folder)).items() if name != MANIFEST
+        }  # not yet written
+        checkpoint = {name: _link(path, Path(staged, name)) for name, path in model.items()}
         files = {name: path for name, path in checkpoint.items() if _is_published(name, path)}
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             place = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else Path(checkpoint_folder).name

@@ -1,35 +1,56 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A Trainer whose checkpoints hold the place in a stream of text, so that a run goes on with the same batches.
+"""Training on a stream of text, whose place every checkpoint stores, so that a resumed run sees the same batches.
 
-transformers' own reads the stream again from its beginning to find that place, and finds another one once the stream has
-begun anew.
+transformers' own Trainer reads the stream again from its beginning to find that place, and finds another one once the stream
+has begun anew.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from ..files import staged_file
-from .checkpoints import stream_file_name, stream_state_name
 from .streams import PLACE, PackedStream, StreamCollator
+from .trainer import ToSTTrainer
 
 
-class StreamingTrainer(Trainer):
-    """`Trainer` that can train on a `PackedStream`: each process and each of its workers reads files of its own."""
+class StreamLoader(DataLoader):
+    """Batches of a `PackedStream`, which notes the place after each one that it hands out."""
+
+    dataset: PackedStream
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+        for batch in super().__iter__():
+            self.dataset.record(batch.pop(PLACE))
+            yield batch
+
+
+class StreamingTrainer(ToSTTrainer):
+    """`ToSTTrainer` that can train on a `PackedStream`: each process and each of its workers reads files of its own.
+
+    With `ignore_data_skip` a resumed run starts the stream over.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self._stream is not None:
-            self.add_callback(_EpochOfStream())
+            self.add_callback(_StreamProgress())
 
     @property
     def _stream(self) -> PackedStream | None:
         return self.train_dataset if isinstance(self.train_dataset, PackedStream) else None
+
+    @property
+    def _place_file(self) -> str:
+        return f"stream_{self.args.process_index}.json"
+
+    def required_files(self) -> list[str]:
+        return super().required_files() + [self._place_file] * (self._stream is not None and not self.args.ignore_data_skip)
 
     def get_train_dataloader(self) -> DataLoader:
         stream, args = self._stream, self.args
@@ -37,7 +58,7 @@ class StreamingTrainer(Trainer):
             return super().get_train_dataloader()
         sharing = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()  # processes that have the same batch
         stream.deal(args.process_index // sharing, args.world_size // sharing, args.dataloader_num_workers)
-        loader: DataLoader = DataLoader(
+        return StreamLoader(
             stream,
             batch_size=self._train_batch_size,
             collate_fn=StreamCollator(self.data_collator),
@@ -46,23 +67,11 @@ class StreamingTrainer(Trainer):
             pin_memory=args.dataloader_pin_memory,
             generator=torch.Generator(),  # the loader draws a number when it starts: not one of the model's
         )
-        return prepare_data_loader(
-            loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False
-        )
-
-    def set_initial_training_values(self, *args, **kwargs):
-        values = super().set_initial_training_values(*args, **kwargs)
-        return (1, *values[1:]) if self._stream is not None else values  # one epoch, without end
-
-    def training_step(self, model, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
-        if self._stream is not None:
-            self._stream.record(inputs.pop(PLACE))
-        return super().training_step(model, inputs, *args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._stream is not None:
-            with staged_file(Path(output_dir, stream_file_name(self))) as file:
+        if self._stream is not None:  # a step has trained on every batch that was handed out
+            with staged_file(Path(output_dir, self._place_file)) as file:
                 file.write_text(json.dumps(self._stream.state_dict()), encoding="utf-8")
 
     def _init_training_state(
@@ -74,23 +83,17 @@ class StreamingTrainer(Trainer):
         )
         if self._stream is None:
             return epochs_trained, skipped_batches
-        name = stream_state_name(self)
-        if resume_from_checkpoint is not None and name is not None:
-            file = Path(resume_from_checkpoint, name)
-            if not file.is_file():
-                raise ValueError(
-                    f"The checkpoint {resume_from_checkpoint} has no {name}: it was saved by another number of processes or "
-                    "without a stream. Go on as it was, or begin the data anew with --ignore_data_skip."
-                )
-            self._stream.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+        if resume_from_checkpoint is not None and not self.args.ignore_data_skip:
+            place = Path(resume_from_checkpoint, self._place_file).read_text(encoding="utf-8")
+            self._stream.load_state_dict(json.loads(place))
         return epochs_trained, 0
 
 
-class _EpochOfStream(TrainerCallback):
-    """Tells the share of the run that is done, which Trainer counts from the last start on where it skips no batches."""
+class _StreamProgress(TrainerCallback):
+    """Reports the share of the run that is done as its epoch, which Trainer counts from the last start."""
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         state.epoch = state.global_step / state.max_steps
 
 
-__all__ = ["StreamingTrainer"]
+__all__ = ["StreamLoader", "StreamingTrainer"]

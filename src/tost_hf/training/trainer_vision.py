@@ -169,8 +169,8 @@ class ToSTVisionTrainingArguments(RecipeArguments):
         return int(num_training_steps * min(WARMUP_EPOCHS / epochs, 0.1))
 
 
-class _TrainingProgress(TrainerCallback):
-    """Tells a `ToSTVisionTrainer` of new epochs and steps."""
+class _VisionCallback(TrainerCallback):
+    """Sets the sampler's epoch, and updates the EMA weights after each step."""
 
     def __init__(self, trainer: "ToSTVisionTrainer"):
         self.trainer = trainer
@@ -186,10 +186,10 @@ class _TrainingProgress(TrainerCallback):
 
 
 class ToSTVisionTrainer(ToSTTrainer):
-    """`ToSTTrainer` for images: cross-entropy with the shares of Mixup and CutMix, averaged weights, BatchNorm's switches.
+    """`ToSTTrainer` for images: cross-entropy with the shares of Mixup and CutMix, EMA weights, BatchNorm's switches.
 
-    With `ema_decay` above 0 a moving average of the weights is kept as `ema`. Every checkpoint and the final model hold it
-    as a model of its own in the folder `ema` (`from_pretrained(folder, subfolder="ema")`); it is restored on resuming, and
+    With `ema_decay` above 0 an exponential moving average of the weights is kept as `ema`. Every checkpoint and the final
+    model store it as a model in the folder `ema` (`from_pretrained(folder, subfolder="ema")`); it is restored on resuming, and
     evaluated beside the weights themselves (`eval_ema_...`).
 
     Weight decay leaves out the class token and XCA's `temperature`, too. Where the training data set has a `sampler`
@@ -216,7 +216,7 @@ class ToSTVisionTrainer(ToSTTrainer):
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
                 raise ValueError("An average of sharded weights is not supported; use ema_decay 0 with FSDP and DeepSpeed.")
             self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.args.ema_decay), use_buffers=True)
-        self.add_callback(_TrainingProgress(self))
+        self.add_callback(_VisionCallback(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
@@ -241,15 +241,15 @@ class ToSTVisionTrainer(ToSTTrainer):
 
     @contextmanager
     def averaged_weights(self):
-        """The averaged weights are the model's, within."""
-        self._swap()
+        """Within it the model has the EMA weights."""
+        self._swap_weights()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_weights()
 
     @torch.no_grad()
-    def _swap(self):
+    def _swap_weights(self):
         assert self.ema is not None
         pairs = (chain(m.parameters(), m.buffers()) for m in (self.model, self.ema.module))
         for mine, averaged in zip(*pairs):
@@ -264,6 +264,9 @@ class ToSTVisionTrainer(ToSTTrainer):
             with self.averaged_weights():
                 metrics |= super().evaluate(eval_dataset, ignore_keys, f"{metric_key_prefix}_{EMA_FOLDER}")
         return metrics
+
+    def required_files(self) -> list[str]:
+        return super().required_files() + [f"{EMA_FOLDER}/{SAFE_WEIGHTS_NAME}"] * (self.ema is not None)
 
     def _save(self, output_dir: str | None = None, state_dict=None):
         super()._save(output_dir, state_dict)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A Trainer that spreads every text over several processes (`context_parallel_size`)."""
+"""Context-parallel training: several processes share each text (`context_parallel_size`)."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,41 +10,42 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ..parallel.context import parallelize
+from .trainer import ToSTTrainer
 
 
 # older versions ask Accelerate's ParallelismConfig alone
-TRAINER_DIVIDES_BY_PARTS = "get_cp_size" in Trainer._get_num_items_in_batch.__code__.co_names
+TRAINER_DIVIDES_BY_CP_SIZE = "get_cp_size" in Trainer._get_num_items_in_batch.__code__.co_names
 
 
-class ContextTrainer(Trainer):
-    """`Trainer` whose `args.context_parallel_size` processes share each text; see `parallelize`.
+class ContextParallelTrainer(ToSTTrainer):
+    """`ToSTTrainer` of which `args.context_parallel_size` processes share each text; see `tost_hf.parallel.parallelize`.
 
-    Evaluation then gives the loss alone: each process has the logits of its own part of a text.
+    Evaluation then returns the loss alone: each process has the logits of its own tokens.
     """
 
-    context_mesh: DeviceMesh | None = None  # of the groups that read different texts, and of the parts of a text
+    context_mesh: DeviceMesh | None = None  # data-parallel groups x the processes of a group
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self.context_mesh is not None and (self.args.label_smoothing_factor or self.compute_loss_func is not None):
             raise ValueError(
-                "With context_parallel_size the model computes the loss, as a process has the logits of its own part of a "
-                "text only: leave label_smoothing_factor and compute_loss_func out."
+                "With context_parallel_size the model computes the loss, as a process has the logits of its own tokens only: "
+                "leave label_smoothing_factor and compute_loss_func out."
             )
         if self.model_init is None:
-            self._cut_texts(self.model)
+            self._parallelize(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         size = getattr(self.args, "context_parallel_size", 1)
         if size > 1:
-            self._check_context(size)
+            self._check_context_parallel_size(size)
             shape = (self.args.world_size // size, size)
             # by the names that Accelerate's data loaders look for
             self.context_mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
             self.accelerator.dataloader_config.dispatch_batches = False  # which knows nothing of a mesh
 
-    def _check_context(self, size: int) -> None:
+    def _check_context_parallel_size(self, size: int) -> None:
         if self.args.world_size % size:
             raise ValueError(
                 f"context_parallel_size {size} must divide the number of processes, {self.args.world_size}: start more with "
@@ -56,20 +57,20 @@ class ContextTrainer(Trainer):
             )
 
     def call_model_init(self, trial=None):
-        return self._cut_texts(super().call_model_init(trial))
+        return self._parallelize(super().call_model_init(trial))
 
-    def _cut_texts(self, model):
+    def _parallelize(self, model):
         return model if self.context_mesh is None else parallelize(model, self.context_mesh["cp"])
 
     def get_cp_size(self) -> int:
         return super().get_cp_size() if self.context_mesh is None else self.context_mesh["cp"].size()
 
     def _get_dataloader(self, *args, **kwargs) -> DataLoader:
-        with self._same_texts_for_all_parts():
+        with self._same_batches_within_groups():
             return super()._get_dataloader(*args, **kwargs)
 
     @contextmanager
-    def _same_texts_for_all_parts(self) -> Iterator[None]:
+    def _same_batches_within_groups(self) -> Iterator[None]:
         """Data loaders prepared here give the processes that share a text the same batches."""
         state = self.accelerator.state
         before, state.device_mesh = state.device_mesh, self.context_mesh or state.device_mesh
@@ -81,7 +82,7 @@ class ContextTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples, device):
         """Each process counts the tokens of whole texts, `get_cp_size` times too many in all."""
         count = super()._get_num_items_in_batch(batch_samples, device)
-        if self.context_mesh is None or count is None or TRAINER_DIVIDES_BY_PARTS:
+        if self.context_mesh is None or count is None or TRAINER_DIVIDES_BY_CP_SIZE:
             return count
         return count / self.get_cp_size()
 
@@ -90,8 +91,8 @@ class ContextTrainer(Trainer):
         if self.context_mesh is None or num_items_in_batch is None:
             return result
         # Trainer takes the loss of a process for its share of the sum, but this is that of whole texts
-        parts = self.get_cp_size()
-        return (result[0] / parts, result[1]) if isinstance(result, tuple) else result / parts
+        size = self.get_cp_size()
+        return (result[0] / size, result[1]) if isinstance(result, tuple) else result / size
 
     def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
         if self.context_mesh is not None and not prediction_loss_only:
@@ -100,4 +101,4 @@ class ContextTrainer(Trainer):
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
-__all__ = ["ContextTrainer"]
+__all__ = ["ContextParallelTrainer"]

@@ -1,4 +1,4 @@
-"""What each process of test_parallel_heads.py computes: a saved model as a whole, and the same one with its heads cut."""
+"""What each process of test_tensor_parallel.py computes: a saved model as a whole, and the same one tensor-parallel."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Heads cut over 2 and 4 processes by transformers' tp_plan: the same numbers, texts and files, sentences."""
+"""Tensor parallelism over 2 and 4 processes by transformers' tp_plan: numbers, texts, files and errors."""
 
-import heads_cases
 import pytest
+import tensor_parallel_cases
 import transformers
 from packaging.version import Version
 from processes import run_cases
@@ -13,15 +13,15 @@ import tost_hf
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def answers(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
-    names = [*heads_cases.NAMES, *(f"refused, {model}" for model in heads_cases.REFUSED[request.param])]
+    names = [*tensor_parallel_cases.NAMES, *(f"refused, {model}" for model in tensor_parallel_cases.REFUSED[request.param])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOST_TEST_MODELS", str(folder))
-        heads_cases.save_models()
-        return request.param, run_cases(heads_cases.run, names, processes=request.param, folder=folder)
+        tensor_parallel_cases.save_models()
+        return request.param, run_cases(tensor_parallel_cases.run, names, processes=request.param, folder=folder)
 
 
-@pytest.mark.parametrize("case", heads_cases.EQUAL)
-def test_cut_heads_give_the_same_numbers(answers, case):
+@pytest.mark.parametrize("case", tensor_parallel_cases.EQUAL)
+def test_tensor_parallel_models_give_the_same_numbers(answers, case):
     processes, answers = answers
     if "uneven MLP" in case and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("this transformers cuts the activations of an uneven MLP unlike its weights")
@@ -32,26 +32,26 @@ def test_cut_heads_give_the_same_numbers(answers, case):
 
 
 @pytest.mark.parametrize("model", ["published", "all", "hybrid"])
-def test_cut_heads_generate_the_same_texts(answers, model):
+def test_tensor_parallel_models_generate_the_same_texts(answers, model):
     for answer in answers[1][f"generated, {model}"]:
         assert answer.pop("logits") < 1e-10
         assert answer == {"greedy": True, "beams": True}
 
 
-def test_a_model_with_cut_heads_is_saved_as_a_whole(answers):
+def test_a_tensor_parallel_model_is_saved_as_a_whole(answers):
     assert all(answer == {"same": True, "config": True} for answer in answers[1]["saved, all"])
 
 
 SENTENCES = {
-    "six heads": "ValueError: num_attention_heads 6 cannot be cut for 4 processes: start so many that their number divides it",
-    "one head": "ValueError: num_attention_heads 1 cannot be cut for",
-    "two groups of keys": "ValueError: num_key_value_heads 1 cannot be cut for",
+    "six heads": "ValueError: num_attention_heads 6 cannot be sharded over 4 processes: start a number that divides it",
+    "one head": "ValueError: num_attention_heads 1 cannot be sharded over",
+    "two groups of keys": "ValueError: num_key_value_heads 1 cannot be sharded over",
 }
 
 
 def test_heads_that_do_not_divide_are_refused(answers):
     processes, answers = answers
-    for model in heads_cases.REFUSED[processes]:
+    for model in tensor_parallel_cases.REFUSED[processes]:
         assert all(answer.startswith(SENTENCES[model]) for answer in answers[f"refused, {model}"])
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What processes tell each other, with gradients."""
+"""Collectives with gradients."""
 
 import torch
 from torch.distributed import _functional_collectives
@@ -13,8 +13,8 @@ _all_gather = getattr(_functional_collectives, "all_gather_single_autograd", Non
 
 
 def gather(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The tensors of all processes, (processes, ...); the gradients of all come back added up.
+    """The tensors of all processes, (processes, ...); the gradient is the sum of those of all processes.
 
-    In a backward pass every process has to come to it: a result that only some of them use would have the others wait.
+    Every process has to take part in the backward pass: a result that only some of them use would make the others wait.
     """
     return _all_gather(x.unsqueeze(0).contiguous(), 0, mesh)

@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Tensor parallelism: each process has some of the heads of every layer, as transformers' `tp_plan="auto"` cuts them.
+"""Tensor parallelism: each process holds some of the heads of every layer, by transformers' `tp_plan="auto"`.
 
-A head's statistics are its own; only the softmax over heads joins them. Of its part of the softmax each process tells the
-others one number per token, the logarithm of the sum over its heads.
+The statistics of a head are independent of other heads; only the softmax over heads is shared. For it, each process sends one
+number per token, the log-sum-exp over its own heads.
 """
 
 import functools
@@ -16,11 +16,11 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 from ..model.tssa import step_by_formulas, tssa_by_formulas
 from ..model.tssa_reference import state_dtypes
-from .exchange import gather
+from .collectives import gather
 
 
-class HeadsParallel(TensorParallelLayer):
-    """transformers' parallel style of an attention layer: its parameters of heads are cut by heads, its softmax joins them."""
+class HeadwiseParallel(TensorParallelLayer):
+    """transformers' parallel style of an attention layer: shards its parameters by heads, shares the softmax over heads."""
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         return True
@@ -28,18 +28,18 @@ class HeadsParallel(TensorParallelLayer):
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         whole = module._parameters.get(param)
         if whole is not None:
-            cut = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-            module._parameters[param] = nn.Parameter(cut, requires_grad=whole.requires_grad)
+            sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            module._parameters[param] = nn.Parameter(sharded, requires_grad=whole.requires_grad)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Raises a ValueError where the processes cannot have as many heads each."""
+        """Raises a ValueError where the processes cannot hold the same number of heads each."""
         layer = cast(Any, module)  # of this package, or of the same code loaded from a model's folder
-        if not hasattr(layer, "operators"):  # softmax attention, whose projections alone are cut
+        if not hasattr(layer, "operators"):  # softmax attention, of which only the projections are sharded
             _check_heads("num_attention_heads", layer.config.num_attention_heads, mesh)
             _check_heads("num_key_value_heads", layer.config.num_attention_heads // layer.num_key_value_groups, mesh)
             return module
         _check_heads("num_attention_heads", layer.num_heads, mesh)
-        variant = {"softmax": functools.partial(membership_of_all_heads, mesh), "normalize_scores": layer.normalize_scores}
+        variant = {"softmax": functools.partial(membership_over_all_heads, mesh), "normalize_scores": layer.normalize_scores}
         layer.operators = layer.operators._replace(
             tssa=functools.partial(tssa_by_formulas, **variant), step=functools.partial(step_by_formulas, **variant)
         )
@@ -49,12 +49,12 @@ class HeadsParallel(TensorParallelLayer):
 def _check_heads(name: str, heads: int, mesh: DeviceMesh) -> None:
     if heads % mesh.size():
         raise ValueError(
-            f"{name} {heads} cannot be cut for {mesh.size()} processes: start so many that their number divides it, or train "
+            f"{name} {heads} cannot be sharded over {mesh.size()} processes: start a number that divides it, or train "
             "with fully_shard or DistributedDataParallel."
         )
 
 
-def membership_of_all_heads(
+def membership_over_all_heads(
     mesh: DeviceMesh, score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None
 ) -> torch.Tensor:
     """`membership_of` this process's heads, (..., own heads), in a softmax over those of all processes."""
@@ -65,4 +65,4 @@ def membership_of_all_heads(
     return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
 
 
-ALL_PARALLEL_STYLES.register("tost_heads", HeadsParallel())  # type: ignore[arg-type]  # as transformers itself does
+ALL_PARALLEL_STYLES.register("tost_heads", HeadwiseParallel())  # type: ignore[arg-type]  # as transformers itself does
