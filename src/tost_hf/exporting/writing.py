@@ -189,6 +189,10 @@ run = load(Path("."), json.loads(Path("export.json").read_text()))  # from input
 """
 
 
+# Activations are quantised by the range of the whole batch, padding included.
+INT8_LIMIT = "In int8, give each call texts without padding: a text that begins with it can make the others' outputs NaN.\n\n"
+
+
 def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agreement: Agreement) -> None:
     scripts, script = ["runtime.py"], ""
     if isinstance(program, LanguageProgram):
@@ -206,7 +210,13 @@ def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agr
         if not spec["name"].startswith(PAST)
     )
     words = {key: facts[key] for key in ("architecture", "model", "dtype")} | {"runtime": FORMATS[facts["format"]].runtime}
-    page = PAGE.format(**words, inputs=inputs, state=_state(facts), agreement=agreement, script=script)
+    page = PAGE.format(
+        **words,
+        inputs=inputs,
+        state=_state(facts) + INT8_LIMIT * (facts["dtype"] == "int8" and "state" in facts),
+        agreement=agreement,
+        script=script,
+    )
     (folder / "README.md").write_text(page, encoding="utf-8")
 
 
