@@ -24,7 +24,7 @@ from tost_hf.cli import main
 from tost_hf.hub.kernel_export import KERNEL_FILES
 
 
-COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "serve", "export-kernel")
+COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "serve", "export", "space", "export-kernel")
 
 
 @pytest.fixture

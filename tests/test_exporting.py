@@ -20,8 +20,9 @@ from tost_hf.image_processing import save_image_processor
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 
 
-for module in ("onnx", "onnxscript", "onnxruntime"):
+for module in ("onnxscript", "onnxruntime"):
     pytest.importorskip(module, reason="an export to ONNX needs the extra `export`")
+onnx = pytest.importorskip("onnx", reason="an export to ONNX needs the extra `export`")
 
 FORGETFUL = {"forgetting": "token", "conv_kernel": 4}
 HYBRID = {**FORGETFUL, "max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
@@ -78,6 +79,11 @@ def test_language_models(tmp_path, name, dtype):
     sizes = {"batch": 1, "cached": 0}
     state = sum(4 * np.prod([sizes.get(n, n) for n in spec["shape"]]) for spec in facts["state"])
     assert state == facts["state_bytes"]
+    program = onnx.load(tmp_path / "onnx" / "model.onnx")
+    tensors = [*program.graph.input, *program.graph.output, *program.graph.value_info]
+    assert not any(x.type.tensor_type.elem_type == onnx.TensorProto.DOUBLE for x in tensors)
+    dims = program.graph.input[0].type.tensor_type.shape.dim
+    assert [dim.dim_param for dim in dims] == ["batch", "tokens"]
     content = (tmp_path / "onnx" / "model.onnx").read_bytes()
     assert os.path.dirname(tost_hf.__file__).encode() not in content  # nor any other path of this machine
     if dtype != "float32":

@@ -46,35 +46,19 @@ def _tidy(model: Any, program: ModelProgram) -> None:
     """
     import onnx_ir as ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
+    from onnxscript.rewriter.pattern import RewriteRule
 
-    for node in list(model.graph):
-        if node.op_type != "Cast" or node.attributes["to"].as_int() != ir.DataType.DOUBLE:
-            continue
-        before = node.inputs[0]
-        if before.dtype != ir.DataType.FLOAT:
-            continue
-        for use in list(node.outputs[0].uses()):
-            if use.node.op_type == "Cast" and use.node.attributes["to"].as_int() == ir.DataType.FLOAT:
-                _replace(use.node.outputs[0], before, model.graph)
+    RewriteRule(
+        lambda op, x: op.Cast(op.Cast(x, to=ir.DataType.DOUBLE), to=ir.DataType.FLOAT),
+        lambda op, x: op.Identity(x),
+        lambda context, x: x.dtype == ir.DataType.FLOAT,
+        remove_nodes=False,
+    ).apply_to_model(model)
     RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)
     for specs, values in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
         for spec, value in zip(specs, values, strict=True):
             value.shape = ir.Shape(spec.shape)
-
-
-def _replace(value: Any, by: Any, graph: Any) -> None:
-    """Replaces all uses of `value`; an output of the graph keeps its name."""
-    import onnx_ir as ir
-
-    for use in list(value.uses()):
-        use.node.replace_input_with(use.idx, by)
-    if value in graph.outputs:
-        same = ir.node("Identity", [by])
-        same.outputs[0].name, same.outputs[0].type, same.outputs[0].shape = value.name, value.type, value.shape
-        value.name = None
-        graph.append(same)
-        graph.outputs[list(graph.outputs).index(value)] = same.outputs[0]
 
 
 def _quantize(source: Path, target: Path) -> None:

@@ -169,7 +169,6 @@ def describe(program: ModelProgram, format: str, dtype: str) -> dict:
     return facts
 
 
-SCRIPTS = {"generate.py": "run_language_model.py", "classify.py": "run_vision_model.py"}
 PAGE = """\
 # {architecture} for {runtime}
 
@@ -190,25 +189,34 @@ run = load(Path("."), json.loads(Path("export.json").read_text()))  # from input
 """
 
 
+# Activations are quantised by the range of the whole batch, padding included.
+INT8_LIMIT = "In int8, give each call texts without padding: a text that begins with it can make the others' outputs NaN.\n\n"
+
+
 def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agreement: Agreement) -> None:
-    shutil.copyfile(Path(__file__).with_name("runtime.py"), folder / "runtime.py")
-    name = ""
+    scripts, script = ["runtime.py"], ""
     if isinstance(program, LanguageProgram):
-        name, argument, package = "generate.py", '"Once upon a time"', "tokenizers"
+        scripts, argument, package = [*scripts, "generate.py"], '"Once upon a time"', "tokenizers"
     elif "num_labels" in facts and program.outputs[0].name == "logits":
-        name, argument, package = "classify.py", "picture.png", "pillow"
-    script = ""
-    if name:
-        shutil.copyfile(Path(__file__).with_name(SCRIPTS[name]), folder / name)
+        scripts, argument, package = [*scripts, "classify.py"], "picture.png", "pillow"
+    if len(scripts) > 1:
         install = f"pip install {FORMATS[facts['format']].packages} numpy {package}"
-        script = f"\n```bash\n{install}\npython {name} {argument}\n```\n"
+        script = f"\n```bash\n{install}\npython {scripts[1]} {argument}\n```\n"
+    for name in scripts:
+        shutil.copyfile(Path(__file__).with_name(name), folder / name)
     inputs = "\n".join(
         f"- `{spec['name']}`, {spec['dtype']} ({', '.join(map(str, spec['shape']))})"
         for spec in facts["inputs"]
         if not spec["name"].startswith(PAST)
     )
     words = {key: facts[key] for key in ("architecture", "model", "dtype")} | {"runtime": FORMATS[facts["format"]].runtime}
-    page = PAGE.format(**words, inputs=inputs, state=_state(facts), agreement=agreement, script=script)
+    page = PAGE.format(
+        **words,
+        inputs=inputs,
+        state=_state(facts) + INT8_LIMIT * (facts["dtype"] == "int8" and "state" in facts),
+        agreement=agreement,
+        script=script,
+    )
     (folder / "README.md").write_text(page, encoding="utf-8")
 
 
