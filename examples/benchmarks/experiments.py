@@ -1,9 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What the experiments share: one way to train, one table of results (results/results.csv), one choice of learning rates.
 
-The experiments are recall.py, locality.py, long_context.py, compare_lm.py, compare_vision.py, ablations.py, observations.py,
-tightness.py and interactions.py. Every model of an experiment gets the same steps, batches, optimizer and learning rates to
-choose from.
+The experiments are recall.py, locality.py, compare_lm.py, compare_vision.py, ablations.py, and those of ../research. Every
+model of an experiment gets the same steps, batches, optimizer and learning rates to choose from.
 """
 
 import argparse
@@ -98,17 +97,12 @@ class Results:
         """The values of the rows that have the wanted entries."""
         return [float(row["value"]) for row in select(self.rows, **wanted)]
 
-    def unique(self, column: str) -> list:
-        return list(dict.fromkeys(row[column] for row in self.rows))
-
-    def table(self, metric: str, tasks: list[str], scale: float = 1.0, form: str = ".1f") -> str:
-        """A Markdown table: one row per model, one column per task, each the mean ± standard deviation over the seeds."""
-        lines = []
-        for model in self.unique("model"):
-            parameters = select(self.rows, model=model)[0]["parameters"]
-            values = ([scale * x for x in self.values(model=model, task=task, metric=metric)] for task in tasks)
-            lines.append([model, f"{int(parameters):,}", *(plus_minus(x, form) for x in values)])
-        return markdown(["model", "parameters", *tasks], lines)
+    def print_means(self) -> None:
+        """Prints the mean ± standard deviation over the seeds of every metric, as a Markdown table."""
+        found: dict[tuple[str, str, str], list[float]] = {}
+        for row in self.rows:
+            found.setdefault((str(row["task"]), str(row["model"]), str(row["metric"])), []).append(float(row["value"]))
+        print(markdown(["task", "model", "metric", "mean"], [[*case, plus_minus(x, ".4g")] for case, x in found.items()]))
 
 
 # Training ------------------------------------------------------------------------------------------------------------

@@ -181,8 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(args)
     for part in (synthetic, texts, images):
         part(args, results)
-    for row in results.rows:
-        print(f"{row['task']}, {row['model']}, seed {row['seed']}: {row['metric']} {row['value']}")
+    results.print_means()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from compare_lm import SIZES
 from compare_vision import load_images, make_classifier, normalize, train_classifier
 from experiments import Results
 from observations import CONTEXT, load_text, make_parser_of_both, make_reader, parse_one_rate, train_reader
-from rows import markdown, plus_minus
 
 from tost_hf.interpret import NORMALIZATIONS, compression_terms, trace_model
 
@@ -93,13 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(args)
     watch_images(args, results)
     watch_text(args, results)
-    lines = [
-        [task, metric, plus_minus(results.values(task=task, metric=metric), ".2f")]
-        for task in ("images", "text")
-        for metric in results.unique("metric")
-        if metric.startswith((f"step {args.steps},", "step 0,"))
-    ]
-    print(markdown(["", "compression term over coding rate", "ratio"], lines))
+    results.print_means()
 
 
 if __name__ == "__main__":
