@@ -76,12 +76,13 @@ class Results:
         for seed, (network, metrics) in found.items():
             self.add(metrics, network=network, seed=seed, **case)
 
-    def add_missing(self, run, args: argparse.Namespace, score, *, width: int, **case) -> None:
+    def add_missing(self, run, args: argparse.Namespace, score=None, *, width: int, learning_rate=None, **case) -> None:
         """Runs the seeds that have no rows of this case yet, as `over_seeds` does, and adds the rows of each as it ends.
 
         Args:
-            run, score: as in `over_seeds`; what `run` trained is the network.
+            run, score: as in `over_seeds`; what `run` trained is the network. Without a score there is one learning rate.
             args: with `seeds` and `learning_rates`.
+            learning_rate: in place of those of `args`.
             width, case: what tells the rows of the case; `case` is `add`'s other arguments.
         """
         wanted = {"script": args.script, "width": width, **case}
@@ -91,7 +92,8 @@ class Results:
             if any(row["seed"] == str(seed) for row in there):
                 continue
             chosen = self.values(**wanted, seed=args.seeds[0], metric="learning_rate")
-            self.add_seeds(over_seeds(run, [seed], chosen or args.learning_rates, score), **case)
+            rates = chosen or ([learning_rate] if learning_rate else args.learning_rates)
+            self.add_seeds(over_seeds(run, [seed], rates, score or (lambda _: 0.0)), **case)
 
     def values(self, **wanted) -> list[float]:
         """The values of the rows that have the wanted entries."""

@@ -9,7 +9,6 @@ of observations.py, measured on held-out images and text before training and aft
 are not measured again.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,12 +67,11 @@ def watch_images(args, results: Results) -> None:
 
     patches = (pixels.shape[-1] // args.patch_size) ** 2
     case = {"task": "images", "model": "ToST", "steps": args.steps, "batch": args.batch, "context": patches}
-    results.add_missing(run, args, lambda metrics: 0.0, width=args.width, **case)
+    results.add_missing(run, args, width=args.width, **case)
 
 
 def watch_text(args, results: Results) -> None:
     text = load_text(args)
-    rates = argparse.Namespace(**vars(args) | {"learning_rates": [args.text_learning_rate]})
 
     def run(seed, _):
         watch = Watch(lambda model: ratio_by_layer(model, input_ids=text.input_ids), args.every)
@@ -82,7 +80,7 @@ def watch_text(args, results: Results) -> None:
         return model, watch.found
 
     case = {"task": "text", "model": "ToST", "steps": args.steps, "batch": args.text_batch, "context": CONTEXT}
-    results.add_missing(run, rates, lambda metrics: 0.0, width=SIZES["small"].width, **case)
+    results.add_missing(run, args, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
 
 
 def main(arguments: list[str] | None = None) -> None:
