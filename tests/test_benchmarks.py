@@ -452,5 +452,6 @@ def test_operators_with_decay_get_its_logarithms(kind):
     assert [tuple(x.shape) for x in inputs] == [(2, 7, 3, 4), (3,), (7, 3), *shapes[kind]]
     assert all((x < 0).all() for x in inputs[3:])
     output = operator.make(True, "cpu")(*inputs)
-    expected = tssa_reference.causal(*inputs[:3], log_decay=inputs[3] if inputs[3:] else None)[0]
+    log_decay = inputs[3].expand(2, 7, 3) if inputs[3:] else None
+    expected = tssa_reference.causal(*inputs[:3], log_decay=log_decay)[0]
     torch.testing.assert_close(output, expected)

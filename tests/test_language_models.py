@@ -32,9 +32,10 @@ def test_models_have_the_asked_size_and_learn(name):
     assert experiments.label_accuracy(model, held_out) > 0.9
 
 
-@pytest.mark.parametrize("size", compare_lm.SIZES.values(), ids=compare_lm.SIZES)
+@pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("name", language_models.MODELS)
 def test_compared_models_have_gpt2s_parameters(name, size):
+    size = compare_lm.SIZES[size]
     sizes = {"width": size.width, "head_dim": size.head_dim, "context": size.context, "vocab_size": size.vocab_size}
     gpt2 = language_models.count_parameters("GPT-2", layers=size.layers, **sizes)
     found = language_models.equal_size(name, layers=size.layers, **sizes)

@@ -32,13 +32,7 @@ def value_of(tokens: list[str]) -> int:
             stack.append([token])
         elif token == "]":
             operator, *values = stack.pop()
-            found = {
-                "[MIN": min,
-                "[MAX": max,
-                "[MED": lambda x: int(statistics.median(x)),
-                "[SM": lambda x: int(str(sum(x))[-1]),
-            }
-            stack[-1].append(found[operator](values))
+            stack[-1].append(MEANINGS[operator](values))
         else:
             stack[-1].append(int(token))
     ((value,),) = stack

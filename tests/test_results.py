@@ -109,7 +109,7 @@ def test_csv_rows_are_appended(tmp_path):
     [
         ([], ""),
         (["--text", "/secret/place", "--name", "a b", "--steps", "7"], " --steps 7 --text TEXT_FOLDER --name 'a b'"),
-        (["--steps", "5", "--results", "elsewhere", "--plot", "x.png"], ""),
+        (["--steps", "5", "--results", "elsewhere"], ""),
         (["--compile", "--verbose"], " --compile --verbose"),
         (["--no-compile"], " --no-compile"),
         (["--shape", "1", "2", "--shape", "3", "4", "--form", "causal"], " --form causal --shape 1 2 --shape 3 4"),
@@ -119,7 +119,6 @@ def test_the_command_names_what_differs_from_the_defaults(arguments, command):
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--results")
-    parser.add_argument("--plot", metavar="PNG")
     parser.add_argument("--text", metavar="TEXT_FOLDER")
     parser.add_argument("--name", default="text")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
@@ -237,7 +236,7 @@ def test_every_table_and_figure_is_cited():
     assert not spare, "cited nowhere: cite it or remove it"
 
 
-@pytest.mark.parametrize("name", ["decode", "op", "resolution", "results", "scaling", "serving", "train_lm"])
+@pytest.mark.parametrize("name", ["decode", "results"])
 def test_a_figure_without_its_rows_is_an_error(tmp_path, name):
     """Whichever file of rows is cut short."""
     folder = shutil.copytree(rows.RESULTS, tmp_path / "results")

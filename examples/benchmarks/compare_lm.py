@@ -17,7 +17,6 @@ steps under way. Rows that are there are not measured again, so that a run that 
 """
 
 import functools
-import math
 import multiprocessing
 import statistics
 from argparse import Namespace
@@ -29,7 +28,7 @@ import torch
 from datasets import DatasetDict, load_dataset
 from experiments import Clock, Results, make_parser, train
 from language_models import MODELS, equal_size, make_language_model
-from rows import Panel, Spread, around_mean, parse_arguments, plot, read_rows, select
+from rows import parse_arguments, read_rows, select
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
@@ -55,6 +54,7 @@ class Size:
 
 SIZES = {
     "small": Size(64, 5, 16, 257, 128, 8, 2000, 4_000_000, 16_384),  # 257: bytes and the end of the text
+    "toy": Size(32, 5, 16, 300, 16, 2, 2, 20_000, 64),  # to try the script
     "large": Size(448, 10, 64, 4096, 1024, 32, 4000, None, 2_000_000),
 }
 
@@ -195,7 +195,7 @@ def measure(name: str, args: Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, steps=None, learning_rates=(3e-3, 1e-2))
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
-    parser.add_argument("--name", default="text", help="what the text is called in the table and the plot")
+    parser.add_argument("--name", default="text", help="what the text is called in the rows")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="in this order")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--jobs", type=int, default=1, help="models trained at the same time, on the CPU each by one thread")
@@ -209,26 +209,10 @@ def main(arguments: list[str] | None = None) -> None:
         with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as processes:
             for job in [processes.submit(measure, name, args) for name in args.models]:
                 job.result()
-    report(args)
-
-
-def report(args: Namespace) -> None:
-    """Prints the table and draws the curves of these models, measured now or before."""
     size, results = SIZES[args.size], Results(args)
     case = {"script": args.script, "task": args.name, "steps": args.steps, "width": size.width, "context": size.context}
-    rows = select(read_rows(results.file), **case)
-    results.rows = [row for name in args.models for row in select(rows, model=name)]
-    print(results.table("loss", [args.name], form=".3f"))
-    (baseline,) = {float(x) for x in results.values(metric="bigram_loss")}
-    print(f"bigram: {baseline:.3f} nats per token, perplexity {math.exp(baseline):.1f}")
-    at = [metric for metric in results.unique("metric") if metric.startswith(AT_STEP)]
-    curves = {
-        name: {int(x.removeprefix(AT_STEP)): around_mean(results.values(model=name, metric=x)) for x in at}
-        for name in args.models
-    }
-    curves["bigram"] = {int(x.removeprefix(AT_STEP)): Spread(*[baseline] * 3) for x in at}
-    file = args.results / f"compare_lm_{args.name.replace(' ', '_')}_{args.size}.png"
-    plot(file, Panel(curves, "step", f"validation loss on {args.name} (nats per token)", "linear", "linear"))
+    results.rows = select(read_rows(results.file), **case, model=args.models)  # measured now or before
+    results.print_means()
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def compare(args, results: Results, task: str, makers: dict) -> None:
         case = {"task": task, "model": name, "steps": args.steps, "batch": args.batch, "context": patches}
         # by the training loss: the test images choose nothing
         results.add_missing(run, args, lambda metrics: -metrics["training_loss"], width=args.width, **case)
-    print(results.table("accuracy", [task], scale=100))
+    results.print_means()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,9 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What the experiments share: one way to train, one table of results (results/results.csv), one choice of learning rates.
 
-The experiments are recall.py, locality.py, long_context.py, compare_lm.py, compare_vision.py, ablations.py, observations.py,
-tightness.py and interactions.py. Every model of an experiment gets the same steps, batches, optimizer and learning rates to
-choose from.
+The experiments are recall.py, locality.py, compare_lm.py, compare_vision.py, ablations.py, and those of ../research. Every
+model of an experiment gets the same steps, batches, optimizer and learning rates to choose from.
 """
 
 import argparse
@@ -77,12 +76,13 @@ class Results:
         for seed, (network, metrics) in found.items():
             self.add(metrics, network=network, seed=seed, **case)
 
-    def add_missing(self, run, args: argparse.Namespace, score, *, width: int, **case) -> None:
+    def add_missing(self, run, args: argparse.Namespace, score=None, *, width: int, learning_rate=None, **case) -> None:
         """Runs the seeds that have no rows of this case yet, as `over_seeds` does, and adds the rows of each as it ends.
 
         Args:
-            run, score: as in `over_seeds`; what `run` trained is the network.
+            run, score: as in `over_seeds`; what `run` trained is the network. Without a score there is one learning rate.
             args: with `seeds` and `learning_rates`.
+            learning_rate: in place of those of `args`.
             width, case: what tells the rows of the case; `case` is `add`'s other arguments.
         """
         wanted = {"script": args.script, "width": width, **case}
@@ -92,23 +92,19 @@ class Results:
             if any(row["seed"] == str(seed) for row in there):
                 continue
             chosen = self.values(**wanted, seed=args.seeds[0], metric="learning_rate")
-            self.add_seeds(over_seeds(run, [seed], chosen or args.learning_rates, score), **case)
+            rates = chosen or ([learning_rate] if learning_rate else args.learning_rates)
+            self.add_seeds(over_seeds(run, [seed], rates, score or (lambda _: 0.0)), **case)
 
     def values(self, **wanted) -> list[float]:
         """The values of the rows that have the wanted entries."""
         return [float(row["value"]) for row in select(self.rows, **wanted)]
 
-    def unique(self, column: str) -> list:
-        return list(dict.fromkeys(row[column] for row in self.rows))
-
-    def table(self, metric: str, tasks: list[str], scale: float = 1.0, form: str = ".1f") -> str:
-        """A Markdown table: one row per model, one column per task, each the mean ± standard deviation over the seeds."""
-        lines = []
-        for model in self.unique("model"):
-            parameters = select(self.rows, model=model)[0]["parameters"]
-            values = ([scale * x for x in self.values(model=model, task=task, metric=metric)] for task in tasks)
-            lines.append([model, f"{int(parameters):,}", *(plus_minus(x, form) for x in values)])
-        return markdown(["model", "parameters", *tasks], lines)
+    def print_means(self) -> None:
+        """Prints the mean ± standard deviation over the seeds of every metric, as a Markdown table."""
+        found: dict[tuple[str, str, str], list[float]] = {}
+        for row in self.rows:
+            found.setdefault((str(row["task"]), str(row["model"]), str(row["metric"])), []).append(float(row["value"]))
+        print(markdown(["task", "model", "metric", "mean"], [[*case, plus_minus(x, ".4g")] for case, x in found.items()]))
 
 
 # Training ------------------------------------------------------------------------------------------------------------

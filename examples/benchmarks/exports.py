@@ -65,7 +65,7 @@ CASES = {
 }
 IMAGES = {"image": (2, 3), "image, fixed shape": (2,)}  # batches
 OPTIONS = {"openvino": {"stateful": False}}
-VOCABULARY, MOST_TOKENS = 97, 64
+VOCABULARY, MAX_TOKENS = 97, 64
 ALLOWED = 3e-2  # of the logits' size: OpenVINO computes in bfloat16 on CPUs that have it
 SECONDS = 600
 
@@ -78,7 +78,7 @@ def language_inputs(model, cache: str, batch: int, cached: int, tokens: int) -> 
     if cache != "none":
         past = DynamicCache(config=model.config)
         if cache == "static":
-            past = StaticCache(config=model.config, max_cache_len=MOST_TOKENS)
+            past = StaticCache(config=model.config, max_cache_len=MAX_TOKENS)
         model(ids[:, :cached], attention_mask=mask[:, :cached], past_key_values=past, use_cache=True)
         given["past_key_values"] = past
     return given
@@ -94,7 +94,7 @@ def make_case(name: str, case: str):
         else:
             model = tost_hf.ToSTForImageClassification(tost_hf.ToSTVisionConfig(**sizes)).eval()
         return model, [{"pixel_values": torch.randn(batch, 3, 32, 32)} for batch in IMAGES[case]]
-    sizes = {"vocab_size": VOCABULARY, "width": 32, "layers": 2, "head_dim": 8, "context": MOST_TOKENS}
+    sizes = {"vocab_size": VOCABULARY, "width": 32, "layers": 2, "head_dim": 8, "context": MAX_TOKENS}
     model = make_language_model(name, **sizes).eval()
     cache, shapes = CASES[case]
     return model, [language_inputs(model, cache, batch, *shape) for batch, shape in zip((2, 3), shapes)]

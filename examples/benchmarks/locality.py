@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
 
             case = {"task": task, "model": name, "steps": args.steps, "batch": args.batch, "context": args.length}
             results.add_missing(run, args, lambda metrics: metrics["accuracy"], width=args.width, **case)
-    print(results.table("accuracy", args.tasks, scale=100))
+    results.print_means()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from experiments import (
     train,
 )
 from language_models import MODELS, make_language_model
-from rows import Panel, Spread, around_mean, parse_arguments, plot
+from rows import parse_arguments
 
 
 PAIRS = (4, 8, 16, 32, 64)
@@ -108,15 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
                     context=4 * pairs,
                     seed=seed,
                 )
-
-    tasks = [f"{pairs} pairs" for pairs in args.pairs]
-    print(results.table("accuracy", tasks, scale=100))
-    lines = {}
-    for name in args.models:
-        values = {n: results.values(model=name, task=f"{n} pairs", metric="accuracy") for n in args.pairs}
-        lines[name] = {n: around_mean(found) for n, found in values.items()}
-    lines["a value that occurred"] = {n: Spread(1 / n, 1 / n, 1 / n) for n in args.pairs}
-    plot(args.results / "recall.png", Panel(lines, "pairs", "accuracy", yscale="linear"))
+    results.print_means()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import tost_hf
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 ORIGIN_COLUMNS = ("date", "machine", "versions", "script", "command")
-NOT_RECORDED = ("help", "results", "plot")  # arguments that change no figure
+NOT_RECORDED = ("help", "results")  # arguments that change no figure
 MARKERS = ("o", "s", "^", "D", "v", "P")  # lines are told apart without colours, too
 
 

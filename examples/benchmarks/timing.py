@@ -24,7 +24,7 @@ from rows import RESULTS, Spread, append_rows, machine, origin, output_of, parse
 FLUSH_BYTES = 2**28  # more than the last-level cache of any GPU
 AHEAD_CYCLES = 20_000_000  # about 10 ms on a GPU
 ROUND_SECONDS = 0.1
-MOST_CALLS = 20
+MAX_CALLS = 20
 VALUE_COLUMNS = ("metric", "value", "low", "high")
 
 
@@ -111,7 +111,7 @@ def measure(
     device = torch.device(device)
     clock = cuda_clock(device, ahead) if device.type == "cuda" else seconds_on_cpu
     for _ in range(warm_up):
-        calls = {name: min(max(round(ROUND_SECONDS / clock(prepare())), 1), MOST_CALLS) for name, prepare in runs.items()}
+        calls = {name: min(max(round(ROUND_SECONDS / clock(prepare())), 1), MAX_CALLS) for name, prepare in runs.items()}
     seconds = {name: [] for name in runs}
     for _ in range(repeats):
         for name, prepare in runs.items():

@@ -13,7 +13,6 @@
 Windows of 1 leave everything in place. Rows that are there are not measured again.
 """
 
-import argparse
 import re
 import sys
 from pathlib import Path
@@ -97,8 +96,8 @@ def synthetic(args, results: Results) -> None:
                 return model, {"loss": mean_loss(model, test), "known": float(np.mean([x["known"] for x in test]))}
 
             case = {"steps": args.steps, "batch": SYNTHETIC_BATCH, "context": LENGTH}
-            width, rates = SIZES["small"].width, with_rate(args, SYNTHETIC_RATE)
-            results.add_missing(run, rates, no_score, width=width, task=f"synthetic, {share} % local", model=name, **case)
+            case |= {"width": SIZES["small"].width, "task": f"synthetic, {share} % local", "model": name}
+            results.add_missing(run, args, learning_rate=SYNTHETIC_RATE, **case)
 
 
 def without_known(items: list) -> dict[str, torch.Tensor]:
@@ -142,8 +141,7 @@ def texts(args, results: Results) -> None:
             return model, {f"loss, window {window}": mean_loss(model, shuffled) for window, shuffled in batches.items()}
 
         case = {"task": "text", "model": name, "steps": args.steps, "batch": args.text_batch, "context": CONTEXT}
-        rates = with_rate(args, args.text_learning_rate)
-        results.add_missing(run, rates, no_score, width=SIZES["small"].width, **case)
+        results.add_missing(run, args, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
 
 
 def images(args, results: Results) -> None:
@@ -162,16 +160,7 @@ def images(args, results: Results) -> None:
             return model, {f"accuracy, window {side}": accuracy(model, found) for side, found in shuffled.items()}
 
         case = {"task": "images", "model": name, "steps": args.steps, "batch": args.batch, "context": grid**2}
-        results.add_missing(run, args, no_score, width=args.width, **case)
-
-
-def with_rate(args, learning_rate: float) -> argparse.Namespace:
-    return argparse.Namespace(**vars(args) | {"learning_rates": [learning_rate]})
-
-
-def no_score(metrics: dict[str, float]) -> float:
-    """One learning rate each: there is nothing to choose."""
-    return 0.0
+        results.add_missing(run, args, width=args.width, **case)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -181,8 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(args)
     for part in (synthetic, texts, images):
         part(args, results)
-    for row in results.rows:
-        print(f"{row['task']}, {row['model']}, seed {row['seed']}: {row['metric']} {row['value']}")
+    results.print_means()
 
 
 if __name__ == "__main__":

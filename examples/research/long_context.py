@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from compare_lm import cut, encode, load_texts, shorten, train_tokenizer
 from experiments import Results, make_parser, over_seeds, train
 from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
-from rows import markdown, parse_arguments, plus_minus
+from rows import parse_arguments
 from timing import peak_bytes
 
 from tost_hf import CausalStatisticsCache
@@ -186,23 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
                 context=TRAINED_AT,
                 seed=seed,
             )
-    report(results)
-
-
-def report(results: Results) -> None:
-    columns = {
-        "loss": ".3f",
-        "loss_without_older_past": ".3f",
-        "entropy_shortfall": ".0e",
-        "entropy_shortfall_highest_layer": ".0e",
-        "moment_change": ".3f",
-        "microseconds_a_token": ".0f",
-        "peak_mebibytes": ".0f",
-    }
-    lines = []
-    for task in results.unique("task"):
-        lines.append([task, *(plus_minus(results.values(task=task, metric=name), form) for name, form in columns.items())])
-    print(markdown(["positions", *columns], lines))
+    results.print_means()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import compare_lm
 from compare_vision import load_images, make_classifier, make_parser_of_images, normalize, train_classifier
 from experiments import Results, train
 from language_models import make_language_model
-from rows import markdown, parse_arguments, plus_minus, select
+from rows import parse_arguments
 
 from tost_hf.interpret import (
     NORMALIZATIONS,
@@ -149,20 +149,6 @@ def report(results, task, state, network, metrics, args, context, seed) -> None:
     print(f"{task}, {state}, seed {seed}: done", flush=True)
 
 
-def print_tables(results: Results, task: str) -> None:
-    """One row per quantity and state, one column per layer; mean ± standard deviation over the seeds."""
-    metrics = list(dict.fromkeys(row["metric"] for row in select(results.rows, task=task)))
-    quantities = list(dict.fromkeys(metric.rpartition(", layer ")[0] for metric in metrics))
-    layers = max(int(metric.rpartition(" ")[2]) for metric in metrics)
-    lines = []
-    for quantity in quantities:
-        form = ".1f" if "uniform" not in quantity and "information" not in quantity else ".3f"
-        for state in STATES:
-            values = [results.values(task=task, model=state, metric=f"{quantity}, layer {i}") for i in range(1, layers + 1)]
-            lines.append([quantity, state, *(plus_minus(x, form) for x in values)])
-    print("\n" + markdown([task, "", *(f"layer {i}" for i in range(1, layers + 1))], lines))
-
-
 def make_parser_of_both(description: str | None) -> argparse.ArgumentParser:
     """A parser of what the experiments with images and text take."""
     parser = make_parser_of_images(description, steps=400)
@@ -187,8 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(args)
     observe_images(args, results)
     observe_text(args, results)
-    for task in ("images", "text"):
-        print_tables(results, task)
+    results.print_means()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ of observations.py, measured on held-out images and text before training and aft
 are not measured again.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from compare_lm import SIZES
 from compare_vision import load_images, make_classifier, normalize, train_classifier
 from experiments import Results
 from observations import CONTEXT, load_text, make_parser_of_both, make_reader, parse_one_rate, train_reader
-from rows import markdown, plus_minus
 
 from tost_hf.interpret import NORMALIZATIONS, compression_terms, trace_model
 
@@ -69,12 +67,11 @@ def watch_images(args, results: Results) -> None:
 
     patches = (pixels.shape[-1] // args.patch_size) ** 2
     case = {"task": "images", "model": "ToST", "steps": args.steps, "batch": args.batch, "context": patches}
-    results.add_missing(run, args, lambda metrics: 0.0, width=args.width, **case)
+    results.add_missing(run, args, width=args.width, **case)
 
 
 def watch_text(args, results: Results) -> None:
     text = load_text(args)
-    rates = argparse.Namespace(**vars(args) | {"learning_rates": [args.text_learning_rate]})
 
     def run(seed, _):
         watch = Watch(lambda model: ratio_by_layer(model, input_ids=text.input_ids), args.every)
@@ -83,7 +80,7 @@ def watch_text(args, results: Results) -> None:
         return model, watch.found
 
     case = {"task": "text", "model": "ToST", "steps": args.steps, "batch": args.text_batch, "context": CONTEXT}
-    results.add_missing(run, rates, lambda metrics: 0.0, width=SIZES["small"].width, **case)
+    results.add_missing(run, args, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -93,13 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(args)
     watch_images(args, results)
     watch_text(args, results)
-    lines = [
-        [task, metric, plus_minus(results.values(task=task, metric=metric), ".2f")]
-        for task in ("images", "text")
-        for metric in results.unique("metric")
-        if metric.startswith((f"step {args.steps},", "step 0,"))
-    ]
-    print(markdown(["", "compression term over coding rate", "ratio"], lines))
+    results.print_means()
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def convert_from_original(
             rest is not used.
         output_dir: the folder to write.
         overwrite: whether to replace the model in a folder that is not empty; other files in it stay.
-        ema: whether to take the averaged weights, `model_ema`. Vision only, as are the next two.
+        ema: whether to take the EMA weights, `model_ema`. Vision only, as are the next two.
         num_attention_heads: the heads of a softmax baseline, which its tensors do not show; by default those of the authors'
             size that `args.model` names.
         normalize_patch_tokens: the authors' `tokens_norm`, which no tensor shows; by default what `args` says, else true, as
@@ -137,7 +137,7 @@ def convert_from_original(
         FileNotFoundError: there is no such checkpoint.
         FileExistsError: `output_dir` is a file, or is not empty and `overwrite` is false.
         OSError: the folder cannot be written; nothing is left of it.
-        ValueError: the file is not such a checkpoint (the sentence says why), or holds more than plain data, which would need
+        ValueError: the file is not such a checkpoint (the message says why), or holds more than plain data, which would need
             code named by the file to run.
     """
     checkpoint, target = Path(checkpoint), Path(output_dir)
@@ -318,7 +318,7 @@ def _load_pickle(path: Path) -> Any:
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
         if code:
             raise ValueError(
-                f"{path} cannot be loaded without {code[1][:200]}, which could run any code, so it is refused; save a "
+                f"{path} cannot be loaded without {code[1][:200]}, which could run any code, so it is rejected; save a "
                 f"checkpoint that holds only tensors, numbers, strings, lists and dicts."
             ) from error
         raise ValueError(
@@ -334,7 +334,7 @@ def _is_compressed(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except Exception:  # zipfile raises nearly anything on a damaged archive, whose sentence is torch.load's
+    except Exception:  # zipfile raises nearly anything on a damaged archive, whose message is torch.load's
         return False
     size = path.stat().st_size
     return any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size for entry in entries)
@@ -361,7 +361,7 @@ def _state_dict(contents: object, key: str, source: Path) -> StateDict:
 
 
 def _check_stored(tensor: object, what: str) -> None:
-    """Refuses everything but a dense tensor whose every number is stored."""
+    """Rejects everything but a dense tensor whose every number is stored."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what} is not a named tensor.")
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
@@ -416,8 +416,8 @@ def _make_config(make: Callable[..., AnyConfig], fields: Mapping, source: Path) 
         raise ValueError(f"{source}: {str(error).splitlines()[-1].strip()[:300]}") from error
 
 
-def _refuse_settings(config: Config, fixed: Mapping, source: Path) -> None:
-    """Refuses a configuration with other values than these, the only ones in the authors' code."""
+def _reject_settings(config: Config, fixed: Mapping, source: Path) -> None:
+    """Rejects a configuration with other values than these, the only ones in the authors' code."""
     for name, value in fixed.items():
         if getattr(config, name) != value:
             raise ValueError(
@@ -430,7 +430,7 @@ def _refuse_settings(config: Config, fixed: Mapping, source: Path) -> None:
 
 def _language_config(state: StateDict, model_args: Mapping, source: Path) -> ToSTConfig:
     """The configuration by the tensors' shapes, which `model_args` must not contradict."""
-    _refuse_gpt2(state, model_args, source)
+    _reject_gpt2(state, model_args, source)
     vocab_size, n_embd = _shape(state, "transformer.wte.weight", 2, source)
     sizes = {
         "n_layer": _count(state, r"transformer\.h\.([^.]*)"),
@@ -459,7 +459,7 @@ def _language_config(state: StateDict, model_args: Mapping, source: Path) -> ToS
     return _make_config(ToSTConfig, fields, source)
 
 
-def _refuse_gpt2(state: StateDict, model_args: Mapping, source: Path) -> None:
+def _reject_gpt2(state: StateDict, model_args: Mapping, source: Path) -> None:
     c_attn = state.get("transformer.h.0.attn.c_attn.weight")
     fused_qkv = c_attn is not None and c_attn.ndim == 2 and c_attn.shape[0] == 3 * c_attn.shape[1]
     if fused_qkv or not model_args.get("TSSA", True):
@@ -477,7 +477,7 @@ def _tied(state: StateDict) -> bool:
 
 
 def _language_args(config: ToSTConfig, source: Path) -> dict:
-    """`model_args` of the authors' code; refuses what that code cannot express."""
+    """`model_args` of the authors' code; rejects what that code cannot express."""
     if options := config.options():
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
@@ -493,7 +493,7 @@ def _language_args(config: ToSTConfig, source: Path) -> dict:
         "intermediate_size": 4 * config.hidden_size,
         **dict.fromkeys(_DROPOUTS, config.hidden_dropout),
     }
-    _refuse_settings(config, fixed, source)
+    _reject_settings(config, fixed, source)
     return {
         "n_layer": config.num_hidden_layers,
         "n_head": config.num_attention_heads,
@@ -513,7 +513,7 @@ def _vision_config(
     state: StateDict, args: Mapping, heads: int | None, normalize_patch_tokens: bool | None, source: Path
 ) -> ToSTVisionConfig:
     """The configuration by the tensors' shapes and, for what these do not show, by `args`."""
-    _refuse_xcit(state, source)
+    _reject_xcit(state, source)
     width = _shape(state, "cls_token", 3, source)[2]
     attention_type = _attention_type(state, width, source)
     if normalize_patch_tokens is None:
@@ -538,7 +538,7 @@ def _vision_config(
     return _make_config(ToSTVisionConfig, fields, source)
 
 
-def _refuse_xcit(state: StateDict, source: Path) -> None:
+def _reject_xcit(state: StateDict, source: Path) -> None:
     local = [name for name in state if any(module in name for module in _XCIT_MODULES)]
     if local:
         raise ValueError(
@@ -575,7 +575,7 @@ def _vision_heads(state: StateDict, args: Mapping, heads: int | None, attention_
 
 
 def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
-    """What `args` of the authors' code says of a model; refuses what that code cannot express."""
+    """What `args` of the authors' code says of a model; rejects what that code cannot express."""
     fixed = {
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-6,
@@ -584,7 +584,7 @@ def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
         "normalize_scores": True,
         "embedding_dropout": config.hidden_dropout,
     }
-    _refuse_settings(config, fixed, source)
+    _reject_settings(config, fixed, source)
     return {
         "input_size": config.image_size,
         "nb_classes": config.num_labels,

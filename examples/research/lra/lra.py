@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
             case = {"task": task, "model": name, "steps": args.steps, "batch": args.batch, "context": LENGTHS[task]}
             # by the training loss: the test rows choose nothing
             results.add_missing(run, args, lambda metrics: -metrics["training_loss"], width=args.width, **case)
-    print(results.table("accuracy", args.tasks, scale=100))
+    results.print_means()
     print("\nThe tasks themselves, by the paper's recipes:\n\n" + "\n".join(map(full_command, args.tasks)))
 
 

@@ -104,7 +104,7 @@ def _resize_whole(image: "Image.Image", image_size: int, patch_size: int) -> "Im
 
 
 def _check_sizes(processor) -> None:
-    """Refuses an image processor whose file asks for images too large to compute with."""
+    """Rejects an image processor whose file asks for images too large to compute with."""
     for name in ("size", "crop_size"):
         sides = dict(getattr(processor, name, None) or {})
         if not all(isinstance(side, int) and side <= MAX_SIDE for side in sides.values()):

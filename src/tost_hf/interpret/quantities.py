@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NORMALIZATIONS = ("tokens", "channels")
-NOTHING_FORGOTTEN = "This model's sums forget nothing (forgetting='none'), so it has no forget factors."
+NO_DECAY = "This model's sums forget nothing (forgetting='none'), so it has no forget factors."
 PRECISION = 0.01  # the squared epsilon of the published compression terms: c = p / 0.01 or n / 0.01
 
 
@@ -63,7 +63,7 @@ class EntropyByPosition(NamedTuple):
 
 
 def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
-    """`membership_entropy` averaged over rows and positions 0, 1, 2-3, 4-7, 8-15, ...; positions count real tokens only."""
+    """`membership_entropy` averaged over sequences and positions 0, 1, 2-3, 4-7, 8-15, ...; padding has no position."""
     entropy = membership_entropy(trace)
     positions = trace.mask.cumsum(1) - 1
     starts = [0, *(2**i for i in range(int(positions.max()).bit_length()))]
@@ -75,10 +75,10 @@ def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
 def forget_factors(trace: ModelTrace) -> torch.Tensor:
     """The factors by which each token multiplies the sums of its heads before it is added to them: (B, L, H, T), 0 to 1.
 
-    Padding forgets nothing: its factors are 1.
+    Padding does not decay the sums: its factors are 1.
 
     Raises:
-        ValueError: the trace is of a model that forgets nothing, as published.
+        ValueError: the trace is of a model without decay, as published.
     """
     return _log_forget_factors(trace).exp()
 
@@ -86,11 +86,11 @@ def forget_factors(trace: ModelTrace) -> torch.Tensor:
 def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
     """Tokens after which half of a head's sum is left, ln 2 / -ln(factor): (B, L, H) of a trace, (L, H) of a model.
 
-    Where each token decides its factors, the logarithm is averaged over the real tokens of a row, so that a sum halves in
+    Where each token decides its factors, the logarithm is averaged over the real tokens of a sequence, so that a sum halves in
     this number of tokens on average. A model is enough where the factors are learned per head; it needs no input.
 
     Raises:
-        ValueError: nothing is forgotten; or a model is given whose tokens decide, which only a trace can tell.
+        ValueError: the model has no decay; or a model is given whose tokens decide, which only a trace can tell.
     """
     if isinstance(source, ModelTrace):
         tokens = source.mask.sum(1)[:, None, None]
@@ -98,7 +98,7 @@ def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
     layers = tssa_layers(source)
     biases = [layer.forget_bias for layer in layers if layer.forget_bias is not None]
     if not biases:
-        raise ValueError(NOTHING_FORGOTTEN)
+        raise ValueError(NO_DECAY)
     if layers[0].forget_proj is not None:
         raise ValueError("Each token decides how much this model forgets (forgetting='token'): give a trace of a text.")
     logits = torch.stack([bias.detach().cpu().double() for bias in biases])
@@ -107,7 +107,7 @@ def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
 
 def _log_forget_factors(trace: ModelTrace) -> torch.Tensor:
     if trace.log_forget_factors is None:
-        raise ValueError(NOTHING_FORGOTTEN)
+        raise ValueError(NO_DECAY)
     return trace.log_forget_factors
 
 
@@ -132,7 +132,7 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float
         coding_rate = 1/2 sum_k (n_k / n) ln det(I + c M_k)
 
     The two are equal where every M_k is diagonal (Hadamard's inequality). Padding counts in neither, nor in n. All tokens of
-    a text count alike, also in a model that forgets: its layers weigh the tokens near the one they compute more.
+    a text count alike, also in a model with decay, whose layers weigh the tokens near the one they compute more.
 
     Args:
         normalization: the paper states neither it nor c; both of these give its plateau of 24 ln 101 = 110.76 at p = 48.

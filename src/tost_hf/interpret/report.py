@@ -92,7 +92,7 @@ def inspect_path(
 
 
 def _check_memory(config: "PreTrainedConfig") -> None:
-    """Refuses a model larger than this machine's memory: weights that a file lacks would be allocated, however many."""
+    """Rejects a model larger than this machine's memory: weights that a file lacks would be allocated, however many."""
     from transformers import AutoModel
 
     with torch.device("meta"):
@@ -103,7 +103,7 @@ def _check_memory(config: "PreTrainedConfig") -> None:
 
 
 def _load(auto_class: Any, what: str, source: str | os.PathLike, trust_remote_code: bool):
-    """`from_pretrained` that never asks anything, and whose errors are one sentence."""
+    """`from_pretrained` that never asks anything, and whose errors have one line."""
     try:
         return auto_class.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises nearly anything on damaged files
@@ -184,7 +184,7 @@ def _chosen_layers(layers: Sequence[int] | None, total: int) -> list[int]:
 
 
 def _earlier_page(out_dir: Path) -> str:
-    """The page that an earlier run wrote to the folder, "" if there is none; refuses any other page."""
+    """The page that an earlier run wrote to the folder, "" if there is none; rejects any other page."""
     if out_dir.exists() and not out_dir.is_dir():
         raise FileExistsError(f"{out_dir} is a file; name a folder to write to.")
     index = out_dir / INDEX
@@ -197,7 +197,7 @@ def _earlier_page(out_dir: Path) -> str:
 
 
 def _check_targets(out_dir: Path, names, page: str) -> None:
-    """Refuses to replace files that the earlier page does not name."""
+    """Rejects the replacement of files that the earlier page does not name."""
     foreign = [name for name in names if os.path.lexists(out_dir / name) and not names_file(page, name)]
     foreign += [name for name in names if (out_dir / name).is_dir() and name not in foreign]
     if foreign:
@@ -263,9 +263,9 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> _Findings:
     notes = []
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and len(tokens) > limit:
-        sentence = f"The text has {len(tokens)} tokens; the model has positions for {limit}, so the rest was cut off."
-        warnings.warn(sentence, stacklevel=3)
-        notes = [("Warning", sentence)]
+        message = f"The text has {len(tokens)} tokens; the model has positions for {limit}, so the rest was cut off."
+        warnings.warn(message, stacklevel=3)
+        notes = [("Warning", message)]
         input_ids, tokens = input_ids[:, :limit], tokens[:limit]
     trace = trace_model(model, input_ids=input_ids)
     maps = membership_maps(trace)[0, [layer - 1 for layer in layers]]

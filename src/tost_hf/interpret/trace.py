@@ -30,7 +30,7 @@ class ModelTrace:
     grid: tuple[int, int] | None  # rows and columns of patches; None for a text
     class_attentions: torch.Tensor | None  # (B, class-attention layers, H, T), float64; None for a text
     logits: torch.Tensor | None  # (B, labels), float64, of a classifier
-    log_forget_factors: torch.Tensor | None = None  # (B, L, H, T), float64; 0 at padding; None where nothing is forgotten
+    log_forget_factors: torch.Tensor | None = None  # (B, L, H, T), float64; 0 at padding; None without decay
 
 
 def trace_model(
@@ -47,13 +47,13 @@ def trace_model(
 
     Args:
         model: any model with TSSA layers, language or vision, on any device and of any dtype.
-        input_ids: (B, T) tokens of a language model, one sequence per row.
+        input_ids: (B, T) tokens of a language model, one sequence per batch element.
         attention_mask: (B, T), 1 at real tokens, 0 at padding on either side.
         pixel_values: (B, C, height, width) images of a vision model.
 
     Raises:
-        ValueError: the model has no TSSA layers (the "xca" and "softmax" baselines have no memberships), a row has no real
-            token, or the model refuses the inputs.
+        ValueError: the model has no TSSA layers (the "xca" and "softmax" baselines have no memberships), a sequence has no
+            real token, or the model rejects the inputs.
     """
     attentions = tssa_layers(model)
     inputs = _model_inputs(model, input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values)
@@ -64,10 +64,10 @@ def trace_model(
     hooks += [(layer, lambda _, output: memberships.append(output[1].cpu().double())) for layer in attentions]
     for layer in attentions:
         if layer.forget_bias is not None:  # the factors come from the tokens that are projected
-            hooks.append((layer.in_proj, functools.partial(_keep_factors, factors, layer)))
+            hooks.append((layer.in_proj, functools.partial(_record_decay, factors, layer)))
     for class_attention in find_modules(model, ToSTVisionClassAttention):
         hooks.append((class_attention, lambda _, output: class_attentions.append(output[1][:, :, 0, 1:].cpu().double())))
-    with _hooked(hooks), _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with _register_hooks(hooks), _evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         outputs = model(**inputs)
 
     heads = attentions[0].num_heads
@@ -92,7 +92,7 @@ def trace_model(
 
 
 def _model_inputs(model: nn.Module, **inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The inputs that are given, on the model's device; refuses those of the other kind of model."""
+    """The inputs that are given, on the model's device; rejects those of the other kind of model."""
     takes_images = bool(find_modules(model, ToSTVisionPatchEmbeddings))
     wanted = "pixel_values" if takes_images else "input_ids"
     given = {name: torch.as_tensor(x) for name, x in inputs.items() if x is not None}
@@ -124,14 +124,14 @@ def find_modules(model: nn.Module, kind: type[Module]) -> list[Module]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def _keep_factors(factors: list[torch.Tensor], layer: TokenStatisticsSelfAttention, tokens, _output) -> None:
+def _record_decay(factors: list[torch.Tensor], layer: TokenStatisticsSelfAttention, tokens, _output) -> None:
     log_decay = layer.log_decay(tokens)
     if log_decay is not None:
         factors.append(log_decay.cpu().double())
 
 
 @contextlib.contextmanager
-def _hooked(hooks: Iterable[tuple[nn.Module, Callable[[Any, Any], None]]]) -> Iterator[None]:
+def _register_hooks(hooks: Iterable[tuple[nn.Module, Callable[[Any, Any], None]]]) -> Iterator[None]:
     """Hands each module's first input and its output to its function while it lasts."""
     handles = []
     try:
@@ -148,7 +148,7 @@ def _hooked(hooks: Iterable[tuple[nn.Module, Callable[[Any, Any], None]]]) -> It
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards each module's own flag again, as parts may be frozen in evaluation mode."""
     flags = [(module, module.training) for module in model.modules()]
     try:
