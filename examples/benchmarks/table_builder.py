@@ -92,15 +92,13 @@ def saved(measured: Measured, file: str, where: Mapping) -> str:
     return "yes" if all(row["saved"].startswith("yes") for row in measured.find(file, **where)) else "no"
 
 
-def before_and_after(measured: Measured, file: str, where: Mapping) -> str:
-    """The sum over kernels at each commit."""
+def total(measured: Measured, file: str, where: Mapping) -> str:
+    """The sum over kernels; registers are not added up."""
     records = measured.find(file, **where)
-    if where["metric"] == "registers" and len(unique(records, "kernel")) > 1:
+    registers = where["metric"] == "registers"
+    if registers and len(records) > 1:
         return ""
-    sums = dict.fromkeys(unique(measured.find(file), "commit"), 0.0)
-    for record in records:
-        sums[record["commit"]] += float(record["value"])
-    return " → ".join(f"{x:.{0 if where['metric'] == 'registers' else 1}f}" for x in sums.values())
+    return f"{sum(float(record['value']) for record in records):.{0 if registers else 1}f}"
 
 
 def failures(measured: Measured, file: str) -> list[str]:
@@ -129,7 +127,7 @@ COMPUTED = {
     "distance": distance,
     "growth": growth,
     "saved": saved,
-    "before and after": before_and_after,
+    "total": total,
     "outcome": outcome,
     "loss or failure": finite("{:.4f}"),
 }

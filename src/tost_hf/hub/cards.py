@@ -371,7 +371,8 @@ def _find_preset(config: PreTrainedConfig) -> str | None:
         presets = {name: ToSTConfig.from_preset(name) for name in PRESETS}
     if _task(config)[1] not in ("text-generation", "image-classification"):
         return None
-    same = (name for name, preset in presets.items() if all(getattr(config, x) == getattr(preset, x) for x in size.split()))
+    fields = size.split()  # some of which a configuration does not have
+    same = (n for n, preset in presets.items() if all(getattr(config, x, None) == getattr(preset, x, None) for x in fields))
     return next(same, None)
 
 
