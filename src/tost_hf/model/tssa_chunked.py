@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from .tssa_reference import (
+    BLOCK_TOKENS,
     EPS_MEMBERSHIP,
     EPS_SUM_SQ,
     TSSAState,
@@ -31,7 +32,6 @@ from .tssa_reference import (
 
 
 CHUNK_TOKENS = 256
-BLOCK_TOKENS = 16
 CHUNK_NUMBERS = cache_bytes()  # in a chunk's tensors, of several batch elements: the working set stays in the cache
 
 
