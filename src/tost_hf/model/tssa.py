@@ -65,16 +65,16 @@ def tssa(
         positions: (B, T) or (1, T) integers, the tokens' rows of `denom_bias`, where it is one of positions.
         causal: prefix sums over positions (language) or sums over all tokens (vision, encoders).
         mask: (B, T), true or 1 at real tokens. Padding adds nothing to any sum and its output is 0.
-        seq_idx: (B, T) integers, packed rows: tokens of one sequence are adjacent and share a number, and each sequence
-            is computed as if it were alone.
+        seq_idx: (B, T) integers, packed sequences: the tokens of one are adjacent and share a number, and each is computed
+            as if it were alone.
         initial_state: running sums of the tokens before these; causal form only.
         log_decay: logarithm, at most 0, of the factor by which a head's sums are multiplied before a token is added to them,
-            (H,), (T, H) or (B, T, H); causal form only. None, as 0, for sums that forget nothing. Padding forgets nothing.
+            (H,), (T, H) or (B, T, H); causal form only. None, as 0, for no decay. There is none at padding.
         backend: "auto", "reference" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
 
     Returns:
         `TSSAOutput` with the output (B, T, H, p) in `w`'s dtype, the membership (B, H, T) and, for the causal form, the
-        sums after the last token (of each row's last sequence, where rows are packed). All three are differentiable once.
+        sums after the last token (of each batch element's last packed sequence). All three are differentiable once.
 
     Raises:
         ValueError: shapes disagree, `initial_state` / `denom_bias` / `log_decay` is given to the bidirectional form,
@@ -84,7 +84,7 @@ def tssa(
     temp = _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state)
     _check_log_decay(log_decay, w, causal)
     mask = None if mask is None else mask.bool()
-    log_decay = _decay_of_tokens(log_decay, mask, w.shape[:3], compute_dtype(w.dtype))
+    log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], compute_dtype(w.dtype))
     form, forgets = "causal" if causal else "bidirectional", log_decay is not None
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(initial_state or ()))
     if _runs_on_kernels(w, backend, form, forgets=forgets, gradients=needs_grad):
@@ -158,7 +158,7 @@ def tssa_step(
 
         mask = None if mask is None else mask.bool()
         bias = None if denom_bias is None else denom_bias.reshape(-1, w.shape[1])
-        log_decay = _decay_of_tokens(log_decay, mask, w.shape[:2], compute_dtype(w.dtype))
+        log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], compute_dtype(w.dtype))
         state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
         if not in_place:
             state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))  # the kernel adds in place
@@ -190,7 +190,7 @@ def tssa_by_formulas(
         output, membership = bidirectional(w, temp, padding, seq_idx, **variant)
         return TSSAOutput(output, membership.transpose(1, 2), None)
     bias = bias_of_tokens(denom_bias, positions, dtype)
-    log_decay = _decay_of_tokens(log_decay, mask, w.shape[:3], dtype)
+    log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], dtype)
     output, membership, final = causal_by_definition(w, temp, bias, padding, seq_idx, initial_state, log_decay, **variant)
     return TSSAOutput(output, membership.transpose(1, 2), final)
 
@@ -211,7 +211,7 @@ def step_by_formulas(
     dtype, padding = compute_dtype(w.dtype), None if mask is None else ~mask.bool()
     temp, bias = temp.reshape(-1).to(dtype), bias_of_tokens(denom_bias, positions, dtype)
     state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
-    log_decay = _decay_of_tokens(log_decay, mask, w.shape[:2], dtype)
+    log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
     return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, **variant))
 
 
@@ -267,7 +267,7 @@ def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str
 
 
 def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state) -> torch.Tensor:
-    """Refuses shapes that disagree; returns `temp` as (H,)."""
+    """Raises for shapes that disagree; returns `temp` as (H,)."""
     if w.ndim != 4:
         raise ValueError(f"tssa takes projected tokens of shape (batch, tokens, heads, head_dim), got {tuple(w.shape)}.")
     if not w.is_floating_point():
@@ -302,7 +302,7 @@ def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial
 
 
 def _check_positions(w: torch.Tensor, denom_bias: torch.Tensor | None, positions: torch.Tensor) -> None:
-    """Refuses positions that are not the tokens' rows of a `denom_bias`."""
+    """Raises for positions that are not the tokens' rows of a `denom_bias`."""
     B, T, H, _ = w.shape
     if denom_bias is None or denom_bias.ndim != 2 or denom_bias.shape[1] != H:
         found = None if denom_bias is None else tuple(denom_bias.shape)
@@ -318,7 +318,7 @@ def _check_positions(w: torch.Tensor, denom_bias: torch.Tensor | None, positions
 
 
 def _check_mask(mask: torch.Tensor | None) -> None:
-    """Refuses a mask of anything but 0 and 1, such as one to be added to scores; looks only where that costs nothing."""
+    """Raises for a mask of anything but 0 and 1, such as one to be added to scores; looks only where that costs nothing."""
     if mask is None or mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
     if not ((mask == 0) | (mask == 1)).all() if mask.device.type == "cpu" else mask.is_floating_point():
@@ -329,7 +329,7 @@ def _check_mask(mask: torch.Tensor | None) -> None:
 
 
 def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bool) -> None:
-    """Refuses factors that do not fit the tokens w (B, T, H, p) or (B, H, p), or that grow; looks where that costs little."""
+    """Raises for factors that do not fit the tokens w (B, T, H, p) or (B, H, p), or that exceed 1 (checked on the CPU)."""
     if log_decay is None:
         return
     if not causal:
@@ -343,7 +343,7 @@ def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bo
         raise ValueError(f"log_decay must be at most 0, or the sums grow without end; got {log_decay.max().item():.3g}.")
 
 
-def _decay_of_tokens(log_decay: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype):
+def _expand_log_decay(log_decay: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype):
     """`log_decay` for each token and head, of shape `shape`; 0 at padding."""
     if log_decay is None:
         return None

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from .tssa_reference import (
+    BLOCK_TOKENS,
     EPS_MEMBERSHIP,
     EPS_SUM_SQ,
     TSSAState,
@@ -31,7 +32,6 @@ from .tssa_reference import (
 
 
 CHUNK_TOKENS = 256
-BLOCK_TOKENS = 16
 CHUNK_NUMBERS = cache_bytes()  # in a chunk's tensors, of several batch elements: the working set stays in the cache
 
 
@@ -61,7 +61,7 @@ class _Inputs(NamedTuple):
 
     w: torch.Tensor  # (B, T, H, p)
     temp: torch.Tensor  # (H,)
-    bias: torch.Tensor  # (B, T, H)
+    bias: torch.Tensor | None  # (B, T, H); the backward needs it for packed sequences only
     padding: torch.Tensor | None  # (B, T)
     log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1), -inf where a packed sequence starts
     state: TSSAState
@@ -70,8 +70,8 @@ class _Inputs(NamedTuple):
         """One packed sequence."""
         part = slice(row, row + 1), tokens
         state = (x[part[0]] if tokens.start == 0 else torch.zeros_like(x[part[0]]) for x in self.state)
-        padding, log_decay = (None if x is None else x[part] for x in (self.padding, self.log_decay))
-        return _Inputs(self.w[part], self.temp, self.bias[part], padding, log_decay, TSSAState(*state))
+        bias, padding, log_decay = (None if x is None else x[part] for x in (self.bias, self.padding, self.log_decay))
+        return _Inputs(self.w[part], self.temp, bias, padding, log_decay, TSSAState(*state))
 
 
 class _Kept(NamedTuple):
@@ -103,6 +103,7 @@ def _buffers(w: torch.Tensor, count: int, dtype: torch.dtype) -> list[torch.Tens
 def _forward(inputs: _Inputs, keep: bool) -> tuple[torch.Tensor, TSSAState, _Kept]:
     """Output, state after the last token, and what the backward needs."""
     w, temp, bias, padding, log_decay, state = inputs
+    assert bias is not None  # in a forward
     chunks = _slices(w.shape[1], CHUNK_TOKENS)
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
@@ -469,7 +470,7 @@ def _backward_operator(
     grad_sum_membership: torch.Tensor | None,
     w: torch.Tensor,
     temp: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     padding: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     log_decay: torch.Tensor | None,
@@ -500,14 +501,17 @@ def _backward_operator(
 
 @_backward_operator.register_fake
 def _(*args):
-    w, temp, bias, _, _, _, state, kept, needs_decay_grad = args[5:]
-    grad_log_decay = temp.new_empty(kept[0].shape if needs_decay_grad else 0)
+    w, temp, _, _, _, _, state, kept, needs_decay_grad = args[5:]
+    membership = kept[0]
+    grad_log_decay = temp.new_empty(membership.shape if needs_decay_grad else 0)
     grad_state = (x.new_empty(x.shape) for x in state)
-    return w.new_empty(w.shape), temp.new_empty(temp.shape), temp.new_empty(bias.shape), grad_log_decay, *grad_state
+    return w.new_empty(w.shape), temp.new_empty(temp.shape), temp.new_empty(membership.shape), grad_log_decay, *grad_state
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:9], output[1], *output[5:])
+    w, temp, bias, padding, seq_idx, *others = inputs[:9]
+    bias = None if seq_idx is None else bias
+    ctx.save_for_backward(w, temp, bias, padding, seq_idx, *others, output[1], *output[5:])
     ctx.mark_non_differentiable(*output[5:])
     ctx.set_materialize_grads(False)
 

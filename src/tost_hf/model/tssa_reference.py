@@ -13,18 +13,18 @@ is that of the authors' code). With s = w^2, for each head and channel i:
     D_t = sum_{j <= t} Pi_j                                  D = sum_j Pi_j
     output_ti = -Pi_t w_ti / (1 + N_ti / (D_t + 1e-8))       the same with N_i and D
 
-A causal form that forgets multiplies its sums by a factor gamma_t in (0, 1], one per head, before it adds a token:
+With decay, the causal form multiplies its sums by a factor gamma_t in (0, 1] per head before it adds a token:
 
     S_t = gamma_t S_{t-1} + s_t,    N_t = gamma_t N_{t-1} + Pi_t s_t,    D_t = gamma_t D_{t-1} + Pi_t
 
 All else is as above. `normalize_scores=False` is the paper's ablation, in which score_t = sum_i s_ti (plus p bias_t) and S has
 no effect. Nothing is ever divided by a product of factors: it may be 0.
 
-These functions are the reference of tests and benchmarks, and what torch.export and compilers for devices other than the CPU
-see: no step depends on a tensor's values. The other engines compute the same numbers faster.
+These functions are the reference of tests and benchmarks. The bidirectional form, a single token, torch.export and compilers
+for devices other than the CPU run them: no step depends on a tensor's values. The other backends compute the same faster.
 
 Arguments they share: w (B, T, H, p), projected tokens of any dtype; `temp` (H,) in the compute dtype; `padding` (B, T), true
-where there is no token; `seq_idx` (B, T), the sequence numbers of packed rows; `log_decay` (B, T, H), log gamma in the compute
+where there is no token; `seq_idx` (B, T), the numbers of packed sequences; `log_decay` (B, T, H), log gamma in the compute
 dtype, 0 at padding.
 """
 
@@ -38,10 +38,10 @@ import torch
 from torch.nn import functional as F
 
 
-GROUP_TOKENS = 16  # tokens whose decayed sums are formed together, a power of two
-MOST_STEPS = 24  # over the groups, in programs for rows of any length
-USUAL_CACHE_BYTES = 2**20
-LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 2**18, 2**22  # beyond which a reading is no guide
+BLOCK_TOKENS = 16  # whose decayed sums are formed together, a power of two
+MAX_SCAN_STEPS = 24  # over the blocks, in programs for sequences of any length
+DEFAULT_CACHE_BYTES = 2**20
+MIN_CACHE_BYTES, MAX_CACHE_BYTES = 2**18, 2**22  # beyond which a reading is no guide
 
 EPS_SUM_SQ = 1e-12  # floor of a causal running sum of squares
 EPS_NORM = 1e-12  # floor of a channel's norm over the tokens (bidirectional)
@@ -98,7 +98,7 @@ def membership_of(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor
 
 
 def bias_of_tokens(denom_bias: torch.Tensor | None, positions: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The score bias of tokens in `dtype`: as it is, or where it is one of positions, its rows at those of the tokens."""
+    """The score bias of the tokens in `dtype`: `denom_bias` itself, or with positions its entries there."""
     if denom_bias is None:
         return None
     # a look-up, not an index: the gradient of an index adds up in whatever order threads come
@@ -121,13 +121,13 @@ def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
 
 
 def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Size of a core's second-level cache, to which engines on CPUs fit their chunks; 1 MiB where Linux does not tell it."""
+    """Size of a core's second-level cache, to which the CPU backend fits its chunks; 1 MiB where Linux does not report it."""
     try:
         level = next(index for index in sorted(folder.glob("index*")) if (index / "level").read_text().strip() == "2")
         size = 1024 * int((level / "size").read_text().strip().removesuffix("K"))
     except (OSError, StopIteration, ValueError):
-        return USUAL_CACHE_BYTES
-    return min(max(size, LEAST_CACHE_BYTES), MOST_CACHE_BYTES)
+        return DEFAULT_CACHE_BYTES
+    return min(max(size, MIN_CACHE_BYTES), MAX_CACHE_BYTES)
 
 
 def _operator_namespace(package: str) -> str:
@@ -159,7 +159,7 @@ def causal(
 
     Args:
         bias: `denom_bias` at each token, (T, H) or (B, T, H), in the compute dtype.
-        state: the sums before the first token; with packed rows, of each row's first sequence.
+        state: the sums before the first token; with packed sequences, before the first of each batch element.
         softmax: what gives the memberships, called as `membership_of`; another one where these are not all heads.
 
     Returns:
@@ -198,10 +198,10 @@ def bidirectional(
     """
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
-    score = (sq / _total(sq, seq_idx).clamp_min(EPS_NORM**2) if normalize_scores else sq).sum(-1)
+    score = (sq / _sum_sequence(sq, seq_idx).clamp_min(EPS_NORM**2) if normalize_scores else sq).sum(-1)
     membership = softmax(score, temp, padding)
     weight = membership.unsqueeze(-1)
-    moment = _total(sq * weight, seq_idx) / (_total(membership, seq_idx) + EPS_MEMBERSHIP).unsqueeze(-1)
+    moment = _sum_sequence(sq * weight, seq_idx) / (_sum_sequence(membership, seq_idx) + EPS_MEMBERSHIP).unsqueeze(-1)
     return (-(x * weight) / (1 + moment)).to(w.dtype), membership
 
 
@@ -286,47 +286,49 @@ def _prefix_sums(seq_idx: torch.Tensor | None, log_decay: torch.Tensor | None) -
 def _decayed_sum(factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
     """Sums over the tokens of x (B, T, H, ...), multiplied by the token's factor (B, T, H) before each is added.
 
-    In doubling steps, within groups of tokens and then over the groups. Past a factor 0 nothing goes on, not even NaN.
+    In doubling steps, within blocks of tokens and then over the blocks. Nothing passes a factor 0, not even NaN.
     """
     T = x.shape[1]
-    unknown = factor.isnan()  # such a factor spoils the sum at its token and what goes on from it, not what a later 0 forgets
+    unknown = factor.isnan()  # it makes the sum at its token NaN, and what continues from it, but nothing behind a later 0
     x, factor = x.masked_fill(per_head(unknown, x), float("nan")), factor.masked_fill(unknown, 1)
     if before is not None:  # as a token before the others
         x, factor = torch.cat([before.unsqueeze(1), x], 1), F.pad(factor, (0, 0, 1, 0), value=1)
     place = torch.arange(x.shape[1], device=x.device)
-    sums, product = _double(x, factor, place % GROUP_TOKENS, GROUP_TOKENS.bit_length() - 1)
-    group = torch.arange(T // GROUP_TOKENS + 3, device=x.device)  # more than enough: programs are for any number but one
-    last = (group * GROUP_TOKENS - 1).clamp(0, x.shape[1] - 1)  # of the group before
-    total = sums.index_select(1, last).masked_fill(_per_token(group[None] == 0, sums), 0)
-    product_of_group = product.index_select(1, last)
+    sums, product = _scan_by_doubling(x, factor, place % BLOCK_TOKENS, BLOCK_TOKENS.bit_length() - 1)
+    block = torch.arange(T // BLOCK_TOKENS + 3, device=x.device)  # more than enough: programs are for any number but one
+    last = (block * BLOCK_TOKENS - 1).clamp(0, x.shape[1] - 1)  # of the block before
+    total = sums.index_select(1, last).masked_fill(_per_token(block[None] == 0, sums), 0)
+    block_product = product.index_select(1, last)
     if torch.compiler.is_exporting():  # few operations, whatever the length
         smallest = torch.finfo(x.dtype).tiny  # log 0 would have no gradient
-        decay = _decay_matrix(product_of_group.clamp_min(smallest).log().transpose(1, 2))
+        decay = _decay_matrix(block_product.clamp_min(smallest).log().transpose(1, 2))
         numbers = (total.unsqueeze(-1) if total.ndim == 3 else total).transpose(1, 2)
         finite = numbers.isfinite()  # 0 times NaN is NaN: what they reach is found apart
         spoiled = (decay > 2 * smallest).to(decay.dtype) @ (~finite).to(decay.dtype) > 0
         numbers = (decay @ numbers.masked_fill(~finite, 0)).masked_fill(spoiled, float("nan")).transpose(1, 2)
         total = numbers.squeeze(-1) if total.ndim == 3 else numbers
     else:
-        # programs for rows of any length take the steps of the longest
-        steps = MOST_STEPS if torch.compiler.is_compiling() else len(group).bit_length()
-        total, _ = _double(total, product_of_group, group, steps)
-    sums = _go_on(total.index_select(1, place // GROUP_TOKENS), product, sums)
+        # programs for any length take the steps of the longest
+        steps = MAX_SCAN_STEPS if torch.compiler.is_compiling() else len(block).bit_length()
+        total, _ = _scan_by_doubling(total, block_product, block, steps)
+    sums = _carry_in(total.index_select(1, place // BLOCK_TOKENS), product, sums)
     return sums if before is None else sums[:, 1:]
 
 
-def _double(total: torch.Tensor, product: torch.Tensor, offset: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _scan_by_doubling(
+    total: torch.Tensor, product: torch.Tensor, offset: torch.Tensor, steps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Decayed sums over up to 2**steps places, not beyond the place of offset 0, and the products of the factors."""
     place = torch.arange(total.shape[1], device=total.device)
     for distance in (2**step for step in range(steps)):
         early, earlier = (offset < distance)[None], (place - distance).clamp_min(0)
-        total = _go_on(total.index_select(1, earlier).masked_fill(_per_token(early, total), 0), product, total)
+        total = _carry_in(total.index_select(1, earlier).masked_fill(_per_token(early, total), 0), product, total)
         longer = product * product.index_select(1, earlier).masked_fill(early[..., None], 1)
         product = longer.masked_fill(product == 0, 0)  # whose gradient may be NaN, but not that of what lies before a 0
     return total, product
 
 
-def _go_on(before: torch.Tensor, factor: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+def _carry_in(before: torch.Tensor, factor: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
     factor = per_head(factor, term)
     return term + factor * before.masked_fill(factor == 0, 0)
 
@@ -342,7 +344,7 @@ def _decay_matrix(logs: torch.Tensor) -> torch.Tensor:
 def _running_sum(x: torch.Tensor, offset: torch.Tensor | None, before: torch.Tensor | None = None) -> torch.Tensor:
     """Sums over the tokens (dimension 1) up to each one, from the start of its packed sequence, plus those before.
 
-    Packed rows take doubling steps rather than a difference of two cumulative sums, which would cancel digits.
+    Packed sequences take doubling steps rather than a difference of two cumulative sums, which would cancel digits.
     """
     if offset is None:
         # cumsum lays its result out as it sees it: head by head it takes half the time
@@ -357,8 +359,8 @@ def _running_sum(x: torch.Tensor, offset: torch.Tensor | None, before: torch.Ten
     return x if before is None else x + before
 
 
-def _total(x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
-    """Sum over all tokens (B, 1, ...) or, in packed rows, over each token's own sequence (B, T, ...)."""
+def _sum_sequence(x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
+    """Sum over all tokens (B, 1, ...) or, of packed sequences, over each token's own (B, T, ...)."""
     if seq_idx is None:
         return x.sum(1, keepdim=True)
     to_last = _offset_in_sequence(seq_idx.flip(1)).flip(1)
