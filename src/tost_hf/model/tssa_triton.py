@@ -294,10 +294,7 @@ def _last(values):
 @_jit
 def _total(values, carry, decay):
     """The sum after the tile's last token."""
-    if decay is None:
-        return carry + tl.sum(values, 0)
-    else:
-        return _last(_running_sum(values, carry, decay, True))
+    return _last(_running_sum(values, carry, decay, True))
 
 
 @_jit
@@ -635,10 +632,7 @@ def chunk_bwd_score_kernel(
         if CAUSAL:
             after_dN = _first(dN)
             after_dD = _first(dD)
-        if log_decay is None:
-            dS_sum += tl.sum(dS, 0)
-        else:
-            dS_sum = _first(_suffix_sum(dS, dS_sum, next_decay, True))
+        dS_sum = _first(_suffix_sum(dS, dS_sum, next_decay, True))
     if log_decay is not None:
         dS_sum *= _decay_factor(tl.load(log_decay + first * H + heads, mask=heads < H, other=0.0))[:, None]
     tl.store(dtemp + chunk * H + heads, dtemp_sum, mask=heads < H)
