@@ -65,7 +65,7 @@ SENTENCES = {
     "no tokens": "ValueError: Give exactly one of input_ids and inputs_embeds",
     "one dimension": "ValueError: input_ids must be integers of shape (batch, tokens)",
     "unequal labels": "ValueError: labels must have the shape of the tokens",
-    "torch's own": "ValueError: torch's context_parallel cuts texts for softmax attention",
+    "torch's own": "ValueError: torch's context_parallel shards texts for softmax attention",
 }
 
 
