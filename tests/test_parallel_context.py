@@ -72,7 +72,7 @@ SENTENCES = {
     "different labels": f"{DIFFERENT}: labels differ",
     "different masks": f"{DIFFERENT}: attention_mask differ",
     "different order": f"{DIFFERENT}: input_ids differ",
-    "torch's own": "ValueError: torch's context_parallel cuts texts for softmax attention",
+    "torch's own": "ValueError: torch's context_parallel shards texts for softmax attention",
 }
 
 

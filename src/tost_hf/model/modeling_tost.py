@@ -223,7 +223,6 @@ class ToSTModel(ToSTPreTrainedModel):
         self.embed_positions = None
         if config.max_position_embeddings is not None:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.rotates = config.rotates
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm: nn.Module = nn.Identity()
@@ -290,7 +289,7 @@ class ToSTModel(ToSTPreTrainedModel):
         )
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
-        rotations = rotary_embedding(self.config, hidden_states, inputs.position_ids) if self.rotates else None
+        rotations = rotary_embedding(self.config, hidden_states, inputs.position_ids) if self.config.rotates else None
         hidden_states = self.embedding_dropout(hidden_states)
         for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers it temporarily
             hidden_states = layer(hidden_states, position_embeddings=rotations, **inputs._asdict())
@@ -311,7 +310,7 @@ class ToSTModel(ToSTPreTrainedModel):
         assert input_ids is not None
         if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"input_ids must be int64 or int32 integers of shape (batch, tokens), got {input_ids.dtype} "
+                f"input_ids must be integers of shape (batch, tokens), int64 or int32, got {input_ids.dtype} "
                 f"{tuple(input_ids.shape)}."
             )
         # on other devices the check would synchronize, and they have their own assertion
