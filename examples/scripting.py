@@ -134,7 +134,7 @@ def load_pretrained(auto_class, name: str, **options):
     """`auto_class.from_pretrained`.
 
     Raises:
-        ValueError: it cannot be loaded; the sentence says what and why.
+        ValueError: it cannot be loaded; the message says why.
     """
     try:
         return auto_class.from_pretrained(name, **options)
@@ -154,7 +154,7 @@ def load_rows(kind: str, config_name: str | None = None, **options):
     """`datasets.load_dataset`.
 
     Raises:
-        ValueError: the data cannot be read; the sentence names the file or the data set.
+        ValueError: the data cannot be read; the message names the file or the dataset.
     """
     try:
         return load_dataset(kind, config_name, **options)
@@ -178,7 +178,7 @@ def check_limits(data_args) -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls a script's `main`; what goes wrong for reasons that the user can do something about ends it with a sentence."""
+    """Calls a script's `main`; an error that the user can act on ends it with its message, without a traceback."""
     try:
         main()
     except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError) as error:

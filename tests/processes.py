@@ -16,7 +16,7 @@ def run_cases(cases, names: list[str], processes: int, folder) -> dict[str, list
     """Calls `cases(name)` for every name in every process.
 
     Returns:
-        For each name a list with what each process's case returned, or "Type: sentence" of what it raised.
+        For each name a list with what each process's case returned, or "Type: message" of what it raised.
     """
     # forked from a process that has imported everything once, and never computed anything
     mp.get_context("forkserver").set_forkserver_preload(IMPORTS)
