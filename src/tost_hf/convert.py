@@ -153,13 +153,10 @@ def convert_from_original(
         )
     else:
         config = _language_config(state, _stated_settings(contents, "model_args", checkpoint), checkpoint)
-    model, names = _model(config), _names(config)
-    _check_tensors(state, _authors_tensors(model), checkpoint)
+    model = _model(config)
+    _load_authors_tensors(model, state, checkpoint)
     if isinstance(config, ToSTConfig) and not config.tie_word_embeddings:
         logger.warning("%s: lm_head differs from wte; the model is converted with tie_word_embeddings=False.", checkpoint)
-    ours = {rename(name, names): tensor for name, tensor in state.items()}
-    model.load_state_dict({name: ours[name].reshape(own.shape) for name, own in model.state_dict().items()}, assign=True)
-    model.tie_weights()
     with staged_folder(target) as folder:
         model.save_pretrained(folder)
         if isinstance(config, ToSTVisionConfig):
@@ -268,6 +265,15 @@ def _authors_tensors(model: PreTrainedModel) -> StateDict:
     if _POSITION_PROJECTION in tensors:
         tensors[_POSITION_PROJECTION] = tensors[_POSITION_PROJECTION][..., None, None]
     return tensors
+
+
+def _load_authors_tensors(model: PreTrainedModel, state: StateDict, source: Path) -> None:
+    """Gives a model the tensors of a state dict with the authors' names; ValueError if they are not those it needs."""
+    _check_tensors(state, _authors_tensors(model), source)
+    names = _names(cast(Config, model.config))
+    ours = {rename(name, names): tensor for name, tensor in state.items()}
+    model.load_state_dict({name: ours[name].reshape(own.shape) for name, own in model.state_dict().items()}, assign=True)
+    model.tie_weights()
 
 
 def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
