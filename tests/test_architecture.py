@@ -1,20 +1,16 @@
-"""The map of the house, held: which room may import which, no circle, no private name of another module, nothing too long."""
+"""The package layout: which layer may import which, no import cycle, no private name imported from another module."""
 
 import ast
-import subprocess
 from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
-import pytest
-
 from tost_hf.model.configuration_tost import CODE_FILES
 
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "tost_hf"
-# Rooms and single modules from the ground up: each may import what stands on a lower floor, and its own room.
-FLOORS = (
+SOURCE = Path(__file__).parents[1] / "src" / "tost_hf"
+# Packages and single modules, lowest layer first: each imports from lower layers and from itself only.
+LAYERS = (
     ("model", "files", "version"),
     ("cache_files",),
     ("image_processing",),
@@ -25,19 +21,16 @@ FLOORS = (
     ("commands",),
     ("cli",),
 )
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LONGEST_FILE, LONGEST_FUNCTION = 500, 60
-LONG_FILES = {"src/tost_hf/model/tssa_triton.py", "src/tost_hf/convert.py"}
-
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 MODULES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def imports(module: str) -> list[tuple[str, str]]:
-    """What a module imports of the package, anywhere in its code: (module, name)."""
+def find_imports(module: str) -> list[tuple[str, str]]:
+    """What a module imports from the package, anywhere in its code: (module, name)."""
     path, found = MODULES[module], []
     folder = path.parent.relative_to(SOURCE).parts
     for node in ast.walk(ast.parse(path.read_text())):
@@ -56,48 +49,46 @@ def imports(module: str) -> list[tuple[str, str]]:
                     found.append((name, alias.name))
                     break
             else:
-                raise AssertionError(f"{module} imports {alias.name} from an unknown place")
+                raise AssertionError(f"{module} imports {alias.name} from an unknown module")
     return found
 
 
-GRAPH = {module: {target for target, _ in imports(module)} for module in MODULES}
+IMPORTS = {module: find_imports(module) for module in MODULES}
+GRAPH = {module: {target for target, _ in found} for module, found in IMPORTS.items()}
 
 
-def test_every_module_has_its_floor():
-    assert {room(module) for module in MODULES} == set(FLOOR_OF)
+def test_every_package_has_a_layer():
+    assert {package_of(module) for module in MODULES} == set(LAYER_OF)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_do_not_climb(module):
-    climbing = [t for t in GRAPH[module] if room(t) != room(module) and FLOOR_OF[room(t)] >= FLOOR_OF[room(module)]]
-    assert not climbing
+def test_imports_point_to_lower_layers():
+    upwards = [
+        (module, target)
+        for module, targets in GRAPH.items()
+        for target in targets
+        if package_of(target) != package_of(module) and LAYER_OF[package_of(target)] >= LAYER_OF[package_of(module)]
+    ]
+    assert upwards == []
 
 
-def test_there_is_no_import_circle():
+def test_there_is_no_import_cycle():
     TopologicalSorter(GRAPH).prepare()
 
 
-def test_what_travels_is_the_room_model():
-    travels = set(chain(*CODE_FILES.values()))
-    assert travels == {path.name for path in (SOURCE / "model").glob("*.py")} - {"__init__.py"}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_private_names_stay_at_home(module):
-    assert [name for _, name in imports(module) if name.startswith("_") and not name.startswith("__")] == []
-
-
-def test_nothing_is_too_long():
-    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    files = [name for name in tracked if not name.startswith("tests/fixtures/")] or [
-        str(path.relative_to(ROOT)) for path in MODULES.values()
+def test_no_private_name_is_imported():
+    private = [
+        (module, name)
+        for module, found in IMPORTS.items()
+        for _, name in found
+        if name.startswith("_") and not name.startswith("__")
     ]
-    lines = {name: len((ROOT / name).read_text().splitlines()) for name in files if (ROOT / name).exists()}
-    assert {name: count for name, count in lines.items() if count > LONGEST_FILE and name not in LONG_FILES} == {}
-    functions = {
-        f"{module}.{node.name}": node.end_lineno - node.lineno + 1
-        for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert {name: count for name, count in functions.items() if count > LONGEST_FUNCTION} == {}
+    assert private == []
+
+
+def test_remote_code_is_the_package_model():
+    files = set(chain(*CODE_FILES.values()))
+    assert files == {path.name for path in (SOURCE / "model").glob("*.py")} - {"__init__.py"}
+
+
+def test_remote_code_is_few_files():
+    assert {kind: len(files) for kind, files in CODE_FILES.items()} == {"tost": 10, "tost_vision": 8}
