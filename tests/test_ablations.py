@@ -2,11 +2,12 @@
 
 import itertools
 import json
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import randomize, small_config, small_vision_config
+from torch.distributed.device_mesh import DeviceMesh
 
 from tost_hf import (
     TokenStatisticsSelfAttention,
@@ -148,8 +149,8 @@ def test_card_info_inspect_and_convert_know_them(kind, images, tmp_path):
 
 
 def test_texts_of_raw_scores_are_not_cut():
-    with pytest.raises(ValueError, match="cannot cut texts for normalize_scores=False"):
-        parallelize(ToSTModel(small_config(normalize_scores=False)), SimpleNamespace(ndim=1))
+    with pytest.raises(ValueError, match="does not support normalize_scores=False"):
+        parallelize(ToSTModel(small_config(normalize_scores=False)), Mock(spec=DeviceMesh, ndim=1))
 
 
 def test_dictionaries_are_not_cut():

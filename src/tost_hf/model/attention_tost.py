@@ -144,9 +144,10 @@ def _nonfinite_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     """Tokens (B, 1, T, 1) whose query, key or value is not finite; None if there are none.
 
     Attention multiplies a masked value by 0, and 0 times NaN is NaN: such a token would spoil those before it and the other
-    packed sequences. Only checked on the CPU: elsewhere the check would wait for the device. Gradients are not separated.
+    packed sequences. Only checked on the CPU: elsewhere the check would wait for the device. A single token, in decoding, sees
+    nothing but its own past. Gradients are not separated.
     """
-    if query.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if query.device.type != "cpu" or query.shape[2] == 1 or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
     if all(x.detach().sum().isfinite() for x in (query, key, value)):
         return None
