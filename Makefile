@@ -37,7 +37,8 @@ docs: $(VENV)/ready  ## the documentation site, in site/, from the guides and th
 	$(BIN)/mkdocs build --quiet --strict --config-file .mkdocs.yml
 
 browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries in npm's cache
-	command -v chromium && command -v chromedriver && command -v npm || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver npm)
+	command -v chromium && command -v chromedriver || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver)
+	command -v npm || apt-get install --yes --no-install-recommends npm
 	$(BIN)/python -c "from pathlib import Path; from tempfile import mkdtemp; from tost_hf.space.packages import *; unpack([RUNTIME, TOKENIZERS], Path(mkdtemp()))"
 
 $(VENV)/ready-to-train: pyproject.toml tests/constraints.txt

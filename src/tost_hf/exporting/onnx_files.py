@@ -20,6 +20,8 @@ def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
     Raises:
         ValueError: PyTorch cannot export it.
     """
+    from onnxscript.optimizer import fold_constants
+
     traced = without_cummax(trace(program))
     with exporting_by("PyTorch's ONNX exporter"):
         exported = torch.onnx.export(
@@ -28,8 +30,10 @@ def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
             input_names=[spec.name for spec in program.inputs],
             output_names=[spec.name for spec in program.outputs],
             opset_version=OPSET,
+            optimize=False,  # its rule for x + 0 drops EPS_MEMBERSHIP as well, and leading padding would divide 0 by 0
         )
     assert exported is not None
+    fold_constants(exported.model)
     _tidy(exported.model, program)
     if dtype != "int8":
         exported.save(path)

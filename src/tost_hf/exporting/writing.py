@@ -189,10 +189,6 @@ run = load(Path("."), json.loads(Path("export.json").read_text()))  # from input
 """
 
 
-# Activations are quantised by the range of the whole batch, padding included.
-INT8_LIMIT = "In int8, give each call texts without padding: a text that begins with it can make the others' outputs NaN.\n\n"
-
-
 def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agreement: Agreement) -> None:
     scripts, script = ["runtime.py"], ""
     if isinstance(program, LanguageProgram):
@@ -213,7 +209,7 @@ def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agr
     page = PAGE.format(
         **words,
         inputs=inputs,
-        state=_state(facts) + INT8_LIMIT * (facts["dtype"] == "int8" and "state" in facts),
+        state=_state(facts),
         agreement=agreement,
         script=script,
     )
