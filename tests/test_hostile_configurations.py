@@ -39,6 +39,7 @@ OF_BOTH = [
     ({"to_dict": 5}, "'to_dict' is not a field of a configuration but the name of a method"),
     ({"__class__": "os.system"}, "'__class__' is not a field"),
     ({"attn_implementation": "stranger/kernel"}, "attn_implementation is 'stranger/kernel', code on the Hub"),
+    ({"_attn_implementation": "stranger/kernel"}, "_attn_implementation is 'stranger/kernel', code on the Hub"),
     ({"attn_implementation": 5}, "attn_implementation must be a str, got 5"),
     ({"text_config": {}}, "text_config belongs to models composed of several"),
     ({"architectures": 5}, "architectures must be a list, got 5"),

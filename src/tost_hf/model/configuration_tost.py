@@ -169,11 +169,11 @@ def _check_inherited_fields(config_class: type, fields: dict) -> None:
         raise ValueError(f"architectures must be names of classes, got {_shorten(fields['architectures'])}.")
     if not all(str(key).isdecimal() for key in fields.get("id2label") or ()):
         raise ValueError(f"id2label must name labels by number, got {_shorten(fields['id2label'])}.")
-    if "/" in (fields.get("attn_implementation") or ""):
-        raise ValueError(
-            f"attn_implementation is {_shorten(fields['attn_implementation'])}, code on the Hub, which ToST does not need; "
-            "remove that field."
-        )
+    for name in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+        if "/" in str(fields.get(name) or ""):
+            raise ValueError(
+                f"{name} is {_shorten(fields[name])}, code on the Hub, which ToST does not need; remove that field."
+            )
     for dtype in (fields.get("dtype"), fields.get("torch_dtype")):
         named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
