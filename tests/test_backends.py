@@ -127,6 +127,7 @@ torch.testing.assert_close(found, run(), rtol=1e-4, atol=1e-6)
 """
 
 
+@pytest.mark.slow
 def test_a_model_on_the_kernels():
     """The whole model by the environment variable alone, the kernels in Triton's interpreter."""
     pytest.importorskip("triton")

@@ -23,6 +23,8 @@ Keys = webdriver.Keys
 for module in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(module, reason=f"{module} is not installed")
 
+pytestmark = pytest.mark.slow  # each exports a model and drives a browser
+
 PROMPT = "Grüße, 2 ✓ tokens"
 
 

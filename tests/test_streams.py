@@ -100,6 +100,7 @@ def go_on_from_step_7(output_dir) -> None:
     (output_dir / "trainer_state.json").unlink()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_place_in_the_stream(tmp_path, clm_args, text_parts, text_folder):
     """Which is in the second epoch; what would change the stream is refused."""
     args = partial(clm_args, **STREAMED, train_file=text_parts, gradient_accumulation_steps=2)

@@ -114,6 +114,7 @@ def test_strategies(hub, train, tmp_path, strategy, pushes, state_in):
     assert not leaks(hub, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_resume_from_last_checkpoint(hub, clients, train, tmp_path):
     """On another machine, from what the Hub holds alone: the same losses as without interruption."""
     steady = {"lr_scheduler_type": "constant", "warmup_steps": 0}
