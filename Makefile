@@ -35,6 +35,7 @@ results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows 
 
 docs: $(VENV)/ready  ## the documentation site, in site/, from the guides and the docstrings
 	$(BIN)/mkdocs build --quiet --strict --config-file .mkdocs.yml
+	test -d site/assets/stylesheets  # what a wrong exclude_docs would leave out
 
 browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries in npm's cache
 	command -v chromium && command -v chromedriver || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver)
