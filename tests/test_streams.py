@@ -10,11 +10,13 @@ from collections import Counter
 from functools import partial
 from itertools import islice
 
+import datasets
 import prepare_tokens
 import pytest
 import run_clm
 import texts
 from datasets import Dataset
+from packaging.version import Version
 from scripting import load_rows
 from scripts import EXAMPLES, command_line, launch, losses
 from torch.utils.data import DataLoader
@@ -208,7 +210,11 @@ def test_bad_input(tmp_path, clm_args, text_parts, monkeypatch, changes, sentenc
     assert "Traceback" not in str(caught.value)
 
 
-@pytest.mark.parametrize("ending", ["gz", "xz", "bz2", "deep"])
+OLD_DATASETS = Version(datasets.__version__) < Version("5")
+DEEP = pytest.param("deep", marks=pytest.mark.skipif(OLD_DATASETS, reason="datasets 4 reads deeply nested records"))
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz", "bz2", DEEP])
 def test_damaged_compression_and_deep_json(prepare, tmp_path, clm_args, ending):
     """Damaged at the beginning, which is read before training, or further on."""
     good = (json.dumps({"text": "import os, sys\n" * 40}) + "\n").encode() * 300
