@@ -20,15 +20,13 @@ from pathlib import Path
 from ..model.configuration_tost import AUTO_MAPS, CODE_FILES
 
 
-# names in the repositories of any version of ToST, each of which `publish` replaces or removes
+# of this version, and of earlier ones: files that `publish` replaces or removes in a repository
 CODE_NAMES = frozenset(name for names in CODE_FILES.values() for name in names) | {
-    "attention_tost.py",
     "batch_requests_tost.py",
     "batch_scheduler_tost.py",
     "batching_tost.py",
     "cache_layer_tost.py",
     "convolution_tost.py",
-    "inputs_tost.py",
     "ista_tost.py",
     "modeling_tost_base.py",
     "modeling_tost_heads.py",

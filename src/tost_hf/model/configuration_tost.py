@@ -338,7 +338,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tost-medium": {"num_hidden_layers": 24, "num_attention_heads": 16, "hidden_size": 1024},
     "tost-large": {"num_hidden_layers": 36, "num_attention_heads": 20, "hidden_size": 1280},
 }
-PAPER_PRESETS = tuple(PRESETS)
 _PLUS = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
 PRESETS |= {
     "tost-plus-base": PRESETS["tost-base"] | _PLUS,
@@ -729,7 +728,6 @@ __all__ = [
     "LRA_PRESETS",
     "OPERATOR_FILES",
     "OPTION_DEFAULTS",
-    "PAPER_PRESETS",
     "PRESETS",
     "SLIDING_ATTENTION",
     "ToSTBaseConfig",
