@@ -20,7 +20,7 @@ from tost_hf import (
     save_cache,
 )
 from tost_hf.cache_files import state_bytes
-from tost_hf.model.attention_tost import rotary_embedding
+from tost_hf.model.modeling_tost import rotary_embedding
 
 
 TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"

@@ -8,12 +8,11 @@ from typing import NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .attention_tost import build_attention_masks
 from .cache_tost import CausalStatisticsCache, cached_length, check_cache
-from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
+from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .layers_tost import find_taps
 from .tssa_reference import sequence_starts
 
@@ -300,4 +299,83 @@ def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past
             f"Position {high} is past the end of this model's learned position tables, which hold {limit} "
             f"(max_position_embeddings): shorten the text, extend the tables with resize_position_embeddings and "
             f"fine-tune, or use a position-free model (max_position_embeddings=None)."
+        )
+
+
+# Attention masks -------------------------------------------------------------------------------------------------------
+
+
+def build_attention_masks(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    past_key_values: Cache | None,
+    past_length,
+) -> dict:
+    """Masks of scores for the attention implementation, by layer type; empty without attention layers.
+
+    Args:
+        inputs_embeds: (B, T, D).
+        mask: (B, cached + T), true at real tokens.
+        seq_idx: (B, T), sequence numbers of packed sequences, without a cache.
+        past_length: number of cached tokens.
+
+    Raises:
+        ValueError: the mask does not cover the cached tokens, or does not determine a sliding window.
+    """
+    kinds = [kind for kind in dict.fromkeys(config.layer_types) if kind != CAUSAL_STATISTICS]
+    if not kinds:
+        return {}
+    # imported here, so that models without such layers load even if transformers moves this module
+    from transformers import masking_utils
+
+    starts = isinstance(past_length, int) and past_length == 0
+    if mask is not None and not starts and mask.shape[1] == inputs_embeds.shape[1]:
+        raise ValueError(
+            "With a cache, attention layers need an attention_mask that covers the cached tokens as well as the new ones."
+        )
+    if seq_idx is not None and "flash" in config._attn_implementation and (mask is not None or len(seq_idx) > 1):
+        raise ValueError("Flash attention supports packed sequences only in batches of size 1, unpadded; use 'sdpa'.")
+    masks = {}
+    for kind in kinds:
+        create, conditions = masking_utils.create_causal_mask, []
+        if seq_idx is not None:
+            conditions.append(masking_utils.packed_sequence_mask_function(sequence_starts(seq_idx).cumsum(1)))
+        if kind == SLIDING_ATTENTION and mask is not None and starts:
+            conditions.append(_window_of_real_tokens(mask, config.sliding_window))
+        elif kind == SLIDING_ATTENTION:
+            create = masking_utils.create_sliding_window_causal_mask
+            _check_gaps(mask)
+        masks[kind] = create(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=mask,
+            past_key_values=past_key_values,
+            and_mask_function=masking_utils.and_masks(*conditions) if conditions else None,
+            layer_idx=config.layer_types.index(kind),
+        )
+    return masks
+
+
+def _window_of_real_tokens(mask: torch.Tensor, window: int):
+    """A sliding window that counts real tokens only."""
+    # a static cache has keys up to its size, which the causal mask excludes
+    rank = F.pad(mask.long().cumsum(1), (0, window))
+
+    def condition(batch, head, query, key):
+        return rank[batch, query] - rank[batch, key] < window
+
+    return condition
+
+
+def _check_gaps(mask: torch.Tensor | None) -> None:
+    """Rejects padding between real tokens, which a cached sliding window would count; checked on the CPU only."""
+    if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    later = mask.flip(1).cummax(1)[0].flip(1)
+    if (~mask & mask.cummax(1)[0] & later).any():
+        raise ValueError(
+            "With a cache, sliding_attention layers cannot skip padding between real tokens: pad on the left, or run the "
+            "whole text without past_key_values."
         )

@@ -18,7 +18,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .configuration_tost import ToSTBaseModel
+from .base_tost import ToSTBaseModel
 from .configuration_tost_vision import ToSTVisionConfig
 from .layers_tost import ISTAStep, TokenStatisticsSelfAttention
 from .tssa_reference import compute_dtype
