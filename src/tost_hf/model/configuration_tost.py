@@ -20,8 +20,12 @@ from .base_tost import (
 )
 
 
-CAUSAL_STATISTICS = "tost_causal_statistics"  # the cache layer type of a causal TSSA layer
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # transformers' names
+# Layer types, by which transformers' caches choose the layers that they consist of. The first is ours although transformers has
+# "linear_attention": the cache layer of that type cannot crop a recurrent state, has no sequence length, and is the same for
+# every model. transformers registers cache layers of further types (`CausalStatisticsLayer._layer_type`), but has no
+# registration of their names: `ToSTConfig.validate_layer_type` checks them, as that of transformers' own DeepSeek-V4 does.
+CAUSAL_STATISTICS = "tost_causal_statistics"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768},
@@ -115,7 +119,7 @@ class ToSTConfig(ToSTBaseConfig):
             ablation; `ISTAStep`), which replaces the MLP with its residual branch and LayerScale.
         ista_step_size, ista_threshold: of that step.
         normalize_scores: whether memberships are made from squares that are normalised per channel over the tokens, as
-            published, or from the squares themselves (the paper's ablation). Without normalisation the plain formulas run,
+            published, or from the squares themselves (the paper's ablation). Without normalisation the reference backend runs,
             on every device.
         pre_norm: whether LayerNorm stands before the attention and the MLP, as published, with another one after the last
             block; or, if False, after each of the two sums.
@@ -241,17 +245,14 @@ class ToSTConfig(ToSTBaseConfig):
             raise ValueError(f"{causal[0]} is for causal models; an encoder (is_causal=False) does not have it.")
 
     def validate_layer_type(self):
-        """As in transformers, whose list of types lacks `CAUSAL_STATISTICS`.
-
-        It has "linear_attention", whose cache layer has no rollback, static addresses or float64 sums.
-        """
-        kinds = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
-        own = self.__dict__.get("_layer_types") or self.all_layer_types  # as given, however many
-        if unknown := [kind for kind in own if kind not in kinds]:
-            raise ValueError(f"layer_types must hold {', '.join(kinds)} and nothing else, got {unknown[0][:40]!r}.")
-        if len(own) != self.num_hidden_layers:
-            raise ValueError(f"layer_types must name every layer: it names {len(own)} of {self.num_hidden_layers}.")
-        if CAUSAL_STATISTICS not in own:
+        """As in transformers, for the types of this model."""
+        types = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
+        given = self.__dict__.get("_layer_types") or self.all_layer_types  # however many
+        if unknown := [layer_type for layer_type in given if layer_type not in types]:
+            raise ValueError(f"layer_types must hold {', '.join(types)} and nothing else, got {unknown[0][:40]!r}.")
+        if len(given) != self.num_hidden_layers:
+            raise ValueError(f"layer_types must name every layer: it names {len(given)} of {self.num_hidden_layers}.")
+        if CAUSAL_STATISTICS not in given:
             raise ValueError(f"layer_types must hold {CAUSAL_STATISTICS} at least once.")
 
     def _check_attention_layers(self):

@@ -174,7 +174,7 @@ def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.T
     if cu_seq_lens_q is None:
         return seq_idx
     if B != 1:
-        raise ValueError(f"cu_seq_lens_q is for a batch of size 1, one packed row, but the batch has {B}; use seq_idx.")
+        raise ValueError(f"cu_seq_lens_q is for a batch of size 1, but the batch has {B}; use seq_idx.")
     borders = cu_seq_lens_q.to(device).long()
     if not torch.compiler.is_compiling():
         valid = borders.ndim == 1 and borders.numel() > 1 and borders[0] == 0 and borders[-1] == T

@@ -86,7 +86,7 @@ class ToSTVisionPatchEmbeddings(nn.Module):
 
 
 class ToSTVisionPositionEmbeddings(nn.Module):
-    """Fourier code of a patch's row and column in the grid, projected to the model's width; made for any grid."""
+    """Fourier encoding of a patch's two coordinates in a grid of any size, projected to the model's width."""
 
     features = 32  # sines and cosines of one axis
     temperature = 10000
@@ -96,16 +96,16 @@ class ToSTVisionPositionEmbeddings(nn.Module):
         self.projection = nn.Linear(2 * self.features, config.hidden_size)
 
     def forward(self, height: int, width: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """The codes (height * width, D), row by row."""
-        rows = self._code(height, device)[:, None].expand(height, width, -1)
-        columns = self._code(width, device)[None].expand(height, width, -1)
-        code = torch.cat([rows, columns], -1).flatten(0, 1)
-        return self.projection(code.to(dtype))  # the weight's dtype may be that of a quantized one
+        """Encodings (height * width, D) in row-major order."""
+        vertical = self._encode(height, device)[:, None].expand(height, width, -1)
+        horizontal = self._encode(width, device)[None].expand(height, width, -1)
+        encoding = torch.cat([vertical, horizontal], -1).flatten(0, 1)
+        return self.projection(encoding.to(dtype))  # the weight's dtype may be that of a quantized one
 
-    def _code(self, length: int, device: torch.device) -> torch.Tensor:
+    def _encode(self, length: int, device: torch.device) -> torch.Tensor:
         """Sines and cosines, interleaved, of positions 1 to `length` as fractions of a turn, (length, 32)."""
-        place = torch.arange(1, length + 1, dtype=torch.float32, device=device)
-        angle = place / (length + 1e-6) * (2 * math.pi)
+        position = torch.arange(1, length + 1, dtype=torch.float32, device=device)
+        angle = position / (length + 1e-6) * (2 * math.pi)
         wave = torch.arange(self.features // 2, dtype=torch.float32, device=device)
         angle = angle[:, None] / self.temperature ** (2 * wave / self.features)
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
@@ -119,7 +119,7 @@ class ToSTVisionEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, pixel_values: torch.Tensor | None) -> torch.Tensor:
-        """The patches of an image, row by row, (B, N, D)."""
+        """The patches of images (B, C, height, width) in row-major order, (B, N, D)."""
         if pixel_values is None:
             raise ValueError("Give pixel_values, of shape (batch, channels, height, width).")
         first = cast(nn.Conv2d, self.patch_embeddings.convolutions[0])
@@ -360,8 +360,8 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
             interpolate_pos_encoding: accepted for compatibility; positions are always computed for the given image.
 
         Returns:
-            `last_hidden_state` (B, 1 + N, D), the class token first, then the patches row by row, all after the final norm;
-            `pooler_output` (B, D), the class token.
+            `last_hidden_state` (B, 1 + N, D), the class token first, then the patches in row-major order, all after the final
+            norm; `pooler_output` (B, D), the class token.
         """
         hidden_states = self.embeddings(pixel_values)
         for layer in self.layers:
