@@ -20,7 +20,7 @@ from .base_tost import (
 )
 
 
-# Layer types, by which transformers' caches choose the layers that they consist of. The first is ours although transformers has
+# Layer types, by which transformers' caches choose the layers they consist of. The first is ours although transformers has
 # "linear_attention": the cache layer of that type cannot crop a recurrent state, has no sequence length, and is the same for
 # every model. transformers registers cache layers of further types (`CausalStatisticsLayer._layer_type`), but has no
 # registration of their names: `ToSTConfig.validate_layer_type` checks them, as that of transformers' own DeepSeek-V4 does.
