@@ -16,6 +16,7 @@ from tost_hf import (
     ToSTForCausalLM,
     ToSTTrainer,
     ToSTTrainingArguments,
+    ToSTVisionConfig,
     load_cache,
     save_cache,
 )
@@ -230,6 +231,27 @@ def test_compiled_training_gives_the_same_gradients(model, tokens):
         forward(tokens, labels=tokens, use_cache=False).loss.backward()
         gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
     torch.testing.assert_close(*gradients, **F64)
+
+
+@pytest.mark.parametrize(
+    ("aliases", "field"),
+    [
+        (("hidden_dropout_prob", "resid_pdrop", "dropout"), "hidden_dropout"),
+        (("attention_probs_dropout_prob", "attn_pdrop"), "attention_dropout"),
+        (("embd_pdrop",), "embedding_dropout"),
+    ],
+)
+@pytest.mark.parametrize("config_class", [ToSTConfig, ToSTVisionConfig])
+def test_dropout_under_its_usual_names(config_class, aliases, field, tmp_path):
+    for alias in aliases:
+        config = config_class(**{alias: 0.25})
+        assert getattr(config, field) == getattr(config, alias) == 0.25
+        config.save_pretrained(tmp_path)
+        stored = json.loads((tmp_path / "config.json").read_text())
+        assert stored[field] == 0.25 and alias not in stored
+        assert getattr(config_class.from_pretrained(tmp_path, **{alias: 0.5}), field) == 0.5
+        with pytest.raises(ValueError, match=f"{field} must be at least 0 and below 1"):
+            config_class(**{alias: 2.0})
 
 
 def test_presets_beyond_the_paper():

@@ -52,6 +52,18 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     While recording is on (`activate_past_recording`), the tokens since the last `crop`, and up to 64 before it, can be rolled
     back exactly: the sums are recomputed from those before the recorded tokens, nothing is subtracted.
+
+    Raises:
+        ValueError, RuntimeError: `crop` is called with a number of tokens, or at a time, that it cannot remove.
+
+    Example:
+
+    ```python
+    >>> model = ToSTModel(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> cache = model(torch.tensor([[5, 6, 7]])).past_key_values
+    >>> cache.layers[0].sum_sq.shape, cache.layers[0].get_seq_length()
+    (torch.Size([1, 4, 8]), 3)
+    ```
     """
 
     _layer_type = CAUSAL_STATISTICS
@@ -350,6 +362,20 @@ class CausalStatisticsCache(Cache):
 
     Size: num_hidden_layers * (2 * hidden_size + num_attention_heads) numbers per sequence, at any length: for tost-base
     74,304 bytes in files, in float32, and 111,744 in memory, where two of the three sums are float64.
+
+    Raises:
+        ValueError: the configuration is an encoder's, or a hybrid's with `static=True`.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForCausalLM(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> cache = CausalStatisticsCache(model.config)
+    >>> prefix = model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+    >>> step = model(torch.tensor([[8]]), past_key_values=cache)
+    >>> cache.get_seq_length()
+    4
+    ```
     """
 
     def __init__(self, config: PreTrainedConfig, static: bool = False):

@@ -133,9 +133,9 @@ class ToSTConfig(ToSTBaseConfig):
     Example:
 
     ```python
-    >>> from tost_hf import ToSTConfig, ToSTForCausalLM
-
-    >>> model = ToSTForCausalLM(ToSTConfig.from_preset("tost-base", max_position_embeddings=2048))
+    >>> config = ToSTConfig.from_preset("tost-base", max_position_embeddings=2048)
+    >>> config.hidden_size, config.n_positions
+    (768, 2048)
     ```
     """
 

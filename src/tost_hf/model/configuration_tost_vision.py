@@ -73,6 +73,14 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
 
     Raises:
         ValueError: a value is impossible.
+
+    Example:
+
+    ```python
+    >>> config = ToSTVisionConfig.from_preset("tost-vision-tiny-patch16", num_labels=10)
+    >>> config.hidden_size, config.num_labels
+    (192, 10)
+    ```
     """
 
     model_type = "tost_vision"

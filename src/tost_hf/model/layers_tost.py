@@ -204,6 +204,18 @@ class TokenStatisticsSelfAttention(nn.Module):
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
     module is moved to.
+
+    Raises:
+        ValueError: forgetting or a convolution in the bidirectional form.
+
+    Example:
+
+    ```python
+    >>> attention = TokenStatisticsSelfAttention(32, 4, causal=True)
+    >>> output, membership = attention(torch.randn(2, 10, 32))
+    >>> output.shape, membership.shape
+    (torch.Size([2, 10, 32]), torch.Size([2, 4, 10]))
+    ```
     """
 
     def __init__(

@@ -35,14 +35,37 @@ from .tssa_reference import compute_dtype
 
 @dataclass
 class ToSTModelOutputWithPast(BaseModelOutputWithPast):
-    """`memberships`: with `output_memberships=True`, Pi of every layer, each (B, H, T) in float32, 0 at padding."""
+    """Output of `ToSTModel`; the fields of the base class, and `memberships`.
+
+    `memberships`: with `output_memberships=True`, Pi of every TSSA layer, each (B, H, T) in float32, 0 at padding.
+    `attentions`: with `output_attentions=True` and attn_implementation="eager", the weights of every softmax attention layer
+    of a hybrid model, each (B, H, T, cached + T).
+
+    Example:
+
+    ```python
+    >>> model = ToSTModel(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> outputs = model(torch.tensor([[5, 6, 7]]), output_memberships=True)
+    >>> outputs.memberships[0].shape
+    torch.Size([1, 4, 3])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
 class ToSTCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """`memberships` as in `ToSTModelOutputWithPast`."""
+    """Output of `ToSTForCausalLM`: logits (B, T, vocab_size), the loss, and what `ToSTModelOutputWithPast` has.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForCausalLM(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.tensor([[5, 6, 7]])).past_key_values.get_seq_length()
+    3
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
@@ -285,7 +308,17 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
 
 
 class ToSTPreTrainedModel(ToSTBaseModel):
-    """Weight initialisation, loading and saving of all ToST language models."""
+    """Weight initialisation, loading and saving of all ToST text models; isinstance tells them from vision models.
+
+    Example:
+
+    ```python
+    >>> model = ToSTModel(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> isinstance(model, ToSTPreTrainedModel)
+    True
+    >>> model.resize_position_embeddings(2048)
+    ```
+    """
 
     config: ToSTConfig
     base_model_prefix = "model"
@@ -367,7 +400,16 @@ def _resize_positions(table: nn.Parameter, dim: int, size: int) -> nn.Parameter:
 
 
 class ToSTModel(ToSTPreTrainedModel):
-    """The ToST trunk: embeddings, TSSA blocks and, with `pre_norm`, a final LayerNorm."""
+    """The ToST trunk: embeddings, TSSA blocks and, with `pre_norm`, a final LayerNorm.
+
+    Example:
+
+    ```python
+    >>> model = ToSTModel(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.tensor([[5, 6, 7]])).last_hidden_state.shape
+    torch.Size([1, 3, 32])
+    ```
+    """
 
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
@@ -477,6 +519,17 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
     With the attribute `fuse_linear_cross_entropy` set (see `ToSTTrainingArguments`), training with labels gives the loss and
     no logits.
+
+    Raises:
+        ValueError: the configuration is an encoder's (`is_causal=False`).
+
+    Example:
+
+    ```python
+    >>> model = ToSTForCausalLM(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape
+    torch.Size([1, 7])
+    ```
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -620,20 +673,47 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
 @dataclass
 class ToSTSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """`memberships` as in `ToSTModelOutputWithPast`."""
+    """Output of `ToSTForSequenceClassification`: logits (B, num_labels), and what `ToSTModelOutputWithPast` has.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForSequenceClassification(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.tensor([[5, 6, 7]])).logits.shape
+    torch.Size([1, 2])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
 class ToSTMaskedLMOutput(MaskedLMOutput):
-    """`memberships` as in `ToSTModelOutputWithPast`."""
+    """Output of `ToSTForMaskedLM`: logits (B, T, vocab_size), and `memberships` as in `ToSTModelOutputWithPast`.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForMaskedLM(ToSTConfig(hidden_size=32, num_attention_heads=4, is_causal=False))
+    >>> model(torch.tensor([[5, 6, 7]])).logits.shape
+    torch.Size([1, 3, 50304])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
 class ToSTForSequenceClassification(ToSTPreTrainedModel):
-    """ToST with a linear head on the features of each sequence, pooled as `config.pooling` says."""
+    """ToST with a linear head on the features of each sequence, pooled as `config.pooling` says.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForSequenceClassification(ToSTConfig(hidden_size=32, num_attention_heads=4, num_labels=3))
+    >>> tokens, labels = torch.tensor([[5, 6, 7]]), torch.tensor([2])
+    >>> model(tokens, labels=labels).loss.backward()
+    ```
+    """
 
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
@@ -702,7 +782,19 @@ def _pool(x: torch.Tensor, real: torch.Tensor | None, pooling: str) -> torch.Ten
 
 
 class ToSTForMaskedLM(ToSTPreTrainedModel):
-    """A ToST encoder with a language-model head, tied to the token embedding by default, that fills in masked tokens."""
+    """A ToST encoder with a language-model head, tied to the token embedding by default, that fills in masked tokens.
+
+    Raises:
+        ValueError: the configuration is a causal model's.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForMaskedLM(ToSTConfig(hidden_size=32, num_attention_heads=4, is_causal=False))
+    >>> tokens, labels = torch.tensor([[5, 99, 7]]), torch.tensor([[-100, 6, -100]])
+    >>> model(tokens, labels=labels).loss.backward()
+    ```
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -754,7 +846,16 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
 
 
 class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedModel):
-    """ToST with a linear head on each token: transformers' own, which does not return memberships (`self.model` does)."""
+    """ToST with a linear head on each token: transformers' own, which does not return memberships (`self.model` does).
+
+    Example:
+
+    ```python
+    >>> model = ToSTForTokenClassification(ToSTConfig(hidden_size=32, num_attention_heads=4, num_labels=3))
+    >>> model(torch.tensor([[5, 6, 7]])).logits.shape
+    torch.Size([1, 3, 3])
+    ```
+    """
 
     def __init__(self, config: ToSTConfig):
         ToSTPreTrainedModel.__init__(self, config)
@@ -767,7 +868,16 @@ class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedMo
 
 
 class ToSTForQuestionAnswering(GenericForQuestionAnswering, ToSTPreTrainedModel):
-    """ToST with logits of an answer's start and end: transformers' own head, as in `ToSTForTokenClassification`."""
+    """ToST with logits (B, T) of an answer's start and end: transformers' own head, as in `ToSTForTokenClassification`.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForQuestionAnswering(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.tensor([[5, 6, 7]])).end_logits.shape
+    torch.Size([1, 3])
+    ```
+    """
 
     def __init__(self, config: ToSTConfig):
         ToSTPreTrainedModel.__init__(self, config)

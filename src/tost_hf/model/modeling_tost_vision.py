@@ -26,8 +26,21 @@ from .tssa_reference import compute_dtype
 
 @dataclass
 class ToSTVisionModelOutput(BaseModelOutputWithPooling):
-    """`memberships`: Pi of every TSSA block, each (B, H, N). `class_attentions`: of every class-attention block, the class
-    token's weights over itself and the patches, each (B, H, 1, 1 + N). Both on request."""
+    """Output of `ToSTVisionModel`; the fields of the base class, and two on request.
+
+    `memberships`: with `output_memberships=True`, Pi of every TSSA block, each (B, H, N). `class_attentions`: with
+    `output_class_attentions=True`, the class token's weights over itself and the patches, of every class-attention block, each
+    (B, H, 1, 1 + N).
+
+    Example:
+
+    ```python
+    >>> model = ToSTVisionModel(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
+    >>> outputs = model(torch.randn(1, 3, 64, 96), output_memberships=True)
+    >>> outputs.memberships[0].shape
+    torch.Size([1, 4, 24])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
     class_attentions: tuple[torch.FloatTensor, ...] | None = None
@@ -35,7 +48,17 @@ class ToSTVisionModelOutput(BaseModelOutputWithPooling):
 
 @dataclass
 class ToSTImageClassifierOutput(ImageClassifierOutput):
-    """`memberships` and `class_attentions` as in `ToSTVisionModelOutput`."""
+    """Output of `ToSTForImageClassification`: logits (B, num_labels), the loss, and what `ToSTVisionModelOutput` has.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForImageClassification(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
+    >>> outputs = model(torch.randn(1, 3, 64, 96), output_class_attentions=True)
+    >>> outputs.class_attentions[0].shape
+    torch.Size([1, 4, 1, 25])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
     class_attentions: tuple[torch.FloatTensor, ...] | None = None
@@ -289,7 +312,15 @@ class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
 
 
 class ToSTVisionPreTrainedModel(ToSTBaseModel):
-    """Weight initialisation, loading and saving of all ToST vision models."""
+    """Weight initialisation, loading and saving of all ToST vision models; isinstance tells them from text models.
+
+    Example:
+
+    ```python
+    >>> isinstance(ToSTVisionModel(ToSTVisionConfig(hidden_size=32, num_attention_heads=4)), ToSTVisionPreTrainedModel)
+    True
+    ```
+    """
 
     config: ToSTVisionConfig
     base_model_prefix = "tost"
@@ -331,7 +362,16 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
 
 
 class ToSTVisionModel(ToSTVisionPreTrainedModel):
-    """The ToST vision trunk: convolutional stem, TSSA blocks over the patches, class-attention blocks, final LayerNorm."""
+    """The ToST vision trunk: convolutional stem, TSSA blocks over the patches, class-attention blocks, final LayerNorm.
+
+    Example:
+
+    ```python
+    >>> model = ToSTVisionModel(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.randn(1, 3, 64, 96)).last_hidden_state.shape
+    torch.Size([1, 25, 32])
+    ```
+    """
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config)
@@ -374,7 +414,17 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
 
 
 class ToSTForImageClassification(ToSTVisionPreTrainedModel):
-    """ToST with a linear classifier on the class token."""
+    """ToST with a linear classifier on the class token.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForImageClassification(ToSTVisionConfig(hidden_size=32, num_attention_heads=4, num_labels=5))
+    >>> images, labels = torch.randn(2, 3, 224, 224), torch.tensor([0, 4])
+    >>> model(images, labels=labels).logits.shape
+    torch.Size([2, 5])
+    ```
+    """
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config)
@@ -412,7 +462,16 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
 
 @dataclass
 class ToSTBackboneOutput(BackboneOutput):
-    """`memberships` as in `ToSTVisionModelOutput`."""
+    """Output of `ToSTBackbone`: `feature_maps`, and `memberships` as in `ToSTVisionModelOutput`.
+
+    Example:
+
+    ```python
+    >>> backbone = ToSTBackbone(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
+    >>> backbone(torch.randn(1, 3, 64, 96), output_memberships=True).memberships[-1].shape
+    torch.Size([1, 4, 24])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
@@ -421,6 +480,14 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
     """Stem and TSSA blocks as a backbone: feature maps have the width of the model and a pixel per patch, and no final norm.
 
     Loads the weights of any ToST vision model, without its class token, class-attention blocks and head.
+
+    Example:
+
+    ```python
+    >>> backbone = ToSTBackbone(ToSTVisionConfig(hidden_size=32, num_attention_heads=4, out_indices=[1, 2]))
+    >>> [tuple(x.shape) for x in backbone(torch.randn(1, 3, 64, 96)).feature_maps]
+    [(1, 32, 4, 6), (1, 32, 4, 6)]
+    ```
     """
 
     has_attentions = False  # of the kind that `output_attentions` asks for
