@@ -58,7 +58,7 @@ def test_training_compiles_once_for_a_shape_and_once_for_all_lengths(tiny_model,
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_training_options(tiny_model, packed, checkpointing, autocast):
-    """Packed rows, gradient checkpointing and autocast, all in one graph and with eager's gradients."""
+    """Packed sequences, gradient checkpointing and autocast, all in one graph and with eager's gradients."""
     tokens = ids(2, 70)
     inputs = {"seq_idx": (torch.arange(70) // 33).expand(2, -1)} if packed else {}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -28,7 +28,10 @@ if not os.fork():  # a child tells which modules the import loads
     os.write(writer, json.dumps([name for name in sys.modules if name.startswith("transformers")]).encode())
     os._exit(0)
 os.close(writer)
-modules = {name: importlib.import_module(name) for name in json.loads(os.fdopen(reader).read())}
+names = json.loads(os.fdopen(reader).read())
+for name in names:
+    importlib.import_module(name)
+modules = {name: sys.modules[name] for name in names}  # transformers replaces itself while it is imported
 
 def snapshot():
     # attributes of modules, their classes and objects, and entries of containers among these, by their paths
@@ -105,7 +108,7 @@ def test_trl_still_looks_for_classes_in_transformers():
 
 
 def test_the_layer_type_is_still_needed():
-    """`CAUSAL_STATISTICS` can become "linear_attention" when that type's cache layer can be rolled back and has a length."""
+    """`CAUSAL_STATISTICS` can become "linear_attention" when that type's cache layer supports rollback and has a length."""
     assert CAUSAL_STATISTICS not in ALLOWED_LAYER_TYPES and isinstance(ALLOWED_LAYER_TYPES, tuple)  # nothing registers types
     layer = LinearAttentionLayer()
     layer.activate_past_recording()
