@@ -401,10 +401,10 @@ def layer_type_of(layer: object) -> str | None:
 
 def cached_length(cache: Cache) -> int | torch.Tensor:
     """Tokens seen by a cache of a ToST model, padding included (a 0-dimensional tensor where static or compiled)."""
-    return _statistics_layer(cache).get_seq_length()
+    return _first_statistics_layer(cache).get_seq_length()
 
 
-def _statistics_layer(cache: Cache) -> CausalStatisticsLayer:
+def _first_statistics_layer(cache: Cache) -> CausalStatisticsLayer:
     return cast(CausalStatisticsLayer, next(layer for layer in cache.layers if layer_type_of(layer) == CAUSAL_STATISTICS))
 
 
@@ -448,7 +448,7 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
             f"The cache is another model's: its layers are {', '.join(map(str, kinds))}, "
             f"this model's {', '.join(config.layer_types)}."
         )
-    layer = _statistics_layer(cache)
+    layer = _first_statistics_layer(cache)
     if not layer.is_initialized:
         return
     batch, *heads = layer.tensors()["sum_sq"].shape

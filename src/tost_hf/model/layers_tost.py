@@ -177,7 +177,7 @@ class LayerOperators(NamedTuple):
     convolve: Callable[..., tuple[torch.Tensor, torch.Tensor]] = convolve
 
 
-RAW_SCORES = LayerOperators(
+UNNORMALIZED_SCORES = LayerOperators(
     tssa=functools.partial(tssa_by_formulas, normalize_scores=False),
     step=functools.partial(step_by_formulas, normalize_scores=False),
 )
@@ -236,7 +236,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        self.operators = LayerOperators() if normalize_scores else RAW_SCORES
+        self.operators = LayerOperators() if normalize_scores else UNNORMALIZED_SCORES
         if not causal and (forgetting != "none" or conv_kernel is not None):
             raise ValueError("forgetting and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
         self.backend = backend

@@ -232,7 +232,7 @@ class ToSTMLP(nn.Module):
         return self.dropout(self.down_proj(self.act_fn(self.up_proj(hidden_states))))
 
 
-def _statistics_layer(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttention:
+def _make_tssa(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttention:
     return TokenStatisticsSelfAttention(
         config.hidden_size,
         config.num_attention_heads,
@@ -262,7 +262,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         self.pre_norm = config.pre_norm
         self.input_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
         self.attends = config.all_layer_types[layer_idx] != CAUSAL_STATISTICS
-        self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _statistics_layer(config, layer_idx)
+        self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _make_tssa(config, layer_idx)
         self.attention_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
         self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
         self.mlp: nn.Module
