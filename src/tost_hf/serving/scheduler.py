@@ -14,9 +14,8 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..model.cache_tost import CausalStatisticsCache
+from ..model.cache_tost import CausalStatisticsCache, join_rows
 from ..model.configuration_tost import CAUSAL_STATISTICS
-from .caches import concat_caches
 from .requests import BatchRequest, Cancelled
 from .sampling import sample_tokens
 
@@ -201,7 +200,7 @@ class BatchScheduler:
     def _join(self, requests: list[BatchRequest], cache: Cache) -> None:
         caches = [cache] if self.cache is None else [self.cache, cache]
         self.running = self.running + requests
-        self.cache = concat_caches(caches, max(request.cached_tokens for request in self.running))
+        self.cache = join_rows(caches, max(request.cached_tokens for request in self.running))
 
     def _keep(self, indices: list[int]) -> None:
         """Removes all other requests from the batch."""
