@@ -58,9 +58,9 @@ def rezipped(compress=zipfile.ZIP_STORED, **members):
 
 
 HOSTILE = {
-    "1e11 vectors of one number": (with_tensor(torch.zeros(1).expand(10**11, 32), WTE), "it repeats its numbers"),
-    "1e11 numbers where 32 belong": (with_tensor(torch.zeros(1).expand(10**11)), "it repeats its numbers"),
-    "a repeated vector": (
+    "1e11 rows of one number": (with_tensor(torch.zeros(1).expand(10**11, 32), WTE), "it repeats its numbers"),
+    "1e11 rows where 32 belong": (with_tensor(torch.zeros(1).expand(10**11)), "it repeats its numbers"),
+    "a row repeated": (
         with_tensor(torch.zeros(32).expand(96, 32), WTE),
         "12,288 bytes, of which .* stores 128",
     ),
@@ -79,7 +79,7 @@ HOSTILE = {
     "complex numbers": (with_tensor(torch.zeros(32, dtype=torch.complex64)), "torch.complex64"),
     "booleans": (with_tensor(torch.zeros(32, dtype=torch.bool)), "torch.bool"),
     "no dimensions": (with_tensor(torch.tensor(1.0), WTE), "must have 2 dimensions"),
-    "an empty matrix": (with_tensor(torch.zeros(0, 32), WTE), "vocab_size=96, but the tensors say vocab_size=0"),
+    "no rows": (with_tensor(torch.zeros(0, 32), WTE), "vocab_size=96, but the tensors say vocab_size=0"),
     "a name of a megabyte": (with_tensor(torch.zeros(1), "x\n" * 2**19), "has 'x"),
     "a name that is no text": (with_tensor(torch.zeros(1), (1, 2)), "a name that is not text but tuple"),
     "2,000 layers": (
@@ -108,7 +108,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("make, message", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_checkpoints_are_rejected(make, message, tmp_path):
+def test_hostile_checkpoints_are_refused(make, message, tmp_path):
     checkpoint = tmp_path / "ckpt.pt"
     checkpoint.write_bytes(make())
     tracemalloc.start()
@@ -122,9 +122,9 @@ def test_hostile_checkpoints_are_rejected(make, message, tmp_path):
     assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
-def test_damaged_bytes_give_an_error_message_or_a_model(tmp_path):
+def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp_path):
     """Bytes of a checkpoint changed, cut, repeated and moved, with a fixed seed."""
-    chance, rejected = random.Random(0), 0
+    chance, refused = random.Random(0), 0
     for trial in range(120):
         data = bytearray(WHOLE)
         place = chance.randrange(len(data))
@@ -141,13 +141,13 @@ def test_damaged_bytes_give_an_error_message_or_a_model(tmp_path):
         try:
             convert_from_original(tmp_path / "ckpt.pt", tmp_path / f"model{trial}")
         except ValueError as error:
-            rejected += 1
+            refused += 1
             assert "ckpt.pt" in str(error) and "\n" not in str(error)
             assert not (tmp_path / f"model{trial}").exists()
-    assert 60 < rejected <= 120
+    assert 60 < refused <= 120
 
 
-def test_irregular_files_are_rejected(tmp_path):
+def test_what_is_no_regular_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         with pytest.raises(ValueError, match=f"{path} is not a file; name the checkpoint"):

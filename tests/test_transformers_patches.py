@@ -53,13 +53,16 @@ def snapshot():
                 add(f"{name}.{attribute}", value)
     return state
 
+def module_of(value):
+    return value.__module__ if isinstance(value, type) else type(value).__module__
+
 before = snapshot()
 import tost_hf
 after = snapshot()
 json.dump({
     "changed": [path for path in before if path not in after or after[path] is not before[path]],
     # transformers' lazy modules load more of transformers; what is ours has our name
-    "added": [path for path in after if path not in before and "tost" in f"{path} {after[path]}".lower()],
+    "added": [path for path in after if path not in before and "tost" in f"{path} {module_of(after[path])}".lower()],
 }, sys.stdout)
 """
 REGISTERED = {

@@ -13,10 +13,8 @@ from transformers import AutoConfig, GenerationMixin
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .cache_files import load_cache, save_cache
-from .model import modeling_tost, modeling_tost_vision
-from .model.base_tost import AUTO_MAPS
 from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer
-from .model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
+from .model.configuration_tost import AUTO_MAPS, LRA_PRESETS, PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .model.layers_tost import TokenStatisticsSelfAttention
 from .model.modeling_tost import (
@@ -85,11 +83,11 @@ _LAZY = {
     "verify": "hub.verification",
 }
 
-for config_class, modeling in ((ToSTConfig, modeling_tost), (ToSTVisionConfig, modeling_tost_vision)):
+for config_class in (ToSTConfig, ToSTVisionConfig):
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     for auto_name, reference in AUTO_MAPS[config_class.model_type].items():
         if auto_name != "AutoConfig":
-            auto_class, model_class = getattr(transformers, auto_name), getattr(modeling, reference.partition(".")[2])
+            auto_class, model_class = getattr(transformers, auto_name), globals()[reference.partition(".")[2]]
             auto_class.register(config_class, model_class, exist_ok=True)
             add_class_name(auto_class, config_class.model_type, model_class)
             add_class(model_class)

@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """ToST text models: the trunk, causal or bidirectional, the language model and the other heads."""
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
@@ -180,22 +179,23 @@ class ToSTAttention(nn.Module):
             key = key.masked_fill(nonfinite, torch.nan)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = functools.partial(
-            ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
-            self,
-            attention_mask=attention_masks[self.layer_type],
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            position_ids=position_ids,
-        )
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        options = {
+            "attention_mask": attention_masks[self.layer_type],
+            "scaling": self.scaling,
+            "sliding_window": self.sliding_window,
+            "position_ids": position_ids,
+        }
         nonfinite_keys = None
         if nonfinite is not None:
             nonfinite_keys = key.isnan().any(-1, keepdim=True)
             key = key.masked_fill(nonfinite_keys, 0)
-        attended, weights = attend(query, key, value, dropout=self.attention_dropout if self.training else 0.0)
+        dropout = self.attention_dropout if self.training else 0.0
+        attended, weights = attend(self, query, key, value, dropout=dropout, **options)
         if nonfinite_keys is not None:
             # with equal weights, the share of such keys among those that a query sees
-            share, _ = attend(torch.zeros_like(query), torch.zeros_like(key), nonfinite_keys.to(value.dtype).expand_as(value))
+            indicators = nonfinite_keys.to(value.dtype).expand_as(value)
+            share, _ = attend(self, torch.zeros_like(query), torch.zeros_like(key), indicators, **options)
             attended = attended.masked_fill(share != 0, torch.nan)
         return self.out_dropout(self.out_proj(attended.reshape(B, T, -1))), weights
 
