@@ -96,9 +96,9 @@ def test_a_packed_sequence_is_the_sequence(model, tokens):
     torch.testing.assert_close(logits[:, real], alone, **F64)
 
 
-@pytest.mark.parametrize("sizes", [[1] * 23, [11, 12], [1, 2, 3, 4, 5, 8], [20, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("sizes", [[1] * 23, [1, 2, 3, 4, 5, 8], [20, 1, 1, 1]], ids=str)
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("padding", [[], [0, 1, 2, 3, 4], [2, 3, 7, 11, 12, 20]], ids=str)
+@pytest.mark.parametrize("padding", [[], [0, 1, 2, 7, 11, 12, 20]], ids=str)
 @torch.no_grad()
 def test_chunked_prefill_equals_the_full_forward(model, tokens, sizes, static, padding):
     mask = torch.ones_like(tokens)
@@ -112,7 +112,7 @@ def test_chunked_prefill_equals_the_full_forward(model, tokens, sizes, static, p
     torch.testing.assert_close(torch.cat(chunks, 1)[mask == 1], full[mask == 1], **F64)
 
 
-@pytest.mark.parametrize("removed", [1, 3, 4, 9])
+@pytest.mark.parametrize("removed", [1, 4, 9])
 @pytest.mark.parametrize("singly", [False, True])
 @torch.no_grad()
 def test_crop_equals_never_having_seen(model, tokens, removed, singly):
