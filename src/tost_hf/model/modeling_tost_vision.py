@@ -323,8 +323,8 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
     """
 
     config: ToSTVisionConfig
-    # names of modules are those of parameters in checkpoints: here as in transformers' ViT (`attention`, `classifier`, the trunk
-    # named after the model), in text models as in its decoders (`self_attn`, `score`, `lm_head`, the trunk named `model`)
+    # modules are named as parameters in checkpoints: here as in transformers' ViT (`attention`, `classifier`, the trunk named
+    # after the model), in text models as in its decoders (`self_attn`, `score`, `lm_head`, the trunk named `model`)
     base_model_prefix = "tost"
     main_input_name = "pixel_values"
     input_modalities = ("image",)  # type: ignore[assignment]  # a tuple as in transformers' own models
