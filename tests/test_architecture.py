@@ -11,7 +11,7 @@ from tost_hf.model.configuration_tost import CODE_FILES
 SOURCE = Path(__file__).parents[1] / "src" / "tost_hf"
 # Packages and single modules, lowest layer first: each imports from lower layers and from itself only.
 LAYERS = (
-    ("model", "files", "version"),
+    ("model", "files", "transformers_patches", "version"),
     ("cache_files",),
     ("image_processing",),
     ("hub", "interpret", "parallel"),

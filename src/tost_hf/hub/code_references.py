@@ -22,6 +22,7 @@ from ..model.configuration_tost import AUTO_MAPS, CODE_FILES
 
 # of this version, and of earlier ones: files that `publish` replaces or removes in a repository
 CODE_NAMES = frozenset(name for names in CODE_FILES.values() for name in names) | {
+    "attention_tost.py",
     "batch_requests_tost.py",
     "batch_scheduler_tost.py",
     "batching_tost.py",

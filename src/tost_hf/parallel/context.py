@@ -66,6 +66,14 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
         TypeError: another kind of model, or no `DeviceMesh`.
         ValueError: the model is an encoder, has layers of softmax attention or scores that are not normalised, is parallel
             already, or the mesh has several dimensions.
+
+    Example, in each of four processes:
+
+    ```python
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    >>> model = parallelize(model, mesh["cp"])
+    >>> model(input_ids, labels=input_ids).loss.backward()  # the whole batch in every process
+    ```
     """
     if not isinstance(model, ToSTModel | ToSTForCausalLM):
         got = f"{type(model).__module__}.{type(model).__name__}"
