@@ -244,7 +244,7 @@ def test_files_of_others_stay(hub, clients, tmp_path):
     assert hub.files("tost/mixed") == contents(folder) | others
 
 
-STALLED = """
+SHORT_TIMEOUT = """
 import time; time.sleep = lambda seconds: None
 import tost_hf.hub.connection
 tost_hf.hub.connection.TIME_LIMIT = 0.3
@@ -253,14 +253,14 @@ raise SystemExit(tost_hf.cli.main(argv))
 
 
 @pytest.mark.parametrize("step", ["repos/create", "blobs=", "preupload", "commit/"])
-def test_a_server_that_stalls(hub, clients, tmp_path, step):
+def test_server_timeout(hub, clients, tmp_path, step):
     """Ends with an error message, and the repository is as it was."""
     folder, name = language_folder(tmp_path / "model"), f"tost/slow-{step.strip('/=').replace('/', '-')}"
     head = hub.create(name, {"config.json": b"{}"})
     with hub.fail(".*", step, delay=3.0, status=503):
         for command in (["publish", folder, name], *([["verify", name], ["info", name]] if step == "blobs=" else [])):
-            done = clients.run(STALLED, *command, token=hub.token("writer"))
-            assert done.status == 1 and "tost-hf: error: The Hub could not be reached, stalled" in done.output, done.output
+            done = clients.run(SHORT_TIMEOUT, *command, token=hub.token("writer"))
+            assert done.status == 1 and "tost-hf: error: The Hub could not be reached, timed out" in done.output, done.output
             assert "Traceback" not in done.output
     hub.settle()
     assert hub.head(name) == head
