@@ -124,7 +124,7 @@ def test_hostile_checkpoints_are_rejected(make, message, tmp_path):
 
 def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp_path):
     """Bytes of a checkpoint changed, cut, repeated and moved, with a fixed seed."""
-    chance, refused = random.Random(0), 0
+    chance, rejected = random.Random(0), 0
     for trial in range(120):
         data = bytearray(WHOLE)
         place = chance.randrange(len(data))
@@ -141,10 +141,10 @@ def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp
         try:
             convert_from_original(tmp_path / "ckpt.pt", tmp_path / f"model{trial}")
         except ValueError as error:
-            refused += 1
+            rejected += 1
             assert "ckpt.pt" in str(error) and "\n" not in str(error)
             assert not (tmp_path / f"model{trial}").exists()
-    assert 60 < refused <= 120
+    assert 60 < rejected <= 120
 
 
 def test_what_is_no_regular_file_is_rejected(tmp_path):

@@ -33,8 +33,8 @@ def test_import_is_lean_and_offline():
     """Nothing that only training, serving or a GPU needs, and no connection of any kind."""
     code = """
 import importlib.util, socket, sys
-def refuse(*args, **kwargs): raise AssertionError("network")
-socket.socket.connect = socket.getaddrinfo = refuse
+def reject(*args, **kwargs): raise AssertionError("network")
+socket.socket.connect = socket.getaddrinfo = reject
 missing = {"triton", "PIL", "torchvision"}
 sys.modules |= dict.fromkeys(missing)  # as where they are not installed
 find = importlib.util.find_spec
