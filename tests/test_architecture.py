@@ -18,7 +18,6 @@ LAYERS = (
     ("training", "convert", "serving", "exporting"),
     ("space",),
     ("__init__",),
-    ("commands",),
     ("cli",),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}

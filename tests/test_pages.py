@@ -193,7 +193,7 @@ def test_a_wrong_command_is_found():
 
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_in_the_text_exist(name):
-    """Between backticks in a sentence: `make test`, `tost-hf card --presets`."""
+    """Between backticks in running text: `make test`, `tost-hf card --presets`."""
     for program, rest in re.findall(r"`(make|tost-hf) ([^`]+)`", page(name)):
         CHECKS[program](re.sub(r"[A-Z]{4,}", "", rest).split())
 
