@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -181,14 +182,16 @@ def test_failures_leave_no_files(tmp_path, capsys, monkeypatch, weight, options,
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_full_disk(tmp_path):
+def test_a_full_disk(tmp_path, capsys):
     """PyTorch's file writer would end the process."""
     randomize(tost_hf.ToSTForCausalLM(small_config(num_hidden_layers=1))).save_pretrained(tmp_path / "model")
-    limit = "import resource, signal, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
-    code = limit + "from tost_hf.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "File too large" in done.stderr.splitlines()[-1]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        status = main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "torch"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 1 and "File too large" in capsys.readouterr().err.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

@@ -75,7 +75,7 @@ class Page:
         self.enter("count", str(tokens))
         self.enter("temperature", "0")
         self.find(button).click()
-        self.wait(lambda: self["status"] != "Writing …" and self.find("write").is_enabled())
+        self.wait(lambda: self["status"] != "Generating …" and self.find("write").is_enabled())
 
     def ids(self) -> list[int]:
         return self.driver.execute_script("return [...document.querySelectorAll('#text span')].map(x => +x.dataset.id)")
@@ -183,7 +183,7 @@ def test_keys_and_the_last_position(tmp_path, driver, libraries):
         page.find("text").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
         with torch.no_grad():
             expected = model.model(torch.tensor([ids]), output_memberships=True).memberships[-1][0, :, 1]
-        assert page["token"].startswith(f"Token 2, “w”: most of it in head {int(expected.argmax()) + 1} of layer 2")
+        assert page["token"].startswith(f"Token 2, “w”: strongest head {int(expected.argmax()) + 1} of layer 2")
         assert percents(page["shares"]) == pytest.approx((100 * expected).tolist(), abs=0.1)
         page.enter("prompt", "a text that is longer than all the positions")
         page.find("write").click()

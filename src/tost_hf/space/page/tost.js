@@ -123,7 +123,7 @@ class TokenView {
     Object.assign(this, { facts, box: $("text"), tokens: [], chosen: -1 });
     fillLayers($("layer"), facts.statistics_layers, () => this.recolor());
     this.box.addEventListener("click", (event) => this.choose(this.tokens.findIndex((t) => t.span === event.target)));
-    this.box.addEventListener("keydown", (event) => this.key(event));
+    this.box.addEventListener("keydown", (event) => this.handleKey(event));
     this.clear();
   }
 
@@ -172,7 +172,7 @@ class TokenView {
     this.choose(this.chosen);
   }
 
-  key(event) {
+  handleKey(event) {
     const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
     if (!(event.key in steps) || !this.tokens.length) return;
     event.preventDefault();
@@ -191,7 +191,7 @@ class TokenView {
     const layer = Number($("layer").value);
     const { heads, statistics_layers: layers } = this.facts;
     const { head } = this.strongest(token, layer);
-    $("token").textContent = `Token ${index + 1}, “${token.piece}”: most of it in head ${head + 1} of layer ${layers[layer] + 1}`;
+    $("token").textContent = `Token ${index + 1}, “${token.piece}”: strongest head ${head + 1} of layer ${layers[layer] + 1}`;
     heads.forEach(({ color }, h) => {
       $("shares").append(bar(`Head ${h + 1}`, token.shares[layer * heads.length + h], color));
     });
@@ -256,7 +256,7 @@ class LanguagePage {
           break;
         }
       }
-      setStatus(`Wrote ${number(written)} tokens.${why}`);
+      setStatus(`Generated ${number(written)} tokens.${why}`);
     });
   }
 
@@ -286,7 +286,7 @@ class LanguagePage {
   async guard(run) {
     this.running = true;
     this.buttons();
-    setStatus("Writing …");
+    setStatus("Generating …");
     try {
       await run();
     } catch (error) {
@@ -364,12 +364,12 @@ function prepare(picture, { shortest_edge, resized, filter, height, width }) {
     const long = Math.trunc(shortest_edge * Math.max(w, h) / Math.min(w, h));
     sides = h <= w ? [shortest_edge, long] : [long, shortest_edge];
   }
-  const whole = resize(picture, sides[1], sides[0], FILTERS[filter]);
+  const resizedPicture = resize(picture, sides[1], sides[0], FILTERS[filter]);
   const canvas = element("canvas", { width, height });
   const [left, top] = [(sides[1] - width) >> 1, (sides[0] - height) >> 1];
   const context = canvas.getContext("2d", { willReadFrequently: true });
   context.fillRect(0, 0, width, height); // black outside the picture
-  context.putImageData(whole, -left, -top);
+  context.putImageData(resizedPicture, -left, -top);
   return context.getImageData(0, 0, width, height);
 }
 
@@ -404,7 +404,7 @@ class VisionPage {
 
   async openFile(file) {
     if (!file) return;
-    setStatus("Looking …");
+    setStatus("Classifying …");
     try {
       await this.classify(await this.decodeImage(file));
       setStatus(`${file.name}: ${this.facts.labels[this.best]}`);
@@ -444,8 +444,8 @@ class VisionPage {
   }
 
   showClasses(logits) {
-    const most = Math.max(...logits);
-    const odds = Array.from(logits, (x) => Math.exp(x - most));
+    const largest = Math.max(...logits);
+    const odds = Array.from(logits, (x) => Math.exp(x - largest));
     const sum = odds.reduce((total, x) => total + x, 0);
     const order = [...odds.keys()].sort((a, b) => odds[b] - odds[a]);
     this.best = order[0];
@@ -459,16 +459,16 @@ class VisionPage {
     const [gridHeight, gridWidth] = [height / patch, width / patch];
     const size = gridHeight * gridWidth;
     const shares = this.memberships.subarray(layer * heads * size, (layer + 1) * heads * size);
-    const least = shares.reduce((a, b) => Math.min(a, b)), most = shares.reduce((a, b) => Math.max(a, b));
+    const low = shares.reduce((a, b) => Math.min(a, b)), high = shares.reduce((a, b) => Math.max(a, b));
     $("maps").replaceChildren(...Array.from({ length: heads }, (_, head) => {
-      const own = shares.subarray(head * size, (head + 1) * size);
+      const map = shares.subarray(head * size, (head + 1) * size);
       const image = new ImageData(gridWidth, gridHeight);
-      own.forEach((share, i) => image.data.set([...viridis((share - least) / Math.max(most - least, 1e-12)), 255], 4 * i));
+      map.forEach((share, i) => image.data.set([...viridis((share - low) / Math.max(high - low, 1e-12)), 255], 4 * i));
       const canvas = element("canvas", { width: gridWidth, height: gridHeight, role: "img" });
       canvas.getContext("2d").putImageData(image, 0, 0);
-      const words = `Head ${head + 1}: ${percent(own.reduce((a, b) => Math.min(a, b)))} to ${percent(own.reduce((a, b) => Math.max(a, b)))}`;
-      canvas.ariaLabel = `${words} of a patch, in layer ${layer + 1}`;
-      return element("figure", {}, canvas, element("figcaption", { textContent: words }));
+      const caption = `Head ${head + 1}: ${percent(Math.min(...map))} to ${percent(Math.max(...map))}`;
+      canvas.ariaLabel = `${caption} of a patch, in layer ${layer + 1}`;
+      return element("figure", {}, canvas, element("figcaption", { textContent: caption }));
     }));
   }
 }
