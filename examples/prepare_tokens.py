@@ -19,7 +19,7 @@ from texts import TextArguments, chosen_eos, encode, load_files, text_column
 from transformers import AutoTokenizer
 
 from tost_hf.training.streams import PackedStream
-from tost_hf.training.token_shards import is_prepared, tokenizer_mark, write_shards
+from tost_hf.training.token_shards import is_prepared, tokenizer_fingerprint, write_shards
 
 
 DEFAULT_BLOCK_SIZE = 1024
@@ -70,7 +70,7 @@ def main(args: list[str] | None = None) -> None:
     eos = chosen_eos(files, tokenizer, text_args)
     column = text_column("training", rows, text_args.text_column)
     names = text_args.dataset_name or [[os.path.basename(file), os.path.getsize(file)] for file in files]
-    terms = {"tokenizer": tokenizer_mark(tokenizer), "eos_token": eos, "column": column, "names": names}
+    terms = {"tokenizer": tokenizer_fingerprint(tokenizer), "eos_token": eos, "column": column, "names": names}
     stream = PackedStream(
         rows, partial(encode, tokenizer=tokenizer, eos_token_id=eos), column, block_size, epochs=1, terms=terms
     )

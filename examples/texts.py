@@ -16,7 +16,7 @@ from scripting import ending as last_ending
 from transformers import PreTrainedTokenizerBase
 
 from tost_hf.training.streams import PackedStream
-from tost_hf.training.token_shards import check_prepared, is_prepared, load_prepared, tokenizer_mark
+from tost_hf.training.token_shards import check_prepared, is_prepared, load_prepared, tokenizer_fingerprint
 
 
 COMPRESSED = ("gz", "bz2", "xz", "zst", "lz4")
@@ -320,7 +320,7 @@ def stream_blocks(rows, tokenizer: PreTrainedTokenizerBase, block_size: int, see
         shuffle_buffer=data_args.shuffle_buffer,
         seed=seed,
         terms={
-            "tokenizer": tokenizer_mark(tokenizer),
+            "tokenizer": tokenizer_fingerprint(tokenizer),
             "eos_token": eos,
             "names": data_args.dataset_name or sorted(os.path.basename(file) for file in data_args.train_file),
             "validation_split_percentage": data_args.validation_split_percentage,
