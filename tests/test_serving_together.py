@@ -117,7 +117,7 @@ def test_bytes_of_an_unfinished_character_are_sent(served, stream):
 
     def say(module, args, options, output):
         output.logits[:] = -1.0
-        output.logits[..., begun[0 if options["input_ids"].shape[1] > 1 else 1]] = 1.0
+        output.logits[..., begun[int(options["input_ids"][0, -1] == begun[0])]] = 1.0
 
     hook = served.model.register_forward_hook(say, with_kwargs=True)
     answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=2, temperature=0, stream=stream))

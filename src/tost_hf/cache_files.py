@@ -118,7 +118,7 @@ def load_cache(
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its sums are not of one batch, or no floating-point numbers.")
     cache = CausalStatisticsCache(config, static=static)
     for i, layer in enumerate(cache.layers):
-        _fill(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
+        fill_layer(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
     return cache
 
 
@@ -145,7 +145,8 @@ def layer_shapes(config: PreTrainedConfig, kind: str, length: int) -> dict[str, 
     return dict.fromkeys(("keys", "values"), (config.num_key_value_heads or heads, kept, width))
 
 
-def _fill(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
+def fill_layer(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
+    """Sets the tensors of an empty layer, by the names in `layer_shapes`, after `length` tokens."""
     if layer_type_of(layer) == CAUSAL_STATISTICS:
         state = TSSAState(*(tensors[name] for name in STATE_NAMES))
         layer.lazy_initialization(state)
