@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-from .cache_files import load_cache, save_cache
+from .cache_files import CachedPrefix, load_cache, load_prefix, prefill_cache, save_cache
 from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer
 from .model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
@@ -149,6 +149,7 @@ __all__ = [
     "LRA_PRESETS",
     "PRESETS",
     "VISION_PRESETS",
+    "CachedPrefix",
     "CausalStatisticsCache",
     "CausalStatisticsLayer",
     "ContextParallelTrainer",
@@ -182,7 +183,9 @@ __all__ = [
     "inspect_model",
     "inspect_path",
     "load_cache",
+    "load_prefix",
     "make_image_processor",
+    "prefill_cache",
     "publish",
     "save_cache",
     "trace_model",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from .commands import add_command
-from .commands.runtimes import add_export, add_export_kernel, add_serve, add_space, run_serve
+from .commands.runtimes import add_cache, add_export, add_export_kernel, add_generate, add_serve, add_space, run_serve
 from .version import __version__
 
 
@@ -45,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         _add_verify,
         _add_info,
         _add_inspect,
+        add_generate,
+        add_cache,
         add_serve,
         add_export,
         add_space,

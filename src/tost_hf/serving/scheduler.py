@@ -134,6 +134,12 @@ class BatchScheduler:
                 raise TooManyRequests(f"{self.max_waiting} requests wait already; try again later.")
             self.waiting.append(request)
 
+    def pin_prefix(self, tokens: Sequence[int], cache: Cache) -> None:
+        """Stores the state after a text, never to be evicted as long as the model stays the same; before the first step."""
+        self.prefix_cache.validate(model_fingerprint(self.model))
+        state = concat_states(self.model.config, [cache], len(tokens))
+        self.prefix_cache.store(encode_tokens(list(tokens)), state, self.prefix_cache.version, pinned=True)
+
     def cancel(self, request_id: str | None = None) -> None:
         """Cancels a request, or all, at the next step; nothing happens where it is done."""
         with self._lock:
