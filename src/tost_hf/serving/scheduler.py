@@ -23,7 +23,7 @@ MAX_BATCH_SIZE = 256  # requests computed together
 MAX_PREFILL_TOKENS = 512  # of prompts, between two tokens of the others
 PREFIX_CACHE_BYTES = 2**28
 MAX_BORDER_STATES = 32  # stored of one prompt, before its last chunk
-MIN_CHUNK = 64
+MIN_CHUNK = 32
 MAX_ATTEMPTS = 3
 
 
@@ -34,8 +34,8 @@ class TooManyRequests(RuntimeError):
 class _Prefill:
     """Chunked prefill of one request, up to the token before its last one, which is its first input as it is decoded.
 
-    Chunks end at multiples of the chunk size counted from the text's first token, the last ones at those of 256, 128 and 64:
-    texts with a common prefix have common borders. A state is never changed, only replaced.
+    Chunks end at multiples of the chunk size counted from the text's first token, the last ones at those of 256, 128, 64
+    and 32: texts with a common prefix have common borders. A state is never changed, only replaced.
     """
 
     def __init__(self, request: BatchRequest, state: Cache):
@@ -65,7 +65,7 @@ class _Prefill:
     def next_border(self, chunk_size: int) -> int:
         """Where the next chunk ends."""
         end = len(self.tokens)
-        sizes = [chunk_size, *(size for size in (256, 128, MIN_CHUNK) if size < chunk_size)]
+        sizes = [chunk_size, *(size for size in (256, 128, 64, MIN_CHUNK) if size < chunk_size)]
         for size in sizes:
             border = (self.length // size + 1) * size
             if border <= end and (size == chunk_size or border - self.length >= MIN_CHUNK):
