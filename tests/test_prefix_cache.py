@@ -182,7 +182,7 @@ def test_alone_and_from_a_chunk_border_it_is_exact_to_the_bit(model):
     for prefix_cache_bytes in (0, 2**24):
         journal = Journal(model, max_prefill_tokens=128, prefix_cache_bytes=prefix_cache_bytes)
         seen = logits[prefix_cache_bytes] = []
-        hook = model.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.logits[:, -1]))
+        hook = model.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.logits))
         for i, prompt in enumerate(prompts):
             journal.add(str(i), prompt, max_new_tokens=3, do_sample=False)
             journal.finish()

@@ -304,7 +304,7 @@ class BatchScheduler:
             position_ids=(starts + index).clamp_min(0),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=index.new_empty(0),  # the state is all that is needed
         )
         for i, (prefill, end) in enumerate(chunks.items()):
             prefill.state = cache if len(chunks) == 1 else select_states(config, cache, [i], end)
