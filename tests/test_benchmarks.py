@@ -19,6 +19,7 @@ sys.path.append(str(BENCHMARKS))  # and it stays: processes that the scripts sta
 import decode  # noqa: E402
 import op  # noqa: E402
 import options  # noqa: E402
+import prefix_caching  # noqa: E402
 import registry  # noqa: E402
 import resolution  # noqa: E402
 import scaling  # noqa: E402
@@ -38,6 +39,7 @@ def small(monkeypatch):
     """Sizes that are constants of the scripts."""
     monkeypatch.setattr(op, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(decode, "VOCABULARY", 512)
+    monkeypatch.setattr(prefix_caching, "VOCABULARY", 512)
 
 
 def rows_of(folder, script):
@@ -270,6 +272,22 @@ def test_decode_leaves_out_a_model_whose_first_step_fails(tmp_path, monkeypatch,
     reason = "cudagraph_skips is 3; not timed" if trouble == "skipped CUDA graphs" else "the compiler gave up"
     printed = capsys.readouterr().out
     assert "GPT-2: not available here (RuntimeError: " in printed and reason in printed
+
+
+@pytest.mark.slow
+def test_prefix_caching(tmp_path):
+    sizes = ("--system", 100, "--chats", 2, "--turns", 2, "--tokens", 2, "--prefixes", 1000)
+    rows = run(prefix_caching, tmp_path, "--layers", 2, *sizes, "--repeats", 1, "--prefix-cache-bytes", 2**22)
+    values = {(row["case"], row["model"], row["sampling"], row["metric"]): float(row["value"]) for row in rows}
+    assert {case[:2] for case in values} == {
+        *(("questions", model) for model in prefix_caching.MODELS),
+        ("chats", "ToST"),
+        ("prefixes", "ToST"),
+    }
+    assert values["questions", "ToST", "greedy", "third, cached"] == 96
+    for sampling in ("greedy", "seeded"):
+        assert values["chats", "ToST", sampling, "equal answers"] == 4
+    assert 0 < values["prefixes", "ToST", "greedy", "cache, bytes"] <= 2**22
 
 
 @pytest.mark.slow

@@ -131,7 +131,8 @@ def help_of_command(command: str) -> str:
     if command == "serve":  # its options are those of transformers' server
         from transformers.cli.serve import Serve
 
-        return " ".join("--" + option.replace("_", "-") for option in inspect.signature(Serve.__init__).parameters)
+        own = (option.replace("_", "-") for option in inspect.signature(Serve.__init__).parameters)
+        return shown.getvalue() + " ".join("--" + option for option in own)
     return shown.getvalue()
 
 

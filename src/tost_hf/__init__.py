@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig, GenerationMixin
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-from .cache_files import load_cache, save_cache
+from .cache_files import CachedPrefix, load_cache, load_prefix, prefill_cache, save_cache
 from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer
 from .model.configuration_tost import AUTO_MAPS, LRA_PRESETS, PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
@@ -126,6 +126,7 @@ __all__ = [
     "LRA_PRESETS",
     "PRESETS",
     "VISION_PRESETS",
+    "CachedPrefix",
     "CausalStatisticsCache",
     "CausalStatisticsLayer",
     "ContextParallelTrainer",
@@ -166,8 +167,10 @@ __all__ = [
     "inspect_model",
     "inspect_path",
     "load_cache",
+    "load_prefix",
     "make_image_processor",
     "parallelize",
+    "prefill_cache",
     "publish",
     "publish_space",
     "save_cache",

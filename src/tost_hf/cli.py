@@ -208,7 +208,39 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run a tokenizer or image processor that is code in its repository; without it such code is never run",
     )
-    add(
+    text_model = argparse.ArgumentParser(add_help=False)
+    text_model.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
+    text_model.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
+    text_model.add_argument("--dtype", default="auto", metavar="DTYPE", help="of the weights (default: that of the files)")
+    text_model.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (the default), cuda, ...")
+    generate = add(
+        "generate",
+        _generate,
+        "continue a text at the terminal",
+        "Prints the text that follows a prompt, or that follows a file of `tost-hf cache` and a prompt.",
+        "./tost-demo 'import os'",
+        "./tost-demo --prefix manual.safetensors 'How is it switched on?' --max-new-tokens 50",
+        parents=[text_model],
+    )
+    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    generate.add_argument("--prefix", metavar="FILE", help="a text that was read before, written by `tost-hf cache`")
+    generate.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="tokens at most (default: 100)")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: greedy")
+    generate.add_argument("--seed", type=int, default=0, help="of the tokens that are sampled (default: 0)")
+    cache = add(
+        "cache",
+        _cache,
+        "read a long text once, and write the model's state after it to a file",
+        "Reads a text by chunked prefill, which takes the same memory for every length, and writes the state after it and "
+        "its tokens. `tost-hf generate --prefix` and `tost-hf serve --prefix` continue from the file, with the same "
+        "model, weights and dtype.",
+        "./tost-demo manual.txt manual.safetensors",
+        parents=[text_model],
+    )
+    cache.add_argument("text", metavar="TEXT_FILE", help="the text, in UTF-8")
+    cache.add_argument("output", metavar="OUT", help="the .safetensors file to write")
+    cache.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    serve = add(
         "serve",
         _serve,
         "transformers' OpenAI-compatible server, with ToST in it",
@@ -216,9 +248,24 @@ def _make_parser() -> argparse.ArgumentParser:
         "a bad request gets an error message and affects no other. Options are those of `transformers serve`, whose "
         "--help lists them. Started with a MODEL, the server loads no other. Without one, each request names a folder or "
         "repository, so let only clients in that may read them. A repository's code runs only with --trust-remote-code "
-        "and a MODEL.",
+        "and a MODEL. Prompts continue from the longest prefix that was read before.",
         "./tost-demo --device cpu --port 8000",
+        "./tost-demo --prefix manual=manual.safetensors",
         "OWNER/NAME --trust-remote-code",
+    )
+    serve.add_argument(
+        "--prefix-cache-bytes",
+        type=int,
+        metavar="N",
+        help="size of the prefix cache of each model; 0 for none (default: 2**28)",
+    )
+    serve.add_argument(
+        "--prefix",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help='a file of `tost-hf cache`: prompts that begin with its text, or requests with the field "prefix": NAME, '
+        "continue from it; may be repeated",
     )
     export = add(
         "export",
@@ -380,10 +427,53 @@ def _inspect(args: argparse.Namespace) -> None:
         print(f"Wrote {path}")
 
 
+def _load_text_model(args: argparse.Namespace):
+    from transformers import AutoTokenizer
+
+    from .model.modeling_tost import ToSTForCausalLM
+
+    model = ToSTForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=args.dtype)
+    return model.to(args.device).eval(), AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    import torch
+    from transformers import TextStreamer
+
+    from .cache_files import load_prefix
+
+    model, tokenizer = _load_text_model(args)
+    input_ids, cache = tokenizer(args.prompt, return_tensors="pt").input_ids.to(model.device), None
+    if args.prefix is not None:
+        prefix = load_prefix(args.prefix, model)
+        input_ids, cache = prefix.continued_by(input_ids[0].tolist(), tokenizer.bos_token_id), prefix.cache
+    torch.manual_seed(args.seed)
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(input_ids, past_key_values=cache, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling)
+
+
+def _cache(args: argparse.Namespace) -> None:
+    from .cache_files import prefill_cache, save_cache
+
+    if Path(args.output).exists() and not args.overwrite:
+        raise ValueError(f"{args.output} exists already; replace it with --overwrite.")
+    text = Path(args.text).read_text(encoding="utf-8")
+    model, tokenizer = _load_text_model(args)
+    input_ids = tokenizer(text, return_tensors="pt").input_ids
+    if not input_ids.numel():
+        raise ValueError(f"{args.text} has no text.")
+    save_cache(prefill_cache(model, input_ids, progress_bar=True), args.output, model=model, input_ids=input_ids)
+    print(f"Wrote {args.output}: {input_ids.shape[1]:,} tokens in {Path(args.output).stat().st_size:,} bytes")
+
+
 def _serve(args: argparse.Namespace) -> None:
     from .serving.server import serve
 
-    serve(args.rest)
+    prefixes = dict(prefix.partition("=")[::2] for prefix in args.prefix)
+    if len(prefixes) < len(args.prefix) or not all(name and file for name, file in prefixes.items()):
+        raise ValueError(f"--prefix needs NAME=FILE, each with another name; got {', '.join(args.prefix)}.")
+    serve(args.rest, prefix_files=prefixes, prefix_cache_bytes=args.prefix_cache_bytes)
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -1,11 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The cache of ToST language models: the layer of causal TSSA, three running sums of constant size; checks; files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
@@ -471,39 +470,7 @@ def _processes_sharing_heads(config: PreTrainedConfig) -> int:
     return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
 
-# Batching --------------------------------------------------------------------------------------------------------------
-
-
-def join_rows(caches: Sequence[Cache], longest: int) -> Cache:
-    """Concatenates dynamic caches of one model along the batch, into the first of them; the others must not be used again.
-
-    Keys and values are padded on the left to the same length; the attention mask has to exclude this padding. Statistics need
-    none.
-
-    Args:
-        longest: number of tokens of the longest sequence.
-    """
-    for layers in zip(*(cache.layers for cache in caches)):
-        joined = cast(Any, layers[0])
-        if layer_type_of(joined) == CAUSAL_STATISTICS:
-            joined.set_state(TSSAState(*map(torch.cat, zip(*(layer.state for layer in layers)))))
-            if joined.recent_inputs is not None:
-                joined.set_recent_inputs(torch.cat([layer.past_inputs for layer in layers]))
-        else:
-            kept = min(longest, joined.sliding_window - 1) if joined.is_sliding else longest
-            for name in ("keys", "values"):
-                setattr(joined, name, torch.cat([_last_tokens(getattr(layer, name), kept) for layer in layers]))
-        set_cached_length(joined, longest)
-    return caches[0]
-
-
 def set_cached_length(layer: Any, length: int) -> None:
     """Sets the number of tokens that a layer has seen, if it stores that in a number or a tensor."""
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length += length - int(layer.cumulative_length)
-
-
-def _last_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The last tokens of keys or values (B, heads, tokens, width), padded on the left with zeros to `count`."""
-    missing = count - x.shape[2]
-    return F.pad(x, (0, 0, missing, 0)) if missing >= 0 else x[:, :, -missing:]

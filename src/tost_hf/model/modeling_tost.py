@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """ToST text models: the trunk, causal or bidirectional, the language model and the other heads."""
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
@@ -20,7 +21,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -30,6 +31,10 @@ from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .inputs_tost import build_attention_masks, check_early_exit, check_prompt, resolve_inputs
 from .layers_tost import ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias
 from .tssa_reference import compute_dtype
+
+
+PREFILL_CHUNK_SIZE = 1024  # of prompts in `generate`
+PROGRESS_DELAY = 5  # seconds of a prefill before it shows a progress bar
 
 
 @dataclass
@@ -633,6 +638,29 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # its self is declared as another class
         finally:  # an early exit that fails does not restore it
             config.num_hidden_layers = layers
+
+    def _prefill(self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs):
+        """transformers' prefill, of prompts over 1,024 tokens in chunks of this size, with a progress bar.
+
+        Activations then take the same memory for every length. `prefill_chunk_size` sets another size.
+        """
+        cache, config = model_kwargs.get("past_key_values"), generation_config
+        cached = int(cache.get_seq_length()) if isinstance(cache, Cache) and not cache.is_compileable else None
+        if (
+            cached is None
+            or input_ids.shape[1] - cached <= PREFILL_CHUNK_SIZE
+            or model_kwargs.get("inputs_embeds") is not None
+        ):
+            return super()._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        if config.prefill_chunk_size is None and not (config.output_hidden_states or config.output_attentions):
+            config = copy.copy(config)
+            config.prefill_chunk_size = PREFILL_CHUNK_SIZE
+        with logging.tqdm(total=input_ids.shape[1] - cached, unit="token", desc="Prefill", delay=PROGRESS_DELAY) as bar:
+            hook = self.model.embed_tokens.register_forward_hook(lambda module, inputs, output: bar.update(output.shape[1]))
+            try:
+                return super()._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                hook.remove()
 
     def init_continuous_batching(self, *args, **kwargs):
         """Replaced by the package tost-hf: transformers' own continuous batching needs pages of keys and values.
