@@ -191,30 +191,36 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
         pixel_values: (B, C, height, width), as the image processor makes them.
         seed: of k-means and of the shuffles.
     """
-    cluster, metrics = require_extra("sklearn.cluster"), require_extra("sklearn.metrics")
+    metrics = require_extra("sklearn.metrics")
     trace = trace_model(model, pixel_values=pixel_values)
     if trace.grid is None:
         raise ValueError("Patches are clustered by colour: this needs a vision model.")
     B, layers, heads, N = trace.memberships.shape
-    places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in trace.grid))
-    patch_size = pixel_values.shape[-2] // trace.grid[0]
-    colours = F.avg_pool2d(pixel_values.detach().cpu().double(), patch_size).flatten(2).transpose(1, 2)
-    features = torch.cat([colours, places.expand(B, -1, -1)], -1)
-    features = features - features.mean(1, keepdim=True)
-    features = features / features.std(1, keepdim=True).clamp_min(1e-6)  # a constant column stays 0
+    clusters = cluster_patches(pixel_values, trace.grid, heads, seed).numpy()
     strongest = trace.memberships.argmax(2)
     shuffles = torch.rand(B, layers, N, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     partitions = strongest, strongest.gather(-1, shuffles), strongest.roll(-1, 0)
     scores = torch.empty(3, B, layers, dtype=torch.float64)
     for image in range(B):
-        clusters = cluster.KMeans(heads, n_init=4, random_state=seed).fit_predict(features[image].numpy())
         for control, partition in enumerate(partitions):
             for layer in range(layers):
-                score = metrics.adjusted_mutual_info_score(clusters, partition[image, layer].numpy())
+                score = metrics.adjusted_mutual_info_score(clusters[image], partition[image, layer].numpy())
                 scores[control, image, layer] = score
     if B == 1:
         scores[2] = math.nan
     return ClustersScore(*scores)
+
+
+def cluster_patches(pixel_values: torch.Tensor, grid: tuple[int, int], clusters: int, seed: int = 0) -> torch.Tensor:
+    """The k-means cluster of each patch by its mean colour, row and column, standardised over the image: (B, T)."""
+    cluster = require_extra("sklearn.cluster")
+    places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid))
+    colours = F.avg_pool2d(pixel_values.detach().cpu().double(), pixel_values.shape[-2] // grid[0]).flatten(2).transpose(1, 2)
+    features = torch.cat([colours, places.expand(len(colours), -1, -1)], -1)
+    features = features - features.mean(1, keepdim=True)
+    features = features / features.std(1, keepdim=True).clamp_min(1e-6)  # a constant column stays 0
+    fits = (cluster.KMeans(clusters, n_init=4, random_state=seed).fit(image.numpy()) for image in features)
+    return torch.stack([torch.from_numpy(fit.labels_) for fit in fits])
 
 
 __all__ = [
