@@ -122,7 +122,7 @@ def profile_shares(step, device: str) -> dict[str, float]:
     times = {event.key: getattr(event, field) for event in profiler.key_averages()}
     total = sum(times.values())
     return {
-        f"{kind}, % of a step": 100 * sum(time for name, time in times.items() if any(word in name for word in words)) / total
+        f"{kind} %": 100 * sum(time for name, time in times.items() if any(word in name for word in words)) / total
         for kind, words in PROFILED.items()
     }
 
@@ -145,7 +145,7 @@ def report_training(sides, args, report: Report) -> None:
                 "ViT / this": ratio(seconds["ViT"], times),
             }
             metrics |= profile_shares(step, args.device)
-            metrics["TSSA, % of a step"] = ratio(seconds["TSSA"], times) * 100 if name == "ToST" else None
+            metrics["TSSA %"] = ratio(seconds["TSSA"], times) * 100 if name == "ToST" else None
             label = name if args.preset == "small" else f"{name}-{args.preset}"
             report.add(case_of(label, side, args.layers, args.dtype), metrics)
 
