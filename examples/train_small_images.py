@@ -109,6 +109,7 @@ def evaluate(images: str, folder: str, rows: dict) -> torch.Tensor:
         The confusion matrix (classes, classes): how many images of each class (rows) were predicted as each (columns).
     """
     model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     held_out = script.EvaluationImages(rows["validation"], ViTImageProcessorPil.from_pretrained(folder))
     predictions, labels = predict(model, held_out, batch_size=64)[:, 0], rows["validation"]["label"][:]
     matrix = torch.from_numpy(confusion_matrix(labels, predictions, labels=range(model.config.num_labels)))
