@@ -77,7 +77,7 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
         "dataloader_num_workers": min(size.workers, os.cpu_count() or 1),
         "learning_rate": size.learning_rate,
         "max_steps": steps,
-        # chosen by short runs for few passes over the data: neither the recipe's strong augmentation nor averaged weights
+        # chosen by short runs for few passes over the data: neither the recipe's strong augmentation nor EMA weights
         "min_crop_scale": 0.5,
         "rand_augment_operations": 0,
         "repeated_augmentation": 1,
@@ -97,23 +97,23 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
     return ["--do_train", "--do_eval", *command_line(options)]
 
 
-def evaluate(images: str, folder: str, rows: dict) -> torch.Tensor:
+def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
     """Evaluates the stored weights on all held-out images and adds the accuracy to the folder's `evaluation.json`.
 
     Args:
         images: the name of the data.
         folder: the model's folder.
-        rows: the splits "train" and "validation" as the training run divided them.
+        splits: "train" and "validation" as the training run divided them.
 
     Returns:
         The confusion matrix (classes, classes): how many images of each class (rows) were predicted as each (columns).
     """
     model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    held_out = script.EvaluationImages(rows["validation"], ViTImageProcessorPil.from_pretrained(folder))
-    predictions, labels = predict(model, held_out, batch_size=64)[:, 0], rows["validation"]["label"][:]
+    held_out = script.EvaluationImages(splits["validation"], ViTImageProcessorPil.from_pretrained(folder))
+    predictions, labels = predict(model, held_out, batch_size=64)[:, 0], splits["validation"]["label"][:]
     matrix = torch.from_numpy(confusion_matrix(labels, predictions, labels=range(model.config.num_labels)))
-    [(most_frequent, _)] = Counter(rows["train"]["label"][:]).most_common(1)
+    [(most_frequent, _)] = Counter(splits["train"]["label"][:]).most_common(1)
     height, width = held_out[0]["pixel_values"].shape[-2:]
     how = f"images resized to {height} x {width} by the model's processor, {model.config.num_labels} classes"
     measured = [
@@ -129,7 +129,7 @@ def evaluate(images: str, folder: str, rows: dict) -> torch.Tensor:
         ),
     ]
     name = Path(images).name if os.path.exists(images) else images
-    source = Source(rows["validation"], name, split="held-out")
+    source = Source(splits["validation"], name, split="held-out")
     results = make_results("image-classification", name, source, measured, recorded_command(sys.argv))
     write_results(Path(folder, EVALUATION), results)
     print_results(results)
@@ -160,7 +160,7 @@ def plot_curves(folder: str) -> None:
 
 
 def plot_confusion(matrix: torch.Tensor, names: list[str], folder: str) -> None:
-    """The confusion matrix, each class's images (rows) as shares."""
+    """The confusion matrix, each row as shares of the images of a class."""
     shares = matrix / matrix.sum(1, keepdim=True).clamp_min(1)
     side = 2 + 0.45 * len(names)
     figure = Figure(figsize=(side, side), layout="constrained")
@@ -204,15 +204,15 @@ def main(arguments: list[str] | None = None) -> None:
     script.main(make_arguments(args))
     store_as_bfloat16(AutoModelForImageClassification, args.output_dir)
     data_args = script.DataTrainingArguments(dataset_name=args.images, train_val_split=HELD_OUT)
-    rows = script.load_images(script.ModelArguments(), data_args, args.seed)
-    matrix, names = evaluate(args.images, args.output_dir, rows), rows["validation"].features["label"].names
+    splits = script.load_images(script.ModelArguments(), data_args, args.seed)
+    matrix, names = evaluate(args.images, args.output_dir, splits), splits["validation"].features["label"].names
     plot_curves(args.output_dir)
     plot_confusion(matrix, names, args.output_dir)
     section = class_section(matrix, names)
     finish_card(args.output_dir, TITLE, section)
     copy_published_files(args.output_dir, args.hub_dir)
     if args.trunk == "tssa":
-        first = rows["validation"][0]
+        first = splits["validation"][0]
         image = script.read_image(first["source"], first["image"])
         inspect_path(args.output_dir, image, f"{Path(args.output_dir)}{MEMBERSHIPS}")
     print(section)

@@ -100,10 +100,10 @@ def draw(model: PreTrainedModel, pixels: torch.Tensor, pictures: torch.Tensor, s
     figure = Figure(figsize=(1.5 * (2 + len(heads)), 1.5 * len(pixels) + 0.3), layout="constrained")
     axes = figure.subplots(len(pixels), 2 + len(heads), squeeze=False)
     titles = ["photograph", "k-means", *(f"layer {layer + 1}, head {head + 1}" for layer, head in heads)]
-    for row, picture, labels, maps in zip(axes, pictures, clusters, membership_maps(trace)):
-        row[0].imshow(picture.numpy())
-        row[1].imshow(labels.numpy(), cmap="tab10", vmax=9)
-        for axis, (layer, head) in zip(row[2:], heads):
+    for panels, picture, labels, maps in zip(axes, pictures, clusters, membership_maps(trace)):
+        panels[0].imshow(picture.numpy())
+        panels[1].imshow(labels.numpy(), cmap="tab10", vmax=9)
+        for axis, (layer, head) in zip(panels[2:], heads):
             axis.imshow(maps[layer, head].numpy(), cmap="viridis")
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
