@@ -324,11 +324,12 @@ def test_resolution(tmp_path, capsys):
 
 
 def test_training_on_images(tmp_path):
-    rows = run(resolution, tmp_path, "--training", "--sizes", 32, "--layers", 1, "--repeats", 1)
-    assert {(row["model"], row["metric"]) for row in rows} == {
-        (name, metric) for name in ("ToST", "ViT") for metric in ("training images/s", "ViT / this")
-    }
+    rows = run(resolution, tmp_path, "--training", "--preset", "tiny", "--sizes", 32, "--layers", 1, "--repeats", 1)
+    metrics = ("training images/s", "ViT / this", "matrix products %", "convolutions %")
+    expected = {(f"{name}-tiny", metric) for name in ("ToST", "XCA", "softmax", "ViT") for metric in metrics}
+    assert {(row["model"], row["metric"]) for row in rows} == expected | {("ToST-tiny", "TSSA %")}
     assert all(float(row["value"]) > 0 for row in rows)
+    assert all(float(row["value"]) < 100 for row in rows if row["metric"].endswith(" %"))
 
 
 @pytest.mark.slow
