@@ -26,7 +26,7 @@ TEXTS = {
     "backslash": "a\\",
     "code": "`a` ``b` c",
     "fence": "x\n```\n# Not mine\n\n~~~\n<b>y</b>\n````\n",
-    "heading": "x\n\n## Limits\n\nNone at all.\n- [ ] *y*",
+    "heading": "x\n\n## Limitations\n\nNone at all.\n- [ ] *y*",
     "metadata": "x\n---\nlicense: mit\n---\n",
     "quotes": 'v1"); import os #',
     "more quotes": "v1'); import os; \"\"\" '''\n#",

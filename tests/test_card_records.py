@@ -50,17 +50,10 @@ def test_any_value_anywhere(trained_folder, labelled_folder, name, kind):
 DEEP = 100_000
 DAMAGED = {
     "empty": (b"", "not valid JSON"),
-    "cut short": (b'{"results": [{"task_type": "te', "not valid JSON"),
     "not UTF-8": (b'{"command": "\xff"}', "not valid JSON"),
     "half a character": (b'{"command": "\\ud800"}', "not valid JSON"),
-    "half a character as a name": (b'{"\\udfff": 1}', "not valid JSON"),
     "deep": (b"[" * DEEP + b"]" * DEEP, "not valid JSON"),
-    "deep in an object": (b'{"a": ' * DEEP + b"1" + b"}" * DEEP, "not valid JSON"),
-    "digits": (b'{"global_step": ' + b"9" * 5000 + b"}", "not valid JSON"),
     "a list": (b"[]", "must hold a JSON object, got a list"),
-    "a text": (b'"a"', "must hold a JSON object, got a str"),
-    "nothing": (b"null", "must hold a JSON object, got a NoneType"),
-    "a pickle": (b"\x80\x04}q\x00.", "not valid JSON"),
 }
 
 
@@ -84,33 +77,21 @@ CARDS = {  # metadata, and what is said of it; None if it is right
     "aliases of aliases": (f"a0: &a0 [x, y]\n{ALIASES}", "it has aliases"),
     "a list in itself": ("a: &a [*a]", "it has aliases"),
     "deep": ("a: " + "[" * DEEP + "]" * DEEP, "cannot be read"),
-    "deep mappings": ("a: " + "{b: " * 5000 + "1" + "}" * 5000, "cannot be read"),
-    "long": ("a: " + "x" * 10**6, "larger than"),
     "many": ("a:\n" + f"- {'b' * 997}\n" * 101, "larger than"),
-    "many keys": ("\n".join(f"{'k' * 990}{i}: 1" for i in range(110)), "larger than"),
     "an object": ("a: !!python/object/apply:os.system ['touch /tmp/owned']", "cannot be read"),
-    "a name": ("a: !!python/name:os.system", "cannot be read"),
-    "digits": ("a: " + "9" * 5000, "cannot be read"),
-    "a date": ("a: 2026-99-99", "cannot be read"),
     "no mapping": ("- a\n- b", "cannot be read"),
-    "numbers as names": ("1: a", "cannot be read"),
     "a method's name": ("to_dict: 5", "is not a name that metadata can have"),
     "self": ("self: 5", "cannot be read"),
     "tags by name": ("tags: {a: b}", None),  # huggingface_hub takes the names
-    "tags in tags": ("tags: [[a]]", "'tags'"),
     "a number of tags": ("tags: 5", "cannot be read"),
-    "metrics": ("metrics: 5", "'metrics' must be"),
     "datasets": ("datasets: [{a: b}]", "'datasets' must be"),
     "base model": ("base_model: {a: b}", "'base_model' must be"),
     "pipeline": ("pipeline_tag: [a]", "'pipeline_tag' must be a text"),
     "licence": ("license: {mit: yes}", "'license' must be"),
     "results": ("model-index: 5", "cannot be read"),
     "results of results": ("model-index:\n- name: x\n  results: [{task: 5}]", "cannot be read"),
-    "a control character": ("a: \x00", "cannot be read"),
     "not closed": ("a: [b", "cannot be read"),
     "two licences": ("license: [mit, apache-2.0]", None),
-    "an anchor": ("a: &a [b]", None),
-    "many tags": (f"tags: [{', '.join(f't{i}' for i in range(1000))}]", None),
     "Norwegian": ("language: no", None),
     "odd results": (
         "model-index:\n- name: x\n  results:\n  - task: {type: [a]}\n    dataset: {type: {b: c}, name: 5}\n"
@@ -154,11 +135,8 @@ def test_cards_that_are_none(bare_folder, content, message):
 
 ARGUMENTS = [
     (["--repo-id", "bad id!"], "bad id!"),
-    (["--repo-id", 'a"); import os #'], "Repo id must"),
     (["--repo-id", ""], "Repo id must"),
-    (["--repo-id", "a/b/c"], "Repo id must"),
     (["--license", "mit\n---\nevil: 1"], "no licence's identifier"),
-    (["--license", "`"], "no licence's identifier"),
     (["--license", ""], "no licence's identifier"),
 ]
 

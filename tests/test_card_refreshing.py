@@ -46,7 +46,7 @@ def test_what_a_person_wrote_stays(trained_folder):
     card.data.license_name, card.data["license_link"], card.data["co2_eq_emissions"] = "my-own", "LICENSE", {"emissions": 3}
     card.data.datasets, card.data.base_model, card.data.library_name = ["me/by-hand"], "me/other", "tost_hf"
     card.text = card.text.replace("# tiny\n", "# My tiny model\n\nMine.\n") + "\n## Thanks\n\nTo all.\n"
-    card.text = card.text.replace("To continue text,", "To write poems,")  # between the markers
+    card.text = card.text.replace("Text continuation,", "To write poems,")  # between the markers
     card.save(path)
     (trained_folder / "run_arguments.json").unlink()
 
@@ -59,13 +59,13 @@ def test_what_a_person_wrote_stays(trained_folder):
     assert data["tags"] == ["mine", "tost", "arxiv:2412.17810", "tssa"]
     assert card.text.strip().startswith(f"# My tiny model\n\nMine.\n\n{BEGIN}\n\nA language model")
     assert card.text.endswith(f"{END}\n\n## Thanks\n\nTo all.\n")
-    assert "To continue text," in card.text and "poems" not in card.text
+    assert "Text continuation," in card.text and "poems" not in card.text
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "# My model\n\nMy words.\n\n## Limits\n\nNone known.",
+        "# My model\n\nMy words.\n\n## Limitations\n\nNone known.",
         "## Training procedure\n\nIt has been generated automatically; More information needed",
         "```\n## not a heading\n```",
     ],

@@ -87,7 +87,15 @@ def test_what_is_not_known_is_left_out(bare_folder):
         "pipeline_tag": "text-generation",
         "tags": ["tost", "arxiv:2412.17810", "tssa"],
     }
-    assert headings(card) == ["Architecture", "How to load it", "Intended use", "Limits", "Cost", "Licence", "Citation"]
+    assert headings(card) == [
+        "Architecture",
+        "How to use",
+        "Intended use",
+        "Limitations",
+        "Speed and memory",
+        "Licence",
+        "Citation",
+    ]
     assert "trust_remote_code" not in card.text and "holds no source files" in card.text
     assert "licence of the weights" not in card.text
     assert "None" not in card.text and "benchmarks/decode" not in card.text  # measured on another size
@@ -133,7 +141,7 @@ def test_tables_hold_the_inputs(trained_folder):
     assert "Fine-tuned from [me/parent]" in training and "[me/letters](https://huggingface.co/datasets/me/letters)" in training
 
 
-def test_columns_without_values_are_left_out(bare_folder):
+def test_columns_redact_options_are_left_out(bare_folder):
     bare = {key: RESULT[key] for key in ("task_type", "dataset_type", "dataset_name", "metric_type", "metric_value")}
     write_json(bare_folder / "evaluation.json", {"results": [bare]})
     table = section(build_card(bare_folder), "Evaluation")
@@ -172,7 +180,7 @@ def test_state_size_is_the_caches(tiny_model, bare_folder):
     cache = tost_hf.CausalStatisticsCache(tiny_model.config)
     tiny_model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
     saved = 4 * sum(x.numel() for layer in cache.layers for x in layer.state)
-    cost = section(build_card(bare_folder), "Cost")
+    cost = section(build_card(bare_folder), "Speed and memory")
     assert f"{saved:,} bytes per sequence" in cost
     assert f"{sum(layer.nbytes for layer in cache.layers):,} bytes in all" in cost
 
@@ -188,14 +196,14 @@ def test_other_language_models(tiny_config, tmp_path, model_class, auto_class, t
     getattr(tost_hf, model_class)(tiny_config).save_pretrained(tmp_path)
     card = build_card(tmp_path)
     assert card.data.pipeline_tag == tag and f"{auto_class}.from_pretrained" in card.text
-    assert "Cost" not in headings(card)
+    assert "Speed and memory" not in headings(card)
     run_blocks(card, tmp_path.name, tmp_path)
 
 
 def test_vision_cards(labelled_folder, tmp_path):
     card = build_card(labelled_folder)
     assert card.data.pipeline_tag == "image-classification" and "| classes | 2: cat, dog |" in card.text
-    assert "multiples of 2 pixels" in section(card, "Limits") and "XCiT" in section(card, "Licence")
+    assert "multiples of 2 pixels" in section(card, "Limitations") and "XCiT" in section(card, "Licence")
     config = small_vision_config(num_hidden_layers=1, image_size=(8, 12), attention_type="xca")
     tost_hf.ToSTVisionModel(config).save_pretrained(tmp_path / "baseline")
     card = build_card(tmp_path / "baseline")
@@ -208,7 +216,7 @@ def test_position_free_models(tiny_config, tmp_path):
     tiny_config.max_position_embeddings = None
     tost_hf.ToSTForCausalLM(tiny_config).save_pretrained(tmp_path)
     card = build_card(tmp_path)
-    assert "| positions | no limit |" in card.text and "no table of positions" in section(card, "Limits")
+    assert "| positions | no limit |" in card.text and "no table of positions" in section(card, "Limitations")
 
 
 def test_an_evaluation_of_earlier_weights_is_not_reported(bare_folder):

@@ -13,7 +13,7 @@ from hub_clients import language_folder, vision_folder
 
 from tost_hf import cli
 from tost_hf.hub.publishing import publish
-from tost_hf.hub.secrets import holds_hub_token, is_secret_name, safe_command, secrets_in_file, without_secrets
+from tost_hf.hub.secrets import holds_hub_token, is_secret_name, redact, safe_command, secrets_in_file
 from tost_hf.hub.verification import verify
 
 
@@ -54,7 +54,7 @@ def test_tokens_of_the_hub(token, tmp_path, monkeypatch):
     monkeypatch.setattr("tost_hf.hub.secrets.CHUNK_BYTES", 2**15)
     (tmp_path / "large").write_bytes(b"\xff" * (2**15 - 30) + text.encode() + b" word" * 2**13)
     assert secrets_in_file(tmp_path / "large") == ["Hugging Face Token"]
-    assert without_secrets(text) == "some words before it\n  REMOVED\nand after"
+    assert redact(text) == "some words before it\n  REMOVED\nand after"
 
 
 @pytest.mark.parametrize("secret", OTHERS.values(), ids=OTHERS)
@@ -140,7 +140,7 @@ def test_a_command_is_recorded_without_its_tokens(words):
         command = safe_command(argv)
         assert "S3" not in command and command.count("REMOVED") == 1
         assert [word for word in shlex.split(command) if word in ordinary] == ordinary
-        recorded = without_secrets(shlex.join(argv))  # by something else that did not take care
+        recorded = redact(shlex.join(argv))  # by something else that did not take care
         assert "S3" not in recorded and "--tokenizer_name 'a b' --hub_model_id me/x" in recorded
 
 

@@ -137,6 +137,10 @@ def convert_from_original(
         OSError: the folder cannot be written; nothing is left of it.
         ValueError: the file is not such a checkpoint (the message says why), or holds more than plain data, which would need
             code named by the file to run.
+
+    Example:
+        >>> folder = convert_from_original("out/ckpt.pt", "./my-tost")
+        >>> model = AutoModelForCausalLM.from_pretrained(folder)
     """
     checkpoint, target = Path(checkpoint), Path(output_dir)
     check_folder(target, overwrite)
@@ -193,6 +197,9 @@ def convert_to_original(
         OSError: the file cannot be written; nothing is left of it.
         ValueError: the folder holds no such model, or one that the authors' code cannot represent (such as a position-free
             one).
+
+    Example:
+        >>> convert_to_original("./my-tost", "ckpt.pt")
     """
     source, target = Path(model_dir), Path(output_file)
     check_file(target, overwrite)

@@ -42,7 +42,7 @@ def check_folder(
 
 
 def _check_replaceable(target: Path, is_folder: bool) -> None:
-    """Refuses (FileExistsError) to replace a folder by a file, or a file or a link by a folder."""
+    """Raises FileExistsError where a file would replace a folder, or a folder a file or a link."""
     if is_folder and (target.is_symlink() or (target.exists() and not target.is_dir())):
         raise FileExistsError(
             f"{target} is a {'link' if target.is_symlink() else 'file'}, and a folder is written there; move it."
@@ -52,7 +52,7 @@ def _check_replaceable(target: Path, is_folder: bool) -> None:
 
 
 def check_file(target: Path, overwrite: bool) -> None:
-    """Refuses (OSError) to write a file over a folder, or over another file unless `overwrite`."""
+    """Raises OSError where a file would replace a folder, or another file unless `overwrite`."""
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder; name a file, such as ckpt.pt.")
     if target.exists() and not overwrite:
@@ -85,7 +85,7 @@ def is_weights_name(name: str) -> bool:
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
+def _translate_write_errors(target: Path) -> Iterator[None]:
     """Turns what safetensors and torch.save raise when a disk is full into an OSError."""
     try:
         yield
@@ -95,10 +95,10 @@ def _writing(target: Path) -> Iterator[None]:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A new folder to write a model into; its files then replace those of `target`, and the former model's weights go.
+    """A temporary folder to write a model to; its files then replace those of `target`, and old weights are removed.
 
-    Other files of `target` and of its subfolders stay. The former description (`config.json` or `export.json`) goes first and
-    the new one comes last: whoever stops it between leaves a folder that nobody can load, never one model's weights with
+    Other files of `target` and of its subfolders stay. The old description (`config.json` or `export.json`) is removed first
+    and the new one moved last: an interruption between leaves a folder that cannot be loaded, never one model's weights with
     another's configuration.
 
     Raises:
@@ -109,7 +109,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as private:
         folder = Path(private, "model")  # with ordinary permissions, which the temporary folder has not
         folder.mkdir()
-        with _writing(target):
+        with _translate_write_errors(target):
             yield folder
         if not target.exists():
             folder.rename(target)
@@ -118,15 +118,15 @@ def staged_folder(target: Path) -> Iterator[Path]:
         for path in written:
             _check_replaceable(target / path, is_folder=(folder / path).is_dir())
         files = [path for path in written if not (folder / path).is_dir()]
-        for path in _former_files(target, files):
+        for path in _stale_files(target, files):
             (target / path).unlink(missing_ok=True)
         for path in sorted(files, key=lambda path: path.name in DESCRIPTIONS):
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder / path, target / path)
 
 
-def _former_files(target: Path, written: list[Path]) -> Iterator[Path]:
-    """What is removed of an earlier model or export: first its description, then what no file of the new one replaces."""
+def _stale_files(target: Path, written: list[Path]) -> Iterator[Path]:
+    """What is removed of an old model or export: first its description, then what no new file replaces."""
     for path in written:
         if path.name in DESCRIPTIONS and (target / path).exists():
             yield path
@@ -140,11 +140,11 @@ def _former_files(target: Path, written: list[Path]) -> Iterator[Path]:
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """A new name to write a file under; it then becomes `target`."""
+    """A temporary name to write a file under; it then replaces `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with _writing(target):
+        with _translate_write_errors(target):
             yield staged
         os.replace(staged, target)
     finally:

@@ -29,7 +29,16 @@ def make_image_processor(
             whatever the shape of the picture, as after fine-tuning.
 
     Returns:
-        A processor that works without torchvision. `save_pretrained` writes it, `AutoImageProcessor` reads it back.
+        A processor that works without torchvision. `save_pretrained` writes it, `AutoImageProcessor` reads it back. Its
+        `pixel_values` have shape (images, 3, height, width).
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: `crop` is neither, or a side is below 1.
+
+    Example:
+        >>> processor = make_image_processor(model.config)
+        >>> logits = model(**processor(Image.open("cat.png"), return_tensors="pt")).logits
     """
     from transformers import ViTImageProcessorPil  # needs Pillow, which the models do not
     from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling

@@ -24,7 +24,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from ..model import modeling_tost, modeling_tost_vision
 from ..model.configuration_tost import AUTO_MAPS
 from .records import CARD, Card, load_card, open_safetensors, read_json
-from .secrets import holds_hub_token, is_secret_name, secrets_in_file, without_secrets
+from .secrets import holds_hub_token, is_secret_name, redact, secrets_in_file
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack")
@@ -44,7 +44,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
     """
     base = name.rsplit("/", 1)[-1]
     if holds_hub_token(name):
-        return f"{without_secrets(name)} has a secret in its name (Hugging Face Token)"
+        return f"{redact(name)} has a secret in its name (Hugging Face Token)"
     if TRAINER_STATE.match(base):
         return f"{name} is state of a training run (optimizer, scheduler, random numbers)"
     if base.lower().endswith(PICKLES):
@@ -303,7 +303,7 @@ def check_card(folder: Path) -> Card:
 
 
 def check_space(folder: Path) -> None:
-    """Refuses (ValueError) a folder that is not a page which `tost-hf space` wrote, whole."""
+    """Raises ValueError for a folder that is not a complete page as `tost-hf space` writes it."""
     card = load_card(folder / CARD) if (folder / CARD).is_file() else None
     if card is None or card.data.to_dict().get("sdk") != "static" or not (folder / "space.json").is_file():
         raise ValueError(f"{folder} is not a page that `tost-hf space` wrote; write one with `tost-hf space MODEL {folder}`.")

@@ -48,8 +48,10 @@ def check_loading(folder: Path, config: PreTrainedConfig) -> LoadedModel:
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
             tokenizer = load_fitting_tokenizer(str(folder), config)
             _load("the tokenizer", lambda: tokenizer("A few words."))
-    elif any((folder / name).is_file() for name in IMAGE_PROCESSOR_FILES):
-        _check_image_processor(folder)
+    elif any((folder / name).is_file() for name in IMAGE_PROCESSOR_FILES) and not hasattr(AutoImageProcessor, "_backends"):
+        # with "_backends" it is a placeholder: this transformers asks for torchvision, which is not installed
+        options = {"trust_remote_code": False, "local_files_only": True}
+        _load("the image processor", lambda: AutoImageProcessor.from_pretrained(folder, **options))
     return LoadedModel(model, output)
 
 
@@ -68,9 +70,9 @@ def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     finally:
         if shown:
             logging.enable_progress_bar()
-    wrong = {kind: sorted(names) for kind, names in loading.items() if names}
-    if wrong:
-        raise ValueError(f"Loading the model reports {wrong}.")
+    problems = {kind: sorted(names) for kind, names in loading.items() if names}
+    if problems:
+        raise ValueError(f"Loading the model reports {problems}.")
     return model.eval()
 
 
@@ -106,7 +108,12 @@ def load_fitting_tokenizer(source: str, config: PreTrainedConfig) -> PreTrainedT
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=os.path.isdir(source))
     except Exception as error:  # transformers and tokenizers raise whatever a damaged file leads to
         raise ValueError(f"The tokenizer of {source} cannot be loaded: {_reason(error)}") from error
-    _check_vocabulary(tokenizer, source)
+    if len(tokenizer) == len(tokenizer.get_added_vocab()):
+        names = ", ".join(sorted(set(tokenizer.vocab_files_names.values())))
+        raise ValueError(
+            f"The tokenizer in {source} has no vocabulary: it is a {type(tokenizer).__name__}, "
+            f"whose files ({names}) are missing. Save the tokenizer again."
+        )
     last, most = max(tokenizer.get_vocab().values()), config.vocab_size
     if last >= most:
         raise ValueError(
@@ -116,25 +123,6 @@ def load_fitting_tokenizer(source: str, config: PreTrainedConfig) -> PreTrainedT
             "model.resize_token_embeddings."
         )
     return tokenizer
-
-
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> None:
-    ordinary = len(tokenizer) - len(tokenizer.get_added_vocab())
-    if ordinary < 1:
-        names = ", ".join(sorted(set(tokenizer.vocab_files_names.values())))
-        raise ValueError(
-            f"The tokenizer in {source} has no vocabulary: it is a {type(tokenizer).__name__}, "
-            f"whose files ({names}) are missing. Save the tokenizer again."
-        )
-
-
-def _check_image_processor(folder: Path) -> None:
-    if hasattr(AutoImageProcessor, "_backends"):  # a placeholder: this transformers asks for torchvision, which is not here
-        return
-    _load(
-        "the image processor",
-        lambda: AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
-    )
 
 
 def _load(what: str, load: Callable[[], Loaded]) -> Loaded:

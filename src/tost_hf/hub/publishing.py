@@ -35,15 +35,25 @@ MAX_COMMIT_RETRIES = 30  # when others commit to the same repository first
 
 @dataclass(frozen=True)
 class Publication:
-    """What `publish` did, or with `dry_run` would do."""
+    """What `publish` did, or with `dry_run` would do.
+
+    Attributes:
+        repo_id: "owner/name".
+        commit_hash: of the published version; None after a dry run.
+        url: of the commit, or of the pull request; None where nothing was sent.
+        uploaded: names of the files that were sent, sorted.
+        deleted: weights and code of an earlier version that this one does not have.
+        unchanged: names of the files that the repository had already.
+        num_parameters: of the model; None of a Space.
+    """
 
     repo_id: str
-    commit_hash: str | None  # None after a dry run
-    url: str | None  # of the commit, or of the pull request
-    uploaded: tuple[str, ...]  # names of the files that were sent, sorted; empty if everything was there already
-    deleted: tuple[str, ...]  # weights and code of an earlier version that this one does not have
+    commit_hash: str | None
+    url: str | None
+    uploaded: tuple[str, ...]
+    deleted: tuple[str, ...]
     unchanged: tuple[str, ...]
-    num_parameters: int | None  # None of a Space
+    num_parameters: int | None
 
 
 def publish(

@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 
 from ..files import ALL_RESULTS, EVAL_RESULTS, EVALUATION, RUN_ARGUMENTS, TRAIN_RESULTS, TRAINER_STATE, staged_file
-from .secrets import without_secrets
+from .secrets import redact
 
 
 CARD = "README.md"
@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict:
     if path.stat().st_size > MAX_RECORD_BYTES:
         raise ValueError(f"{str(path)!r} is larger than {MAX_RECORD_BYTES:,} bytes, too large for a run's record; delete it.")
     try:
-        content = _remove_secrets(json.loads(path.read_text(encoding="utf-8")))
+        content = _redact_all(json.loads(path.read_text(encoding="utf-8")))
         json.dumps(content, ensure_ascii=False).encode()  # fails for halves of characters, which no card can hold
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not valid JSON ({error}); correct or delete it.") from error
@@ -82,12 +82,12 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def _remove_secrets(content):
+def _redact_all(content):
     if isinstance(content, dict):
-        return {without_secrets(key): _remove_secrets(value) for key, value in content.items()}
+        return {redact(key): _redact_all(value) for key, value in content.items()}
     if isinstance(content, list):
-        return [_remove_secrets(value) for value in content]
-    return without_secrets(content) if isinstance(content, str) else content
+        return [_redact_all(value) for value in content]
+    return redact(content) if isinstance(content, str) else content
 
 
 def read_records(folder: Path) -> Records:
@@ -105,7 +105,7 @@ def read_records(folder: Path) -> Records:
         name = key.removeprefix("eval_")
         about_speed = name.endswith(("runtime", "_per_second", "_samples", "_time")) or name == "samples"
         if (name != key or key == "perplexity") and not about_speed and _is_number(value):
-            metrics[without_secrets(name)] = value  # again, without the prefix
+            metrics[redact(name)] = value  # again, without the prefix
     run = read_json(folder / RUN_ARGUMENTS)
     training = state | read_json(folder / TRAIN_RESULTS) | results
     examples = evaluation.get("eval_samples")

@@ -88,9 +88,9 @@ def _detected(path: Path) -> set[str]:
     return {secret.type for _, secret in found}
 
 
-def without_secrets(text: str) -> str:
+def redact(text: str) -> str:
     """The text with each token of the Hub, and each value of an option such as `--hub_token`, replaced by REMOVED."""
-    return HUB_TOKEN.sub(REMOVED, _without_values(text))
+    return HUB_TOKEN.sub(REMOVED, _redact_options(text))
 
 
 def safe_command(argv: Iterable[str]) -> str:
@@ -107,7 +107,7 @@ def safe_command(argv: Iterable[str]) -> str:
             continue
         name = SECRET_OPTION.match(word)
         secret_follows = name is not None and name[0] == word
-        words.append(f"{name[0]}={REMOVED}" if name and word.startswith("=", name.end()) else without_secrets(word))
+        words.append(f"{name[0]}={REMOVED}" if name and word.startswith("=", name.end()) else redact(word))
     return shlex.join(words)
 
 
@@ -125,15 +125,15 @@ SECRET_VALUE = re.compile(  # each group `value` is to be taken out of a text
 )
 
 
-def _without_values(text: str) -> str:
+def _redact_options(text: str) -> str:
     """Without the values of options, arguments and JSON fields that hold secrets: `--token X`, `token=X`, `"token": "X"`."""
 
-    def cut(match: re.Match) -> str:
+    def replace(match: re.Match) -> str:
         assert match.lastgroup is not None  # each alternative has a group
         start, end = match.span(match.lastgroup)
         return match[0][: start - match.start()] + REMOVED + match[0][end - match.start() :]
 
-    return SECRET_VALUE.sub(cut, text)
+    return SECRET_VALUE.sub(replace, text)
 
 
-__all__ = ["check_detect_secrets", "holds_hub_token", "is_secret_name", "safe_command", "secrets_in_file", "without_secrets"]
+__all__ = ["check_detect_secrets", "holds_hub_token", "is_secret_name", "redact", "safe_command", "secrets_in_file"]
