@@ -237,6 +237,7 @@ class Format(NamedTuple):
 
 
 DTYPES = ("float32", "float16", "int8")
+"""The dtypes of exported weights."""
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
 FORMATS = {
     "onnx": Format("ONNX Runtime", "onnxruntime", "model.onnx", _ONNX, "'tost-hf[export]'", DTYPES, _save_onnx),
@@ -254,6 +255,7 @@ FORMATS = {
     ),
     "torch": Format("torch.export", "torch", "model.pt2", (), "", DTYPES[:2], _save_torch),
 }
+"""The formats of `export_model` by name; `FORMATS[name].dtypes` are those that a format supports."""
 
 
 def check_format(format: str, dtype: str) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NORMALIZATIONS = ("tokens", "channels")
+"""The values of `normalization` of `compression_terms`."""
 NO_DECAY = "This model has no decay (forgetting='none') and so no forget factors."
 PRECISION = 0.01  # the squared epsilon of the published compression terms: c = p / 0.01 or n / 0.01
 
@@ -28,6 +29,11 @@ def membership_maps(trace: ModelTrace) -> torch.Tensor:
     """Pi of every head (Fig. 4b, 9): (B, L, H, rows, columns) over the patches of images, (B, L, H, T) over a text's tokens.
 
     The heads' shares of a token add up to 1; at padding they are 0.
+
+    ```python
+    maps = membership_maps(trace_model(model, pixel_values=pixel_values))
+    maps[0, 3].argmax(0)  # the strongest head of each patch in layer 4
+    ```
     """
     return trace.memberships if trace.grid is None else trace.memberships.unflatten(-1, trace.grid)
 
@@ -37,6 +43,10 @@ def class_attention_maps(trace: ModelTrace) -> torch.Tensor:
 
     The weights of a head add up to 1 together with the one on the class token itself, which is left out. The paper shows the
     last head of the first of two layers (Fig. 5, 10).
+
+    ```python
+    class_attention_maps(trace)[0, 0, -1]  # (rows, columns), as in the paper
+    ```
 
     Raises:
         ValueError: the trace is of a language model or a backbone.
@@ -49,7 +59,11 @@ def class_attention_maps(trace: ModelTrace) -> torch.Tensor:
 def membership_entropy(trace: ModelTrace) -> torch.Tensor:
     """Entropy of each token's membership, -sum_k Pi_k ln Pi_k in nats: (B, L, T), NaN at padding.
 
-    0 where a token belongs to one head, ln H where it belongs to all alike.
+    0 where a token belongs to one head, ln H where it belongs to all equally.
+
+    ```python
+    membership_entropy(trace).nanmean(-1)  # (B, L): means over the real tokens
+    ```
     """
     entropy = -torch.xlogy(trace.memberships, trace.memberships).sum(2)
     return entropy.masked_fill(~trace.mask[:, None], math.nan)
@@ -63,7 +77,12 @@ class EntropyByPosition(NamedTuple):
 
 
 def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
-    """`membership_entropy` averaged over sequences and positions 0, 1, 2-3, 4-7, 8-15, ...; padding has no position."""
+    """`membership_entropy` averaged over sequences and positions 0, 1, 2-3, 4-7, 8-15, ...; padding has no position.
+
+    ```python
+    entropy_by_position(trace).entropy[0]  # of layer 1, from the first position to the last
+    ```
+    """
     entropy = membership_entropy(trace)
     positions = trace.mask.cumsum(1) - 1
     starts = [0, *(2**i for i in range(int(positions.max()).bit_length()))]
@@ -77,6 +96,10 @@ def forget_factors(trace: ModelTrace) -> torch.Tensor:
 
     Padding does not decay the sums: its factors are 1.
 
+    ```python
+    forget_factors(trace)[0, 0].argmin(-1)  # for each head of layer 1 the token with the strongest decay
+    ```
+
     Raises:
         ValueError: the trace is of a model without decay, such as the published one.
     """
@@ -88,6 +111,10 @@ def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
 
     With forgetting="token" the logarithm is averaged over the real tokens of a sequence, so that a sum halves in this number
     of tokens on average. With forgetting="head" the model itself can be given in place of a trace.
+
+    ```python
+    half_life(trace)[0].amax(-1)  # (L,): tokens, of the head with the longest memory
+    ```
 
     Raises:
         ValueError: the model has no decay; or a model with forgetting="token" is given, whose decay depends on the tokens.
@@ -174,6 +201,10 @@ def subspace_gram(model: nn.Module, layer: int) -> torch.Tensor:
 
     The identity where the subspaces are orthogonal to each other and their bases orthogonal. `layer` counts from 1.
 
+    ```python
+    gram = subspace_gram(model, 1)  # gram[:p, p : 2 * p]: |cosine| of each column of head 1 and of head 2
+    ```
+
     Raises:
         ValueError: the model has no TSSA layers, or no such layer.
     """
@@ -195,6 +226,11 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
     Per image, the patches are clustered by k-means (k = H) on their mean colour and their position, all standardised over the
     image; per layer, they are also partitioned by their strongest head. The adjusted mutual information of the two partitions
     is compared with two controls: the memberships shuffled over the patches, and those of another image.
+
+    ```python
+    scores = membership_clusters_score(model, pixel_values)
+    (scores.score - scores.other_image).mean(0)  # (L,): what the image explains beyond the position
+    ```
 
     Args:
         model: a vision model with TSSA.

@@ -61,6 +61,10 @@ TOKENIZERS = Package(
 def unpack(packages: Sequence[Package], folder: Path, npm: str | os.PathLike | None = None) -> None:
     """Writes the packages' files into a folder.
 
+    ```python
+    unpack([RUNTIME, TOKENIZERS], Path("vendor"))
+    ```
+
     Args:
         npm: a folder with the tarballs, as `npm pack` writes them; if None, `npm pack` fetches them, with the user's settings
             (.npmrc, proxies, mirrors) and cache, and without the network where HF_HUB_OFFLINE is set.
