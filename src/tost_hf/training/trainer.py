@@ -94,7 +94,7 @@ class ToSTTrainingArguments(RecipeArguments):
       whatever the number of processes (the authors used 30 x 16 for tost-medium, 20 x 24 for tost-large).
     - Warm-up takes 2,000 steps, or a tenth of a shorter run.
     - The floor of the learning rate belongs to the recipe's schedule; another `lr_scheduler_type` has no floor.
-    - fp16 or Accelerate's `mixed_precision` take the place of bf16.
+    - fp16 or Accelerate's `mixed_precision` replace bf16.
 
     Raises:
         ValueError: an unknown recipe, a size or length below 1, or a fused loss that this PyTorch or label smoothing excludes.
@@ -215,7 +215,7 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
     ```
     """
 
-    model: nn.Module  # made by then, from `model_init` if need be
+    model: nn.Module  # set by then, also with `model_init`
     context_mesh: Any = None  # of ContextParallelTrainer
 
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
