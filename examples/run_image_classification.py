@@ -106,8 +106,8 @@ class DataTrainingArguments:
     train_val_split: float = field(
         default=0.15, metadata={"help": "The part of the training images held out where there are no others."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use so many training images only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use so many validation images only."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "The largest number of training images to use."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "The largest number of validation images to use."})
 
     def __post_init__(self):
         if not any((self.dataset_name, self.train_dir, self.validation_dir, self.train_file, self.validation_file)):
@@ -167,7 +167,7 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
 
 
 def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArguments) -> Dataset:
-    """The columns of images and labels, renamed to "image" and "label", the images as they are in their files."""
+    """The columns of images and labels, renamed to "image" and "label", the images as the content of their files."""
     images = [name for name, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
     labels = [name for name, feature in dataset.features.items() if isinstance(feature, ClassLabel)]
     available, columns = ", ".join(dataset.column_names), {}

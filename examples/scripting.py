@@ -103,7 +103,7 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
     """A configuration with changes.
 
     Args:
-        config: it stays as it is.
+        config: not changed.
         assignments: key=value,key=value,...; None for no change. A list or an object stands in brackets.
         defaults: changes that `assignments` override.
 

@@ -66,8 +66,8 @@ class DataTrainingArguments(TextArguments):
     validation_split_percentage: int = field(
         default=5, metadata={"help": "The part of the training examples held out where there is no validation text."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use so many training blocks only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use so many validation blocks only."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "The largest number of training blocks to use."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "The largest number of validation blocks to use."})
     streaming: bool = field(default=False, metadata={"help": "Read the data while training, without preparing all of it."})
     shuffle_buffer: int = field(
         default=1_000,
@@ -276,21 +276,14 @@ def prepare_blocks(
         check_prepared(files[0], tokenizer, block_size)
         blocks = dataset
     else:
-        blocks = _pack(split, dataset, files, _packing(split, dataset, files, tokenizer, block_size, data_args), data_args)
+        blocks = _pack(split, dataset, files, tokenizer, block_size, data_args)
     return blocks if max_samples is None else blocks.take(max_samples)
 
 
-def _packing(
-    split: str, dataset, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, data_args
-) -> dict:
-    """The keywords of `pack_into_blocks`."""
-    column, eos = text_column(split, dataset, data_args.text_column), choose_eos(files, tokenizer, data_args)
-    return {"tokenizer": tokenizer, "column": column, "block_size": block_size, "eos_token_id": eos}
-
-
-def _pack(split: str, dataset, files: list[str] | None, packing: dict, data_args):
+def _pack(split: str, dataset, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, data_args):
     """The examples as blocks; a ValueError if there is not one."""
-    block_size, options = packing["block_size"], {}
+    column, eos = text_column(split, dataset, data_args.text_column), choose_eos(files, tokenizer, data_args)
+    options = {}
     if not data_args.streaming:  # a stream has no workers, cache or length
         options["num_proc"] = data_args.preprocessing_num_workers
         options["load_from_cache_file"] = not data_args.overwrite_cache
@@ -300,7 +293,7 @@ def _pack(split: str, dataset, files: list[str] | None, packing: dict, data_args
         batched=True,
         batch_size=10_000 if are_lines(files) else 1_000,  # each such batch loses less than a block
         remove_columns=dataset.column_names or list(first_example(split, dataset)),
-        fn_kwargs=packing,
+        fn_kwargs={"tokenizer": tokenizer, "column": column, "block_size": block_size, "eos_token_id": eos},
         **options,
     )
     if not first_example(split, blocks):
@@ -310,14 +303,12 @@ def _pack(split: str, dataset, files: list[str] | None, packing: dict, data_args
 
 def stream_blocks(dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, data_args) -> PackedStream:
     """Blocks of training text, read during training, without end."""
-    files = None if data_args.dataset_name is not None else data_args.train_file
-    packing = _packing("train", dataset, files, tokenizer, block_size, data_args)
-    _pack("train", dataset, files, packing, data_args)  # rejects what is too short
-    eos = packing["eos_token_id"]
+    prepare_blocks("train", dataset, tokenizer, block_size, None, data_args)  # rejects what is too short
+    eos = choose_eos(None if data_args.dataset_name is not None else data_args.train_file, tokenizer, data_args)
     return PackedStream(
         dataset,
         partial(encode, tokenizer=tokenizer, eos_token_id=eos),
-        packing["column"],
+        text_column("train", dataset, data_args.text_column),
         block_size,
         shuffle_buffer=data_args.shuffle_buffer,
         seed=seed,

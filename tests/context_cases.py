@@ -1,4 +1,4 @@
-"""What each process of test_parallel_context.py computes: a model on whole texts, and the same one with the texts cut."""
+"""What each process of test_parallel_context.py computes: a model on whole texts, and the same one context-parallel."""
 
 import copy
 
@@ -15,12 +15,12 @@ import tost_hf
 from tost_hf.parallel import local_tokens, parallelize
 
 
-LENGTH = 21  # parts of 6, 5, 5 and 5 tokens
+LENGTH = 21  # shards of 6, 5, 5 and 5 tokens
 OPTIONS = {
     "published": {},
     "position-free": {"max_position_embeddings": None},
-    "forgetting per head": {"forgetting": "head"},
-    "forgetting per token": {"forgetting": "token", "max_position_embeddings": None},
+    "decay per head": {"forgetting": "head"},
+    "decay per token": {"forgetting": "token", "max_position_embeddings": None},
     "convolution": {"conv_kernel": 4},
     "wide convolution": {"conv_kernel": 12},
     "all": {"forgetting": "token", "conv_kernel": 4, "use_bias": True, "tie_word_embeddings": False},
@@ -29,22 +29,22 @@ OPTIONS = {
 
 def a_mask():
     mask = torch.ones(3, LENGTH, dtype=torch.long)
-    mask[0, :9] = mask[1, 13:] = mask[2, 4:9] = mask[2, 11] = 0  # whole parts are padding
+    mask[0, :9] = mask[1, 13:] = mask[2, 4:9] = mask[2, 11] = 0  # whole shards are padding
     return mask
 
 
-def borders(*places):
+def sequences(*starts_of_texts):
     starts = torch.zeros(3, LENGTH, dtype=torch.long)
-    for row, tokens in enumerate(places):
-        starts[row, list(tokens)] = 1
+    for index, tokens in enumerate(starts_of_texts):
+        starts[index, list(tokens)] = 1
     return starts.cumsum(1)
 
 
 TEXTS = {
     "plain": lambda: {},
     "padded": lambda: {"attention_mask": a_mask()},
-    "packed": lambda: {"seq_idx": borders([1, 2, 3, 11], [6, 12, 18], [])},  # at the border of two parts, too
-    "packed and padded": lambda: {"seq_idx": borders([7, 16], [5], [6, 11]), "attention_mask": a_mask()},
+    "packed": lambda: {"seq_idx": sequences([1, 2, 3, 11], [6, 12, 18], [])},  # at the start of a shard, too
+    "packed and padded": lambda: {"seq_idx": sequences([7, 16], [5], [6, 11]), "attention_mask": a_mask()},
     "restarting positions": lambda: {"position_ids": torch.cat([torch.arange(8), torch.arange(13)]).repeat(3, 1)},
 }
 
@@ -64,7 +64,7 @@ def gradients(model):
     return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
-def averaged(model):
+def averaged_gradients(model):
     """Gradients, averaged over all processes."""
     grads = gradients(model)
     for grad in grads.values():
@@ -73,13 +73,13 @@ def averaged(model):
     return grads
 
 
-def apart(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The largest distance, as a part of the largest number; 0 for no numbers."""
+def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The largest absolute difference, relative to the largest absolute value of `y`; 0 for empty tensors."""
     return (x - y).abs().max().item() / max(y.abs().max().item(), 1e-30) if y.numel() else 0.0
 
 
-def distances(model, batch, mesh, grads=averaged, wrap=lambda model: model, whole_batches=None):
-    """How far outputs, loss and gradients of cut texts are from those of whole ones."""
+def compare(model, batch, mesh, grads=averaged_gradients, wrap=lambda model: model, whole_batches=None):
+    """Errors of outputs, loss and gradients of a context-parallel model."""
     whole_batches = [batch] if whole_batches is None else whole_batches
     alone = copy.deepcopy(model)
     losses = []
@@ -92,26 +92,26 @@ def distances(model, batch, mesh, grads=averaged, wrap=lambda model: model, whol
     parallel = wrap(parallelize(model, mesh))
     out = parallel(**batch)
     out.loss.backward()
-    part = local_tokens(LENGTH, mesh)
-    distance = {"loss": apart(out.loss.detach(), whole.loss)}
+    shard = local_tokens(LENGTH, mesh)
+    errors = {"loss": relative_error(out.loss.detach(), whole.loss)}
     if out.logits is not None:
-        real = batch.get("attention_mask", torch.ones(3, LENGTH)).bool()[:, part]
-        distance["outputs"] = apart(out.logits.detach()[real], whole.logits[:, part][real])
+        real = batch.get("attention_mask", torch.ones(3, LENGTH)).bool()[:, shard]
+        errors["outputs"] = relative_error(out.logits.detach()[real], whole.logits[:, shard][real])
     found = grads(parallel)
     expected = gradients(alone)
-    distance["gradients"] = max(
-        apart(found[name.removeprefix("module.")], grad) if name in found else 1.0 for name, grad in expected.items()
+    errors["gradients"] = max(
+        relative_error(found[name.removeprefix("module.")], grad) if name in found else 1.0 for name, grad in expected.items()
     )
-    return distance
+    return errors
 
 
-def cut(cp: int):
+def cp_mesh(cp: int):
     """A mesh of replicas, each of `cp` processes."""
     return init_device_mesh("cpu", (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))["cp"]
 
 
 def equality(cp: int, options: str, texts: str, dtype=torch.float64):
-    return distances(a_model(dtype, **OPTIONS[options]), a_batch(texts), cut(cp))
+    return compare(a_model(dtype, **OPTIONS[options]), a_batch(texts), cp_mesh(cp))
 
 
 def gradients_of_ddp(model):
@@ -122,47 +122,47 @@ def gradients_of_shards(model):
     return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
 
 
-def shard(model):
+def apply_fsdp(model):
     for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
 
 
 def replicas(wrap, grads):
-    """dp 2 x cp 2: every replica reads a batch of its own."""
+    """dp 2 x cp 2: every replica reads another batch."""
     own = dist.get_rank() // 2
     batches = [a_batch("plain", seed) for seed in range(2)]
-    return distances(a_model(**OPTIONS["all"]), batches[own], cut(2), grads, wrap, batches)
+    return compare(a_model(**OPTIONS["all"]), batches[own], cp_mesh(2), grads, wrap, batches)
 
 
 def checkpointed():
     model = a_model(**OPTIONS["all"])
     model.gradient_checkpointing_enable()
-    return distances(model.train(), a_batch("packed and padded"), cut(4))
+    return compare(model.train(), a_batch("packed and padded"), cp_mesh(4))
 
 
 def fused():
     model = a_model(torch.float32).train()
     model.fuse_linear_cross_entropy = True
-    return distances(model, a_batch("padded"), cut(4))
+    return compare(model, a_batch("padded"), cp_mesh(4))
 
 
 def embedded():
-    """Embedded tokens in place of ids, a number of items given, tuples returned, arguments by place."""
+    """Embedded tokens in place of ids, a given number of items, tuples returned, positional arguments."""
     model, batch = a_model(**OPTIONS["all"]), a_batch("packed")
     ids, labels = batch.pop("input_ids"), batch["labels"]
     items = torch.tensor(50)
     alone = copy.deepcopy(model)(ids, num_items_in_batch=items, **batch).loss
-    parallelize(model, cut(4))
+    parallelize(model, cp_mesh(4))
     embeds = model.get_input_embeddings()(ids)
     given = {"seq_idx": batch["seq_idx"], "num_items_in_batch": items}
     loss, *_ = model(inputs_embeds=embeds, labels=labels, return_dict=False, **given)
     same = model(ids, None, None, None, None, labels, **given).loss
-    return {"loss": max(apart(loss, alone), apart(same, alone))}
+    return {"loss": max(relative_error(loss, alone), relative_error(same, alone))}
 
 
 class CountBytes(TorchDispatchMode):
-    """Counts what a process sends."""
+    """Records the bytes and collectives of a process."""
 
     def __init__(self):
         super().__init__()
@@ -175,11 +175,11 @@ class CountBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def exchanged():
-    """Numbers of exchanges and bytes, forward and backward, for texts of two lengths."""
+def communication():
+    """Numbers of collectives and bytes, forward and backward, for texts of two lengths."""
     answer = {}
-    for options in ("published", "forgetting per token", "convolution"):
-        model = parallelize(a_model(torch.float32, **OPTIONS[options] | {"max_position_embeddings": None}), cut(4)).model
+    for options in ("published", "decay per token", "convolution"):
+        model = parallelize(a_model(torch.float32, **OPTIONS[options] | {"max_position_embeddings": None}), cp_mesh(4)).model
         counts = []
         for length in (64, 1024):
             with CountBytes() as forward:
@@ -202,7 +202,7 @@ def million_tokens():
     small = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": None}
     model = a_model(torch.float32, **small).model
     if dist.get_world_size() > 1:
-        parallelize(model, cut(dist.get_world_size()))
+        parallelize(model, cp_mesh(dist.get_world_size()))
     tokens = torch.arange(2**20).remainder(97).unsqueeze(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the most so far is what there is now
@@ -216,12 +216,12 @@ def with_torchs_own():
     batch = a_batch("plain")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with context_parallel(mesh, buffers=[ids := torch.zeros(1, 64, dtype=torch.long)], buffer_seq_dims=[1]):
-        error = refusal(lambda: a_model()(ids))
+        error = error_of(lambda: a_model()(ids))
     assert a_model()(**batch).loss.isfinite()  # and not after it
     return error
 
 
-def refusal(call):
+def error_of(call):
     try:
         call()
     except Exception as error:
@@ -229,9 +229,9 @@ def refusal(call):
     return "accepted"
 
 
-def refused():
-    """What is refused, and the sentences."""
-    mesh, ids = cut(4), torch.zeros(1, 9, dtype=torch.long)
+def errors_of_misuse():
+    """The error messages."""
+    mesh, ids = cp_mesh(4), torch.zeros(1, 9, dtype=torch.long)
     model = parallelize(a_model(), mesh)
     kinds = ["tost_causal_statistics", "full_attention"]
     encoder = tost_hf.ToSTModel(small_config(is_causal=False))
@@ -260,7 +260,7 @@ def refused():
         "different order": lambda: model(torch.arange(9).roll(dist.get_rank()).unsqueeze(0)),
         "torch's own": with_torchs_own,
     }
-    return {name: refusal(call) if name != "torch's own" else call() for name, call in calls.items()}
+    return {name: error_of(call) if name != "torch's own" else call() for name, call in calls.items()}
 
 
 CASES = {
@@ -268,10 +268,10 @@ CASES = {
     for kind, cp, dtype in (("cp 4", 4, torch.float64), ("cp 2", 2, torch.float64), ("cp 4 float32", 4, torch.float32))
     for options in OPTIONS
     for texts in TEXTS
-    if options == "all" or (kind == "cp 4" and texts == "packed and padded")
+    if (texts == "packed and padded" and (kind == "cp 4" or options == "all")) or (kind == "cp 4" and options == "all")
 } | {
     "dp 2 x cp 2, DistributedDataParallel": (replicas, DistributedDataParallel, gradients_of_ddp),
-    "dp 2 x cp 2, fully_shard": (replicas, shard, gradients_of_shards),
+    "dp 2 x cp 2, fully_shard": (replicas, apply_fsdp, gradients_of_shards),
     "cp 4, gradient checkpointing": (checkpointed,),
     "cp 4 float32, fused loss": (fused,),
     "cp 4, embedded tokens": (embedded,),
@@ -279,5 +279,6 @@ CASES = {
 
 
 def run(name: str):
-    function, *arguments = (CASES | {"exchanged": (exchanged,), "refused": (refused,), "million": (million_tokens,)})[name]
+    others = {"communication": (communication,), "errors": (errors_of_misuse,), "million": (million_tokens,)}
+    function, *arguments = (CASES | others)[name]
     return function(*arguments)

@@ -28,8 +28,8 @@ def digit_pictures(count: int, skipped: int = 0) -> list[tuple[PILImage.Image, i
     """Real digits, the classes 0 to 2 in turn, as grey pictures of 8 x 8 pixels."""
     digits = load_digits()
     found = [np.flatnonzero(digits.target == number) for number in range(len(NAMES))]
-    rows = [(int(found[i % 3][(skipped + i) // 3]), i % 3) for i in range(count)]
-    return [(PILImage.fromarray((digits.images[row] * 15.9).astype(np.uint8)), number) for row, number in rows]
+    chosen = [(int(found[i % 3][(skipped + i) // 3]), i % 3) for i in range(count)]
+    return [(PILImage.fromarray((digits.images[index] * 15.9).astype(np.uint8)), number) for index, number in chosen]
 
 
 @pytest.fixture(scope="session")

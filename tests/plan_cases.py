@@ -29,7 +29,7 @@ def save_model() -> None:
 
 
 class CountSent(TorchDispatchMode):
-    """Counts the bytes that a process sends, by ring algorithms."""
+    """Sums the bytes that a process sends, with ring algorithms."""
 
     def __init__(self):
         super().__init__()
@@ -58,8 +58,8 @@ class CountSent(TorchDispatchMode):
         return 0.0
 
 
-def spread(way: str):
-    model = load("plan", cut=way == "tp", dtype=torch.float32)
+def parallel_model(way: str):
+    model = load("plan", tp=way == "tp", dtype=torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if way == "FSDP2":
         for layer in model.model.layers:
@@ -80,7 +80,7 @@ def size_of(x: torch.Tensor) -> int:
 
 def run(way: str) -> dict:
     """Bytes sent in a step, held after it, and kept by a forward pass."""
-    model = spread(way)
+    model = parallel_model(way)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = make_ids()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # DDP forms its buckets

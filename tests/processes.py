@@ -9,7 +9,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-IMPORTS = ["tost_hf.parallel", "torch.distributed.fsdp", "tokenizers", "transformers.trainer"]
+# what the cases and conftest import, but for modules of this folder, which the fork server does not find
+IMPORTS = ["tost_hf.parallel", "torch.distributed.fsdp", "tokenizers", "pytest", "sklearn.datasets"]
+IMPORTS += [f"tost_hf.training.trainer_{name}" for name in ("context_parallel", "tensor_parallel", "vision")]
 
 
 def run_cases(cases, names: list[str], processes: int, folder) -> dict[str, list]:

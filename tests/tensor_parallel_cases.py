@@ -6,24 +6,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from conftest import randomize, small_config
-from context_cases import LENGTH, OPTIONS, TEXTS, a_batch, apart, refusal
+from context_cases import LENGTH, OPTIONS, TEXTS, a_batch, error_of, relative_error
 from transformers.distributed import DistributedConfig
 
 import tost_hf
 
 
-VOCABULARY = 100  # the lowest transformers cuts only what the number of processes divides
+VOCABULARY = 100  # the lowest transformers shards only what the number of processes divides
 HYBRID = ["tost_causal_statistics", "full_attention"]
 MODELS = OPTIONS | {
     "hybrid": {"layer_types": HYBRID, "num_key_value_heads": 4, "max_position_embeddings": None},
     "uneven vocabulary": {"vocab_size": 98, "max_position_embeddings": 64},
     "uneven MLP": {"intermediate_size": 51},
-    "raw scores": {"normalize_scores": False},
+    "unnormalised scores": {"normalize_scores": False},
     "six heads": {"hidden_size": 48, "num_attention_heads": 6},
     "one head": {"num_attention_heads": 1},
     "two groups of keys": {"layer_types": HYBRID, "num_key_value_heads": 1},
 }
-REFUSED = {2: ["one head", "two groups of keys"], 4: ["one head", "two groups of keys", "six heads"]}
+INDIVISIBLE = {2: ["one head", "two groups of keys"], 4: ["one head", "two groups of keys", "six heads"]}
 
 
 def folder_of(name: str) -> Path:
@@ -39,9 +39,9 @@ def save_models() -> None:
     randomize(encoder).save_pretrained(folder_of("encoder"))
 
 
-def load(name: str, cut: bool, dtype=torch.float64, kind=tost_hf.ToSTForCausalLM):
+def load(name: str, tp: bool, dtype=torch.float64, kind=tost_hf.ToSTForCausalLM):
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    how = {"distributed_config": DistributedConfig(tp_plan="auto")} if cut else {}
+    how = {"distributed_config": DistributedConfig(tp_plan="auto")} if tp else {}
     return kind.from_pretrained(folder_of(name), dtype=dtype, **how)
 
 
@@ -51,28 +51,28 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 def equality(name: str, texts: str, dtype=torch.float64, kind=tost_hf.ToSTForCausalLM):
     batch = a_batch(texts)
-    alone, cut = (load(name, cut, dtype, kind) for cut in (False, True))
-    expected, found = alone(**batch), cut(**batch)
+    alone, parallel = (load(name, tp, dtype, kind) for tp in (False, True))
+    expected, found = alone(**batch), parallel(**batch)
     expected.loss.backward()
     found.loss.backward()
     real = batch.get("attention_mask", torch.ones(3, LENGTH)).bool()
-    grads = {name: whole(param.grad) for name, param in cut.named_parameters()}
+    grads = {name: whole(param.grad) for name, param in parallel.named_parameters()}
     return {
-        "loss": apart(found.loss.detach(), expected.loss.detach()),
-        "outputs": apart(found.logits.detach()[real], expected.logits.detach()[real]),
-        "gradients": max(apart(grads[name], param.grad) for name, param in alone.named_parameters()),
-        "heads": 4 // cut.model.layers[0].self_attn.temp.to_local().shape[0],
+        "loss": relative_error(found.loss.detach(), expected.loss.detach()),
+        "outputs": relative_error(found.logits.detach()[real], expected.logits.detach()[real]),
+        "gradients": max(relative_error(grads[name], param.grad) for name, param in alone.named_parameters()),
+        "heads": 4 // parallel.model.layers[0].self_attn.temp.to_local().shape[0],
     }
 
 
 def generated(name: str):
-    """Tokens that greedy search, beams and steps of several tokens give, of cut heads and of all."""
+    """Tokens of greedy and beam search, and logits after several cached tokens, with and without tensor parallelism."""
     prompt = torch.randint(0, 97, (2, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(prompt)
     mask[0, :3] = 0
     answers = []
-    for cut in (False, True):
-        model = load(name, cut).eval()
+    for tp in (False, True):
+        model = load(name, tp).eval()
         kwargs = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
         cache = tost_hf.CausalStatisticsCache(model.config)
         with torch.no_grad():
@@ -81,16 +81,16 @@ def generated(name: str):
             logits = model(prompt[:, :3], past_key_values=cache, attention_mask=more).logits
         greedy, beams = model.generate(prompt, **kwargs), model.generate(prompt, num_beams=3, **kwargs)
         answers.append((greedy, beams, logits))
-    (greedy, beams, logits), (cut_greedy, cut_beams, cut_logits) = answers
+    (greedy, beams, logits), (tp_greedy, tp_beams, tp_logits) = answers
     return {
-        "greedy": torch.equal(greedy, cut_greedy),
-        "beams": torch.equal(beams, cut_beams),
-        "logits": apart(cut_logits, logits),
+        "greedy": torch.equal(greedy, tp_greedy),
+        "beams": torch.equal(beams, tp_beams),
+        "logits": relative_error(tp_logits, logits),
     }
 
 
 def saved(name: str):
-    """A model with cut heads, saved and read as a whole again."""
+    """A tensor-parallel model, saved and loaded whole again."""
     model = load(name, True, torch.float32)
     target = folder_of(f"{name} saved over {dist.get_world_size()}")
     model.save_pretrained(target)
@@ -100,8 +100,8 @@ def saved(name: str):
     return {"same": same, "config": (target / "config.json").read_text() == (folder_of(name) / "config.json").read_text()}
 
 
-def refused(name: str):
-    return refusal(lambda: load(name, True))
+def error_of_loading(name: str):
+    return error_of(lambda: load(name, True))
 
 
 def run(name: str):
@@ -110,8 +110,8 @@ def run(name: str):
         return generated(model)
     if kind == "saved":
         return saved(model)
-    if kind == "refused":
-        return refused(model)
+    if kind == "error":
+        return error_of_loading(model)
     dtype = torch.float32 if kind == "float32" else torch.float64
     return equality(model, texts[0], dtype, tost_hf.ToSTForMaskedLM if model == "encoder" else tost_hf.ToSTForCausalLM)
 

@@ -280,7 +280,7 @@ def test_checkpoint_of_another_number_of_processes(make, trained, caplog):
     assert choose_checkpoint(trainer, True) == str(folder)
     assert "saved by another number of processes" in caplog.text
     trainer.is_deepspeed_enabled = True
-    with pytest.raises(ValueError, match="than the 1 of today, each with its shard of DeepSpeed's optimizer"):
+    with pytest.raises(ValueError, match="than the 1 of this run, each with its shard of DeepSpeed's optimizer"):
         choose_checkpoint(trainer, True)
 
 

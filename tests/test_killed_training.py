@@ -1,4 +1,4 @@
-"""Training killed at random moments, most of them while it saves, goes on as if nothing had happened."""
+"""Training killed at random moments, most of them while it saves, resumes bit for bit."""
 
 import os
 import random
@@ -43,7 +43,7 @@ def kill_after(clients: Clients, run: Client, checkpoint: Path, delay: float) ->
 
 
 def contents(folder: Path) -> dict:
-    """What a run ends with, bit for bit: weights, averaged weights, optimizer, random numbers, losses."""
+    """What a run ends with, bit for bit: weights, EMA weights, optimizer, random numbers, losses."""
     files = [*folder.glob("*.safetensors"), *folder.glob("ema/*.safetensors")]
     state = folder / f"checkpoint-{STEPS}"
     found = {str(path.relative_to(folder)): path.read_bytes() for path in files}

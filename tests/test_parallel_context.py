@@ -1,4 +1,4 @@
-"""Context parallelism over 2 and 4 processes: numbers, exchanges of constant size, errors."""
+"""Context parallelism over 2 and 4 processes: equality, communication of constant size, errors."""
 
 import context_cases
 import pytest
@@ -9,35 +9,35 @@ from tost_hf import ToSTForCausalLM
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    names = [*context_cases.CASES, "exchanged", "refused"]
+    names = [*context_cases.CASES, "communication", "errors"]
     return run_cases(context_cases.run, names, processes=4, folder=tmp_path_factory.mktemp("context"))
 
 
 @pytest.mark.parametrize("case", context_cases.CASES)
-def test_context_parallel_models_give_the_same_numbers(answers, case):
+def test_equals_one_process(answers, case):
     single = "float32" in case
-    for distances in answers[case]:
+    for errors in answers[case]:
         # transformers computes the loss in float32, whatever comes in
-        assert distances.pop("loss") < 1e-6
-        assert all(distance < (1e-5 if single else 1e-10) for distance in distances.values())
+        assert errors.pop("loss") < 1e-6
+        assert all(error < (1e-5 if single else 1e-10) for error in errors.values())
 
 
-@pytest.mark.parametrize("options,exchanges", [("published", 2), ("forgetting per token", 2), ("convolution", 3)])
-def test_what_is_exchanged_does_not_grow_with_the_text(answers, options, exchanges):
-    layers, heads, width, rows = 2, 4, 32, 1
-    for answer in answers["exchanged"]:
+@pytest.mark.parametrize("options, collectives", [("published", 2), ("decay per token", 2), ("convolution", 3)])
+def test_communication_does_not_grow_with_the_text(answers, options, collectives):
+    layers, heads, width = 2, 4, 32
+    for answer in answers["communication"]:
         short, long = answer[options]
         assert short == long
         calls, sent, backward_calls, _ = short
-        assert calls == backward_calls == layers * exchanges
-        expected = 4 * (width + (heads if "forgetting" in options else 0)) + 8 * (width + heads)
+        assert calls == backward_calls == layers * collectives
+        expected = 4 * (width + (heads if "decay" in options else 0)) + 8 * (width + heads)
         if "convolution" in options:
             expected += 4 * 3 * (width + 2)
-        assert sent == layers * rows * expected
+        assert sent == layers * expected
 
 
 @pytest.mark.slow
-def test_a_million_tokens_take_a_quarter_of_the_memory_on_four_processes(tmp_path):
+def test_million_tokens_take_a_quarter_of_the_memory_on_four_processes(tmp_path):
     grown = {}
     for processes in (1, 4):
         folder = tmp_path / str(processes)
@@ -46,11 +46,11 @@ def test_a_million_tokens_take_a_quarter_of_the_memory_on_four_processes(tmp_pat
         grown[processes] = max(answer["grown"] for answer in answers)
     assert all(answer["sent"] < 4096 for answer in answers)
     assert grown[1] > 1e9
-    assert grown[4] < 0.25 * grown[1] + 2.5e8  # which is not the tokens
+    assert grown[4] < 0.25 * grown[1] + 2.5e8  # of other things than tokens
 
 
 DIFFERENT = "ValueError: The processes that share a text were given different batches"
-SENTENCES = {
+MESSAGES = {
     "hybrid": "ValueError: parallelize does not support layers of full_attention",
     "encoder": "ValueError: parallelize does not support encoders",
     "classifier": "TypeError: parallelize takes a ToSTModel or a ToSTForCausalLM",
@@ -76,12 +76,12 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize("case", SENTENCES)
+@pytest.mark.parametrize("case", MESSAGES)
 def test_errors(answers, case):
-    for answer in answers["refused"]:
-        assert answer[case].startswith(SENTENCES[case])
+    for answer in answers["errors"]:
+        assert answer[case].startswith(MESSAGES[case])
 
 
-def test_a_model_on_one_process_knows_nothing_of_it(tiny_model, texts):
+def test_other_models_have_no_hooks(tiny_model):
     assert isinstance(tiny_model, ToSTForCausalLM)
     assert not tiny_model._forward_pre_hooks and not tiny_model.model._forward_pre_hooks

@@ -1,4 +1,4 @@
-"""Runs of several processes that end at a random moment, as one of them is killed, or go on with more or fewer processes."""
+"""Runs of several processes of which one is killed at a random moment, or that resume with more or fewer processes."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from tost_hf import ToSTForCausalLM
 pytestmark = pytest.mark.slow
 STEPS = sharded_cases.STEPS
 KILLED = "sharded_cases.launch(*argv, save_steps=1, dtype=torch.float32)"
-GOES_ON = f"sharded_cases.launch(*argv, save_steps={STEPS // 2})"
+RESUMES = f"sharded_cases.launch(*argv, save_steps={STEPS // 2})"
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def kill_one(clients: Clients, run: Client, checkpoint: Path, delay: float, chan
 
 
 @pytest.mark.parametrize("way, processes", [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("ddp and cp", 4)])
-def test_a_killed_process_ends_the_run_which_goes_on_bit_for_bit(clients, tmp_path, way, processes):
+def test_killed_process_ends_the_run_which_resumes_bit_for_bit(clients, tmp_path, way, processes):
     """With dropout, and a save at every step."""
     seed = random.randrange(1_000_000)
     print(f"The moment is that of seed {seed}.")
@@ -82,24 +82,24 @@ def begun(clients, tmp_path_factory):
     def begin(way: str) -> Path:
         if way not in folders:
             folders[way] = tmp_path_factory.mktemp("begun")
-            clients.wait(start(clients, GOES_ON, way, 2, folders[way])).check()
+            clients.wait(start(clients, RESUMES, way, 2, folders[way])).check()
             shutil.rmtree(folders[way] / f"checkpoint-{STEPS}")
         return folders[way]
 
     return begin
 
 
-def go_on(clients: Clients, begun: Path, way: str, processes: int, folder: Path) -> Client:
+def resume(clients: Clients, begun: Path, way: str, processes: int, folder: Path) -> Client:
     shutil.copytree(begun / f"checkpoint-{STEPS // 2}", folder / f"checkpoint-{STEPS // 2}")
-    return clients.wait(start(clients, GOES_ON, way, processes, folder))
+    return clients.wait(start(clients, RESUMES, way, processes, folder))
 
 
 @pytest.mark.parametrize(
     "before, way, processes",
     [("ddp", "ddp", 1), ("ddp", "ddp", 4), ("cp", "cp", 4), ("cp", "ddp", 2), ("fsdp2", "fsdp2", 4), ("tp", "tp", 4)],
 )
-def test_other_processes_go_on_with_the_same_losses(clients, begun, tmp_path, before, way, processes):
-    run = go_on(clients, begun(before), way, processes, tmp_path).check()
+def test_other_numbers_of_processes_resume_with_the_same_losses(clients, begun, tmp_path, before, way, processes):
+    run = resume(clients, begun(before), way, processes, tmp_path).check()
     assert "was saved by another number of processes" in run.output or processes == 2
     expected = losses(begun(before))
     assert losses(tmp_path) == pytest.approx(expected, rel=0, abs=1e-5) and len(expected) == STEPS
@@ -108,7 +108,7 @@ def test_other_processes_go_on_with_the_same_losses(clients, begun, tmp_path, be
 
 
 @pytest.mark.parametrize(
-    "before, way, sentence",
+    "before, way, message",
     [
         ("ddp", "tp", "was not tensor-parallel and now is:"),
         ("tp", "ddp", "was tensor-parallel and now is not"),
@@ -116,6 +116,6 @@ def test_other_processes_go_on_with_the_same_losses(clients, begun, tmp_path, be
         ("fsdp2", "ddp", "None of the checkpoints can be resumed from"),
     ],
 )
-def test_another_way_is_refused(clients, begun, tmp_path, before, way, sentence):
-    run = go_on(clients, begun(before), way, 2, tmp_path)
-    assert run.status == 1 and re.search(f"ValueError: .*{sentence}", run.output), run.output
+def test_another_parallelism_is_rejected(clients, begun, tmp_path, before, way, message):
+    run = resume(clients, begun(before), way, 2, tmp_path)
+    assert run.status == 1 and re.search(f"ValueError: .*{message}", run.output), run.output

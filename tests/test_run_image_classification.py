@@ -51,34 +51,26 @@ def test_from_training_to_the_pipeline(tmp_path, digit_folder, image_args):
     right = [guess == picture.parent.name for guess, picture in zip(guesses, pictures)]
     assert measured["eval_accuracy"] == pytest.approx(np.mean(right))
 
+    changes = {"config_name": None, "config_overrides": None, "train_dir": None, "do_train": None, "do_eval": True}
+    script.main(image_args(model_name_or_path=out, output_dir=tmp_path / "again", ema_decay=0, **changes))
+    assert results(tmp_path / "again")["eval_loss"] == pytest.approx(measured["eval_loss"], rel=1e-6)
 
-def test_the_finetuning_crop(tmp_path, image_args):
-    script.main(image_args(recipe="finetune", max_steps=1, do_eval=True))
+
+def test_finetuning_with_the_papers_ablations(tmp_path, image_args, digit_folder):
+    """On a data set given by its name, a folder, whose images are squashed in place of cropped."""
+    changes = {"train_dir": None, "validation_dir": None, "dataset_name": digit_folder, "max_steps": 1, "do_eval": True}
+    script.main(image_args(config_overrides=f"{TINY},mlp_type=ista,normalize_scores=false", recipe="finetune", **changes))
+    config = ToSTVisionConfig.from_pretrained(tmp_path / "out")
+    assert (config.mlp_type, config.normalize_scores) == ("ista", False)
     processor = load_processor(tmp_path / "out")
     assert not processor.do_center_crop and dict(processor.size) == {"height": 16, "width": 16}
     assert not (tmp_path / "out/ema").exists() and "eval_ema_accuracy" not in results(tmp_path / "out")
-
-
-def test_evaluation_alone(tmp_path, image_args):
-    script.main(image_args(max_steps=2, do_eval=True))
-    expected = results(tmp_path / "out")
-    changes = {"config_name": None, "config_overrides": None, "train_dir": None, "do_train": None, "do_eval": True}
-    script.main(image_args(model_name_or_path=tmp_path / "out", output_dir=tmp_path / "again", ema_decay=0, **changes))
-    assert results(tmp_path / "again")["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize("mlp_type", ["mlp", "ista"])
-@pytest.mark.parametrize("normalize_scores", [True, False])
-def test_the_papers_ablations_are_overrides(tmp_path, image_args, mlp_type, normalize_scores):
-    overrides = f"{TINY},mlp_type={mlp_type},normalize_scores={str(normalize_scores).lower()}"
-    script.main(image_args(config_overrides=overrides, max_steps=1, do_eval=True))
-    config = ToSTVisionConfig.from_pretrained(tmp_path / "out")
-    assert (config.mlp_type, config.normalize_scores) == (mlp_type, normalize_scores)
     assert results(tmp_path / "out")["eval_loss"] < 10
+    assert (tmp_path / "out/README.md").exists() and len(load_dataset(str(digit_folder))["train"]) == 96
 
 
 @pytest.mark.parametrize("names", [["zero", "one", "two"], ["cat", "dog", "owl"], ["cat", "dog"]])
-def test_the_head_follows_the_labels(tmp_path, names, caplog):
+def test_head_matches_the_labels(tmp_path, names, caplog):
     """It is kept for the same names in the same order, and replaced for others, as many or not."""
     old = tiny_vision_model(id2label=dict(enumerate(NAMES)), label2id={name: i for i, name in enumerate(NAMES)})
     old.save_pretrained(tmp_path)
@@ -93,7 +85,7 @@ def test_the_head_follows_the_labels(tmp_path, names, caplog):
         assert torch.equal(value, old.tost.state_dict()[name]), name
 
 
-def test_a_trunk_alone_can_be_finetuned(tmp_path):
+def test_headless_model_can_be_finetuned(tmp_path):
     trunk = tiny_vision_model().tost
     trunk.save_pretrained(tmp_path)
     args = script.ModelArguments(model_name_or_path=str(tmp_path))
@@ -102,7 +94,7 @@ def test_a_trunk_alone_can_be_finetuned(tmp_path):
     assert torch.equal(model.tost.class_token, trunk.class_token)
 
 
-def test_the_statistics_of_a_pretrained_model_are_kept(tmp_path):
+def test_normalisation_of_a_pretrained_model_is_kept(tmp_path):
     tiny_vision_model().save_pretrained(tmp_path)
     args = script.ModelArguments(model_name_or_path=str(tmp_path))
     assert script.load_processor(args, script.load_config(args), "finetune").image_mean[0] == 0.485
@@ -128,7 +120,7 @@ def test_config_overrides():
     assert (config.hidden_size, config.intermediate_size, config.patch_size) == (64, 256, 4)
 
 
-def rows_of(data_args, tmp_path) -> dict[str, Dataset]:
+def load_splits(data_args, tmp_path) -> dict[str, Dataset]:
     return script.load_images(script.ModelArguments(cache_dir=str(tmp_path / "cache")), data_args, 0)
 
 
@@ -153,14 +145,14 @@ def test_images_from_a_folder_and_from_parquet(tmp_path, digit_folder, kind):
     else:
         file = write_parquet(tmp_path / "x.parquet", [0, 1, 2] * 4, ClassLabel(names=NAMES), tmp_path)
         data_args = script.DataTrainingArguments(train_file=file)
-    rows = rows_of(data_args, tmp_path)
-    assert set(rows) == {"train", "validation"}
-    assert rows["train"].column_names == ["image", "label", "source"]
-    assert sorted(rows["train"].features["label"].names) == sorted(NAMES)
+    splits = load_splits(data_args, tmp_path)
+    assert set(splits) == {"train", "validation"}
+    assert splits["train"].column_names == ["image", "label", "source"]
+    assert sorted(splits["train"].features["label"].names) == sorted(NAMES)
     if kind != "name":  # which has its own
-        total = len(rows["train"]) + len(rows["validation"])
-        assert len(rows["validation"]) == -(-total * 15 // 100) and total == (96 if kind == "folder" else 12)
-    picture = script.read_image(rows["train"][0]["source"], rows["train"][0]["image"])
+        total = len(splits["train"]) + len(splits["validation"])
+        assert len(splits["validation"]) == -(-total * 15 // 100) and total == (96 if kind == "folder" else 12)
+    picture = script.read_image(splits["train"][0]["source"], splits["train"][0]["image"])
     assert picture.mode == "RGB" and picture.size == (8, 8)
 
 
@@ -169,9 +161,9 @@ def test_labels_are_matched_by_name(tmp_path):
     train = write_parquet(tmp_path / "train.parquet", ["two", "one", "zero"], Value("string"), tmp_path)
     validation = write_parquet(tmp_path / "v.parquet", [0, 1, 2], ClassLabel(names=["zero", "one", "two"]), tmp_path)
     columns = {"label_column_name": "fine"}
-    rows = rows_of(script.DataTrainingArguments(train_file=train, validation_file=validation, **columns), tmp_path)
-    assert rows["train"].features["label"].names == ["one", "two", "zero"]
-    assert rows["train"]["label"][:] == [1, 0, 2] and rows["validation"]["label"][:] == [2, 0, 1]
+    splits = load_splits(script.DataTrainingArguments(train_file=train, validation_file=validation, **columns), tmp_path)
+    assert splits["train"].features["label"].names == ["one", "two", "zero"]
+    assert splits["train"]["label"][:] == [1, 0, 2] and splits["validation"]["label"][:] == [2, 0, 1]
 
 
 def test_names_for_numbers(tmp_path):
@@ -179,12 +171,12 @@ def test_names_for_numbers(tmp_path):
     data_args = script.DataTrainingArguments(
         train_file=train, label_column_name="fine", class_names="cat, dog,owl", train_val_split=0
     )
-    rows = rows_of(data_args, tmp_path)
-    assert rows["train"].features["label"].names == ["cat", "dog", "owl"] and rows["train"]["label"][:] == [2, 0, 1]
+    splits = load_splits(data_args, tmp_path)
+    assert splits["train"].features["label"].names == ["cat", "dog", "owl"] and splits["train"]["label"][:] == [2, 0, 1]
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "CMYK"])
-def test_every_kind_of_picture_is_read_as_rgb(tmp_path, mode):
+def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
     grey = digit_pictures(1)[0][0]
     rgb = grey.convert("RGB")
     picture = rgb.quantize() if mode == "P" else rgb.convert(mode)  # with a palette
@@ -195,7 +187,7 @@ def test_every_kind_of_picture_is_read_as_rgb(tmp_path, mode):
         assert np.abs(np.array(read)[..., 0].astype(int) - np.array(grey)).max() <= 3
 
 
-def test_transparent_pictures_are_put_on_white(tmp_path):
+def test_transparent_images_are_put_on_white(tmp_path):
     picture = PILImage.new("RGBA", (8, 8), (200, 0, 0, 0))
     read = script.read_image("Image 0", {"bytes": png(picture, tmp_path / "x.png"), "path": None})
     assert np.array(read).min() == 255
@@ -216,8 +208,8 @@ def test_bad_images(tmp_path, kind):
         "none": None,
         "path": {"bytes": None, "path": str(tmp_path / "empty.png")},
     }[kind]
-    sentence = "is empty" if kind in ("empty", "none", "path") else "cannot be read as an image"
-    with pytest.raises(ValueError, match=rf"Image 7 of the train split .*{sentence}") as caught:
+    message = "is empty" if kind in ("empty", "none", "path") else "cannot be read as an image"
+    with pytest.raises(ValueError, match=rf"Image 7 of the train split .*{message}") as caught:
         script.read_image("Image 7 of the train split", stored)
     if kind in ("text", "path"):
         assert stored["path"] in str(caught.value)  # the file is named
@@ -232,7 +224,7 @@ def test_a_corrupt_image_stops_training_by_name(tmp_path, digit_folder, image_ar
 
 
 @pytest.mark.parametrize(
-    "labels, feature, changes, sentence",
+    "labels, feature, changes, message",
     [
         (
             [0, 1, 7],
@@ -248,11 +240,11 @@ def test_a_corrupt_image_stops_training_by_name(tmp_path, digit_folder, image_ar
         ([0], ClassLabel(names=NAMES), {}, "a single training image"),
     ],
 )
-def test_bad_labels(tmp_path, labels, feature, changes, sentence):
+def test_bad_labels(tmp_path, labels, feature, changes, message):
     file = write_parquet(tmp_path / "x.parquet", labels, feature, tmp_path)
     data_args = script.DataTrainingArguments(**({"train_file": file, "label_column_name": "fine"} | changes))
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        rows_of(data_args, tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_splits(data_args, tmp_path)
 
 
 # Subprocesses -------------------------------------------------------------------------------------------------------
@@ -288,8 +280,3 @@ def test_digits_example(tmp_path):
     assert model.config.id2label[7] == "seven"
     guesses = make_pipeline(tmp_path / "out")(digit_pictures(1)[0][0])
     assert {guess["label"] for guess in guesses} <= set(model.config.label2id)
-
-
-def test_hub_cards_name_no_folder(tmp_path, image_args, digit_folder):
-    script.main(image_args(train_dir=None, validation_dir=None, dataset_name=digit_folder, max_steps=1))
-    assert (tmp_path / "out/README.md").exists() and len(load_dataset(str(digit_folder))["train"]) == 96

@@ -1,4 +1,4 @@
-"""Training over several processes, DDP, FSDP2, cut texts and cut heads: the losses of one process."""
+"""Training over several processes, DDP, FSDP2, context and tensor parallelism: the losses of one process."""
 
 import pytest
 import sharded_cases
@@ -18,15 +18,15 @@ def trained(request, tmp_path_factory):
         patch.setenv("TOST_TEST_MODELS", str(folder))
         sharded_cases.save_model()
         one = {dtype: sharded_cases.run(f"ddp{dtype}") for dtype in ("", ", float32")}
-        return one, run_cases(sharded_cases.run, sharded_cases.WAYS + sharded_cases.SINGLE, request.param, folder)
+        return one, run_cases(sharded_cases.run, sharded_cases.WAYS + sharded_cases.FLOAT32, request.param, folder)
 
 
-@pytest.mark.parametrize("way", sharded_cases.WAYS + sharded_cases.SINGLE)
+@pytest.mark.parametrize("way", sharded_cases.WAYS + sharded_cases.FLOAT32)
 def test_several_processes_train_as_one(trained, way):
     if "tp" in way and not is_accelerate_available("1.12"):
-        pytest.skip("transformers' Trainer cuts heads with accelerate 1.12 and later")
+        pytest.skip("transformers' Trainer is tensor-parallel with accelerate 1.12 and later")
     one, several = trained[0][", float32" * ("float32" in way)], trained[1]
-    assert len(one["losses"]) == sharded_cases.STEPS and one["losses"][-1] < one["losses"][0] - 0.5
+    assert len(one["losses"]) == sharded_cases.EQUAL_STEPS and one["losses"][-1] < one["losses"][0] - 0.3
     for process in several[way]:
         assert process["losses"] == pytest.approx(one["losses"], rel=0, abs=1e-5)
     held = {process["held"] / one["held"] for process in several[way]}
@@ -34,18 +34,18 @@ def test_several_processes_train_as_one(trained, way):
 
 
 @pytest.mark.parametrize(
-    "variables,sentence",
+    "variables, message",
     [
         ({}, "2 processes were started, but each would train alone"),
         ({"ACCELERATE_USE_FSDP": "true"}, "Accelerate shards no model on CPUs"),
     ],
 )
-def test_processes_that_would_share_nothing_are_refused(tmp_path, monkeypatch, tiny_model, variables, sentence):
+def test_processes_that_would_share_nothing_are_rejected(tmp_path, monkeypatch, tiny_model, variables, message):
     args = training_args(tmp_path)
     for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", **variables}.items():
         monkeypatch.setenv(name, value)
     if variables:  # they found each other
         monkeypatch.setattr(type(args), "world_size", 2)
         monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         ToSTTrainer(tiny_model, args)

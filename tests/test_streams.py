@@ -62,7 +62,7 @@ def test_each_document_once_per_epoch_over_two_processes_with_two_workers(folder
     seen = Counter()
     for process in range(2):
         stream = make(folder, kind, shuffle_buffer=shuffle_buffer, epochs=1)
-        stream.deal(process, processes=2, workers=2)
+        stream.shard(process, processes=2, workers=2)
         loader = DataLoader(stream, batch_size=4, num_workers=2, collate_fn=StreamCollator(collate_blocks))
         seen.update(token for batch in loader for token in batch["input_ids"].flatten().tolist())
     lost = Counter(LENGTHS) - seen

@@ -13,7 +13,7 @@ import tost_hf
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def answers(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
-    names = [*tensor_parallel_cases.NAMES, *(f"refused, {model}" for model in tensor_parallel_cases.REFUSED[request.param])]
+    names = [*tensor_parallel_cases.NAMES, *(f"error, {model}" for model in tensor_parallel_cases.INDIVISIBLE[request.param])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOST_TEST_MODELS", str(folder))
         tensor_parallel_cases.save_models()
@@ -21,42 +21,42 @@ def answers(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", tensor_parallel_cases.EQUAL)
-def test_tensor_parallel_models_give_the_same_numbers(answers, case):
+def test_equals_one_process(answers, case):
     processes, answers = answers
     if "uneven MLP" in case and Version(transformers.__version__) < Version("5.23"):
-        pytest.skip("this transformers cuts the activations of an uneven MLP unlike its weights")
-    for distances in answers[case]:
-        assert distances.pop("heads") == processes
-        assert distances.pop("loss") < 1e-6  # transformers computes it in float32
-        assert all(distance < (1e-5 if "float32" in case else 1e-10) for distance in distances.values())
+        pytest.skip("this transformers shards the activations of an uneven MLP unlike its weights")
+    for errors in answers[case]:
+        assert errors.pop("heads") == processes
+        assert errors.pop("loss") < 1e-6  # transformers computes it in float32
+        assert all(error < (1e-5 if "float32" in case else 1e-10) for error in errors.values())
 
 
 @pytest.mark.parametrize("model", ["published", "all", "hybrid"])
-def test_tensor_parallel_models_generate_the_same_texts(answers, model):
+def test_generated_texts_are_equal(answers, model):
     for answer in answers[1][f"generated, {model}"]:
         assert answer.pop("logits") < 1e-10
         assert answer == {"greedy": True, "beams": True}
 
 
-def test_a_tensor_parallel_model_is_saved_as_a_whole(answers):
+def test_saved_whole(answers):
     assert all(answer == {"same": True, "config": True} for answer in answers[1]["saved, all"])
 
 
-SENTENCES = {
+MESSAGES = {
     "six heads": "ValueError: num_attention_heads 6 cannot be sharded over 4 processes: start a number that divides it",
     "one head": "ValueError: num_attention_heads 1 cannot be sharded over",
     "two groups of keys": "ValueError: num_key_value_heads 1 cannot be sharded over",
 }
 
 
-def test_heads_that_do_not_divide_are_refused(answers):
+def test_indivisible_heads_are_rejected(answers):
     processes, answers = answers
-    for model in tensor_parallel_cases.REFUSED[processes]:
-        assert all(answer.startswith(SENTENCES[model]) for answer in answers[f"refused, {model}"])
+    for model in tensor_parallel_cases.INDIVISIBLE[processes]:
+        assert all(answer.startswith(MESSAGES[model]) for answer in answers[f"error, {model}"])
 
 
 @pytest.mark.parametrize("config", [{"pp_size": 2}, DistributedConfig(pp_size=2)], ids=["a dict", "an object"])
-def test_a_pipeline_of_layers_is_refused(tmp_path, tiny_model, config):
+def test_pipeline_parallelism_is_rejected(tmp_path, tiny_model, config):
     tiny_model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot be cut by layers"):
         tost_hf.ToSTForCausalLM.from_pretrained(tmp_path, distributed_config=config)

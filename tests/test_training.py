@@ -24,7 +24,7 @@ from tost_hf.training.metrics import perplexity, token_accuracy
 # The recipe ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults_are_those_of_transformers_but_for_the_optimizer(tmp_path):
+def test_only_the_optimizers_defaults_differ_from_transformers(tmp_path):
     own, theirs = (
         arguments(str(tmp_path), use_cpu=True).to_dict() for arguments in (ToSTTrainingArguments, TrainingArguments)
     )
@@ -61,7 +61,7 @@ def test_the_papers_recipe(tmp_path, monkeypatch):
         ({"lr_scheduler_kwargs": {"min_lr": 1e-5}}, {"lr_scheduler_kwargs": {"min_lr": 1e-5}}),
     ],
 )
-def test_the_recipe_steps_aside(tmp_path, given, expected):
+def test_given_values_override_the_recipe(tmp_path, given, expected):
     args = paper(tmp_path, **given)
     assert {name: getattr(args, name) for name in expected} == expected
 
@@ -81,11 +81,11 @@ def test_warmup_is_shortened_only_when_it_was_not_asked_for(tmp_path):
     assert paper(tmp_path, warmup_steps=0.5).get_warmup_steps(500) == 250
 
 
-@pytest.mark.parametrize("flags, bf16", [(["--bf16"], True), (["--bf16", "false"], False), ([], False)])
-def test_bf16_on_the_command_line(tmp_path, flags, bf16):
+def test_bf16_on_the_command_line(tmp_path):
     parser = HfArgumentParser(ToSTTrainingArguments)
-    (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu", *flags])
-    assert args.bf16 is bf16
+    for flags, bf16 in ((["--bf16"], True), (["--bf16", "false"], False), ([], False)):
+        (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu", *flags])
+        assert args.bf16 is bf16
 
 
 def test_arguments_survive_a_round_trip(tmp_path):
@@ -170,14 +170,14 @@ def test_fused_loss(tmp_path, tiny_config):
 
 
 def test_trainer_equals_a_plain_loop(tmp_path, tiny_config):
-    """50 AdamW steps against a loop that spells out the recipe: groups, clipping, warm-up, cosine with a floor."""
+    """50 AdamW steps against a loop that implements the recipe: groups, clipping, warm-up, cosine to a minimum."""
     steps, batch, rate, warmup = 50, 4, 0.01, 5
-    rows = token_ids(steps * batch)
+    dataset = token_ids(steps * batch)
     model, twin = (randomize(ToSTForCausalLM(tiny_config)) for _ in range(2))
     args = training_args(
         tmp_path, max_steps=steps, learning_rate=rate, warmup_steps=warmup, train_sampling_strategy="sequential"
     )
-    ours = train(ToSTTrainer(model, args, train_dataset=rows))
+    ours = train(ToSTTrainer(model, args, train_dataset=dataset))
 
     special = ("norm.weight", "temp", "denom_bias", "layer_scale")
     decayed = [p for name, p in twin.named_parameters() if not name.endswith(special) and "layernorm" not in name]
@@ -186,7 +186,7 @@ def test_trainer_equals_a_plain_loop(tmp_path, tiny_config):
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     plain = []
-    for step, ids in enumerate(torch.tensor(rows["input_ids"]).split(batch)):
+    for step, ids in enumerate(torch.tensor(dataset["input_ids"]).split(batch)):
         progress = (step - warmup) / (steps - warmup)
         scale = step / warmup if step < warmup else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
@@ -206,16 +206,16 @@ def test_trainer_equals_a_plain_loop(tmp_path, tiny_config):
 
 def test_gradient_accumulation_equals_a_big_batch(tmp_path, tiny_config):
     """Also where micro-batches have different numbers of tokens to predict."""
-    rows = token_ids(24)
-    labels = [[-100] * (index % 5 * 3) + ids[index % 5 * 3 :] for index, ids in enumerate(rows["labels"])]
-    rows = Dataset.from_dict({"input_ids": rows["input_ids"], "labels": labels})
+    dataset = token_ids(24)
+    labels = [[-100] * (index % 5 * 3) + ids[index % 5 * 3 :] for index, ids in enumerate(dataset["labels"])]
+    dataset = Dataset.from_dict({"input_ids": dataset["input_ids"], "labels": labels})
     results = []
     for batch, accumulation in ((8, 1), (2, 4)):
         model = randomize(ToSTForCausalLM(tiny_config))
         args = training_args(
             tmp_path, max_steps=3, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation
         )
-        results.append((train(ToSTTrainer(model, args, train_dataset=rows)), model.state_dict()))
+        results.append((train(ToSTTrainer(model, args, train_dataset=dataset)), model.state_dict()))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-4)
 
@@ -234,7 +234,7 @@ def test_gradients_are_the_same_in_every_run():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first, others = gradients(), [gradients() for _ in range(5)]
+        first, others = gradients(), [gradients() for _ in range(3)]
     finally:
         torch.set_num_threads(threads)
     assert {name for other in others for name in other if not torch.equal(other[name], first[name])} == set()
@@ -252,20 +252,20 @@ def test_label_smoothing_shifts_the_labels(tmp_path, tiny_config, trainer_class)
 
 
 def test_evaluate_and_predict(tmp_path, tiny_model):
-    rows = token_ids(10)
-    trainer = ToSTTrainer(tiny_model, training_args(tmp_path, per_device_eval_batch_size=4), eval_dataset=rows)
-    ids = torch.tensor(rows["input_ids"])
+    dataset = token_ids(10)
+    trainer = ToSTTrainer(tiny_model, training_args(tmp_path, per_device_eval_batch_size=4), eval_dataset=dataset)
+    ids = torch.tensor(dataset["input_ids"])
     with torch.no_grad():
         expected = tiny_model(ids, labels=ids)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.loss.item(), abs=1e-5)
-    predicted = trainer.predict(rows).predictions  # the logits alone: no cache among them
+    predicted = trainer.predict(dataset).predictions  # the logits alone: no cache among them
     torch.testing.assert_close(torch.from_numpy(predicted), expected.logits, rtol=0, atol=1e-5)
 
 
-def test_packed_training_equals_separate_rows(tmp_path, tiny_config):
+def test_packed_training_equals_padded_training(tmp_path, tiny_config):
     generator = torch.Generator().manual_seed(4)
     ids = [torch.randint(97, (length,), generator=generator).tolist() for length in (5, 17, 9, 12, 3, 20, 8, 11)]
-    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    dataset = Dataset.from_dict({"input_ids": ids, "labels": ids})
 
     def pad(features):
         width = max(len(feature["input_ids"]) for feature in features)
@@ -277,7 +277,7 @@ def test_packed_training_equals_separate_rows(tmp_path, tiny_config):
     for collator in (pad, DataCollatorWithFlattening()):
         model = randomize(ToSTForCausalLM(tiny_config))
         args = training_args(tmp_path, max_steps=4)
-        results.append(train(ToSTTrainer(model, args, train_dataset=rows, data_collator=collator)))
+        results.append(train(ToSTTrainer(model, args, train_dataset=dataset, data_collator=collator)))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-5)
     assert results[0][0] != results[0][-1]
 
@@ -339,11 +339,11 @@ def sharded_worker(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def adamw_steps(model, rows: slice) -> torch.Tensor:
+def adamw_steps(model, sequences: slice) -> torch.Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
     results = []
     for ids in torch.tensor(token_ids(40)["input_ids"]).split(8):
-        loss = model(input_ids=ids[rows], labels=ids[rows]).loss
+        loss = model(input_ids=ids[sequences], labels=ids[sequences]).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

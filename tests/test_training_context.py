@@ -1,4 +1,4 @@
-"""run_clm.py with texts that several processes share: the losses of one process, and what is refused."""
+"""run_clm.py with context parallelism: the losses of one process, and bad sizes."""
 
 import json
 
@@ -13,7 +13,7 @@ RUN_CLM = EXAMPLES / "run_clm.py"
 
 
 @pytest.mark.slow
-def test_shared_texts_train_as_whole_ones(tmp_path, clm_args):
+def test_context_parallel_training_equals_one_process(tmp_path, clm_args):
     """Two texts at a time, each shared by two of four processes, and accumulated twice, against eight on one."""
     common = {"max_steps": 10, "use_cpu": None, "do_eval": True, "max_eval_samples": 8, "per_device_eval_batch_size": 2}
     one = clm_args(**common, output_dir=tmp_path / "one", per_device_train_batch_size=8)
@@ -29,19 +29,14 @@ def test_shared_texts_train_as_whole_ones(tmp_path, clm_args):
 
 
 @pytest.mark.parametrize(
-    "arguments,sentence",
+    "trainer_class, size, message",
     [
-        ({"context_parallel_size": 2}, "context_parallel_size 2 must divide the number of processes, 1"),
-        ({"context_parallel_size": 0}, "context_parallel_size must be at least 1, got 0"),
+        (tost_hf.ContextParallelTrainer, 2, "context_parallel_size 2 must divide the number of processes, 1"),
+        (tost_hf.ContextParallelTrainer, 0, "context_parallel_size must be at least 1, got 0"),
+        (tost_hf.ToSTTrainer, 2, r"context_parallel_size is for tost_hf\.ContextParallelTrainer"),
     ],
 )
-def test_what_cannot_be_shared_is_rejected(tmp_path, text_model, arguments, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        args = tost_hf.ToSTTrainingArguments(output_dir=tmp_path, use_cpu=True, report_to="none", **arguments)
-        tost_hf.ContextParallelTrainer(text_model, args, data_collator=default_data_collator)
-
-
-def test_the_plain_trainer_shares_no_texts(tmp_path, text_model):
-    args = tost_hf.ToSTTrainingArguments(output_dir=tmp_path, use_cpu=True, report_to="none", context_parallel_size=2)
-    with pytest.raises(ValueError, match=r"context_parallel_size is for tost_hf\.ContextParallelTrainer"):
-        tost_hf.ToSTTrainer(text_model, args)
+def test_bad_sizes(tmp_path, text_model, trainer_class, size, message):
+    with pytest.raises(ValueError, match=message):
+        args = tost_hf.ToSTTrainingArguments(tmp_path, use_cpu=True, report_to="none", context_parallel_size=size)
+        trainer_class(text_model, args, data_collator=default_data_collator)

@@ -27,26 +27,28 @@ def folder(tmp_path, text_model, tokenizer):
     return tmp_path / "model"
 
 
-def trained(trainer_class, folder, rows, steps=1, peft_config=None, given=None, **settings):
-    """A trainer after some steps on batches of all rows, and the loss of each step."""
+def train(trainer_class, folder, examples, steps=1, peft_config=None, given=None, **settings):
+    """A trainer after some steps on batches of all examples, and the loss of each step."""
     config_class = getattr(trl, trainer_class.__name__.replace("Trainer", "Config"))
-    settings = {"max_steps": steps, "per_device_train_batch_size": len(rows), "learning_rate": 0.01} | settings
+    settings = {"max_steps": steps, "per_device_train_batch_size": len(examples), "learning_rate": 0.01} | settings
     settings |= {"lr_scheduler_type": "constant", "use_cpu": True, "bf16": False, "report_to": "none"}
     settings |= {"logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False}
     args = config_class(output_dir=str(folder / "run"), **settings)
     options = {} if given is None else given
-    trainer = trainer_class(str(folder), args=args, train_dataset=Dataset.from_list(rows), peft_config=peft_config, **options)
+    trainer = trainer_class(
+        str(folder), args=args, train_dataset=Dataset.from_list(examples), peft_config=peft_config, **options
+    )
     trainer.train()
     return trainer, [step["loss"] for step in trainer.state.log_history if "loss" in step]
 
 
-def mean_loss(model, rows: list[list[int]], targets: list[int] | None = None) -> float:
-    """Of the last `targets` tokens of each row of token ids (all but the first where left out), each row alone."""
+def mean_loss(model, sequences: list[list[int]], targets: list[int] | None = None) -> float:
+    """Of the last `targets` tokens of each sequence (all but the first where left out), each sequence alone."""
     losses = []
     with torch.no_grad():
-        for row, kept in zip(rows, targets or [len(row) - 1 for row in rows]):
-            logits = model(torch.tensor([row])).logits[0]
-            losses.append(F.cross_entropy(logits[-kept - 1 : -1], torch.tensor(row[-kept:]), reduction="none"))
+        for ids, kept in zip(sequences, targets or [len(ids) - 1 for ids in sequences]):
+            logits = model(torch.tensor([ids])).logits[0]
+            losses.append(F.cross_entropy(logits[-kept - 1 : -1], torch.tensor(ids[-kept:]), reduction="none"))
     return torch.cat(losses).mean().item()
 
 
@@ -59,30 +61,31 @@ def token_lists(tokenizer) -> list[list[int]]:
 )
 def test_supervised_loss_is_that_of_each_text_alone(folder, text_model, tokenizer, packing):
     expected = mean_loss(text_model, token_lists(tokenizer))
-    _, losses = trained(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **{"max_length": 32} | packing)
+    _, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **{"max_length": 32} | packing)
     assert losses[0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_supervised_loss_of_a_stream_cut_into_blocks(folder, text_model, tokenizer):
-    stream = [token for row in token_lists(tokenizer) for token in row]
+    stream = [token for ids in token_lists(tokenizer) for token in ids]
     blocks = [stream[i : i + 16] for i in range(0, len(stream), 16)]
     wrapped = {"packing": True, "packing_strategy": "wrapped", "max_length": 16}
-    _, losses = trained(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **wrapped)
+    _, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **wrapped)
     assert losses[0] == pytest.approx(mean_loss(text_model, blocks), rel=1e-4)
 
 
 def test_supervised_loss_of_completions_only(folder, text_model, tokenizer):
-    rows = [[*tokenizer(row["prompt"] + row["completion"]).input_ids, tokenizer.eos_token_id] for row in COMPLETIONS]
-    targets = [len(tokenizer(row["completion"]).input_ids) + 1 for row in COMPLETIONS]
-    expected = mean_loss(text_model, rows, targets)
-    _, losses = trained(trl.SFTTrainer, folder, COMPLETIONS, steps=4, completion_only_loss=True)
+    texts = [example["prompt"] + example["completion"] for example in COMPLETIONS]
+    sequences = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts]
+    targets = [len(tokenizer(example["completion"]).input_ids) + 1 for example in COMPLETIONS]
+    expected = mean_loss(text_model, sequences, targets)
+    _, losses = train(trl.SFTTrainer, folder, COMPLETIONS, steps=4, completion_only_loss=True)
     assert losses[0] == pytest.approx(expected, rel=1e-4) and losses[-1] < losses[0] - 0.5
 
 
 def test_adapter_is_all_that_is_trained(folder, text_model):
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=4, task_type="CAUSAL_LM")
-    trainer, losses = trained(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], steps=4, peft_config=adapter)
+    trainer, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], steps=4, peft_config=adapter)
     assert losses[-1] < losses[0] - 0.1
     merged = trainer.model.unload()
     for name, weight in text_model.state_dict().items():
@@ -90,30 +93,30 @@ def test_adapter_is_all_that_is_trained(folder, text_model):
 
 
 def test_direct_preferences_without_a_reference_model(folder):
-    trainer, losses = trained(trl.DPOTrainer, folder, PREFERENCES, steps=4)
+    trainer, losses = train(trl.DPOTrainer, folder, PREFERENCES, steps=4)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and losses[-1] < losses[0] / 2
     assert trainer.state.log_history[3]["rewards/accuracies"] == 1
 
 
-def test_direct_preferences_of_a_model_at_hand(folder, text_model, tokenizer):
+def test_direct_preferences_of_a_loaded_model(folder, text_model, tokenizer):
     """The reference model is loaded again from where this one came from."""
     model = ToSTForCausalLM.from_pretrained(folder)
     args = trl.DPOConfig(output_dir=str(folder / "run"), max_steps=1, use_cpu=True, bf16=False, report_to="none")
-    rows = Dataset.from_list(PREFERENCES)
-    trainer = trl.DPOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    dataset = Dataset.from_list(PREFERENCES)
+    trainer = trl.DPOTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
     assert type(trainer.ref_model) is ToSTForCausalLM and trainer.ref_model is not model
     assert trainer.train().training_loss == pytest.approx(math.log(2), abs=1e-4)
 
 
 def test_judged_completions(folder):
-    trainer, losses = trained(trl.KTOTrainer, folder, JUDGED, steps=4)
+    trainer, losses = train(trl.KTOTrainer, folder, JUDGED, steps=4)
     assert losses[-1] < losses[0]
     last = trainer.state.log_history[3]
     assert last["rewards/chosen"] > last["rewards/rejected"]
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["generate", "generate_batch"])
-def test_rewards_within_groups(folder, text_model, tokenizer, together):
+@pytest.mark.parametrize("batched", [False, True], ids=["generate", "generate_batch"])
+def test_grpo(folder, text_model, tokenizer, batched):
     """Eight steps of GRPO make the rewarded half of the vocabulary more likely."""
     prompt = torch.tensor([tokenizer(PROMPT["prompt"]).input_ids])
 
@@ -125,12 +128,12 @@ def test_rewards_within_groups(folder, text_model, tokenizer, together):
 
     before = rewarded(text_model)
     settings = {"num_generations": 8, "max_completion_length": 8, "steps": 8, "beta": 0.0}
-    settings["use_transformers_continuous_batching"] = together
-    trainer, _ = trained(trl.GRPOTrainer, folder, [PROMPT] * 16, given={"reward_funcs": reward}, **settings)
+    settings["use_transformers_continuous_batching"] = batched
+    trainer, _ = train(trl.GRPOTrainer, folder, [PROMPT] * 16, given={"reward_funcs": reward}, **settings)
     assert rewarded(trainer.model) > before + 0.1
 
 
 def test_reward_model(folder):
     """Its head is new, so it starts where it cannot tell the two."""
-    _, losses = trained(trl.RewardTrainer, folder, PREFERENCES, steps=4)
+    _, losses = train(trl.RewardTrainer, folder, PREFERENCES, steps=4)
     assert losses[-1] < losses[0]

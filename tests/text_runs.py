@@ -72,8 +72,8 @@ def clm_args(text_folder, tmp_path):
     return make
 
 
-def token_ids(rows: int, length: int = 16, vocab_size: int = 97) -> Dataset:
-    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(3)).tolist()
+def token_ids(count: int, length: int = 16, vocab_size: int = 97) -> Dataset:
+    ids = torch.randint(vocab_size, (count, length), generator=torch.Generator().manual_seed(3)).tolist()
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 

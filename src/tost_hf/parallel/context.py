@@ -224,7 +224,7 @@ def _check_same_batch(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: 
         differ = [name for name, is_apart in zip(COMPARED, apart) if is_apart]
         raise ValueError(
             f"The processes that share a text were given different batches: {', '.join(differ)} differ in shape or content "
-            f"between the {mesh.size()} processes of the mesh. Give all of them the same batch: deal data by the rank of the "
+            f"between the {mesh.size()} processes of the mesh. Give all of them the same batch: shard data by the rank of the "
             "group (its data-parallel rank), not by that of the process."
         )
 

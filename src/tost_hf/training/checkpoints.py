@@ -82,12 +82,17 @@ def fingerprint(file: Path) -> list:
 
 def delete_old_checkpoints(output_dir: str | Path, limit: int, kept: list[Path]) -> None:
     """Deletes the checkpoints saved first until `limit` are left, unfinished ones before all; those of `kept` stay."""
+
+    def saved(path: Path) -> tuple[bool, float]:
+        state = path / TRAINER_STATE
+        return is_finished(path), state.stat().st_mtime if state.is_file() else 0.0
+
     found = list(checkpoints(output_dir).values())
     kept = [path.resolve() for path in kept]
     removable = [path for path in found if path.resolve() not in kept]
-    removable.sort(key=lambda path: (is_finished(path), path.stat().st_mtime))
+    removable.sort(key=saved)
     for path in removable[: max(0, len(found) - limit)]:
-        begin_manifest(path)  # if this is killed, what is left does not count as a checkpoint
+        (path / TRAINER_STATE).unlink(missing_ok=True)  # first: what is left if this is killed is no checkpoint
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -127,7 +132,7 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None
         if problems:
             raise ValueError(f"The checkpoint {wanted!r} is incomplete: {'; '.join(problems)}. Name another one.")
     if _process_count_changed(trainer, chosen):
-        saved_by = f"{chosen} was saved by another number of processes than the {trainer.args.world_size} of today"
+        saved_by = f"{chosen} was saved by another number of processes than the {trainer.args.world_size} of this run"
         if trainer.is_deepspeed_enabled:
             raise ValueError(
                 f"{saved_by}, each with its shard of DeepSpeed's optimizer: start as many as then, or begin from its weights "

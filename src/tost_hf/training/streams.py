@@ -85,10 +85,15 @@ class PackedStream(IterableDataset):
         self.shuffle_buffer, self.seed, self.epochs = shuffle_buffer, seed, epochs
         self.terms = {"block_size": block_size, "shuffle_buffer": shuffle_buffer, "seed": seed, "files": dataset.num_shards}
         self.terms |= terms or {}
-        self.deal(process=0, processes=1, workers=0)
+        self.shard(process=0, processes=1, workers=0)
 
-    def deal(self, process: int, processes: int, workers: int) -> None:
-        """Assigns this process, one of so many with so many workers each (0: none), its files, from their beginning.
+    def shard(self, process: int, processes: int, workers: int) -> None:
+        """Assigns this process its files, from their beginning.
+
+        Args:
+            process: its index.
+            processes: how many read the stream.
+            workers: of each process; 0 to read in the process.
 
         Raises:
             ValueError: there are fewer files than workers.
@@ -132,7 +137,7 @@ class PackedStream(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
         if info is None and len(self._positions) > 1:
-            raise RuntimeError(f"This stream was dealt out to {len(self._positions)} workers; read it with as many.")
+            raise RuntimeError(f"This stream is sharded over {len(self._positions)} workers; read it with as many.")
         # a loader takes a batch from each worker in turn, beginning with the first
         worker = (self._next_worker + (0 if info is None else info.id)) % len(self._positions)
         for buffer, position in self._buffers(worker):

@@ -117,7 +117,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 def _write_shard(shard: tuple[int, Path], stream: PackedStream, shards: int, dtype: str) -> None:
     number, file = shard
-    stream.deal(number, shards, workers=0)
+    stream.shard(number, shards, workers=0)
     features = Features({"input_ids": List(Value(dtype), length=stream.block_size)})
     options = {"features": features, "writer_batch_size": BLOCKS_PER_BATCH}
     with staged_file(file) as staged, ArrowWriter(path=str(staged), **options) as writer:

@@ -94,7 +94,21 @@ class ToSTTrainingArguments(RecipeArguments):
       whatever the number of processes (the authors used 30 x 16 for tost-medium, 20 x 24 for tost-large).
     - Warm-up takes 2,000 steps, or a tenth of a shorter run.
     - The floor of the learning rate belongs to the recipe's schedule; another `lr_scheduler_type` has no floor.
-    - fp16 or Accelerate's `mixed_precision` take the place of bf16.
+    - fp16 or Accelerate's `mixed_precision` replace bf16.
+
+    Raises:
+        ValueError: an unknown recipe, a size or length below 1, or a fused loss that this PyTorch or label smoothing excludes.
+        FileExistsError: `output_dir` is a file.
+
+    Example:
+
+    ```python
+    >>> from tost_hf import ToSTTrainingArguments
+
+    >>> args = ToSTTrainingArguments("out", recipe="paper", max_steps=1000)
+    >>> args.learning_rate, args.per_device_train_batch_size, args.get_warmup_steps(1000)
+    (0.0006, 60, 100)
+    ```
     """
 
     recipe: str | None = field(
@@ -181,17 +195,27 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
     Weight decay applies to tensors of two or more dimensions except `temp` and `denom_bias`, which set the sharpness and the
     bias of a membership. Tensors of one dimension (norms, biases, LayerScale) are not decayed. The embeddings are.
 
-    It resumes from whole checkpoints only (`CheckpointTrainer`), stops when the loss becomes NaN (`FiniteLossCallback`), and
-    pushes models with their code and card (`PublishingTrainer`). Subclasses train on a stream of text (`StreamingTrainer`) and
-    on several processes that share each text (`ContextParallelTrainer`) or each layer (`TensorParallelTrainer`); derive from
-    several of them to combine them.
+    It resumes from complete checkpoints only (`CheckpointTrainer`), stops when the loss becomes NaN (`FiniteLossCallback`),
+    and pushes models with their code and card (`PublishingTrainer`). Subclasses train on a stream of text
+    (`StreamingTrainer`) and on several processes that share each text (`ContextParallelTrainer`) or each layer
+    (`TensorParallelTrainer`); derive from several of them to combine them.
 
     Raises:
         ValueError: the arguments do not suit the model or the processes.
         FloatingPointError: of `train`; the loss became NaN or infinite, and nothing was saved since.
+
+    Example, with `dataset` a `datasets.Dataset` of "input_ids" and "labels":
+
+    ```python
+    >>> from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
+
+    >>> model = ToSTForCausalLM(ToSTConfig.from_preset("tost-base"))
+    >>> trainer = ToSTTrainer(model, ToSTTrainingArguments("out", max_steps=100), train_dataset=dataset)
+    >>> trainer.train()
+    ```
     """
 
-    model: nn.Module  # made by then, from `model_init` if need be
+    model: nn.Module  # set by then, also with `model_init`
     context_mesh: Any = None  # of ContextParallelTrainer
 
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):

@@ -21,6 +21,17 @@ class ContextParallelTrainer(ToSTTrainer):
     """`ToSTTrainer` of which `args.context_parallel_size` processes share each text; see `tost_hf.parallel.parallelize`.
 
     Evaluation then returns only the loss: each process has only the logits of its shard.
+
+    Raises:
+        ValueError: `context_parallel_size` does not divide the number of processes, Accelerate's ParallelismConfig is set, or
+            the loss is not the model's (label smoothing, `compute_loss_func`).
+
+    Example, in a script started by `accelerate launch --num_processes 4`: two texts at a time, each of two processes.
+
+    ```python
+    >>> args = ToSTTrainingArguments("out", context_parallel_size=2, per_device_train_batch_size=1)
+    >>> ContextParallelTrainer(model, args, train_dataset=dataset).train()
+    ```
     """
 
     context_mesh: DeviceMesh | None = None  # data-parallel groups x the processes of a group

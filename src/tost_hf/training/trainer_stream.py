@@ -57,7 +57,7 @@ class StreamingTrainer(ToSTTrainer):
         if stream is None:
             return super().get_train_dataloader()
         sharing = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()  # processes that have the same batch
-        stream.deal(args.process_index // sharing, args.world_size // sharing, args.dataloader_num_workers)
+        stream.shard(args.process_index // sharing, args.world_size // sharing, args.dataloader_num_workers)
         return StreamLoader(
             stream,
             batch_size=self._train_batch_size,
@@ -70,7 +70,7 @@ class StreamingTrainer(ToSTTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._stream is not None:  # a step has trained on every batch that was handed out
+        if self._stream is not None:  # a step has trained on every batch that was returned
             with staged_file(Path(output_dir, self._position_file)) as file:
                 file.write_text(json.dumps(self._stream.state_dict()), encoding="utf-8")
 

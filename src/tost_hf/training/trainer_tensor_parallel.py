@@ -22,7 +22,22 @@ FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class TensorParallelTrainer(ToSTTrainer):
-    """`ToSTTrainer` whose checkpoints of a tensor-parallel model are those of the whole model, optimizer included."""
+    """`ToSTTrainer` whose checkpoints of a tensor-parallel model are those of the whole model, optimizer included.
+
+    A run may resume with another number of processes. Models that are not tensor-parallel are trained as by `ToSTTrainer`.
+
+    Raises:
+        ValueError: of `train`; the checkpoint is of a tensor-parallel run and the model is not, or the other way round.
+
+    Example, in a script started by `torchrun --nproc_per_node 2`:
+
+    ```python
+    >>> from transformers.distributed import DistributedConfig
+
+    >>> model = ToSTForCausalLM.from_pretrained("my-tost", distributed_config=DistributedConfig(tp_plan="auto"))
+    >>> TensorParallelTrainer(model, ToSTTrainingArguments("out"), train_dataset=dataset).train()
+    ```
+    """
 
     model: nn.Module
     optimizer: Any  # Accelerate's, around torch's

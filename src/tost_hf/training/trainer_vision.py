@@ -80,6 +80,19 @@ class ToSTVisionTrainingArguments(RecipeArguments):
     - Warm-up takes 5 epochs, or a tenth of a shorter run.
     - The ends of the learning rate belong to the default schedule; another `lr_scheduler_type` has its own arguments.
     - bf16 is used where the device has it, unless fp16 or Accelerate's `mixed_precision` says otherwise.
+
+    Raises:
+        ValueError: an unknown recipe, or a value outside its range; the message names both.
+
+    Example:
+
+    ```python
+    >>> from tost_hf import ToSTVisionTrainingArguments
+
+    >>> args = ToSTVisionTrainingArguments("out", recipe="finetune", per_device_train_batch_size=32)
+    >>> args.learning_rate, args.num_train_epochs, args.gradient_accumulation_steps
+    (0.0001, 200, 1)
+    ```
     """
 
     recipe: str = field(default="pretrain", metadata={"help": "What the defaults are for.", "choices": list(RECIPES)})
@@ -193,7 +206,22 @@ class ToSTVisionTrainer(ToSTTrainer):
     evaluated beside the weights themselves (`eval_ema_...`).
 
     Weight decay leaves out the class token and XCA's `temperature`, too. Where the training data set has a `sampler`
-    (see `tost_hf.augmentation.RepeatedSampler`), it chooses the order.
+    (see `tost_hf.training.augmentation.RepeatedSampler`), it chooses the order.
+
+    An example has "pixel_values" (3, height, width) and "labels", a class or, mixed, the shares (classes,) of all.
+
+    Raises:
+        TypeError: `args` are not `ToSTVisionTrainingArguments`.
+        ValueError: EMA weights with FSDP or DeepSpeed, or `sync_batch_norm` on several CPUs.
+
+    Example:
+
+    ```python
+    >>> args = ToSTVisionTrainingArguments("out", recipe="finetune", ema_decay=0.999)
+    >>> trainer = ToSTVisionTrainer(model, args, train_dataset=images, eval_dataset=validation_images)
+    >>> trainer.train()
+    >>> trainer.save_model()  # and the EMA weights in out/ema
+    ```
     """
 
     args: ToSTVisionTrainingArguments
