@@ -183,7 +183,7 @@ class BatchScheduler:
 
     def _admit(self) -> None:
         """Moves waiting requests to the prefills while the batch has space."""
-        if not self.waiting:
+        if not self.waiting or len(self.prefills) + len(self.running) >= self.max_batch_size:
             return
         if self.prefix_cache.enabled:
             self.prefix_cache.validate(model_fingerprint(self.model))
