@@ -21,13 +21,13 @@ HYBRID = {"layer_types": LAYERS, "num_hidden_layers": 3, "sliding_window": 8}
 VARIANTS = {
     "learned positions": {},
     "position-free": {"max_position_embeddings": None},
-    "forgets, with convolution": {"max_position_embeddings": None, "forgetting": "token", "conv_kernel": 4},
+    "decay and convolution": {"max_position_embeddings": None, "forgetting": "token", "conv_kernel": 4},
     "hybrid": HYBRID | {"max_position_embeddings": None, "conv_kernel": 3},
     "hybrid with learned positions": HYBRID,
 }
 LENGTHS = (1, 2, 3, 5, 9, 20, 40, 41)
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-FEW = ContinuousBatchingConfig(max_requests_per_batch=5, max_batch_tokens=7)  # requests wait, prompts are read in pieces
+FEW = ContinuousBatchingConfig(max_requests_per_batch=5, max_batch_tokens=7)  # requests wait, chunked prefill
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
@@ -148,11 +148,11 @@ def test_answers_to_one_prompt_differ_and_are_reproducible(model):
     assert written(seeded[0]) == written(seeded[1])
 
 
-def test_equal_prompts_are_read_once(model):
-    rows = []
-    model.register_forward_pre_hook(lambda _, args, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True)
+def test_equal_prompts_are_computed_once(model):
+    batches = []
+    model.register_forward_pre_hook(lambda _, args, inputs: batches.append(len(inputs["input_ids"])), with_kwargs=True)
     model.generate_batch([[5, 6, 7]] * 8 + [[7, 8]], max_new_tokens=3)
-    assert rows == [2, 9, 9, 9]
+    assert batches == [2, 9, 9, 9]
 
 
 def test_logarithms_of_probabilities(model):
@@ -200,7 +200,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("prompt, options, message", WRONG.values(), ids=WRONG)
-def test_wrong_requests_are_refused_before_anything_is_computed(model, prompt, options, message):
+def test_wrong_requests_are_rejected_before_anything_is_computed(model, prompt, options, message):
     model.register_forward_pre_hook(lambda *args: pytest.fail("The model was run."))
     with pytest.raises(ValueError, match=message):
         model.generate_batch([[5], prompt], **options)
@@ -209,7 +209,7 @@ def test_wrong_requests_are_refused_before_anything_is_computed(model, prompt, o
 
 
 @pytest.mark.parametrize("name", ["max_requests_per_batch", "max_batch_tokens", "max_queue_size"])
-def test_limits_that_let_nothing_be_computed_are_refused(model, name):
+def test_limits_that_let_nothing_be_computed_are_rejected(model, name):
     config = ContinuousBatchingConfig(**{name: -1})
     for batch in (model.generate_batch, lambda inputs, **options: model.init_continuous_batching(**options)):
         with pytest.raises(ValueError, match=f"{name} must be at least 1"):
@@ -223,7 +223,7 @@ def test_answers_end_at_the_last_position(model):
 
 @pytest.fixture
 def fails_at(model):
-    """The model raises where it reads token 96, and its logits are NaN in rows that have token 95."""
+    """The model raises where it reads token 96, and its logits are NaN for sequences with token 95."""
 
     def fail(module, args, inputs, output):
         if (inputs["input_ids"] == 96).any():

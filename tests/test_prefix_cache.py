@@ -202,6 +202,17 @@ def test_second_question_reads_the_rest_of_a_chunk_and_the_third_nothing_of_the_
         processed.clear()
 
 
+def test_large_states_of_a_hybrid_do_not_evict_each_other():
+    """Of a long prompt the last border is stored, from which the next question and the next turn continue."""
+    model = make_model(**(LONG | VARIANTS["hybrid with learned positions"]))
+    state = concat_states(model.config, [empty_state(model)], 1000)
+    journal = Journal(model, prefix_cache_bytes=3 * sum(x.nbytes for x in state_tensors(state)))
+    for i in range(3):
+        journal.add(str(i), [*tokens_of(1000), i, *tokens_of(19, seed=i)], max_new_tokens=4)
+        journal.finish()
+    assert [outputs[-1].num_cached_tokens for outputs in journal.outputs.values()] == [0, 992, 992]
+
+
 def test_common_prefix_of_prompts_that_arrive_together_is_computed_once(model, processed):
     system = tokens_of(1024)
     outputs = model.generate_batch([[*system, i, 5, 6] for i in range(20)], max_new_tokens=1)

@@ -69,6 +69,7 @@ def test_every_row_says_where_it_comes_from(measured):
         "lra",
         "op",
         "options",
+        "prefix_caching",
         "quantised",
         "resolution",
         "scaling",

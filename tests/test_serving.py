@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @contextmanager
 def running_server(*arguments, log, environment=None):
-    """`tost-hf serve` with these arguments, in a process of its own: its address."""
+    """`tost-hf serve` with these arguments, in another process: its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -148,7 +148,7 @@ class EvilForCausalLM(GPT2LMHeadModel):
 
 @pytest.fixture
 def evil(tmp_path):
-    """A folder with a model of its own code, which leaves a mark when it runs: the folder and the mark."""
+    """A folder with a model that is remote code, which leaves a mark when it runs: the folder and the mark."""
     folder, marker = tmp_path / "evil", tmp_path / "ran"
     config = GPT2Config(vocab_size=320, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(folder)
@@ -168,9 +168,9 @@ def serve_command(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
 
 def test_code_of_a_repository_runs_only_with_the_flag(evil):
     folder, marker = evil
-    refused = serve_command(folder, stdin="y\n" * 20)
-    assert refused.returncode == 1 and not marker.exists()
-    assert "trust_remote_code" in refused.stderr and "Traceback" not in refused.stderr and "[y/N]" not in refused.stdout
+    done = serve_command(folder, stdin="y\n" * 20)
+    assert done.returncode == 1 and not marker.exists()
+    assert "trust_remote_code" in done.stderr and "Traceback" not in done.stderr and "[y/N]" not in done.stdout
     with serving(force_model=str(folder), trust_remote_code=True) as (_, port):
         answer = Served(port, folder, None, None).ask(COMPLETIONS, asking(COMPLETIONS, "import os", max_tokens=3))
     assert answer.usage[1] == 3 and marker.exists()

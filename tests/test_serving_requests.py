@@ -201,7 +201,7 @@ def test_odd_requests(served, path, body, status, message):
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_other_methods_are_refused(served, method):
+def test_other_methods_are_rejected(served, method):
     answer = served.ask(COMPLETIONS, method=method)
     assert answer.status == 405 and answer.error == "Method Not Allowed"
 
@@ -238,7 +238,7 @@ def test_client_that_sends_half_a_request(served):
 
 
 def foreign_code(folder: Path) -> None:
-    """The folder now asks for code of its own, which leaves a mark when it runs."""
+    """The folder now asks for remote code, which leaves a mark when it runs."""
     (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}

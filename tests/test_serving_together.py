@@ -1,4 +1,4 @@
-"""`tost-hf serve` with many clients at once: what each gets, who waits, who is refused, who goes away, whose request fails."""
+"""`tost-hf serve` with many clients at once: texts, limits, disconnects and failures."""
 
 import json
 import threading
@@ -33,7 +33,7 @@ folder, served = serving_clients.folder, serving_clients.served  # fixtures
 
 @pytest.fixture
 def slow_steps(served):
-    """Each step of the model takes a while; the list of the steps' token ids, row by row, grows with them."""
+    """Each step of the model takes a while; the token ids of the steps so far."""
     steps = []
     with served.before_each_step(lambda tokens: (steps.append(tokens.tolist()), time.sleep(0.02))):
         yield steps
@@ -63,7 +63,7 @@ def test_generation_ends_when_the_client_has_gone(served, slow_steps, path, stre
     leave(served, path, stream, when=lambda: len(slow_steps) >= 3)
     begun = len(slow_steps)
     assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=2)).usage == (2, 2)
-    assert len(slow_steps) <= begun + 2 + 5, "The generation went on."
+    assert len(slow_steps) <= begun + 2 + 5, "The generation continued."
 
 
 @both_ways
@@ -79,7 +79,7 @@ def test_client_that_goes_while_it_waits_is_not_served(served, one_at_a_time, sl
 
 @pytest.fixture
 def held_tokenizer(served, monkeypatch):
-    """The tokenizer begins (first event) and goes on when it may (second event)."""
+    """The tokenizer begins (first event) and continues when it may (second event)."""
     tokenize, begun, released = type(served.processor).__call__, threading.Event(), threading.Event()
 
     def wait(*args, **options):
@@ -128,14 +128,14 @@ def test_bytes_of_an_unfinished_character_are_sent(served, stream):
 
 
 @both_ways
-def test_more_requests_than_may_wait_are_refused(served, one_at_a_time, slow_steps, stream):
+def test_more_requests_than_may_wait_are_rejected(served, one_at_a_time, slow_steps, stream):
     with ThreadPoolExecutor() as pool:
         first = pool.submit(served.ask, COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20))
         wait_until(lambda: slow_steps)
         second = pool.submit(served.ask, COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=20))
         wait_until(lambda: one_at_a_time.waiting)
-        refused = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream))
-    assert refused.status == 429 and refused.error == "1 requests wait already; try again later."
+        answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream))
+    assert answer.status == 429 and answer.error == "1 requests wait already; try again later."
     assert first.result().usage == second.result().usage == (2, 20)
     assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream, max_tokens=2)).usage == (2, 2)
 
@@ -232,7 +232,7 @@ def test_generation_alone_ends_when_the_client_has_gone(served_gpt2, stream):
         leave(served_gpt2, COMPLETIONS, stream, when=lambda: len(steps) >= 3)
         begun = len(steps)
         assert served_gpt2.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1)).usage[1] == 1
-    assert len(steps) <= begun + 1 + 5, "The generation went on."
+    assert len(steps) <= begun + 1 + 5, "The generation continued."
 
 
 @both_ways

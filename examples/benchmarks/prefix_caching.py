@@ -140,6 +140,7 @@ def prefixes(args: argparse.Namespace, report: Report) -> None:
         names = [manager.add_request([i // 200, i % 200, 1, 2], max_new_tokens=1) for i in range(first, first + 500)]
         for name in names:
             manager.get_result(name)
+        manager.get_result()  # waits until nothing is computed
         resident.append(resident_bytes())
         if cache.nbytes > cache.max_bytes:
             raise RuntimeError("The prefix cache exceeds its bytes.")

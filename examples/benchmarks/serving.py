@@ -4,7 +4,7 @@
     python examples/benchmarks/serving.py    # CPU: a ToST-base-sized model, answers of 32 tokens to prompts of 16
     python examples/benchmarks/serving.py --models "ToST conv token"  # options beyond the paper
 
-Random weights (they do not change the cost). The server is a process of its own; each client is a thread that sends a request
+Random weights (they do not change the cost). The server is another process; each client is a thread that sends a request
 and waits for the whole greedy answer. The numbers of clients take turns, and a ratio is taken round by round. The time is that
 from the first request to the last answer, so reading the prompts counts.
 """

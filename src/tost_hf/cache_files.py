@@ -203,7 +203,7 @@ def _read_file(filename: str | os.PathLike, device: torch.device | str) -> tuple
         with safe_open(filename, "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}
-    except Exception as error:  # safetensors raises one class of its own for every kind of damage
+    except Exception as error:  # safetensors raises one class for every kind of damage
         raise ValueError(f"{os.fspath(filename)!r} is not a readable safetensors file: {error}") from error
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")

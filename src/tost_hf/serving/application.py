@@ -81,7 +81,7 @@ class GenerationOptions(BaseModel):
 
 
 class ModelRequest(BaseModel):
-    """What a request to load a model says. Fields not named here are transformers' to accept or refuse."""
+    """What a request to load a model says. Fields not named here are transformers' to accept or reject."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: Annotated[str, Field(min_length=1, max_length=500)] | None = None

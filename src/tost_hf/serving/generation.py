@@ -206,7 +206,8 @@ def init_continuous_batching(
     **kwargs: Any,
 ) -> BatchingManager:
     """A manager of requests, which computes after its `start`. Keyword argument: `prefix_cache_bytes`."""
-    return BatchingManager(model, generation_config, continuous_batching_config, **_prefix_cache_option(kwargs))
+    prefix_cache_bytes = kwargs.get("prefix_cache_bytes", PREFIX_CACHE_BYTES)
+    return BatchingManager(model, generation_config, continuous_batching_config, prefix_cache_bytes)
 
 
 @contextmanager
@@ -222,7 +223,7 @@ def continuous_batching_context_manager(
 
     Keyword argument: `prefix_cache_bytes`.
     """
-    manager = BatchingManager(model, generation_config, continuous_batching_config, **_prefix_cache_option(kwargs))
+    manager = init_continuous_batching(model, generation_config, continuous_batching_config, **kwargs)
     manager.start()
     try:
         yield manager
@@ -281,10 +282,6 @@ def generate_batch(
         while scheduler.busy:
             scheduler.step()
     return {request.output.request_id: results[request.output.request_id] for request in requests}
-
-
-def _prefix_cache_option(options: dict[str, Any]) -> dict[str, int]:
-    return {name: x for name, x in options.items() if name == "prefix_cache_bytes"}
 
 
 def _build_scheduler(

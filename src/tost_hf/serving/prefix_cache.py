@@ -20,6 +20,7 @@ from .batch_states import state_tensors
 TOKEN_BYTES = 4  # token ids are int32 in the tree
 NODE_BYTES = 1024  # of a node and its state, beside token ids and tensors; estimated
 FINGERPRINT_VALUES = 64  # of each parameter
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class PrefixMatch(NamedTuple):
@@ -208,6 +209,9 @@ def model_fingerprint(model: Any) -> Hashable:
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         version = None if x.is_inference() else x._version
+        if type(x) not in PLAIN_TENSORS or x.is_meta:  # quantised, sharded or offloaded
+            identity.append((name, id(x), version, x.dtype, tuple(x.shape)))
+            continue
         identity.append((name, x.data_ptr(), version, x.dtype, tuple(x.shape)))
         values = x.detach().reshape(-1)[:: max(x.numel() // FINGERPRINT_VALUES, 1)]
         samples.setdefault(x.device, []).append(values.float())

@@ -87,7 +87,7 @@ def _sample_group(requests: list[BatchRequest], scores: torch.Tensor) -> tuple[t
     if not first.settings.do_sample:
         return scores.argmax(-1), scores
     probabilities = scores.softmax(-1).split(1)
-    drawn = [torch.multinomial(row, 1, generator=request.generator) for row, request in zip(probabilities, requests)]
+    drawn = [torch.multinomial(x, 1, generator=request.generator) for x, request in zip(probabilities, requests)]
     return torch.cat(drawn).squeeze(1), scores
 
 

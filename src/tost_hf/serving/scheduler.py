@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.utils import logging
 
 from ..model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
-from .batch_states import concat_states, empty_state, select_states
+from .batch_states import concat_states, empty_state, select_states, state_tensors
 from .prefix_cache import TOKEN_BYTES, PrefixCache, encode_tokens, model_fingerprint
 from .requests import BatchRequest, Cancelled
 from .sampling import sample_tokens
@@ -23,6 +23,7 @@ MAX_BATCH_SIZE = 256  # requests computed together
 MAX_PREFILL_TOKENS = 512  # of prompts, between two tokens of the others
 PREFIX_CACHE_BYTES = 2**28
 MAX_BORDER_STATES = 32  # stored of one prompt, before its last chunk
+LARGE_STATES = 8
 MIN_CHUNK = 32
 MAX_ATTEMPTS = 3
 
@@ -78,7 +79,7 @@ class BatchScheduler:
     """Computes requests together. Each `step` processes a chunk of waiting prompts and decodes a token for all others.
 
     A request that fails alone ends with its error. Where a forward pass over several fails, each is retried individually, from
-    what it has generated; so only the one to blame fails. `submit` and `cancel` may be called from other threads than `step`.
+    what it has generated, so that only the cause fails. `submit` and `cancel` may be called from other threads than `step`.
 
     Prompts continue from the longest prefix in the `prefix_cache`, which gets states at chunk borders and at the ends of
     prompts and answers. It is asked before each chunk, so prompts that arrive together compute a common prefix once.
@@ -182,7 +183,7 @@ class BatchScheduler:
 
     def _admit(self) -> None:
         """Moves waiting requests to the prefills while the batch has space."""
-        if not self.waiting:
+        if not self.waiting or len(self.prefills) + len(self.running) >= self.max_batch_size:
             return
         if self.prefix_cache.enabled:
             self.prefix_cache.validate(model_fingerprint(self.model))
@@ -313,12 +314,20 @@ class BatchScheduler:
                 self._store(prefill.request, prefill.prefix(end), prefill.state)
 
     def _is_stored(self, prefill: _Prefill) -> bool:
-        """Whether the prefix cache gets this state: of a long prompt not every one, with keys only the last ones."""
+        """Whether the prefix cache gets this state: of a long prompt not every one, with many keys only the last border's."""
         remaining = len(prefill.tokens) - prefill.length
-        if remaining < self.max_prefill_tokens or prefill.length == prefill.branch_point:
+        if prefill.length == prefill.branch_point:
+            return True
+        if self._is_large(prefill.state):
+            return not prefill.done and prefill.next_border(self.max_prefill_tokens) == len(prefill.tokens)
+        if remaining < self.max_prefill_tokens:
             return True
         stride = self.max_prefill_tokens * -(-len(prefill.tokens) // (self.max_prefill_tokens * MAX_BORDER_STATES))
         return FULL_ATTENTION not in self.model.config.layer_types and prefill.length % stride == 0
+
+    def _is_large(self, state: Cache) -> bool:
+        """Whether the prefix cache has space for few such states."""
+        return sum(x.nbytes for x in state_tensors(state)) * LARGE_STATES > self.prefix_cache.max_bytes
 
     def _store(self, request: BatchRequest, key: bytes, state: Cache) -> None:
         if self.prefix_cache.max_bytes:
@@ -353,7 +362,8 @@ class BatchScheduler:
             if request.output.status == RequestStatus.FINISHED and self.prefix_cache.max_bytes:
                 length = request.num_computed_tokens
                 state = select_states(self.model.config, cache, [i], length)
-                self._store(request, encode_tokens(request.tokens[:length]), state)
+                if not self._is_large(state):
+                    self._store(request, encode_tokens(request.tokens[:length]), state)
 
 
 __all__ = ["MAX_BATCH_SIZE", "MAX_PREFILL_TOKENS", "PREFIX_CACHE_BYTES", "BatchScheduler", "TooManyRequests"]

@@ -90,7 +90,7 @@ def response_usage(input_tokens: int, output_tokens: int) -> ResponseUsage:
 
 
 class GenerationFailed(RuntimeError):
-    """The model, not the request, is to blame."""
+    """The model failed; the request is valid."""
 
 
 class BoundedGenerationState(GenerationState):
