@@ -1,6 +1,7 @@
 """The trained models of model_cards/trained, as they would be on the Hub: they load, work, and evaluate as their cards say."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,11 @@ def test_the_classifier_classifies_photographs(name):
 def test_the_classifier_is_evaluated_beside_the_most_frequent_class():
     results = evaluation(PHOTOS)
     assert results["Accuracy (top-1)"] > 5 * results["Baseline: accuracy of the most frequent class"]
+
+
+def test_the_example_of_the_page(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    [block] = re.findall(r"```python\n(.*?)```", (TRAINED / "README.md").read_text(), re.DOTALL)
+    exec(compile(block, "README.md", "exec"), {})
+    text, label = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert text.startswith("It was a dark night, and") and label == CLASSES["cat"][0]
