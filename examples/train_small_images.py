@@ -118,7 +118,7 @@ def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
     how = f"images resized to {height} x {width} by the model's processor, {model.config.num_labels} classes"
     measured = [
         Measurement(
-            "accuracy", "Accuracy (top-1)", float(matrix.trace() / matrix.sum()), len(labels), f"{how}, weights as stored"
+            "accuracy", "Accuracy (top-1)", int(matrix.trace()) / len(labels), len(labels), f"{how}, weights as stored"
         ),
         Measurement(
             "accuracy",

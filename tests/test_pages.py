@@ -33,6 +33,7 @@ PAGES = (
     "examples/accelerate/README.md",
     "examples/benchmarks/README.md",
     "examples/research/lra/README.md",
+    "model_cards/trained/README.md",
     *GUIDES,
 )
 OTHERS = {"accelerate", "curl", "git", "lm_eval", "pre-commit", "transformers"}  # programs of other projects, not looked into

@@ -76,7 +76,7 @@ def test_every_row_says_where_it_comes_from(measured):
         "serving",
         "train_lm",
     }
-    assert set(measured.rows) == {"results", *speed}
+    assert set(measured.rows) == {"results", "memberships", *speed}
     for name, found in measured.rows.items():
         assert tuple(found[0])[: len(rows.ORIGIN_COLUMNS)] == rows.ORIGIN_COLUMNS
         for row in found:
