@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from rows import markdown
+from records import markdown
 
 from tost_hf import PRESETS, ToSTConfig, ToSTForCausalLM, ToSTModel
 
