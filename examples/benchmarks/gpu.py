@@ -74,7 +74,7 @@ PARTS = [  # from the cheapest answer to the most expensive
 ]
 PEAK_CASES = ("form", "pass", "batch", "B", "T", "tokens", "position", "pixels", "cache", "code", "sizes")
 NOTE = (
-    "Time within 1.5 times the floor is not expected of these kernels: they ask for 2.1 times the least bytes forward "
+    "Time within 1.5 times the floor is not expected of these kernels: they ask for 2.1 times the minimum bytes forward "
     "and for 3.1 times these forward + backward (kernel_costs.csv), of which caches hold some."
 )
 

@@ -189,7 +189,7 @@ def time_kernels(shape, form: str, dtype: torch.dtype, repeats: int, device: str
 
 
 def case_of(form: str, shape, dtype: torch.dtype, tile: int | str = "", warps: int | str = "") -> dict[str, object]:
-    """Columns of a row; no tile and warps stand for those that the kernels choose."""
+    """Columns of a record; no tile and warps stand for those that the kernels choose."""
     return {"form": form, **dict(zip("BTHp", shape)), "dtype": dtype_name(dtype), "tile": tile, "warps": warps}
 
 
@@ -234,8 +234,8 @@ def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tuple[in
             del tssa_triton.TUNED[device]
         for name in TENSORS.keys() & seconds.keys():
             found = spread(seconds[name])
-            row = {"kernel": name.removesuffix("_kernel")} | case_of("causal", shape, dtype, tile, warps)
-            report.add(row, {"ms": found * 1e3, "x copy": None})
+            record = {"kernel": name.removesuffix("_kernel")} | case_of("causal", shape, dtype, tile, warps)
+            report.add(record, {"ms": found * 1e3, "x copy": None})
             if name not in best or found.value < best[name][0]:
                 best[name] = found.value, (tile, warps)
     if known is not None:
