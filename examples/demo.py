@@ -38,7 +38,7 @@ CONFIG = {
     "hidden_size": 192,
     "n_positions": BLOCK_SIZE,
     "vocab_size": VOCAB_SIZE,
-    "layer_scale_init_value": 0.3,  # 1e-5 in the published recipe, from where a run of minutes has no time to grow
+    "layer_scale_init_value": 0.3,  # the published 1e-5 needs longer training
     "forgetting": "token",
     "conv_kernel": 4,
 }
@@ -59,7 +59,7 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
 
 
 def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, length: int) -> None:
-    """A byte-level BPE tokenizer of the kind GPT-2 has, for texts of so many tokens."""
+    """A byte-level BPE tokenizer as GPT-2's, for texts of up to `length` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,7 +75,7 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, length:
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         model_max_length=length,
-        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",  # the model goes on with the text
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",  # the model continues the text
     ).save_pretrained(folder)
 
 
@@ -111,8 +111,8 @@ def train(texts: tuple[Path, Path], tokenizer: Path, output_dir: str, steps: int
     )
 
 
-def seconds_a_token(model, position: int) -> float:
-    """Median time of one new token after `position` tokens."""
+def measure_token(model, position: int) -> float:
+    """Median seconds of one new token after `position` tokens."""
     tokens = torch.randint(0, model.config.vocab_size, (1, position + 1))
     times = []
     for _ in range(15):
@@ -146,7 +146,7 @@ def show(output_dir: str) -> None:
     )
     size = sum(layer.nbytes for layer in out.past_key_values.layers)
     print(f"\nThe cache after {out.past_key_values.get_seq_length()} tokens holds {size:,} bytes, as after the first one.")
-    first, last = seconds_a_token(model, 0), seconds_a_token(model, BLOCK_SIZE - 1)
+    first, last = measure_token(model, 0), measure_token(model, BLOCK_SIZE - 1)
     print(f"A new token takes {first * 1e3:.2f} ms at the first position, {last * 1e3:.2f} ms at position {BLOCK_SIZE}.")
 
 

@@ -1,10 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Tokenizes text once and cuts it into blocks, for runs of many epochs: writes a folder that run_clm.py takes.
+"""Tokenizes text once and packs it into blocks, for runs of many epochs: writes a folder that run_clm.py takes.
 
     python examples/prepare_tokens.py --tokenizer_name gpt2 --train_file data/ --block_size 1024 --output_dir tokens
     python examples/run_clm.py --tokenizer_name gpt2 --train_file tokens --block_size 1024 ...
 
-Broken off, it goes on with the files that are missing when it is given again.
+Interrupted, it resumes with the missing files when the command is given again.
 """
 
 import logging
@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 
 from scripting import HubArguments, load_pretrained, load_rows, parse_args, run
-from texts import TextArguments, chosen_eos, encode, load_files, text_column
+from texts import TextArguments, choose_eos, encode, load_files, text_column
 from transformers import AutoTokenizer
 
 from tost_hf.training.streams import PackedStream
-from tost_hf.training.token_shards import is_prepared, tokenizer_mark, write_shards
+from tost_hf.training.token_shards import is_prepared, tokenizer_fingerprint, write_shards
 
 
 DEFAULT_BLOCK_SIZE = 1024
@@ -47,7 +47,7 @@ class PreparationArguments(HubArguments):
 
 
 def load_text(own_args: PreparationArguments, text_args: TextArguments):
-    """The rows to read, as a stream."""
+    """The examples to read, as a stream."""
     options = {"cache_dir": own_args.cache_dir, "token": own_args.token, "streaming": True}
     if text_args.dataset_name is not None:
         return load_rows(text_args.dataset_name, text_args.dataset_config_name, split=own_args.dataset_split, **options)
@@ -65,16 +65,16 @@ def main(args: list[str] | None = None) -> None:
     if block_size < 2:
         raise ValueError(f"--block_size must be at least 2, one token to see and one to predict, got {block_size}.")
     tokenizer = load_pretrained(AutoTokenizer, own_args.tokenizer_name, **own_args.hub_options)
-    rows = load_text(own_args, text_args)
+    dataset = load_text(own_args, text_args)
     files = None if text_args.dataset_name is not None else text_args.train_file
-    eos = chosen_eos(files, tokenizer, text_args)
-    column = text_column("training", rows, text_args.text_column)
+    eos = choose_eos(files, tokenizer, text_args)
+    column = text_column("training", dataset, text_args.text_column)
     names = text_args.dataset_name or [[os.path.basename(file), os.path.getsize(file)] for file in files]
-    terms = {"tokenizer": tokenizer_mark(tokenizer), "eos_token": eos, "column": column, "names": names}
+    terms = {"tokenizer": tokenizer_fingerprint(tokenizer), "eos_token": eos, "column": column, "names": names}
     stream = PackedStream(
-        rows, partial(encode, tokenizer=tokenizer, eos_token_id=eos), column, block_size, epochs=1, terms=terms
+        dataset, partial(encode, tokenizer=tokenizer, eos_token_id=eos), column, block_size, epochs=1, terms=terms
     )
-    shards = min(own_args.num_shards or 8 * own_args.num_proc, rows.num_shards)
+    shards = min(own_args.num_shards or 8 * own_args.num_proc, dataset.num_shards)
     blocks = write_shards(stream, Path(own_args.output_dir), shards, min(own_args.num_proc, shards), len(tokenizer))
     print(f"{blocks:,} blocks of {block_size:,} tokens are in {own_args.output_dir}")
 

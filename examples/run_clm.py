@@ -38,7 +38,7 @@ from transformers import (
 
 from tost_hf import PRESETS, ContextParallelTrainer, ToSTConfig, ToSTTrainingArguments
 from tost_hf.training.callbacks import TrainingFilesCallback
-from tost_hf.training.metrics import TokenAccuracy, perplexity
+from tost_hf.training.metrics import perplexity, token_accuracy
 from tost_hf.training.streams import collate_blocks
 from tost_hf.training.trainer_stream import StreamingTrainer
 
@@ -110,7 +110,7 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
 
 
 def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model to fine-tune, or a new one, with room for all of the tokenizer's tokens."""
+    """The model to fine-tune, or a new one, with embeddings for all of the tokenizer's tokens."""
     options = {"dtype": model_args.dtype} if model_args.dtype is not None else {}
     if model_args.model_name_or_path is None:
         if len(tokenizer) > config.vocab_size:
@@ -152,7 +152,7 @@ def most_likely(logits, labels):
 
 def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
     predictions, labels = evaluated.predictions[:, :-1], evaluated.label_ids[:, 1:]
-    accuracy = TokenAccuracy().compute(predictions=predictions.ravel(), references=labels.ravel())
+    accuracy = token_accuracy(predictions, labels)
     return accuracy | {"perplexity": perplexity(float(evaluated.losses.mean()))}
 
 
@@ -162,7 +162,7 @@ def main(args: list[str] | None = None) -> None:
         args, ModelArguments, DataTrainingArguments, ToSTTrainingArguments, description=__doc__
     )
     if data_args.streaming and training_args.do_train and training_args.max_steps < 0:
-        raise ValueError("How long an epoch of a stream is nobody knows before: give --max_steps with --streaming.")
+        raise ValueError("The length of a stream's epoch is unknown: give --max_steps with --streaming.")
     set_up_logging(training_args, logger)
     set_seed(training_args.seed)
 
@@ -185,7 +185,7 @@ def main(args: list[str] | None = None) -> None:
         callbacks=[TrainingFilesCallback([data_args.dataset_name] if data_args.dataset_name else data_args.train_file or [])],
     )
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
-    counts = {name: len(rows) if isinstance(rows, Dataset) else limits[name] for name, rows in blocks.items()}
+    counts = {name: len(part) if isinstance(part, Dataset) else limits[name] for name, part in blocks.items()}
     samples = {"train": counts.get("train"), "eval": counts.get("validation")}
     train_and_report(trainer, model_args, data_args, "text-generation", samples)
 

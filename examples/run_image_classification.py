@@ -46,7 +46,7 @@ from transformers import (
 from tost_hf import VISION_PRESETS, ToSTVisionConfig
 from tost_hf.image_processing import make_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
-from tost_hf.training.metrics import TopKAccuracy
+from tost_hf.training.metrics import top_k_accuracy
 from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 
@@ -132,69 +132,70 @@ class DataTrainingArguments:
 
 
 def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, seed: int) -> dict[str, Dataset]:
-    """The rows of "train" and "validation": "image", a file's content, "label", of named classes, "source", for messages."""
+    """The splits "train" and "validation": "image", a file's content, "label", of named classes, "source", for messages."""
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token}
+    found = {}
     if data_args.dataset_name is not None:
-        found = load_rows(data_args.dataset_name, data_args.dataset_config_name, **options)
+        found = dict(load_rows(data_args.dataset_name, data_args.dataset_config_name, **options))
         evaluation = next((name for name in EVALUATION_SPLITS if name in found), None)
-        rows = {"train": found.get("train"), "validation": found[evaluation] if evaluation is not None else None}
         if evaluation is not None:
             logger.info(f"Evaluation is on the split {evaluation!r}.")
+            found["validation"] = found[evaluation]
     else:
-        rows = {}
         for split, folder, file in (
             ("train", data_args.train_dir, data_args.train_file),
             ("validation", data_args.validation_dir, data_args.validation_file),
         ):
             if folder is not None:
                 files = os.path.join(folder, "**")
-                rows[split] = load_rows("imagefolder", data_files=files, split="train", drop_labels=False, **options)
+                found[split] = load_rows("imagefolder", data_files=files, split="train", drop_labels=False, **options)
             elif file is not None:
-                rows[split] = load_rows("parquet", data_files=file, split="train", **options)
-    rows = {split: part for split, part in rows.items() if part is not None}
-    rows = {split: choose_columns(split, part, data_args) for split, part in rows.items()}
+                found[split] = load_rows("parquet", data_files=file, split="train", **options)
+    splits = {split: choose_columns(split, found[split], data_args) for split in ("train", "validation") if split in found}
 
-    names = label_names(next(iter(rows.values())), data_args)
-    rows = {split: number_labels(split, part, names, data_args) for split, part in rows.items()}
-    if "validation" not in rows and "train" in rows and data_args.train_val_split > 0:
-        if len(rows["train"]) < 2:
+    names = label_names(next(iter(splits.values())), data_args)
+    splits = {split: number_labels(split, dataset, names, data_args) for split, dataset in splits.items()}
+    if "validation" not in splits and "train" in splits and data_args.train_val_split > 0:
+        count = len(splits["train"])
+        if count < 2:
             raise ValueError("There is a single training image, of which none can be held out: use --train_val_split 0.")
-        if data_args.train_val_split * len(rows["train"]) > len(rows["train"]) - 1:
+        if data_args.train_val_split * count > count - 1:
             raise ValueError(f"--train_val_split {data_args.train_val_split} leaves no image to train on: lower it.")
-        halves = rows["train"].train_test_split(data_args.train_val_split, seed=seed)
-        rows = {"train": halves["train"], "validation": halves["test"]}
-    return rows
+        halves = splits["train"].train_test_split(data_args.train_val_split, seed=seed)
+        splits = {"train": halves["train"], "validation": halves["test"]}
+    return splits
 
 
-def choose_columns(split: str, rows: Dataset, data_args: DataTrainingArguments) -> Dataset:
-    """The columns of images and labels, called so, the images as they are in their files."""
-    images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
-    labels = [name for name, feature in rows.features.items() if isinstance(feature, ClassLabel)]
-    columns = {}
+def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArguments) -> Dataset:
+    """The columns of images and labels, renamed to "image" and "label", the images as they are in their files."""
+    images = [name for name, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
+    labels = [name for name, feature in dataset.features.items() if isinstance(feature, ClassLabel)]
+    available, columns = ", ".join(dataset.column_names), {}
     for new, old, candidates, usual in (
         ("image", data_args.image_column_name, images, ("image", "img", "pixel_values")),
         ("label", data_args.label_column_name, labels, ("label", "labels", "fine_label")),
     ):
         if old is None:
-            candidates = candidates or [name for name in usual if name in rows.column_names]
+            candidates = candidates or [name for name in usual if name in dataset.column_names]
             if len(candidates) != 1:
                 raise ValueError(
                     f"The {split} data has {'no' if not candidates else 'more than one'} column of {new}s; choose one of "
-                    f"{', '.join(rows.column_names)} by --{new}_column_name."
+                    f"{available} by --{new}_column_name."
                 )
             old = candidates[0]
-        elif old not in rows.column_names:
-            raise ValueError(f"The {split} data has no column {old!r}; choose one of {', '.join(rows.column_names)}.")
+        elif old not in dataset.column_names:
+            raise ValueError(f"The {split} data has no column {old!r}; choose one of {available}.")
         columns[new] = old
     if columns["image"] == columns["label"]:
         raise ValueError(f"The column {old!r} of the {split} data cannot be both the images and their labels.")
-    rows = rows.select_columns(list(columns.values())).rename_columns({old: new for new, old in columns.items() if old != new})
-    return rows.cast_column("image", datasets.Image(decode=False))
+    dataset = dataset.select_columns(list(columns.values()))
+    dataset = dataset.rename_columns({old: new for new, old in columns.items() if old != new})
+    return dataset.cast_column("image", datasets.Image(decode=False))
 
 
-def label_names(rows: Dataset, data_args: DataTrainingArguments) -> list[str]:
-    """The names of the classes: those given, or of the data."""
-    feature = rows.features["label"]
+def label_names(dataset: Dataset, data_args: DataTrainingArguments) -> list[str]:
+    """The names of the classes: those of `--class_names`, or of the data."""
+    feature = dataset.features["label"]
     if data_args.class_names is not None:
         names = [name.strip() for name in data_args.class_names.split(",")]
         if len(set(names)) < len(names):
@@ -203,32 +204,31 @@ def label_names(rows: Dataset, data_args: DataTrainingArguments) -> list[str]:
     if isinstance(feature, ClassLabel) and feature.names:
         return feature.names
     if feature.dtype in ("string", "large_string"):
-        return sorted(set(rows["label"]) - {None})
+        return sorted(set(dataset["label"]) - {None})
     raise ValueError("The labels are numbers without names: give the names by --class_names cat,dog,... in their order.")
 
 
-def number_labels(split: str, rows: Dataset, names: list[str], data_args: DataTrainingArguments) -> Dataset:
-    """Rows whose labels are numbers of `names`; raises on one that is not."""
-    feature = rows.features["label"]
-    labels = rows["label"][:]
-    own = feature.names if isinstance(feature, ClassLabel) and data_args.class_names is None else None
-    if own is not None or feature.dtype in ("string", "large_string"):  # by name: files may number them differently
-        labels = [own[label] if own is not None and label is not None and 0 <= label < len(own) else label for label in labels]
-        known = {name: number for number, name in enumerate(names)}
-    else:
-        known = {number: number for number in range(len(names))}
-    for row, label in enumerate(labels):
+def number_labels(split: str, dataset: Dataset, names: list[str], data_args: DataTrainingArguments) -> Dataset:
+    """The dataset with labels that are numbers of `names`; raises a ValueError on one that is not."""
+    feature = dataset.features["label"]
+    labels = dataset["label"][:]
+    by_name = feature.dtype in ("string", "large_string")
+    if isinstance(feature, ClassLabel) and data_args.class_names is None:  # by name: files may number them differently
+        by_name, own = True, dict(enumerate(feature.names))
+        labels = [own.get(label, label) for label in labels]
+    known = {name if by_name else number: number for number, name in enumerate(names)}
+    for index, label in enumerate(labels):
         if label not in known:
             raise ValueError(
-                f"Row {row} of the {split} images has the label {label!r}, which is none of the {len(names)} classes "
+                f"Image {index} of the {split} split has the label {label!r}, which is none of the {len(names)} classes "
                 f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}."
             )
     columns = {
         "label": [known[label] for label in labels],
-        "source": [f"Row {row} of the {split} images" for row in range(len(labels))],
+        "source": [f"Image {index} of the {split} split" for index in range(len(labels))],
     }
     numbers = Dataset.from_dict(columns, Features({"label": ClassLabel(names=names), "source": Value("string")}))
-    return datasets.concatenate_datasets([rows.remove_columns("label"), numbers], axis=1)
+    return datasets.concatenate_datasets([dataset.remove_columns("label"), numbers], axis=1)
 
 
 def read_image(source: str, stored: dict | None) -> Image.Image:
@@ -253,36 +253,33 @@ def read_image(source: str, stored: dict | None) -> Image.Image:
 class TrainingImages(torch.utils.data.Dataset):
     """Random views of images. `sampler` chooses which, and each one's draw."""
 
-    def __init__(self, rows: Dataset, view: TrainingView, repeats: int, seed: int):
-        self.rows, self.view, self.seed = rows, view, seed
-        self.sampler = RepeatedSampler(len(rows), repeats, seed)
+    def __init__(self, dataset: Dataset, view: TrainingView, repeats: int, seed: int):
+        self.dataset, self.view, self.seed = dataset, view, seed
+        self.sampler = RepeatedSampler(len(dataset), repeats, seed)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.dataset)
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
         index, draw = key
-        row, seed = self.rows[index], draw_seed(self.seed, index, draw)
-        return {
-            "pixel_values": self.view(read_image(row["source"], row["image"]), seed),
-            "labels": row["label"],
-            "seed": seed,
-        }
+        example, seed = self.dataset[index], draw_seed(self.seed, index, draw)
+        pixel_values = self.view(read_image(example["source"], example["image"]), seed)
+        return {"pixel_values": pixel_values, "labels": example["label"], "seed": seed}
 
 
 class EvaluationImages(torch.utils.data.Dataset):
     """Images as the processor makes them."""
 
-    def __init__(self, rows: Dataset, processor: ViTImageProcessorPil):
-        self.rows, self.processor = rows, processor
+    def __init__(self, dataset: Dataset, processor: ViTImageProcessorPil):
+        self.dataset, self.processor = dataset, processor
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict:
-        row = self.rows[index]
-        image = read_image(row["source"], row["image"])
-        return {"pixel_values": self.processor(image, return_tensors="pt")["pixel_values"][0], "labels": row["label"]}
+        example = self.dataset[index]
+        image = read_image(example["source"], example["image"])
+        return {"pixel_values": self.processor(image, return_tensors="pt")["pixel_values"][0], "labels": example["label"]}
 
 
 # Model ---------------------------------------------------------------------------------------------------------------
@@ -367,24 +364,24 @@ def most_likely(logits, labels):
 
 
 def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
-    return TopKAccuracy().compute(predictions=evaluated.predictions, references=evaluated.label_ids)
+    return top_k_accuracy(evaluated.predictions, evaluated.label_ids)
 
 
-def choose_rows(rows: dict[str, Dataset], data_args: DataTrainingArguments, training_args) -> None:
+def select_samples(splits: dict[str, Dataset], data_args: DataTrainingArguments, training_args) -> None:
     """Cuts each split to the number of images wanted.
 
     Raises:
-        ValueError: images that are to be used are not there.
+        ValueError: images that are to be used are missing.
     """
     for split, wanted, limit in (
         ("train", training_args.do_train, data_args.max_train_samples),
         ("validation", training_args.do_eval, data_args.max_eval_samples),
     ):
-        if wanted and split not in rows:
+        if wanted and split not in splits:
             raise ValueError(f"There are no {split} images; give --{split}_dir or --{split}_file, or a dataset that has them.")
-        if split in rows and limit is not None:
-            # mixed, as folders come class by class
-            rows[split] = rows[split].shuffle(seed=training_args.seed).select(range(min(limit, len(rows[split]))))
+        if split in splits and limit is not None:  # shuffled, as folders are sorted by class
+            dataset = splits[split].shuffle(seed=training_args.seed)
+            splits[split] = dataset.select(range(min(limit, len(dataset))))
 
 
 def make_view(config: PreTrainedConfig, processor: ViTImageProcessorPil, training_args) -> TrainingView:
@@ -412,18 +409,18 @@ def main(args: list[str] | None = None) -> None:
 
     config = load_config(model_args, training_args.recipe)
     with training_args.main_process_first(desc="preparing the images"):
-        rows = load_images(model_args, data_args, training_args.seed)
-    choose_rows(rows, data_args, training_args)
-    names = next(iter(rows.values())).features["label"].names
+        splits = load_images(model_args, data_args, training_args.seed)
+    select_samples(splits, data_args, training_args)
+    names = next(iter(splits.values())).features["label"].names
     model = load_model(model_args, config, names)
     processor = load_processor(model_args, config, training_args.recipe)
 
     prepared = {}
-    if "train" in rows:
+    if "train" in splits:
         view = make_view(config, processor, training_args)
-        prepared["train"] = TrainingImages(rows["train"], view, training_args.repeated_augmentation, training_args.seed)
-    if "validation" in rows:
-        prepared["validation"] = EvaluationImages(rows["validation"], processor)
+        prepared["train"] = TrainingImages(splits["train"], view, training_args.repeated_augmentation, training_args.seed)
+    if "validation" in splits:
+        prepared["validation"] = EvaluationImages(splits["validation"], processor)
     trainer = ToSTVisionTrainer(
         model=model,
         args=training_args,
@@ -434,7 +431,7 @@ def main(args: list[str] | None = None) -> None:
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=most_likely,
     )
-    samples = {"train": len(rows.get("train", ())), "eval": len(rows.get("validation", ()))}
+    samples = {"train": len(splits.get("train", ())), "eval": len(splits.get("validation", ()))}
     train_and_report(trainer, model_args, data_args, "image-classification", samples)
 
 

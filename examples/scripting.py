@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the scripts share: their arguments, changes to a configuration, data from files, and the course of a training run."""
+"""What the scripts share: their arguments, changes to a configuration, data from files, and a training run's steps."""
 
 import dataclasses
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import datasets
+import torch
 import transformers
 import yaml
 from datasets import load_dataset
@@ -25,6 +26,7 @@ from tost_hf.training.checkpoints import choose_checkpoint
 
 logger = logging.getLogger("scripting")
 
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and ARM processors, as torch.cpu names them
 LOADERS = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
 
 
@@ -124,7 +126,7 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
     try:
         if "num_hidden_layers" in overrides and "layer_types" in fields:
             layers = overrides["num_hidden_layers"]
-            fields["layer_types"] = (fields["layer_types"] * layers)[:layers]  # the pattern goes on
+            fields["layer_types"] = (fields["layer_types"] * layers)[:layers]  # the pattern repeats
         return type(config).from_dict(fields | overrides)
     except TypeError as error:
         raise ValueError(f"--config_overrides {assignments!r} has a value that does not suit its key: {error}") from error
@@ -161,20 +163,20 @@ def load_rows(kind: str, config_name: str | None = None, **options):
     except Exception as error:  # datasets raises whatever the readers of many formats raise: EOFError, LZMAError, ...
         reason = error.__cause__ or error  # datasets says no more than that an error occurred
         if "corresponds to no data" in str(reason):
-            reason = "it has no rows"
+            reason = "it has no examples"
         files = options.get("data_files") or kind
         names = ", ".join(map(repr, [files] if isinstance(files, str) else files))
         raise ValueError(f"The data of {names} cannot be read: {reason}") from error
 
 
 def check_limits(data_args) -> None:
-    """Refuses (ValueError) a number of samples that is not positive."""
+    """Raises a ValueError for a number of samples that is not positive."""
     for name in ("max_train_samples", "max_eval_samples"):
         if getattr(data_args, name) is not None and getattr(data_args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(data_args, name)}.")
 
 
-# The course of a run -------------------------------------------------------------------------------------------------
+# Training runs -----------------------------------------------------------------------------------------------------
 
 
 def run(main: Callable[[], None]) -> None:
@@ -199,6 +201,14 @@ def set_up_logging(training_args: TrainingArguments, script: logging.Logger) -> 
         f"process {training_args.process_index} of {training_args.world_size}, device {training_args.device}, "
         f"bf16 {training_args.bf16}, fp16 {training_args.fp16}"
     )
+    if training_args.bf16 and training_args.device.type == "cpu" and not has_bf16_instructions():
+        script.warning("This processor has no bfloat16 instructions: --bf16 is many times slower on it than float32.")
+
+
+def has_bf16_instructions() -> bool:
+    """Whether the processor computes in bfloat16 itself; True if this PyTorch cannot tell."""
+    capabilities = getattr(torch.cpu, "get_capabilities", lambda: {"bf16": True})()
+    return any(capabilities.get(name) for name in BF16_INSTRUCTIONS)
 
 
 def train_and_report(
@@ -219,7 +229,7 @@ def train_and_report(
         checkpoint = choose_checkpoint(trainer, args.resume_from_checkpoint)
         if checkpoint is not None:
             logger.warning(
-                f"Going on from {checkpoint}; to start afresh, use another --output_dir or --resume_from_checkpoint false."
+                f"Resuming from {checkpoint}; to start afresh, use another --output_dir or --resume_from_checkpoint false."
             )
         begun = 0 if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE))).global_step
         result = trainer.train(resume_from_checkpoint=checkpoint)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Text to train on: which files, tokenized and cut into blocks beforehand, or streamed while training goes on."""
+"""Text to train on: which files; tokenized and packed into blocks before training, or streamed during it."""
 
 import glob
 import os
@@ -16,7 +16,7 @@ from scripting import ending as last_ending
 from transformers import PreTrainedTokenizerBase
 
 from tost_hf.training.streams import PackedStream
-from tost_hf.training.token_shards import check_prepared, is_prepared, load_prepared, tokenizer_mark
+from tost_hf.training.token_shards import check_prepared, is_prepared, load_prepared, tokenizer_fingerprint
 
 
 COMPRESSED = ("gz", "bz2", "xz", "zst", "lz4")
@@ -46,8 +46,8 @@ class TextArguments:
     add_eos_token: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether to end each row with the tokenizer's eos token. Default: yes, as a row is a document, but not "
-            "for txt, where a row is a line; there, write the eos token's text between documents yourself.",
+            "help": "Whether to end each example with the tokenizer's eos token. Default: yes, as an example is a document, "
+            "but not for txt, where it is a line; there, write the eos token's text between documents yourself.",
             "nargs": "?",
             "const": True,
         },
@@ -60,11 +60,11 @@ class TextArguments:
 
 @dataclass
 class DataTrainingArguments(TextArguments):
-    """Which text, and how it is cut into blocks."""
+    """Which text, and how it is packed into blocks."""
 
     validation_file: list[str] | None = field(default=None, metadata={"help": "The validation text, of the same kinds."})
     validation_split_percentage: int = field(
-        default=5, metadata={"help": "The part of the training rows held out where there is no validation text."}
+        default=5, metadata={"help": "The part of the training examples held out where there is no validation text."}
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "Use so many training blocks only."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Use so many validation blocks only."})
@@ -151,11 +151,11 @@ def _files_of(name: str) -> list[str]:
     return [name]
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------
+# Examples ------------------------------------------------------------------------------------------------------------
 
 
 def load_texts(model_args, data_args) -> dict:
-    """The rows of text of "train" and "validation", each a `Dataset` or, streaming, an `IterableDataset`.
+    """The examples of "train" and "validation", each a `Dataset` or, streaming, an `IterableDataset`.
 
     Args:
         model_args: `HubArguments`.
@@ -176,61 +176,61 @@ def load_texts(model_args, data_args) -> dict:
 
 
 def load_files(files: list[str], data_args: TextArguments, **options):
-    """The rows of files, or the blocks of a folder of prepared tokens."""
+    """The examples of files, or the blocks of a folder of prepared tokens."""
     if is_prepared(files[0]):
         return load_prepared(files[0])
     lines = {"keep_linebreaks": data_args.keep_linebreaks} if ending(files[0]) == "txt" else {}
     return load_rows(LOADERS[ending(files[0])], data_files=files, split="train", **options, **lines)
 
 
-def hold_out(rows, percentage: int, column: str | None = None) -> tuple:
-    """Splits rows into those to train on and those to validate on: the first ones, or by their text in a stream.
+def hold_out(dataset, percentage: int, column: str | None = None) -> tuple:
+    """Splits examples into those to train on and those to validate on: the first ones, or by their text in a stream.
 
-    By their text, because a stream is dealt out to processes: its rows have no number that all of them know.
+    By their text, because a stream is sharded over processes: its examples have no index that is the same in all.
     """
-    if not isinstance(rows, Dataset):
-        column = text_column("train", rows, column)
+    if not isinstance(dataset, Dataset):
+        column = text_column("train", dataset, column)
         part = partial(_is_held_out, column=column, percentage=percentage)
-        return rows.filter(partial(part, wanted=False)), rows.filter(partial(part, wanted=True))
-    if len(rows) < 2:
+        return dataset.filter(partial(part, wanted=False)), dataset.filter(partial(part, wanted=True))
+    if len(dataset) < 2:
         raise ValueError(
-            "The training text has a single row, of which none can be held out: give --validation_file, or "
+            "The training text has a single example, of which none can be held out: give --validation_file, or "
             "--validation_split_percentage 0."
         )
-    held_out = max(1, len(rows) * percentage // 100)
-    return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
+    held_out = max(1, len(dataset) * percentage // 100)
+    return dataset.select(range(held_out, len(dataset))), dataset.select(range(held_out))
 
 
-def _is_held_out(row: dict, column: str, percentage: int, wanted: bool) -> bool:
-    return (zlib.crc32(str(row[column]).encode(errors="replace")) % 100 < percentage) == wanted
+def _is_held_out(example: dict, column: str, percentage: int, wanted: bool) -> bool:
+    return (zlib.crc32(str(example[column]).encode(errors="replace")) % 100 < percentage) == wanted
 
 
-def text_column(split: str, rows, column: str | None = None) -> str:
+def text_column(split: str, dataset, column: str | None = None) -> str:
     """The column that holds the text.
 
     Raises:
         ValueError: it is not there, or holds something else.
     """
-    first = first_row(split, rows)
-    columns = rows.column_names or list(first)
+    first = first_example(split, dataset)
+    columns = dataset.column_names or list(first)
     if column is None and "text" not in columns and len(columns) > 1:
         raise ValueError(f"The {split} data has no column 'text' but {', '.join(columns)}: name one with --text_column.")
     column = column or ("text" if "text" in columns else next(iter(columns), "text"))
     if column not in columns:
-        raise ValueError(f"The {split} data has no column {column!r} but: {', '.join(columns) or 'no rows'}.")
+        raise ValueError(f"The {split} data has no column {column!r} but: {', '.join(columns) or 'no examples'}.")
     if not isinstance(first.get(column), str | None):
         raise ValueError(f"The column {column!r} of the {split} data holds no text but values such as {first[column]!r}.")
     return column
 
 
-def first_row(split: str, rows) -> dict:
-    """The first row, empty if there is none.
+def first_example(split: str, dataset) -> dict:
+    """The first example, empty if there is none.
 
     Raises:
         ValueError: it cannot be read.
     """
     try:
-        return next(iter(rows), {})
+        return next(iter(dataset), {})
     except Exception as error:  # datasets raises whatever the readers of many formats raise
         raise ValueError(f"The {split} text cannot be read: {error.__cause__ or error}") from error
 
@@ -239,88 +239,90 @@ def first_row(split: str, rows) -> dict:
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, eos_token_id: int | None) -> list[int]:
-    """The tokens of texts, joined; each text ends with the eos token unless that is None."""
+    """The tokens of texts, concatenated; each text ends with the eos token unless that is None."""
     token_lists = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"] if texts else []
     if eos_token_id is not None:
         token_lists = [ids if ids[-1:] == [eos_token_id] else [*ids, eos_token_id] for ids in token_lists]
     return list(chain.from_iterable(token_lists))
 
 
-def cut_into_blocks(
-    rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, column: str, block_size: int, eos_token_id: int | None
+def pack_into_blocks(
+    examples: dict[str, list], tokenizer: PreTrainedTokenizerBase, column: str, block_size: int, eos_token_id: int | None
 ) -> dict[str, list[list[int]]]:
-    """Tokenizes rows, joins them, and cuts the result into blocks; what is left over, less than a block, is dropped."""
-    tokens = encode([text for text in rows[column] if text], tokenizer, eos_token_id)
+    """Tokenizes examples, concatenates them and splits them into blocks; a last one that is shorter is dropped."""
+    tokens = encode([text for text in examples[column] if text], tokenizer, eos_token_id)
     return {"input_ids": [tokens[i : i + block_size] for i in range(0, len(tokens) - block_size + 1, block_size)]}
 
 
-def rows_are_lines(files: list[str] | None) -> bool:
+def are_lines(files: list[str] | None) -> bool:
     return files is not None and ending(files[0]) == "txt"
 
 
-def chosen_eos(files: list[str] | None, tokenizer: PreTrainedTokenizerBase, data_args: TextArguments) -> int | None:
-    """The token that ends a row, if any."""
-    add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not rows_are_lines(files)
+def choose_eos(files: list[str] | None, tokenizer: PreTrainedTokenizerBase, data_args: TextArguments) -> int | None:
+    """The token that ends an example, if any."""
+    add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not are_lines(files)
     if add_eos and tokenizer.eos_token_id is None:
         raise ValueError("The tokenizer has no eos token to end a document with; set one, or use --add_eos_token false.")
     return tokenizer.eos_token_id if add_eos else None
 
 
-def prepare_blocks(split: str, rows, tokenizer: PreTrainedTokenizerBase, block_size: int, max_samples: int | None, data_args):
+def prepare_blocks(
+    split: str, dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, max_samples: int | None, data_args
+):
     """Blocks of tokens to train on or to evaluate, those of a stream as well with an end."""
     files = data_args.train_file if split == "train" else data_args.validation_file or data_args.train_file
     files = None if data_args.dataset_name is not None else files
     if files is not None and is_prepared(files[0]):
         check_prepared(files[0], tokenizer, block_size)
-        blocks = rows
+        blocks = dataset
     else:
-        blocks = _cut_rows(split, rows, files, _cutting(split, rows, files, tokenizer, block_size, data_args), data_args)
+        blocks = _pack(split, dataset, files, _packing(split, dataset, files, tokenizer, block_size, data_args), data_args)
     return blocks if max_samples is None else blocks.take(max_samples)
 
 
-def _cutting(
-    split: str, rows, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, data_args
+def _packing(
+    split: str, dataset, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, data_args
 ) -> dict:
-    """The keywords of `cut_into_blocks`."""
-    column, eos = text_column(split, rows, data_args.text_column), chosen_eos(files, tokenizer, data_args)
+    """The keywords of `pack_into_blocks`."""
+    column, eos = text_column(split, dataset, data_args.text_column), choose_eos(files, tokenizer, data_args)
     return {"tokenizer": tokenizer, "column": column, "block_size": block_size, "eos_token_id": eos}
 
 
-def _cut_rows(split: str, rows, files: list[str] | None, cutting: dict, data_args):
-    """The rows as blocks; a ValueError if there is not one."""
-    block_size, options = cutting["block_size"], {}
+def _pack(split: str, dataset, files: list[str] | None, packing: dict, data_args):
+    """The examples as blocks; a ValueError if there is not one."""
+    block_size, options = packing["block_size"], {}
     if not data_args.streaming:  # a stream has no workers, cache or length
         options["num_proc"] = data_args.preprocessing_num_workers
         options["load_from_cache_file"] = not data_args.overwrite_cache
-        options["desc"] = f"Cutting the {split} text into blocks of {block_size}"
-    blocks = rows.map(
-        cut_into_blocks,
+        options["desc"] = f"Packing the {split} text into blocks of {block_size}"
+    blocks = dataset.map(
+        pack_into_blocks,
         batched=True,
-        batch_size=10_000 if rows_are_lines(files) else 1_000,  # each such batch loses less than a block
-        remove_columns=rows.column_names or list(first_row(split, rows)),
-        fn_kwargs=cutting,
+        batch_size=10_000 if are_lines(files) else 1_000,  # each such batch loses less than a block
+        remove_columns=dataset.column_names or list(first_example(split, dataset)),
+        fn_kwargs=packing,
         **options,
     )
-    if not first_row(split, blocks):
+    if not first_example(split, blocks):
         raise ValueError(f"The {split} text is shorter than one block of {block_size} tokens; choose a smaller --block_size.")
     return blocks
 
 
-def stream_blocks(rows, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, data_args) -> PackedStream:
-    """Blocks of training text, read while training goes on, without end."""
+def stream_blocks(dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, data_args) -> PackedStream:
+    """Blocks of training text, read during training, without end."""
     files = None if data_args.dataset_name is not None else data_args.train_file
-    cutting = _cutting("train", rows, files, tokenizer, block_size, data_args)
-    _cut_rows("train", rows, files, cutting, data_args)  # refuses what is too short
-    eos = cutting["eos_token_id"]
+    packing = _packing("train", dataset, files, tokenizer, block_size, data_args)
+    _pack("train", dataset, files, packing, data_args)  # rejects what is too short
+    eos = packing["eos_token_id"]
     return PackedStream(
-        rows,
+        dataset,
         partial(encode, tokenizer=tokenizer, eos_token_id=eos),
-        cutting["column"],
+        packing["column"],
         block_size,
         shuffle_buffer=data_args.shuffle_buffer,
         seed=seed,
         terms={
-            "tokenizer": tokenizer_mark(tokenizer),
+            "tokenizer": tokenizer_fingerprint(tokenizer),
             "eos_token": eos,
             "names": data_args.dataset_name or sorted(os.path.basename(file) for file in data_args.train_file),
             "validation_split_percentage": data_args.validation_split_percentage,

@@ -1,33 +1,47 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A small ToST that can be used: trained on a folder of books in about 40 minutes by two CPU cores, or larger on a GPU.
+"""Trains a small ToST language model on a folder of books: 2.9 M parameters in an hour of one CPU core, or 25 M on a GPU.
 
-    python examples/train_small.py --text TEXT_FOLDER --output_dir tost-books
-    python examples/train_small.py --text TEXT_FOLDER --output_dir tost-books --size gpu  # 25 M parameters
+    python examples/train_small.py --text TEXT_FOLDER --output_dir tost-books-3m
+    python examples/train_small.py --text TEXT_FOLDER --output_dir tost-books --size gpu  # the default where there is a GPU
 
-The folder holds parquet or JSON files with a column "text", a document per row, and a validation split. A byte-level BPE
-tokenizer is trained on the training text; `run_clm.py` trains a model without positions whose statistics forget, with a short
-convolution, and writes its card. To the card it adds what the model wrote after three prompts, the first try each, unedited. A
-run that was stopped goes on from its last checkpoint.
+The folder holds parquet or JSON files with a column "text", one document per record, and a validation split. A byte-level BPE
+tokenizer is trained on the training text; `run_clm.py` trains a model without positions, with decay per token and a short
+convolution. The weights are then stored in bfloat16 and evaluated as stored, on the test split if there is one, beside a
+bigram model counted on the same training tokens; the card shows the results and three sampled continuations, the first try
+each, unedited. An interrupted run resumes from its last checkpoint. `--hub_dir` copies what publishing would upload.
 """
 
 import argparse
+import itertools
+import os
+import shutil
+import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import evaluate_lm
+import numpy as np
+import run_clm
 import torch
 from datasets import load_dataset
-from demo import run_clm, train_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from demo import train_tokenizer
+from evaluation import EvaluationArguments, Measurement, load_source, make_results, print_results, write_results
+from scripting import recorded_command
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
-from tost_hf.files import staged_file
+from tost_hf.files import EVALUATION, staged_file
+from tost_hf.hub.cards import write_card
 from tost_hf.hub.markdown import code_block
+from tost_hf.hub.publishing import model_files
+from tost_hf.training.metrics import perplexity
 
 
 PROMPTS = ("It was a dark night, and", '"What do you mean?" said', "The nature of man is")
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "max_new_tokens": 120}
-TITLE = "## What it writes"
+TITLE = "## Sampled text"
 TOKENIZER_CHARACTERS = 8_000_000
 
 
@@ -44,71 +58,146 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size("n_layer=6,n_head=8,hidden_size=256", 4096, 256, 16, 2000, 2e-3),
+    "cpu": Size("n_layer=6,n_head=6,hidden_size=192,intermediate_size=704", 4096, 256, 8, 3000, 3e-3),
     "gpu": Size("n_layer=12,n_head=6,hidden_size=384,intermediate_size=1664", 16_384, 1024, 32, 1600, 1e-3),
 }
-# LayerScale starts at 1e-5 in the published recipe, for 600,000 steps; a run of minutes has no time to grow from there
+# the published recipe starts LayerScale at 1e-5, for 600,000 steps; a run of an hour is too short to grow it from there
 KIND = "n_positions=null,forgetting=token,conv_kernel=4,layer_scale_init_value=0.3"
 
 
 def train(text: str, output_dir: str, size: Size, steps: int) -> None:
-    """Trains tokenizer and model; a checkpoint is kept ten times in a run."""
+    """Trains tokenizer and model, with a checkpoint every tenth of the run."""
     documents = load_dataset(text, split="train")["text"]
     with tempfile.TemporaryDirectory() as scratch:
         characters = TOKENIZER_CHARACTERS // len(documents)
         train_tokenizer((document[:characters] for document in documents), Path(scratch), size.vocab_size, size.block_size)
-        run_clm(
-            config_name="tost-base",
-            config_overrides=f"{size.model},vocab_size={size.vocab_size},{KIND}",
-            tokenizer_name=scratch,
-            dataset_name=text,
-            block_size=size.block_size,
-            recipe="paper",
-            do_train=True,
-            do_eval=True,
-            max_steps=steps,
-            max_eval_samples=200,
-            learning_rate=size.learning_rate,
-            per_device_train_batch_size=size.batch,
-            logging_steps=max(1, steps // 50),
-            save_steps=max(1, steps // 10),
-            save_total_limit=1,
-            output_dir=output_dir,
-            report_to="none",
-        )
+        options = {
+            "config_name": "tost-base",
+            "config_overrides": f"{size.model},vocab_size={size.vocab_size},{KIND}",
+            "tokenizer_name": scratch,
+            "dataset_name": text,
+            "block_size": size.block_size,
+            "recipe": "paper",
+            "max_steps": steps,
+            "max_eval_samples": 200,
+            "learning_rate": size.learning_rate,
+            "per_device_train_batch_size": size.batch,
+            "logging_steps": max(1, steps // 50),
+            "save_steps": max(1, steps // 10),
+            "save_total_limit": 1,
+            "output_dir": output_dir,
+            "report_to": "none",
+        }
+        run_clm.main(["--do_train", "--do_eval", *command_line(options)])
+
+
+def command_line(options: dict[str, object]) -> list[str]:
+    """Options and their values as the words of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def store_as_bfloat16(auto_class, folder: str | os.PathLike) -> None:
+    """Stores the weights of a model folder in bfloat16; the run's last checkpoint keeps them in float32."""
+    model = auto_class.from_pretrained(folder, dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory(dir=folder) as staging:
+        model.save_pretrained(staging)
+        for file in Path(staging).iterdir():
+            os.replace(file, Path(folder, file.name))
+
+
+def bigram_loss(training: Iterable[list[int]], held_out: list[int], vocab_size: int) -> float:
+    """Cross-entropy, in nats per token, of a bigram model on held-out tokens.
+
+    Bigrams are counted within each training document and interpolated with unigrams by Witten-Bell smoothing: the weight of
+    the unigrams is the share of distinct successors among the previous token's occurrences. Every token has one extra count.
+    """
+    pairs = np.zeros(vocab_size * vocab_size, np.uint32)
+    tokens = np.ones(vocab_size)
+    for document in training:
+        ids = np.asarray(document)
+        tokens += np.bincount(ids, minlength=vocab_size)
+        found, counts = np.unique(ids[:-1] * vocab_size + ids[1:], return_counts=True)
+        pairs[found] += counts.astype(np.uint32)
+    table = pairs.reshape(vocab_size, vocab_size)
+    total, distinct = table.sum(1), (table > 0).sum(1)
+    previous, following = np.asarray(held_out[:-1]), np.asarray(held_out[1:])
+    unigram = (tokens / tokens.sum())[following]
+    unseen = np.where(total > 0, distinct, 1)  # after a token without successors the unigrams alone count
+    probability = (table[previous, following] + unseen[previous] * unigram) / (total + unseen)[previous]
+    return float(-np.log(probability).mean())
+
+
+def evaluate(text: str, folder: str, context: int) -> None:
+    """Adds the held-out loss of the stored weights, and of bigrams, to the folder's `evaluation.json`."""
+    evaluate_lm.main(["--model", folder, "--tasks", "text", "--datasets", f"text={text}", "--context", str(context)])
+    source = load_source(text, EvaluationArguments(model=folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    loss = bigram_loss(
+        tokenize(load_dataset(text, split="train")["text"], tokenizer),
+        list(itertools.chain.from_iterable(tokenize(source.rows["text"], tokenizer))),
+        len(tokenizer),
+    )
+    how = "bigrams of the training tokens, interpolated with unigrams (Witten-Bell); no neural network"
+    measured = [
+        Measurement("loss", "Baseline: loss of bigrams, nats per token", loss, len(source.rows), how),
+        Measurement("perplexity", "Baseline: perplexity of bigrams, per token", perplexity(loss), len(source.rows), how),
+    ]
+    results = make_results("text-generation", f"Text ({source.name})", source, measured, recorded_command(sys.argv))
+    write_results(Path(folder, EVALUATION), results)
+    print_results(results)
+
+
+def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterable[list[int]]:
+    """The tokens of each text, with end-of-text before and after it."""
+    for text in texts:
+        yield [tokenizer.eos_token_id, *tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
 
 
 @torch.no_grad()
-def write_samples(output_dir: str) -> str:
-    """What the model writes after each prompt, as a section of its card."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(output_dir).eval(), AutoTokenizer.from_pretrained(output_dir)
+def sample_texts(folder: str) -> str:
+    """A section for the card: the model's continuation of each prompt."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     texts = []
     for prompt in PROMPTS:
         tokens = model.generate(**tokenizer(prompt, return_tensors="pt"), **SAMPLED, pad_token_id=tokenizer.eos_token_id)
         texts.append(code_block(tokenizer.decode(tokens[0], skip_special_tokens=True), "text"))
-    said = f"Sampled with temperature {SAMPLED['temperature']} and top-p {SAMPLED['top_p']}, seed 0: the first try, unedited."
-    return "\n\n".join([TITLE, said, *texts])
+    note = f"Sampled with temperature {SAMPLED['temperature']} and top-p {SAMPLED['top_p']}, seed 0: the first try, unedited."
+    return "\n\n".join([TITLE, note, *texts])
 
 
-def add_section(card: Path, section: str) -> None:
-    """The section at the end of a card, in place of an earlier one."""
-    text = card.read_text(encoding="utf-8").partition(TITLE)[0].rstrip()
+def finish_card(folder: str, title: str, section: str) -> None:
+    """Writes the card again, with the evaluation, and a section under its title at its end in place of an earlier one."""
+    card = write_card(folder)
+    text = card.read_text(encoding="utf-8").partition(title)[0].rstrip()
     with staged_file(card) as staged:
         staged.write_text(f"{text}\n\n{section}\n", encoding="utf-8")
+
+
+def copy_published_files(folder: str, hub_dir: str | None) -> None:
+    """Copies to `hub_dir`, if given, the files of a model folder that publishing would upload."""
+    if hub_dir is None:
+        return
+    for name, path in model_files(Path(folder)).items():
+        Path(hub_dir, name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, Path(hub_dir, name))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
-    parser.add_argument("--output_dir", default="tost-books", help="the folder of the trained model")
+    parser.add_argument("--output_dir", default="tost-books-3m", help="the folder of the trained model")
+    parser.add_argument("--hub_dir", help="a folder to copy the files to that publishing would upload")
     parser.add_argument("--size", choices=SIZES, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: those of the size")
     args = parser.parse_args(arguments)
     size = SIZES[args.size]
     train(args.text, args.output_dir, size, args.steps or size.steps)
-    section = write_samples(args.output_dir)
-    add_section(Path(args.output_dir) / "README.md", section)
+    store_as_bfloat16(AutoModelForCausalLM, args.output_dir)
+    evaluate(args.text, args.output_dir, size.block_size)
+    section = sample_texts(args.output_dir)
+    finish_card(args.output_dir, TITLE, section)
+    copy_published_files(args.output_dir, args.hub_dir)
     print(section)
 
 

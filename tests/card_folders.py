@@ -50,6 +50,34 @@ def metadata(card):
     return ModelCard(str(card)).data.to_dict()
 
 
+TRAINING = {"train_runtime": 3725.4, "train_samples": 8765, "train_loss": 2.125, "epoch": 2.5}
+EVAL_RESULTS = {
+    "eval_ema_loss": 1.75,
+    "eval_loss": 1.53125,
+    "eval_accuracy": 0.4375,
+    "perplexity": 4.625,
+    "eval_samples": 2048,
+    "eval_runtime": 77.7,
+}
+RECORDS = {
+    "trainer_state.json": {
+        "global_step": 4321,
+        "epoch": 2.5,
+        "train_batch_size": 6,
+        "log_history": [{"eval_loss": 9.9, "step": 10}],
+    },
+    "all_results.json": TRAINING | EVAL_RESULTS,
+    "eval_results.json": EVAL_RESULTS,
+    "evaluation.json": {"results": [RESULT]},
+    "run_arguments.json": {
+        "command": f"python examples/run_clm.py --token {TOKEN} --do_train",
+        "dataset_name": "me/letters",
+        "dataset_config_name": "small",
+        "model_name_or_path": "me/parent",
+    },
+}
+
+
 @pytest.fixture
 def bare_folder(tiny_model, tmp_path):
     """A model and nothing else."""
@@ -65,31 +93,8 @@ def trained_folder(bare_folder, tiny_model):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
     fast.save_pretrained(bare_folder)
-    write_json(
-        bare_folder / "trainer_state.json",
-        {"global_step": 4321, "epoch": 2.5, "train_batch_size": 6, "log_history": [{"eval_loss": 9.9, "step": 10}]},
-    )
-    training = {"train_runtime": 3725.4, "train_samples": 8765, "train_loss": 2.125, "epoch": 2.5}
-    evaluation = {
-        "eval_ema_loss": 1.75,
-        "eval_loss": 1.53125,
-        "eval_accuracy": 0.4375,
-        "perplexity": 4.625,
-        "eval_samples": 2048,
-        "eval_runtime": 77.7,
-    }
-    write_json(bare_folder / "all_results.json", training | evaluation)
-    write_json(bare_folder / "eval_results.json", evaluation)
-    write_json(bare_folder / "evaluation.json", {"results": [RESULT]})
-    write_json(
-        bare_folder / "run_arguments.json",
-        {
-            "command": f"python examples/run_clm.py --token {TOKEN} --do_train",
-            "dataset_name": "me/letters",
-            "dataset_config_name": "small",
-            "model_name_or_path": "me/parent",
-        },
-    )
+    for name, content in RECORDS.items():
+        write_json(bare_folder / name, content)
     return bare_folder
 
 

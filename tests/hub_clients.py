@@ -19,7 +19,7 @@ import tost_hf
 
 CARD = "---\nlicense: apache-2.0\n---\n\nA model for tests.\n"
 
-# Imports once, then runs each request in a fork of its own, so that a test does not wait seconds for imports.
+# Imports once, then forks for each request, so that a test does not wait seconds for imports.
 WORKER = """
 import json, os, signal, sys, traceback
 import torch, transformers
@@ -76,7 +76,7 @@ save_file({name: x.contiguous() for name, x in results.items() if isinstance(x, 
 
 @dataclass
 class Client:
-    """A process that ended, or goes on in the background."""
+    """A process that ended, or runs in the background."""
 
     pid: int
     log: Path
@@ -150,9 +150,9 @@ class Clients:
     def load(
         self, source, auto_class: str = "AutoModelForCausalLM", environment: dict | None = None, **options
     ) -> Client | dict:
-        """What a model loaded in a process of its own computes, or, if it cannot be loaded, the process.
+        """What a model loaded in another process computes, or, if it cannot be loaded, the process.
 
-        The cache is a fresh one, unless `cache_dir` says where it is: refused requests would be answered from an old one.
+        The cache is a fresh one, unless `cache_dir` says where it is: rejected requests would be answered from an old one.
         """
         options.setdefault("cache_dir", str(self.folder / f"cache-{self.number}"))
         output = self.folder / f"results-{self.number}.safetensors"

@@ -13,7 +13,6 @@ multipart uploads, paging, datasets, and routes that no test reaches.
 
 import base64
 import hashlib
-import hmac
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -31,7 +31,6 @@ import yaml
 
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".onnx", ".gz")
-LFS_SIZE = 10_000_000  # bytes; a larger file goes to LFS whatever its name
 LICENSES = ("apache-2.0", "mit", "gpl-3.0", "cc-by-4.0", "other")
 PIPELINE_TAGS = (
     "feature-extraction fill-mask image-classification image-feature-extraction question-answering text-classification "
@@ -53,14 +52,10 @@ class HubError(Exception):
 
 @dataclass
 class Entry:
-    """A file of a commit. `oid` is git's id of what git keeps: the content, or the pointer to an LFS object."""
+    """A file of a commit. `oid` is git's id of what git stores: the content, or the pointer to an LFS object."""
 
     data: bytes
     lfs: bool
-
-    @classmethod
-    def of(cls, path: str, data: bytes) -> "Entry":
-        return cls(data, is_lfs(path, len(data)))
 
     @property
     def sha256(self) -> str:
@@ -69,20 +64,18 @@ class Entry:
     @property
     def oid(self) -> str:
         pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.data)}\n".encode()
-        kept = pointer if self.lfs else self.data
-        return hashlib.sha1(b"blob %d\0" % len(kept) + kept).hexdigest()
+        stored = pointer if self.lfs else self.data
+        return hashlib.sha1(b"blob %d\0" % len(stored) + stored).hexdigest()
 
     @property
     def etag(self) -> str:
         return self.sha256 if self.lfs else self.oid
 
     @property
-    def lfs_info(self) -> dict:
-        return (
-            {"lfs": {"oid": self.sha256, "sha256": self.sha256, "size": len(self.data), "pointerSize": 130}}
-            if self.lfs
-            else {}
-        )
+    def listing(self) -> dict:
+        """Its size, and its LFS object if it is one."""
+        lfs = {"oid": self.sha256, "sha256": self.sha256, "size": len(self.data), "pointerSize": 130}
+        return {"size": len(self.data)} | ({"lfs": lfs} if self.lfs else {})
 
 
 @dataclass
@@ -111,10 +104,9 @@ class Repository:
         for ref in (revision, f"refs/heads/{revision}", f"refs/tags/{revision}"):
             if ref in self.refs:
                 return self.refs[ref]
-        found = [commit for commit in self.commits if len(revision) >= 7 and commit.startswith(revision)]
-        if len(found) != 1:
+        if revision not in self.commits:
             raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        return found[0]
+        return revision
 
     def tree(self, revision: str) -> dict[str, Entry]:
         return self.commits[self.resolve(revision)].tree
@@ -130,7 +122,7 @@ class Repository:
 
 
 def is_lfs(path: str, size: int) -> bool:
-    return size > 0 and (path.endswith(LFS_SUFFIXES) or size > LFS_SIZE)
+    return size > 0 and path.endswith(LFS_SUFFIXES)
 
 
 def card_data(readme: bytes) -> dict:
@@ -148,14 +140,9 @@ def card_errors(readme: bytes, kind: str = "model") -> list[str]:
     if not isinstance(data, dict):
         return ["metadata must be an object"]
     if kind == "space":
-        errors = [
-            f'"{name}" must be one of {SPACE_COLORS}'
-            for name in ("colorFrom", "colorTo")
-            if data.get(name) not in SPACE_COLORS
-        ]
-        errors += [] if data.get("sdk") == "static" else ['"sdk" must be "static" here']
-        errors += [f'"{name}" is required' for name in ("title", "emoji") if not data.get(name)]
-        return errors + ([] if len(data.get("short_description", "")) <= 60 else ['"short_description" is too long'])
+        colors = [data.get(name) in SPACE_COLORS for name in ("colorFrom", "colorTo")]
+        sound = data.get("sdk") == "static" and data.get("title") and data.get("emoji") and all(colors)
+        return [] if sound and len(data.get("short_description", "")) <= 60 else ["not the metadata of a static Space"]
     errors = []
     for name in ("tags", "language", "datasets", "metrics", "base_model", "license"):
         value = data.get(name, "")
@@ -175,8 +162,7 @@ def card_errors(readme: bytes, kind: str = "model") -> list[str]:
 # The server as a test sees it ----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class User:
+class User(NamedTuple):
     name: str
     organizations: tuple[str, ...] = ()
     role: str = "write"
@@ -230,7 +216,7 @@ class Hub:
         self.requests: list[LoggedRequest] = []  # in the order of their arrival
         self.faults: list[Fault] = []
         self.tampered: dict[str, bytes] = {}
-        self.secret = secrets.token_bytes(16)
+        self.secret = secrets.token_hex(16)
         # "writer" and "reader" belong to the organization tost, "stranger" does not
         users = (User("writer", ("tost",)), User("reader", ("tost",), "read"), User("stranger"))
         self.users = {f"hf_{secrets.token_hex(17)}": user for user in users}
@@ -283,7 +269,7 @@ class Hub:
         with self.lock:
             repository = self.repositories[name]
             tree = {path: entry for path, entry in repository.tree("main").items() if path not in files}
-            tree |= {path: Entry.of(path, data) for path, data in files.items() if data is not None}
+            tree |= {path: Entry(data, is_lfs(path, len(data))) for path, data in files.items() if data is not None}
             self.objects |= {entry.sha256: entry.data for entry in tree.values() if entry.lfs}
             return repository.commit("refs/heads/main", tree, repository.resolve("main"), "direct")
 
@@ -324,17 +310,14 @@ class Hub:
             assert time.monotonic() < deadline, "a request does not end"
             time.sleep(0.005)
 
-    def signature(self, sha256: str) -> str:
-        return hmac.new(self.secret, sha256.encode(), "sha256").hexdigest()
-
     def storage(self, sha256: str) -> str:
         """The address of an object on the storage's origin, as good as a permission to read and write it."""
-        return f"{self.storage_url}/objects/{sha256}?signature={self.signature(sha256)}"
+        return f"{self.storage_url}/objects/{sha256}?signature={self.secret}"
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
-    """A Hub for the tests of one file; each test uses repositories of its own."""
+    """A Hub for the tests of one file; each test uses other repositories."""
     with Hub() as server:
         yield server
 
@@ -501,9 +484,7 @@ class Request(BaseHTTPRequestHandler):
         with suppress(ValueError, yaml.YAMLError):
             card = card_data(tree["README.md"].data) if "README.md" in tree else {}
         siblings = [
-            {"rfilename": path, "size": len(entry.data), "blobId": entry.oid} | entry.lfs_info
-            if self.asks("blobs")
-            else {"rfilename": path}
+            {"rfilename": path} | ({"blobId": entry.oid} | entry.listing if self.asks("blobs") else {})
             for path, entry in tree.items()
         ]
         self.reply(
@@ -526,15 +507,9 @@ class Request(BaseHTTPRequestHandler):
         found = {path: entry for path, entry in sorted(repository.tree(revision).items()) if path.startswith(prefix)}
         if folder and not found:
             raise HubError(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
-        files = {
-            path: entry for path, entry in found.items() if self.asks("recursive") or "/" not in path.removeprefix(prefix)
-        }
-        self.reply(
-            [
-                {"type": "file", "path": path, "oid": entry.oid, "size": len(entry.data)} | entry.lfs_info
-                for path, entry in files.items()
-            ]
-        )
+        if not self.asks("recursive"):
+            found = {path: entry for path, entry in found.items() if "/" not in path.removeprefix(prefix)}
+        self.reply([{"type": "file", "path": path, "oid": entry.oid} | entry.listing for path, entry in found.items()])
 
     @route("GET HEAD", PAGE + "/resolve/(?P<revision>[^/]+)/(?P<path>.+)", needs="see")
     def resolve(self, repository: Repository, revision: str, path: str):
@@ -591,7 +566,7 @@ class Request(BaseHTTPRequestHandler):
         sha256 = path.removeprefix("/objects/")
         if "Authorization" in self.headers:
             raise HubError(400, "a token was sent to the storage")
-        if not hmac.compare_digest(self.query("signature"), self.hub.signature(sha256)):
+        if self.query("signature") != self.hub.secret:
             raise HubError(403, "bad signature")
         if self.command != "PUT":
             return self.send_file(self.hub.objects[sha256], ETag=f'"{sha256}"')

@@ -99,18 +99,18 @@ def wait_until(condition) -> None:
 
 
 @contextmanager
-def serving(**options):
+def serving(prefix_files=None, prefix_cache_bytes=None, **options):
     """A server in this process, with these options of `transformers serve`; and its port."""
     from transformers.cli.serve import Serve
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with patch_server():
+    with patch_server(prefix_files, prefix_cache_bytes):
         running = Serve(device="cpu", host="127.0.0.1", port=port, non_blocking=True, **options)
-    wait_until(lambda: running.server.started)
-    yield running, port
-    running.kill_server()
+        wait_until(lambda: running.server.started)
+        yield running, port
+        running.kill_server()
 
 
 @pytest.fixture(scope="module")

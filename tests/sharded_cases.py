@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from conftest import randomize, small_config
 from cpus_as_devices import take_cpus_for_devices
-from text_runs import token_rows, train, training_args
+from text_runs import token_ids, train, training_args
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.distributed import DistributedConfig
 
@@ -52,7 +52,7 @@ def make_trainer(way: str, processes: int, output_dir: Path, dtype=torch.float64
         changes |= {"fsdp": True, "fsdp_config": LAYERS}
     how = {"distributed_config": DistributedConfig(tp_plan="auto")} if way == "tp" else {}
     model = ToSTForCausalLM.from_pretrained(saved_model(), dtype=dtype, **how)
-    return ParallelTrainer(model, training_args(output_dir.parent, bf16=False, **changes), train_dataset=token_rows(64))
+    return ParallelTrainer(model, training_args(output_dir.parent, bf16=False, **changes), train_dataset=token_ids(64))
 
 
 def run(way: str) -> dict:

@@ -11,14 +11,13 @@ from tost_hf.model.configuration_tost import CODE_FILES
 SOURCE = Path(__file__).parents[1] / "src" / "tost_hf"
 # Packages and single modules, lowest layer first: each imports from lower layers and from itself only.
 LAYERS = (
-    ("model", "files", "version"),
+    ("model", "files", "transformers_patches", "version"),
     ("cache_files",),
     ("image_processing",),
     ("hub", "interpret", "parallel"),
     ("training", "convert", "serving", "exporting"),
     ("space",),
     ("__init__",),
-    ("commands",),
     ("cli",),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}

@@ -18,6 +18,7 @@ sys.path.append(str(BENCHMARKS))  # permanently: processes that the benchmarks s
 
 import decode  # noqa: E402
 import op  # noqa: E402
+import prefix_caching  # noqa: E402
 import registry  # noqa: E402
 import run as runner  # noqa: E402
 import scaling  # noqa: E402
@@ -37,6 +38,7 @@ def small(monkeypatch):
     """Sizes that are constants of the benchmarks."""
     monkeypatch.setattr(op, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(decode, "VOCABULARY", 512)
+    monkeypatch.setattr(prefix_caching, "VOCABULARY", 512)
 
 
 def records_of(folder, name):
@@ -287,6 +289,22 @@ def test_decode_leaves_out_a_model_whose_first_step_fails(tmp_path, monkeypatch,
 
 
 @pytest.mark.slow
+def test_prefix_caching(tmp_path):
+    sizes = ("--system", 100, "--chats", 2, "--turns", 2, "--tokens", 2, "--prefixes", 1000)
+    records = run("prefix_caching", tmp_path, "--layers", 2, *sizes, "--repeats", 1, "--prefix-cache-bytes", 2**22)
+    values = {(x["case"], x["model"], x["sampling"], x["metric"]): float(x["value"]) for x in records}
+    assert {case[:2] for case in values} == {
+        *(("questions", model) for model in prefix_caching.MODELS),
+        ("chats", "ToST"),
+        ("prefixes", "ToST"),
+    }
+    assert values["questions", "ToST", "greedy", "third, cached"] == 96
+    for sampling in ("greedy", "seeded"):
+        assert values["chats", "ToST", sampling, "equal answers"] == 4
+    assert 0 < values["prefixes", "ToST", "greedy", "cache, bytes"] <= 2**22
+
+
+@pytest.mark.slow
 def test_serving(tmp_path):
     pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
     records = run("serving", tmp_path, "--layers", 1, "--clients", 1, 3, "--prompt", 5, "--tokens", 4)
@@ -321,11 +339,12 @@ def test_resolution(tmp_path, capsys):
 
 
 def test_training_on_images(tmp_path):
-    records = run("resolution", tmp_path, "--training", "--sizes", 32, "--layers", 1, "--repeats", 1)
-    assert {(record["model"], record["metric"]) for record in records} == {
-        (name, metric) for name in ("ToST", "ViT") for metric in ("training images/s", "ViT / this")
-    }
-    assert all(float(record["value"]) > 0 for record in records)
+    records = run("resolution", tmp_path, "--training", "--preset", "tiny", "--sizes", 32, "--layers", 1, "--repeats", 1)
+    metrics = ("training images/s", "ViT / this", "matrix products %", "convolutions %")
+    expected = {(f"{name}-tiny", metric) for name in ("ToST", "XCA", "softmax", "ViT") for metric in metrics}
+    assert {(x["model"], x["metric"]) for x in records} == expected | {("ToST-tiny", "TSSA %")}
+    assert all(float(x["value"]) > 0 for x in records)
+    assert all(float(x["value"]) < 100 for x in records if x["metric"].endswith(" %"))
 
 
 @pytest.mark.slow

@@ -1,17 +1,11 @@
 """Writing a card again: what stands between the two markers is replaced, and everything else stays."""
 
-import re
-from pathlib import Path
-
 import pytest
 from card_folders import RESULT, headings, section, write_json
 from huggingface_hub import ModelCard, ModelCardData
 
 import tost_hf
-from tost_hf.hub.cards import BEGIN, END, build_card, write_card
-
-
-FORMER = Path(__file__).parent / "fixtures/former_card.md"  # of a small model, by the version before the markers
+from tost_hf.hub.cards import BEGIN, END, write_card
 
 
 def test_licence_is_given_by_a_person(bare_folder):
@@ -82,22 +76,6 @@ def test_text_without_markers_stays_above(bare_folder, text):
         card = ModelCard.load(write_card(bare_folder))
         assert card.text.startswith(f"\n{text}\n\n{BEGIN}\n\nA language model") and card.text.endswith(f"{END}\n")
         assert card.data.license == "mit"
-
-
-def test_cards_of_earlier_versions(bare_folder):
-    """Their generated sections end with a hash; a section that a person changed or added stays."""
-    former = FORMER.read_text()
-    assert former.count("<!-- tost_hf ") == 8
-    former = former.replace("To continue text,", "To write poems,") + "\n## What it writes\n\nNonsense.\n"
-    (bare_folder / "README.md").write_text(former.replace("\n## Limits", "\n## Thanks\n\nTo all.\n\n## Limits"))
-    for _ in range(2):
-        card = ModelCard.load(write_card(bare_folder))
-        above, _, rest = card.text.partition(BEGIN)
-        assert re.findall("^## .*", above, re.MULTILINE) == ["## Intended use", "## Thanks", "## What it writes"]
-        assert "To write poems," in above and "To all." in above and "Nonsense." in above
-        assert "tost_hf " not in above and headings(card).count("Limits") == 1 and rest.endswith(f"{END}\n")
-    (bare_folder / "README.md").write_text(FORMER.read_text())
-    assert build_card(bare_folder).text.startswith(f"\n# tiny\n\n{BEGIN}\n\nA language model")
 
 
 def test_a_card_without_metadata(bare_folder):

@@ -44,6 +44,12 @@ def test_help(capsys, command):
     assert (f"tost-hf {command} " in out) if command else all(f"\n    {name}" in out for name in COMMANDS)
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and tost_hf.__version__ in capsys.readouterr().out
+
+
 def test_wrong_usage(capsys):
     for argv in (
         [],
@@ -108,13 +114,13 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("damage, sentence, vocab_size", UNFIT.values(), ids=UNFIT)
-def test_init_with_a_tokenizer_that_does_not_fit(small_presets, tmp_path, capsys, damage, sentence, vocab_size):
+@pytest.mark.parametrize("damage, message, vocab_size", UNFIT.values(), ids=UNFIT)
+def test_init_with_a_tokenizer_that_does_not_fit(small_presets, tmp_path, capsys, damage, message, vocab_size):
     tost_hf.PRESETS["tost-base"]["vocab_size"] = vocab_size
     tokenizer = language_folder(tmp_path / "other")
     damage(tokenizer)
     assert main(["init", "tost-base", str(tmp_path / "model"), "--tokenizer", str(tokenizer)]) == 1
-    assert sentence in capsys.readouterr().err and not (tmp_path / "model").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "model").exists()
     assert main(["init", "tost-vision-tiny-patch16", str(tmp_path / "model"), "--tokenizer", str(tokenizer)]) == 1
     assert "reads images" in capsys.readouterr().err and not (tmp_path / "model").exists()
 
@@ -170,7 +176,7 @@ def test_verify_finds_damage(tmp_path, capsys):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64, "intermediate_size": 256}))
     assert main(["verify", str(folder)]) == 1
-    assert "by config.json" in capsys.readouterr().out
+    assert "the model's sizes ask for shape" in capsys.readouterr().out
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert main(["verify", str(folder)]) == 1
     assert "not a ToST model" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Every way in which transformers is led from a model folder to code is refused by `publish` and `verify`.
+"""Every way in which transformers is led from a model folder to code is rejected by `publish` and `verify`.
 
 The ways were read in transformers 5.23.0 and 5.18.0; `READ_AT` names the lines of both (paths below `transformers/`).
 """
@@ -113,7 +113,7 @@ LOADERS = {  # of transformers' files: where code of a repository is imported
 
 
 def test_transformers_imports_code_nowhere_else():
-    """Another file that does is another way to be refused."""
+    """Another file that does is another way to be rejected."""
     root = Path(transformers.__file__).parent
     call = re.compile(r"get_class_from_dynamic_module\(|get_cached_module_file\(")
     paths = [path for path in root.rglob("*.py") if path.parent.parent.name != "models" or path.parent.name == "auto"]
@@ -121,9 +121,9 @@ def test_transformers_imports_code_nowhere_else():
     assert found == LOADERS
 
 
-def check_refused(folder, message):
+def check_rejected(folder, message):
     with pytest.raises(ValueError, match=message):
-        publish(folder, "tost/refused", dry_run=True)
+        publish(folder, "tost/rejected", dry_run=True)
     checks = {check.name: check for check in verify(folder)}
     failed = checks.get("code", checks["config"])  # a configuration that is rejected itself is not looked at further
     assert not failed.passed and re.search(message, failed.detail), checks
@@ -148,7 +148,7 @@ def test_keys_that_lead_to_code(model, key, name, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.write_text(json.dumps(json.loads(before or "{}") | content))
-        check_refused(model, f"{name} leads to code that is not ToST's|code on the Hub, which ToST does not need")
+        check_rejected(model, f"{name} leads to code that is not ToST's|code on the Hub, which ToST does not need")
     finally:
         path.unlink() if before is None else path.write_bytes(before)
 
@@ -159,7 +159,7 @@ def test_foreign_python_files(model, name):
     path.parent.mkdir(exist_ok=True)
     try:
         path.write_text("raise SystemExit")
-        check_refused(model, f"{name} is Python code that is not ToST's")
+        check_rejected(model, f"{name} is Python code that is not ToST's")
     finally:
         path.unlink()
 

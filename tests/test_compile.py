@@ -58,7 +58,7 @@ def test_training_compiles_once_for_a_shape_and_once_for_all_lengths(tiny_model,
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_training_options(tiny_model, packed, checkpointing, autocast):
-    """Packed rows, gradient checkpointing and autocast, all in one graph and with eager's gradients."""
+    """Packed sequences, gradient checkpointing and autocast, all in one graph and with eager's gradients."""
     tokens = ids(2, 70)
     inputs = {"seq_idx": (torch.arange(70) // 33).expand(2, -1)} if packed else {}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -111,29 +111,31 @@ def test_operators_keep_their_contracts():
 @backends
 @torch.no_grad()
 def test_decoding_compiles_once(tiny_model, backend):
-    """64 steps after each of two prompts."""
+    """20 steps after each of two prompts, without a change of the cache's addresses."""
     counting = counting_backend(backend)
     step = torch.compile(tiny_model, fullgraph=True, backend=counting)
     cache = CausalStatisticsCache(tiny_model.config, static=True)
     for prompt_length in (8, 13):
-        tokens = ids(2, prompt_length + 64)
+        tokens = ids(2, prompt_length + 20)
         cache.reset()
         tiny_model(tokens[:, :prompt_length], past_key_values=cache)
+        addresses = [x.data_ptr() for layer in cache.layers for x in layer.tensors().values()]
         expected = tiny_model(tokens).logits
         for t in range(prompt_length, tokens.shape[1]):
             out = step(tokens[:, t : t + 1].clone(), position_ids=torch.full((2, 1), t), past_key_values=cache)
             torch.testing.assert_close(out.logits[:, 0], expected[:, t], **CLOSE)
+        assert addresses == [x.data_ptr() for layer in cache.layers for x in layer.tensors().values()]
     assert counting.graphs == 1
 
 
 @backends
 @pytest.mark.parametrize("padded", [False, True])
 def test_generate_compiles_decoding_once(tiny_model, backend, padded):
-    """transformers' own compiled decoding: the static cache, two prompts of other lengths, 64 steps each."""
+    """transformers' own compiled decoding: the static cache, two prompts of different lengths, 20 steps each."""
     counting = counting_backend(backend)
     config = CompileConfig(fullgraph=True, backend=counting, mode=None)
     config._compile_all_devices = True  # else transformers compiles on accelerators only
-    kwargs = {"max_new_tokens": 65, "do_sample": False}
+    kwargs = {"max_new_tokens": 21, "do_sample": False}
     for prompt_length in (8, 13):
         prompt = ids(2, prompt_length)
         mask = torch.ones_like(prompt)
@@ -144,18 +146,19 @@ def test_generate_compiles_decoding_once(tiny_model, backend, padded):
     assert counting.graphs == 1
 
 
-def test_exported_program_holds_torch_operators_only(tiny_model):
-    """So that it runs where this package is not installed."""
+def test_exported_program_has_torch_operators_only(tiny_model):
+    """So that it runs where this package is not installed, for any batch size and length, with padding."""
     tokens = ids(2, 20)
-    lengths = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens", max=128)}
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens", max=128)}
     program = torch.export.export(
         tiny_model,
         (),
-        {"input_ids": tokens, "use_cache": False},
-        dynamic_shapes={"input_ids": lengths, "use_cache": None},
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False},
+        dynamic_shapes={"input_ids": dims, "attention_mask": dims, "use_cache": None},
     )
     operators = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     assert {op.namespace for op in operators} == {"aten"}
-    tokens = ids(3, 90)
-    got = program.module()(input_ids=tokens, use_cache=False).logits
-    torch.testing.assert_close(got, tiny_model(tokens).logits, **CLOSE)
+    tokens, mask = ids(3, 90), torch.ones(3, 90, dtype=torch.long)
+    mask[1, :9] = 0
+    got = program.module()(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(got, tiny_model(tokens, attention_mask=mask).logits, **CLOSE)

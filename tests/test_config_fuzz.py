@@ -86,7 +86,7 @@ def damage(text: str, chance: random.Random) -> str:
 
 
 def outcome_of_command(argv, capsys) -> str:
-    """`accepted`, or `refused` where one line on stderr says why."""
+    """`accepted`, or `rejected` where one line on stderr says why."""
     status = main([str(argument) for argument in argv])
     error = capsys.readouterr().err
     lines = error.splitlines()
@@ -95,7 +95,7 @@ def outcome_of_command(argv, capsys) -> str:
         return "accepted"
     said = [line for line in lines if line.startswith("tost-hf: error: ")]
     assert status == 1 and len(said) == 1 and 20 < len(said[0]) < 1500, (argv, error[-2000:])
-    return "refused"
+    return "rejected"
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_damaged_configurations(folders, tokenizer, tmp_path, monkeypatch, capsy
     Image.new("RGB", (24, 24)).save(tmp_path / "photo.png")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     chance = random.Random(20260101)
-    counts = {"tried": 0, "refused": 0, "accepted": 0, "refused by transformers": 0}
+    counts = {"tried": 0, "rejected": 0, "accepted": 0, "rejected by transformers": 0}
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for trial in range(TRIALS):
         kind = ("tost", "tost_vision")[trial % 2]
@@ -139,7 +139,7 @@ def test_damaged_configurations(folders, tokenizer, tmp_path, monkeypatch, capsy
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024 < MEMORY
     with capsys.disabled():
         print(f"\n{counts}")
-    assert counts["refused"] > 400 and counts["accepted"] > 200
+    assert counts["rejected"] > 400 and counts["accepted"] > 200
 
 
 def outcome_of_loading(folder) -> str:
@@ -147,8 +147,8 @@ def outcome_of_loading(folder) -> str:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as error:
         assert 10 < len(str(error).splitlines()[0]) < 1500
-        return "refused"
+        return "rejected"
     except (TypeError, AttributeError, RecursionError):
-        return "refused by transformers"  # before any class of ours: the file is no object, or its model type no text
+        return "rejected by transformers"  # before any class of ours: the file is no object, or its model type no text
     assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
     return "accepted"

@@ -1,4 +1,4 @@
-"""Text encoders (`is_causal=False`) and the heads: exact against the formulas, padded, packed, saved, trained, used."""
+"""Text encoders (`is_causal=False`) and heads: equal to the reference, padded, packed, saved, trained, in pipelines."""
 
 import pytest
 import torch
@@ -97,9 +97,9 @@ def test_an_encoder_is_its_formulas_on_either_side_of_padding(pre_norm):
     mask[0, :5] = mask[1, 8:] = mask[2, :2] = mask[2, 9:] = mask[3, 4:6] = 0
     out = model(tokens, attention_mask=mask, output_hidden_states=True, output_memberships=True)
     assert out.past_key_values is None and len(out.hidden_states) == 3 and len(out.memberships) == 2
-    for row, real in enumerate(mask.bool()):
-        torch.testing.assert_close(out.last_hidden_state[row][real], plain_encoder(model, tokens[row][real]), **F64)
-        torch.testing.assert_close(out.memberships[0][row].sum(0), real.double())
+    for i, real in enumerate(mask.bool()):
+        torch.testing.assert_close(out.last_hidden_state[i][real], plain_encoder(model, tokens[i][real]), **F64)
+        torch.testing.assert_close(out.memberships[0][i].sum(0), real.double())
 
 
 @pytest.mark.parametrize("style", ["position_ids", "seq_idx", "cu_seq_lens_q", "both"])
@@ -135,10 +135,10 @@ def test_pooling_leaves_padding_out(is_causal, pooling, texts):
     model = build(ToSTForSequenceClassification, is_causal=is_causal, pooling=pooling)
     out = model(**texts).logits
     used = pooling or ("last" if is_causal else "mean")
-    for row, real in enumerate(texts["attention_mask"].bool()):
-        features = model.model(texts["input_ids"][row][real][None]).last_hidden_state[0]
+    for i, real in enumerate(texts["attention_mask"].bool()):
+        features = model.model(texts["input_ids"][i][real][None]).last_hidden_state[0]
         pooled = {"mean": features.mean(0), "first": features[0], "last": features[-1]}[used]
-        torch.testing.assert_close(out[row], model.score(pooled), **F64)
+        torch.testing.assert_close(out[i], model.score(pooled), **F64)
 
 
 @pytest.mark.parametrize("auto_class", HEADS)
@@ -154,10 +154,10 @@ def test_heads_load_again_and_learn(auto_class, is_causal, texts, tmp_path):
     assert type(loaded) is model_class and not any(loading.values()) and loaded.config.is_causal == is_causal
     out = model(**texts)
     assert torch.equal(loaded.eval()(**texts)[0], out[0])
-    for row, real in enumerate(texts["attention_mask"].bool()):
-        alone = model(texts["input_ids"][row][real][None])[0][0]
+    for i, real in enumerate(texts["attention_mask"].bool()):
+        alone = model(texts["input_ids"][i][real][None])[0][0]
         pooled = model_class is ToSTForSequenceClassification
-        torch.testing.assert_close(out[0][row] if pooled else out[0][row][real], alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out[0][i] if pooled else out[0][i][real], alone, rtol=1e-4, atol=1e-4)
     if model_class is ToSTModel:
         return
     gradients = []
@@ -238,8 +238,8 @@ def test_pipelines_compute_a_batch_as_single_texts(task, model_class, side, toke
         torch.testing.assert_close(torch.tensor(batch[0][0][real]), torch.tensor(single[0][0]), rtol=1e-4, atol=1e-4)
         return
     for together, alone in zip(batch, single, strict=True):
-        rows = [(together, alone)] if isinstance(together, dict) else zip(together, alone, strict=True)
-        assert all(left["score"] == pytest.approx(right["score"], rel=1e-4) for left, right in rows)
+        pairs = [(together, alone)] if isinstance(together, dict) else zip(together, alone, strict=True)
+        assert all(left["score"] == pytest.approx(right["score"], rel=1e-4) for left, right in pairs)
 
 
 @pytest.mark.parametrize("model_class", [ToSTForMaskedLM, ToSTForSequenceClassification])
@@ -249,16 +249,16 @@ def test_trainer_trains_an_encoder(model_class, tokenizer, tmp_path):
     fields = {"is_causal": False, "layer_scale_init_value": 1.0, "num_labels": 2}
     model = model_class(small_config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields))
     words = ["the heads of the model", "share the tokens of the text"]
-    rows = [dict(tokenizer(words[i % 2])) | {"labels": i % 2} for i in range(32)]
+    examples = [dict(tokenizer(words[i % 2])) | {"labels": i % 2} for i in range(32)]
     options = {"processing_class": tokenizer}
     if model_class is ToSTForMaskedLM:
-        rows = [{"input_ids": row["input_ids"]} for row in rows]
+        examples = [{"input_ids": example["input_ids"]} for example in examples]
         options["data_collator"] = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=0)
     args = TrainingArguments(
         tmp_path, max_steps=30, learning_rate=1e-2, per_device_train_batch_size=8, use_cpu=True, report_to=[], save_steps=30,
         logging_steps=10, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, **options)
+    trainer = Trainer(model, args, train_dataset=examples, eval_dataset=examples, **options)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < 0.5 * before
@@ -288,8 +288,8 @@ def test_default_files_and_weights_know_nothing_of_encoders(tmp_path):
 def test_init_card_info_inspect_and_convert_know_encoders(tmp_path, capsys):
     folder = tmp_path / "model"
     assert cli.main(["init", "tost-lra-pathfinder", str(folder)]) == 0
-    rows = info(folder)
-    assert rows["state"].startswith("none") and "is_causal False" in rows["options"]
+    facts = info(folder)
+    assert facts["state"].startswith("none") and "is_causal False" in facts["options"]
     card = build_card(folder, license="mit").content
     for words in ("A text encoder", "both: an encoder", "the mean of its tokens", "after the attention and the MLP"):
         assert words in card

@@ -1,4 +1,4 @@
-"""Sums that forget, `log_decay`: every engine against the plain formulas in float64, and each way to cut a sequence."""
+"""Decay (`log_decay`): every backend against the reference implementation in float64, whole and split sequences."""
 
 import pytest
 import torch
@@ -14,19 +14,19 @@ def op(request):
 
 
 def make_decay(kind, B=2, T=70, H=3, dtype=torch.float64):
-    """log gamma: one factor per head, one per token, or from 1 down to 1e-43 and to 0."""
-    decay = -torch.rand({"head": (H,), "row": (T, H)}.get(kind, (B, T, H)), dtype=dtype)
+    """log_decay per head, per position, per token, or with decays from 1 down to 1e-43 and to 0."""
+    decay = -torch.rand({"head": (H,), "position": (T, H)}.get(kind, (B, T, H)), dtype=dtype)
     if kind == "strong":
         decay = decay * 100 * (torch.rand(B, T, H) < 0.3)
         decay[0, T // 2] = float("-inf")
     return decay.requires_grad_()
 
 
-@pytest.mark.parametrize("kind", ["head", "row", "token", "strong"])
+@pytest.mark.parametrize("kind", ["head", "position", "token", "strong"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dead", [0, 3])
-def test_numbers_and_gradients_are_those_of_the_formulas(op, kind, masked, packed, dead):
+def test_results_and_gradients_equal_the_reference(op, kind, masked, packed, dead):
     """Output, membership, final state, and the gradients of all inputs and of the initial state."""
     w, temp, bias = make(dead=dead)
     decay, mask = make_decay(kind), padding_mask(70) if masked else torch.ones(2, 70, dtype=torch.bool)
@@ -62,7 +62,7 @@ def test_chunks_of_one_and_of_many_blocks(monkeypatch, kind, chunk):
     torch.testing.assert_close(second, first, rtol=1e-12, atol=1e-14)
 
 
-def test_nothing_is_kept_for_a_backward_that_will_not_come(monkeypatch):
+def test_no_grad_saves_nothing_for_backward(monkeypatch):
     real, kept = tssa_chunked._forward, []
 
     def spy(*arguments):
@@ -100,19 +100,19 @@ def test_gradcheck(op, masked, packed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_factor_of_one_is_the_published_form(op, dtype):
+def test_decay_of_one_is_the_published_form(op, dtype):
     w, temp, bias = make(dtype=dtype)
     mask = padding_mask(70)
-    plain, forgetful = (op(w, temp, bias, mask=mask, log_decay=x) for x in (None, torch.zeros(3)))
+    plain, decayed = (op(w, temp, bias, mask=mask, log_decay=x) for x in (None, torch.zeros(3)))
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    got, wanted = ((out.output, out.final_state) for out in (forgetful, plain))
+    got, wanted = ((out.output, out.final_state) for out in (decayed, plain))
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_a_factor_of_zero_forgets_all(op):
-    """What follows is a sequence of its own, whatever stood before."""
+def test_decay_of_zero_starts_a_new_sequence(op):
+    """What follows does not depend on what came before."""
     w, temp, bias = (x.detach() for x in make())
-    decay = make_decay("row").detach()
+    decay = make_decay("position").detach()
     decay[33] = float("-inf")
     out = op(w, temp, bias, log_decay=decay)
     alone = op(w[:, 33:], temp, bias[33:], log_decay=decay[33:])
@@ -120,10 +120,10 @@ def test_a_factor_of_zero_forgets_all(op):
 
 
 @pytest.mark.parametrize("side", ["left", "right", "inside"])
-def test_padding_neither_adds_nor_forgets(op, side):
+def test_padding_is_ignored(op, side):
     """Poisoned padding, the decay there too: outputs, states and gradients are those of the tokens alone."""
     w, temp, bias = make(B=1)
-    decay = make_decay("row")
+    decay = make_decay("position")
     real = torch.ones(70, dtype=torch.bool)
     real[{"left": slice(0, 9), "right": slice(60, 70), "inside": slice(30, 47)}[side]] = False
     poisoned = w.detach().masked_fill(~real[:, None, None], float("nan")).requires_grad_()
@@ -137,8 +137,8 @@ def test_padding_neither_adds_nor_forgets(op, side):
 
 
 @pytest.mark.parametrize("forgetting", [False, True])
-def test_a_sequence_that_is_not_finite_spoils_no_other(forgetting, monkeypatch):
-    """Not even one of zeros, whose sums stay below the floor through several chunks of both rows."""
+def test_nan_does_not_propagate_across_the_batch(forgetting, monkeypatch):
+    """Not even to a sequence of zeros, whose sums are clamped to epsilon through several chunks."""
     monkeypatch.setattr(tssa_chunked, "CHUNK_NUMBERS", 2 * 32 * 12)
     w = torch.randn(2, 600, 3, 4)
     w[0, :550], w[1, 0] = 0, torch.nan
@@ -149,13 +149,13 @@ def test_a_sequence_that_is_not_finite_spoils_no_other(forgetting, monkeypatch):
         assert x.isfinite().all()
 
 
-@pytest.mark.parametrize("pieces", [(40, 30), (1, 2, 67), (69, 1)])
-def test_the_state_carries_over(op, pieces):
+@pytest.mark.parametrize("chunks", [(40, 30), (1, 2, 67), (69, 1)])
+def test_the_state_carries_over(op, chunks):
     w, temp, bias = make()
-    decay = make_decay("row")
+    decay = make_decay("position")
     whole = tssa(w, temp, bias, log_decay=decay)
     state, outputs = None, []
-    for x, b, d in zip(w.split(pieces, 1), bias.split(pieces, 0), decay.split(pieces, 0)):
+    for x, b, d in zip(w.split(chunks, 1), bias.split(chunks, 0), decay.split(chunks, 0)):
         out = op(x, temp, b, initial_state=state, log_decay=d)
         state = out.final_state
         outputs.append(out.output)
@@ -163,7 +163,7 @@ def test_the_state_carries_over(op, pieces):
 
 
 @pytest.mark.parametrize("kind", ["head", "token"])
-def test_steps_are_the_whole(kind):
+def test_decoding_equals_the_full_forward(kind):
     w, temp, bias = make()
     mask, decay = padding_mask(70), make_decay(kind)
     whole = tssa(w, temp, bias, mask=mask, log_decay=decay)
@@ -179,7 +179,7 @@ def test_steps_are_the_whole(kind):
 
 
 def test_float32_is_close_to_float64_over_many_tokens(op):
-    """Factors from a half-life of one token to a thousand, over 1,500 tokens."""
+    """Decays from a half-life of one token to a thousand, over 1,500 tokens."""
     w, temp, bias = make(1, 1500, 4, 8, dtype=torch.float32)
     decay = -torch.tensor([0.7, 0.1, 0.01, 0.0007], requires_grad=True)
     inputs = (w, temp, bias, decay)
@@ -218,19 +218,19 @@ def test_export_for_any_length():
         ({"log_decay": torch.zeros(3), "causal": False}, "causal form"),
     ],
 )
-def test_bad_factors(change, message):
+def test_bad_decay(change, message):
     with pytest.raises(ValueError, match=message):
         tssa(**{"w": torch.randn(2, 8, 3, 4), "temp": torch.ones(3)} | change)
 
 
-def test_bad_factors_of_a_step():
+def test_bad_decay_of_a_step():
     with pytest.raises(ValueError, match=r"log_decay must have one of the shapes \(3,\), \(2, 3\)"):
         tssa_step(torch.randn(2, 3, 4), torch.ones(3), None, None, log_decay=torch.zeros(2, 1))
 
 
 @torch.no_grad()
-def test_many_steps_of_weak_forgetting_do_not_drift():
-    """5,000 single steps, float32 factors near 1: sums would be off by 1e-4 if each factor were rounded first."""
+def test_many_steps_of_weak_decay_do_not_drift():
+    """5,000 decoding steps with decays near 1: sums would be off by 1e-4 if each decay were rounded to float32 first."""
     w, log_decay = torch.randn(5000, 1, 2, 4), torch.tensor([-1e-4, -3e-5])
     exact = tssa(w.transpose(0, 1).double(), torch.ones(2).double(), log_decay=log_decay.double()).final_state
     state = None

@@ -42,7 +42,7 @@ VALUES = (
     "a" * 99,
 )
 FILES = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json")
-CODE = "tssa_sums"  # ToST's own name for a file, since any other is refused at once
+CODE = "tssa_sums"  # ToST's own name for a file, since any other is rejected at once
 EVIL = {
     "auto_map": {"AutoConfig": f"{CODE}.ToSTConfig"},
     "trust_remote_code": True,

@@ -129,7 +129,7 @@ def test_assisted_decoding_is_greedy(tiny_model, prompt, same):
 
 
 HYBRID = {"max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION, CAUSAL_STATISTICS]}
-KINDS = {"published": {}, "forgetful": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
+KINDS = {"published": {}, "decay": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
@@ -213,8 +213,8 @@ def states(cache):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("chunks", ["whole", "singly"])
 @pytest.mark.parametrize("k", [0, 1, 2, 15, 32])
-def test_crop_is_never_having_seen(tiny_model, static, chunks, k):
-    """Taking back k tokens and going on equals never having seen them, padding included."""
+def test_crop_equals_never_having_seen(tiny_model, static, chunks, k):
+    """Rolling k tokens back and continuing equals never having seen them, padding included."""
     tokens, wrong, more = torch.randint(2, 97, (2, 20)), torch.randint(2, 97, (2, k)), torch.randint(2, 97, (2, 9))
     mask = torch.ones(2, 29, dtype=torch.long)
     mask[1, :6] = 0
@@ -235,7 +235,7 @@ def test_crop_is_never_having_seen(tiny_model, static, chunks, k):
     torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_crop_again_and_further_back(tiny_model):
+def test_repeated_crops(tiny_model):
     tokens = torch.randint(2, 97, (1, 100))
     cache = filled(tiny_model, tokens, record=True)
     cache.crop(-10)
@@ -260,22 +260,22 @@ def test_crop_needs_recording(tiny_model, prompt):
 @pytest.mark.parametrize("static", [False, True])
 def test_batch_operations(tiny_model, prompt, static):
     cache = filled(tiny_model, prompt, static, record=True)
-    rows = [states(filled(tiny_model, prompt[i : i + 1])) for i in range(2)]
+    single = [states(filled(tiny_model, prompt[i : i + 1])) for i in range(2)]
 
-    def assert_rows(expected):
+    def assert_sequences(expected):
         assert cache.batch_size == len(expected)
-        for i, row in enumerate(expected):
-            torch.testing.assert_close([x[i : i + 1] for x in states(cache)], rows[row], **F32)
+        for i, sequence in enumerate(expected):
+            torch.testing.assert_close([x[i : i + 1] for x in states(cache)], single[sequence], **F32)
 
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert_rows([1, 0])
+    assert_sequences([1, 0])
     cache.batch_repeat_interleave(2)
-    assert_rows([1, 1, 0, 0])
+    assert_sequences([1, 1, 0, 0])
     cache.batch_select_indices(torch.tensor([0, 3]))
-    assert_rows([1, 0])
-    rows = [states(filled(tiny_model, prompt[i : i + 1, :-3])) for i in range(2)]
-    cache.crop(-3)  # what was recorded moved along
-    assert_rows([1, 0])
+    assert_sequences([1, 0])
+    single = [states(filled(tiny_model, prompt[i : i + 1, :-3])) for i in range(2)]
+    cache.crop(-3)  # the recorded tokens were permuted, too
+    assert_sequences([1, 0])
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -302,7 +302,7 @@ def sums_of(cache):
 
 @pytest.mark.parametrize("options", [{}, {"forgetting": "token"}, {"normalize_scores": False}], ids=str)
 @pytest.mark.parametrize("static", [False, True])
-def test_a_step_adds_to_the_tensors_of_the_cache(options, static, prompt):
+def test_decoding_updates_the_cache_in_place(options, static, prompt):
     model = randomize(ToSTForCausalLM(small_config(**options))).eval()
     kept, updated = (CausalStatisticsCache(model.config, static=static) for _ in range(2))
     with torch.no_grad():
@@ -316,8 +316,8 @@ def test_a_step_adds_to_the_tensors_of_the_cache(options, static, prompt):
     assert all(map(torch.equal, sums_of(updated), sums_of(kept)))
 
 
-def test_a_step_leaves_alone_what_others_may_look_at(tiny_model, prompt):
-    """Sums that a backward needs, that were made in inference mode, or that share their memory."""
+def test_shared_tensors_are_not_updated_in_place(tiny_model, prompt):
+    """Sums needed by a backward pass, created in inference mode, or sharing their memory."""
     cache = CausalStatisticsCache(tiny_model.config)
     loss = tiny_model(prompt, past_key_values=cache).logits.sum() + sum(x.sum() for x in sums_of(cache))
     with torch.no_grad():

@@ -58,9 +58,9 @@ def rezipped(compress=zipfile.ZIP_STORED, **members):
 
 
 HOSTILE = {
-    "1e11 rows of one number": (with_tensor(torch.zeros(1).expand(10**11, 32), WTE), "it repeats its numbers"),
-    "1e11 rows where 32 belong": (with_tensor(torch.zeros(1).expand(10**11)), "it repeats its numbers"),
-    "a row repeated": (
+    "one number repeated 1e11 times": (with_tensor(torch.zeros(1).expand(10**11, 32), WTE), "it repeats its numbers"),
+    "1e11 x 32 numbers where 32 belong": (with_tensor(torch.zeros(1).expand(10**11)), "it repeats its numbers"),
+    "a vector repeated": (
         with_tensor(torch.zeros(32).expand(96, 32), WTE),
         "12,288 bytes, of which .* stores 128",
     ),
@@ -75,11 +75,11 @@ HOSTILE = {
     ),
     "a tensor without numbers": (with_tensor(torch.zeros(32, device="meta")), "not a dense tensor"),
     "a quantised tensor": (with_tensor(torch.quantize_per_tensor(torch.zeros(32), 0.1, 0, torch.qint8)), "not a dense tensor"),
-    "float8": (with_tensor(torch.zeros(32).to(torch.float8_e4m3fn)), "has dtype torch.float8_e4m3fn, in which no ToST model"),
+    "float8": (with_tensor(torch.zeros(32).to(torch.float8_e4m3fn)), r"dtype torch.float8_e4m3fn; .* ask for shape"),
     "complex numbers": (with_tensor(torch.zeros(32, dtype=torch.complex64)), "torch.complex64"),
     "booleans": (with_tensor(torch.zeros(32, dtype=torch.bool)), "torch.bool"),
     "no dimensions": (with_tensor(torch.tensor(1.0), WTE), "must have 2 dimensions"),
-    "no rows": (with_tensor(torch.zeros(0, 32), WTE), "vocab_size=96, but the tensors say vocab_size=0"),
+    "an empty dimension": (with_tensor(torch.zeros(0, 32), WTE), "vocab_size=96, but the tensors say vocab_size=0"),
     "a name of a megabyte": (with_tensor(torch.zeros(1), "x\n" * 2**19), "has 'x"),
     "a name that is no text": (with_tensor(torch.zeros(1), (1, 2)), "a name that is not text but tuple"),
     "2,000 layers": (
@@ -108,7 +108,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("make, message", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_checkpoints_are_refused(make, message, tmp_path):
+def test_hostile_checkpoints_are_rejected(make, message, tmp_path):
     checkpoint = tmp_path / "ckpt.pt"
     checkpoint.write_bytes(make())
     tracemalloc.start()
@@ -124,7 +124,7 @@ def test_hostile_checkpoints_are_refused(make, message, tmp_path):
 
 def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp_path):
     """Bytes of a checkpoint changed, cut, repeated and moved, with a fixed seed."""
-    chance, refused = random.Random(0), 0
+    chance, rejected = random.Random(0), 0
     for trial in range(120):
         data = bytearray(WHOLE)
         place = chance.randrange(len(data))
@@ -141,13 +141,13 @@ def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp
         try:
             convert_from_original(tmp_path / "ckpt.pt", tmp_path / f"model{trial}")
         except ValueError as error:
-            refused += 1
+            rejected += 1
             assert "ckpt.pt" in str(error) and "\n" not in str(error)
             assert not (tmp_path / f"model{trial}").exists()
-    assert 60 < refused <= 120
+    assert 60 < rejected <= 120
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path):
+def test_what_is_no_regular_file_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         with pytest.raises(ValueError, match=f"{path} is not a file; name the checkpoint"):
@@ -160,7 +160,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
 def test_wrong_configurations_of_folders(content, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config\.json is not a configuration|holds a model of type") as caught:
+    with pytest.raises(ValueError, match=r"config\.json'? (is not|must hold)|holds a model of type") as caught:
         convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
     assert "\n" not in str(caught.value) and not (tmp_path / "ckpt.pt").exists()
 

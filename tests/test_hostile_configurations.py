@@ -65,10 +65,12 @@ OF_ONE = [
     ("tost_vision", {"num_channels": 10**6}, "num_channels must be at most 1,024"),
     ("tost_vision", {"initializer_factor": math.inf}, "initializer_factor must be a finite number"),
 ]
-REFUSED = [(model_type, *case) for case in OF_BOTH for model_type in BASE] + OF_ONE
+REJECTED = [(model_type, *case) for case in OF_BOTH for model_type in BASE] + OF_ONE
 
 
-@pytest.mark.parametrize("model_type, fields, message", REFUSED, ids=[f"{case[0]}-{next(iter(case[1]))}" for case in REFUSED])
+@pytest.mark.parametrize(
+    "model_type, fields, message", REJECTED, ids=[f"{case[0]}-{next(iter(case[1]))}" for case in REJECTED]
+)
 def test_rejected_with_a_message(model_type, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         load_changed(tmp_path, model_type, fields)

@@ -132,9 +132,9 @@ def test_a_private_repository(hub, clients, folder, computed):
     assert hub.repositories["tost/private"].private
     assert same(clients.load("tost/private", token=hub.token("reader")), computed)
     assert same(clients.load("tost/private", environment={"HF_TOKEN": hub.token("reader")}), computed)
-    refused = clients.load("tost/private", token=hub.token("stranger"))
-    assert refused.status == 1 and "OSError" in refused.output and "tost/private" in refused.output
-    assert hub.token("stranger") not in refused.output
+    rejected = clients.load("tost/private", token=hub.token("stranger"))
+    assert rejected.status == 1 and "OSError" in rejected.output and "tost/private" in rejected.output
+    assert hub.token("stranger") not in rejected.output
     clients.command("verify", "tost/private", token=hub.token("reader")).check()
 
 
@@ -200,15 +200,15 @@ def test_publishing_again_sends_what_changed(hub, clients, tmp_path):
 def test_tags_are_not_moved(hub, clients, published, tmp_path):
     assert hub.repositories["tost/tiny"].refs["refs/tags/v1"] == published["v1"][1]
     head = hub.head("tost/tiny")
-    refused = clients.command(
+    rejected = clients.command(
         "publish", language_folder(tmp_path, seed=3), "tost/tiny", "--tag", "v1", token=hub.token("writer")
     )
-    assert refused.status == 1 and "v1" in refused.output
+    assert rejected.status == 1 and "v1" in rejected.output
     assert hub.head("tost/tiny") == head and hub.head("tost/tiny", "v1") == published["v1"][1]
 
 
 def test_a_tag_that_is_set_meanwhile(hub, clients, tmp_path):
-    """The command fails and says where the version is; again, it is refused before anything is sent."""
+    """The command fails and says where the version is; again, it is rejected before anything is sent."""
     folder = language_folder(tmp_path / "model")
     hub.create("tost/raced", {"config.json": b"{}"})
     theirs = hub.head("tost/raced")
@@ -244,7 +244,7 @@ def test_files_of_others_stay(hub, clients, tmp_path):
     assert hub.files("tost/mixed") == contents(folder) | others
 
 
-STALLED = """
+SHORT_TIMEOUT = """
 import time; time.sleep = lambda seconds: None
 import tost_hf.hub.connection
 tost_hf.hub.connection.TIME_LIMIT = 0.3
@@ -253,39 +253,39 @@ raise SystemExit(tost_hf.cli.main(argv))
 
 
 @pytest.mark.parametrize("step", ["repos/create", "blobs=", "preupload", "commit/"])
-def test_a_server_that_stalls(hub, clients, tmp_path, step):
+def test_server_timeout(hub, clients, tmp_path, step):
     """Ends with an error message, and the repository is as it was."""
     folder, name = language_folder(tmp_path / "model"), f"tost/slow-{step.strip('/=').replace('/', '-')}"
     head = hub.create(name, {"config.json": b"{}"})
     with hub.fail(".*", step, delay=3.0, status=503):
         for command in (["publish", folder, name], *([["verify", name], ["info", name]] if step == "blobs=" else [])):
-            done = clients.run(STALLED, *command, token=hub.token("writer"))
-            assert done.status == 1 and "tost-hf: error: The Hub could not be reached, stalled" in done.output, done.output
+            done = clients.run(SHORT_TIMEOUT, *command, token=hub.token("writer"))
+            assert done.status == 1 and "tost-hf: error: The Hub could not be reached, timed out" in done.output, done.output
             assert "Traceback" not in done.output
     hub.settle()
     assert hub.head(name) == head
 
 
-def test_who_may_not_publish(hub, clients, folder, published):
+def test_missing_permissions(hub, clients, folder, published):
     head = hub.head("tost/tiny")
     for token in (hub.token("reader"), hub.token("stranger"), "hf_" + "0" * 34, None):
         for name in ("tost/tiny", "tost/new"):
-            refused = clients.command("publish", folder, name, token=token)
-            assert refused.status == 1 and refused.output.startswith("tost-hf: error: "), refused.output
-            assert "Traceback" not in refused.output and not (token and token in refused.output)
+            rejected = clients.command("publish", folder, name, token=token)
+            assert rejected.status == 1 and rejected.output.startswith("tost-hf: error: "), rejected.output
+            assert "Traceback" not in rejected.output and not (token and token in rejected.output)
     assert hub.head("tost/tiny") == head and "tost/new" not in hub.repositories
 
 
-def test_the_server_refuses_a_card(hub, clients, tmp_path):
+def test_the_server_rejects_a_card(hub, clients, tmp_path):
     """A licence that the Hub does not know is found before anything is uploaded."""
     folder = language_folder(tmp_path)
     (folder / "README.md").write_text(CARD.replace("apache-2.0", "my-own"))
-    refused = clients.command("publish", folder, "tost/licence", token=hub.token("writer"))
-    assert refused.status == 1 and "license" in refused.output and "Traceback" not in refused.output
+    rejected = clients.command("publish", folder, "tost/licence", token=hub.token("writer"))
+    assert rejected.status == 1 and "license" in rejected.output and "Traceback" not in rejected.output
     assert not hub.requested("PUT|POST", "tost/licence.*(objects|preupload|commit)")
 
 
-def test_a_card_of_our_own_is_valid(hub, clients, tmp_path):
+def test_generated_cards_are_valid(hub, clients, tmp_path):
     pytest.importorskip("jinja2")
     for folder, tag in ((language_folder(tmp_path / "l"), "text-generation"), (vision_folder(tmp_path / "v"), "image-class")):
         clients.command("publish", folder, f"tost/card-{tag}", "--card", token=hub.token("writer")).check()
@@ -329,8 +329,8 @@ def test_verify_and_info(clients, published):
         done = clients.command("info", source)
         assert done.status == 0 and f"{language_model().num_parameters():,}" in done.output and "apache-2.0" in done.output
     for command in ("verify", "info"):
-        refused = clients.command(command, "tost/nowhere")
-        assert refused.status == 1 and "tost/nowhere" in refused.output and "Traceback" not in refused.output
+        rejected = clients.command(command, "tost/nowhere")
+        assert rejected.status == 1 and "tost/nowhere" in rejected.output and "Traceback" not in rejected.output
 
 
 def test_a_tagged_version_may_be_published_again(hub, clients, tmp_path):

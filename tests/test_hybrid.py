@@ -1,4 +1,4 @@
-"""Hybrid models: attention layers among those of statistics, with caches, masks and positions of their own."""
+"""Hybrid models: softmax attention layers among TSSA layers, with their caches, masks and rotary positions."""
 
 import copy
 import os
@@ -20,7 +20,7 @@ from tost_hf import (
     save_cache,
 )
 from tost_hf.cache_files import state_bytes
-from tost_hf.model.attention_tost import rotary_embedding
+from tost_hf.model.modeling_tost import rotary_embedding
 
 
 TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
@@ -42,7 +42,7 @@ def tokens():
 
 
 @torch.no_grad()
-def test_padding_and_packing_leave_no_trace(model, tokens):
+def test_padding_and_packing(model, tokens):
     """A window counts real tokens."""
     alone = torch.cat([model(piece).logits for piece in tokens[:1].split([9, 14], 1)], 1)
     seq_idx = torch.cat([torch.full((1, 9), 7), torch.full((1, 14), 3)], 1)
@@ -61,8 +61,8 @@ def test_padding_and_packing_leave_no_trace(model, tokens):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @torch.no_grad()
-def test_tokens_that_are_not_finite_stay_in_their_packed_sequence(model, attention):
-    """And behind their place there: what the attention mask hides is multiplied by 0, and 0 times NaN is NaN."""
+def test_nonfinite_tokens_stay_in_their_packed_sequence(model, attention):
+    """And do not reach earlier tokens: attention multiplies masked values by 0, and 0 times NaN is NaN."""
     model.set_attn_implementation(attention)
     embeds, places = torch.randn(1, 23, model.config.hidden_size, dtype=torch.float64), torch.arange(23)
     for borders in ([9, 17], []):
@@ -78,7 +78,7 @@ def test_tokens_that_are_not_finite_stay_in_their_packed_sequence(model, attenti
 
 
 @torch.no_grad()
-def test_a_key_that_is_not_finite_stays_so_in_the_cache(model):
+def test_nonfinite_keys_stay_nonfinite_in_the_cache(model):
     embeds = torch.randn(2, 9, model.config.hidden_size, dtype=torch.float64)
     embeds[1, 4] = torch.nan
     for make in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=12)):
@@ -89,7 +89,7 @@ def test_a_key_that_is_not_finite_stays_so_in_the_cache(model):
 
 
 @torch.no_grad()
-def test_sequence_numbers_may_return():
+def test_repeated_sequence_numbers():
     model = build(["conv", "hybrid", "token"])
     tokens, seq_idx = torch.randint(2, 97, (1, 6)), torch.tensor([[0, 0, 1, 1, 0, 0]])
     alone = torch.cat([model(piece).logits for piece in tokens.split(2, 1)], 1)
@@ -99,18 +99,18 @@ def test_sequence_numbers_may_return():
 @pytest.mark.parametrize("make", ["dynamic", "static", "saved"])
 @pytest.mark.parametrize("sizes", [[1] * 23, [3, 1, 1, 6, 12], [20, 1, 1, 1]], ids=str)
 @torch.no_grad()
-def test_pieces_through_a_cache_are_the_whole(model, tokens, sizes, make, tmp_path):
+def test_chunked_prefill_equals_the_full_forward(model, tokens, sizes, make, tmp_path):
     mask = torch.ones_like(tokens)
     mask[1, :2] = 0
     cache = StaticCache(model.config, max_cache_len=30) if make == "static" else DynamicCache(config=model.config)
-    whole, at, pieces = model(tokens, attention_mask=mask, use_cache=False).logits, 0, []
+    full, at, chunks = model(tokens, attention_mask=mask, use_cache=False).logits, 0, []
     for size in sizes:
         at += size
-        pieces.append(model(tokens[:, at - size : at], attention_mask=mask[:, :at], past_key_values=cache).logits)
+        chunks.append(model(tokens[:, at - size : at], attention_mask=mask[:, :at], past_key_values=cache).logits)
         if make == "saved":
             save_cache(cache, tmp_path / "cache.safetensors")
             cache = load_cache(tmp_path / "cache.safetensors", model.config)
-    torch.testing.assert_close(torch.cat(pieces, 1)[mask == 1], whole[mask == 1], **F64)
+    torch.testing.assert_close(torch.cat(chunks, 1)[mask == 1], full[mask == 1], **F64)
     save_cache(cache, tmp_path / "cache.safetensors")
     loaded, more = load_cache(tmp_path / "cache.safetensors", model.config), torch.randint(2, 97, (2, 3))
     mask = torch.cat([mask, torch.ones_like(more)], 1)
@@ -120,7 +120,7 @@ def test_pieces_through_a_cache_are_the_whole(model, tokens, sizes, make, tmp_pa
 
 @pytest.mark.parametrize("removed", [0, 1, 4, 9])
 @torch.no_grad()
-def test_crop_is_never_having_seen(model, tokens, removed):
+def test_crop_equals_never_having_seen(model, tokens, removed):
     cache, more = CausalStatisticsCache(model.config), torch.randint(2, 97, (2, 6))
     cache.activate_past_recording()
     model(tokens, past_key_values=cache)
@@ -147,13 +147,13 @@ def test_attention_implementations_agree(model, tokens, implementation):
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
-def test_generate_with_the_cache_is_generate_without(model, tokens, kwargs):
+def test_generate_is_the_same_without_a_cache(model, tokens, kwargs):
     settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": kwargs.get("num_beams", 1)}
     expected = model.generate(tokens[:1], use_cache=False, **settings)
     assert torch.equal(model.generate(tokens[:1], **settings | kwargs), expected)
 
 
-def test_what_a_window_cannot_tell_is_rejected(tokens):
+def test_ambiguous_sliding_windows_are_rejected(tokens):
     model = build(**LAYERS["sliding"])
     cache = model(tokens).past_key_values
     mask = torch.ones(2, 24, dtype=torch.long)
@@ -190,7 +190,7 @@ def test_impossible_layers_are_rejected(fields, message):
         four_layers(**fields)
 
 
-def test_layers_as_published_follow_their_number():
+def test_default_layer_types_follow_num_hidden_layers():
     config = ToSTConfig(layer_types=[TSSA] * 12)
     config.num_hidden_layers = 3
     assert config.layer_types == [TSSA] * 3 and "layer_types" not in config.to_dict()
@@ -245,7 +245,7 @@ model.save_pretrained(sys.argv[1] + "/again")
 
 
 @pytest.mark.slow
-def test_carried_code_runs_where_the_package_is_missing(tmp_path):
+def test_remote_code_runs_without_the_package(tmp_path):
     model = build(["token", "conv"], torch.float32, **LAYERS["rope"])
     model.save_pretrained(tmp_path / "model", with_code=True)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HOME": str(tmp_path / "hf")}
@@ -258,7 +258,7 @@ def test_carried_code_runs_where_the_package_is_missing(tmp_path):
     assert torch.equal(again(expected).logits, model(expected).logits)
 
 
-def test_a_configuration_can_be_copied_and_shown():
+def test_copies_of_a_configuration():
     config = ToSTConfig.from_preset("tost-hybrid-base")
     for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), ToSTConfig.from_dict(config.to_dict())):
         assert twin.to_dict() == config.to_dict() and twin.layer_types == config.layer_types
@@ -267,7 +267,7 @@ def test_a_configuration_can_be_copied_and_shown():
 
 
 @torch.no_grad()
-def test_mixed_precision_and_classifiers_take_hybrids(tokens):
+def test_mixed_precision_and_classifiers(tokens):
     model = build(["token", "conv"], torch.float32, **LAYERS["rope"])
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0

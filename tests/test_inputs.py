@@ -122,7 +122,7 @@ def foreign_cache():
             ValueError,
             "begin their sequences at different tokens",
         ),
-        (lambda: {"input_ids": ids(2, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, ValueError, "one packed row"),
+        (lambda: {"input_ids": ids(2, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, ValueError, "batch of size 1"),
         (lambda: {"input_ids": ids(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 5])}, ValueError, "must rise from 0"),
         (lambda: {"input_ids": ids(1, 4), "cu_seq_lens_q": torch.tensor([[0, 2, 4]])}, ValueError, "must rise from 0"),
         (lambda: {"input_ids": ids(1, 4), "cu_seq_lens_q": [0, 2, 4]}, TypeError, "cu_seq_lens_q must be a tensor, got list"),
@@ -167,12 +167,12 @@ def test_bad_model_input(tiny_model, inputs, error, message):
         tiny_model(**inputs())
 
 
-def test_models_refuse_a_width_of_zero():
+def test_models_reject_a_width_of_zero():
     for name in ("hidden_size", "intermediate_size"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1"):
             ToSTModel(ToSTConfig(**{name: 0}))
 
 
-def test_models_refuse_another_models_config():
+def test_models_reject_another_models_config():
     with pytest.raises(ValueError, match=r"ToSTForCausalLM needs a ToSTConfig .*, got a GPT2Config"):
         ToSTForCausalLM(GPT2Config())

@@ -1,6 +1,7 @@
-"""What a trace tells: every quantity against its definition, written a second time in plain loops."""
+"""Quantities of a trace, each against a second implementation of its definition in plain loops."""
 
 import copy
+import itertools
 import math
 
 import numpy as np
@@ -15,22 +16,21 @@ from tost_hf.interpret import quantities
 from tost_hf.model import tssa_reference
 
 
-def projected(model, layers, norm, attention, **inputs):
-    """w of every layer, (B, T, H, p), from the raw hidden states, by hand."""
+def projections_of(model, **inputs):
+    """w of every layer, (B, T, H, p), computed from the hidden states."""
     states = copy.deepcopy(model)(**inputs, output_hidden_states=True).hidden_states
+    layers = model.base_model.layers
+    norm, attention = ("attention_norm", "attention") if "pixel_values" in inputs else ("input_layernorm", "self_attn")
     found = []
     for layer, x in zip(layers, states):
-        norm_of, attention_of = getattr(layer, norm), getattr(layer, attention)
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + norm_of.eps).sqrt() * norm_of.weight
-        x = x if norm_of.bias is None else x + norm_of.bias
-        w = torch.einsum("btd,ed->bte", x, attention_of.in_proj.weight)
-        w = w if attention_of.in_proj.bias is None else w + attention_of.in_proj.bias
-        found.append(w.detach().unflatten(-1, (attention_of.num_heads, -1)))
+        layer_norm, tssa = getattr(layer, norm), getattr(layer, attention)
+        w = nn.functional.linear(layer_norm(x), tssa.in_proj.weight, tssa.in_proj.bias)
+        found.append(w.detach().unflatten(-1, (tssa.num_heads, -1)))
     return found
 
 
 def terms_of_one(w, membership, normalization):
-    """Both compression terms of one image or text, w (T, H, p) and Pi (H, T) of real tokens: sums as they are printed."""
+    """Both compression terms of one image or text, from w (T, H, p) and Pi (H, T) of its real tokens."""
     T, H, p = w.shape
     variational = coding_rate = 0.0
     for k in range(H):
@@ -51,7 +51,7 @@ def terms_of_one(w, membership, normalization):
     return variational, coding_rate
 
 
-def hand_made(w, membership, mask=None):
+def make_trace(w, membership, mask=None):
     """A trace of one layer from w (B, T, H, p) and Pi (B, H, T)."""
     mask = torch.ones(w.shape[:2], dtype=torch.bool) if mask is None else mask
     return interpret.ModelTrace((w,), membership[:, None], mask, None, None, None)
@@ -62,7 +62,7 @@ def test_memberships_of_texts(tiny_model, texts):
     trace = interpret.trace_model(model, **texts)
     maps = interpret.membership_maps(trace)
     assert maps.dtype == torch.float64 and maps.shape == (3, 3, 4, 12)
-    ws = projected(model, model.model.layers, "input_layernorm", "self_attn", **texts)
+    ws = projections_of(model, **texts)
     mask = texts["attention_mask"].bool()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     for i, w in enumerate(ws):
@@ -76,8 +76,8 @@ def test_memberships_of_texts(tiny_model, texts):
 
 
 @pytest.fixture(params=["head", "token"])
-def forgetting_model(request):
-    """Of three layers, of which the second is an attention layer, with a convolution."""
+def decaying_model(request):
+    """A hybrid with a convolution, whose second layer of three is softmax attention."""
     kinds = ["tost_causal_statistics", "full_attention", "tost_causal_statistics"]
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     sizes |= {"max_position_embeddings": None, "eos_token_id": None, "bos_token_id": None}
@@ -86,47 +86,50 @@ def forgetting_model(request):
 
 
 @torch.no_grad()
-def test_forget_factors_are_those_that_the_sums_used(forgetting_model, texts):
-    """The memberships of the formulas with these factors are the model's."""
-    trace = interpret.trace_model(forgetting_model, **texts)
+def test_forget_factors_are_the_decay_of_the_sums(decaying_model, texts):
+    """With them, the reference implementation gives the model's memberships."""
+    trace = interpret.trace_model(decaying_model, **texts)
     factors, padding = interpret.forget_factors(trace), ~trace.mask
     assert factors.shape == trace.memberships.shape == (3, 2, 4, 12) and factors.dtype == torch.float64
     assert (factors.transpose(2, 3).transpose(1, 2)[padding] == 1).all() and padding.any()
-    layers = [forgetting_model.model.layers[i].self_attn for i in (0, 2)]
+    layers = [decaying_model.model.layers[i].self_attn for i in (0, 2)]
     for i, (layer, w) in enumerate(zip(layers, trace.projections)):
         log_decay = trace.log_forget_factors[:, i].transpose(1, 2)
         _, membership, _ = tssa_reference.causal(w, layer.temp.flatten(), None, padding, log_decay=log_decay)
         torch.testing.assert_close(trace.memberships[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
 
 
-def test_half_of_a_sum_is_left_after_its_half_life(forgetting_model, texts):
-    trace = interpret.trace_model(forgetting_model, **texts)
-    halves = interpret.half_life(trace)
-    for row in range(3):
-        left = interpret.forget_factors(trace)[row].prod(-1)  # of what was there before the text
-        torch.testing.assert_close(0.5 ** (trace.mask[row].sum() / halves[row]), left)
-    if forgetting_model.config.forgetting == "head":
-        torch.testing.assert_close(interpret.half_life(forgetting_model).expand(3, -1, -1), halves)
+def test_half_of_a_sum_is_left_after_its_half_life(decaying_model, texts):
+    trace = interpret.trace_model(decaying_model, **texts)
+    half_lives = interpret.half_life(trace)
+    remaining = interpret.forget_factors(trace).prod(-1)  # of what was in the sums before the text
+    torch.testing.assert_close(0.5 ** (trace.mask.sum(1)[:, None, None] / half_lives), remaining)
+    if decaying_model.config.forgetting == "head":
+        torch.testing.assert_close(interpret.half_life(decaying_model).expand(3, -1, -1), half_lives)
     else:
-        with pytest.raises(ValueError, match="Each token decides"):
-            interpret.half_life(forgetting_model)
+        with pytest.raises(ValueError, match="computes its decay from each token"):
+            interpret.half_life(decaying_model)
 
 
-def test_half_life_by_hand(forgetting_model):
+def test_half_life_by_hand():
     factors = torch.tensor([[0.5, 0.5, 0.5], [1.0, 1.0, 1.0], [0.25, 1.0, 1.0], [0.9, 0.9, 0.9]]).double()
     trace = interpret.ModelTrace((), factors[None, None], torch.ones(1, 3).bool(), None, None, None, factors.log()[None, None])
     expected = [1, math.inf, 1.5, math.log(0.5) / math.log(0.9)]
     torch.testing.assert_close(interpret.half_life(trace)[0, 0], torch.tensor(expected).double(), rtol=1e-6, atol=0)
 
 
-def test_models_as_published_forget_nothing(tiny_model, texts):
+def test_quantities_that_a_model_does_not_have(tiny_model, texts):
     trace = interpret.trace_model(tiny_model, **texts)
     assert trace.log_forget_factors is None
-    for ask in (interpret.forget_factors, interpret.half_life):
-        with pytest.raises(ValueError, match="forget nothing"):
-            ask(trace)
-    with pytest.raises(ValueError, match="forget nothing"):
-        interpret.half_life(tiny_model)
+    for function, source in (
+        (interpret.forget_factors, trace),
+        (interpret.half_life, trace),
+        (interpret.half_life, tiny_model),
+    ):
+        with pytest.raises(ValueError, match="no decay"):
+            function(source)
+    with pytest.raises(ValueError, match="no class-attention layers"):
+        interpret.class_attention_maps(trace)
 
 
 def test_memberships_of_images(images):
@@ -135,17 +138,15 @@ def test_memberships_of_images(images):
     maps = interpret.membership_maps(trace)
     assert maps.shape == (2, 3, 4, 4, 6)
     torch.testing.assert_close(maps.sum(2), torch.ones(2, 3, 4, 6, dtype=torch.float64))
-    ws = projected(model, model.tost.layers, "attention_norm", "attention", pixel_values=images.double())
+    ws = projections_of(model, pixel_values=images.double())
     for i, w in enumerate(ws):
         temp = model.tost.layers[i].attention.temp.detach().flatten().double()
         _, membership = tssa_reference.bidirectional(w, temp)
-        for row in range(4):
-            for column in range(6):
-                patch = membership[:, row * 6 + column]
-                torch.testing.assert_close(maps[:, i, :, row, column], patch, atol=1e-10, rtol=0)
+        for y, x in itertools.product(range(4), range(6)):
+            torch.testing.assert_close(maps[:, i, :, y, x], membership[:, y * 6 + x], atol=1e-10, rtol=0)
 
 
-def test_class_attention_is_the_class_token_asking(images):
+def test_class_attention_has_the_class_token_as_query(images):
     model = tiny_vision_model().double()
     maps = interpret.class_attention_maps(interpret.trace_model(model, pixel_values=images.double()))
     assert maps.shape == (2, 2, 4, 4, 6) and maps.dtype == torch.float64
@@ -160,65 +161,48 @@ def test_class_attention_is_the_class_token_asking(images):
         torch.testing.assert_close(maps[:, 0, head].flatten(1), weights[:, 1:], atol=1e-10, rtol=0)
 
 
-def test_a_text_has_no_class_attention(tiny_model, texts):
-    with pytest.raises(ValueError, match="Only vision models"):
-        interpret.class_attention_maps(interpret.trace_model(tiny_model, **texts))
-
-
 @pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
-def test_compression_terms_of_texts(tiny_model, texts, normalization):
-    model = tiny_model.double()
-    trace = interpret.trace_model(model, **texts)
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_compression_terms(kind, normalization, tiny_model, texts, images):
+    is_text = kind == "text"
+    model = (tiny_model if is_text else tiny_vision_model()).double()
+    inputs = texts if is_text else {"pixel_values": images.double()}
+    trace = interpret.trace_model(model, **inputs)
     terms = interpret.compression_terms(trace, normalization)
-    assert terms.variational.shape == terms.coding_rate.shape == (3, 3)
-    ws = projected(model, model.model.layers, "input_layernorm", "self_attn", **texts)
-    for row in range(3):
-        real = texts["attention_mask"][row].bool()
-        for layer in range(3):
-            expected = terms_of_one(ws[layer][row, real], trace.memberships[row, layer][:, real], normalization)
-            found = terms.variational[row, layer].item(), terms.coding_rate[row, layer].item()
+    assert terms.variational.shape == terms.coding_rate.shape == (len(trace.mask), 3)
+    for layer, w in enumerate(projections_of(model, **inputs)):
+        for i, real in enumerate(trace.mask):
+            expected = terms_of_one(w[i, real], trace.memberships[i, layer][:, real], normalization)
+            found = terms.variational[i, layer].item(), terms.coding_rate[i, layer].item()
             assert found == pytest.approx(expected, rel=1e-9)
     torch.testing.assert_close(terms.gap, terms.variational - terms.coding_rate)
     assert (terms.gap > 0).all()
 
 
 @pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
-def test_compression_terms_of_images(images, normalization):
-    model = tiny_vision_model().double()
-    trace = interpret.trace_model(model, pixel_values=images.double())
-    terms = interpret.compression_terms(trace, normalization)
-    ws = projected(model, model.tost.layers, "attention_norm", "attention", pixel_values=images.double())
-    for row in range(2):
-        for layer in range(3):
-            expected = terms_of_one(ws[layer][row], trace.memberships[row, layer], normalization)
-            found = terms.variational[row, layer].item(), terms.coding_rate[row, layer].item()
-            assert found == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
 def test_published_plateau(normalization):
-    """Channels that are equally strong reach the paper's 24 ln 101 = 110.76, whatever the memberships."""
+    """Channels of equal variance give the paper's 24 ln 101 = 110.76, whatever the memberships."""
     w = torch.randint(0, 2, (2, 30, 8, 48)).double() * 2 - 1
     membership = torch.rand(2, 8, 30).double().softmax(1)
-    terms = interpret.compression_terms(hand_made(7 * w, membership), normalization)
+    terms = interpret.compression_terms(make_trace(7 * w, membership), normalization)
     torch.testing.assert_close(terms.variational, torch.full((2, 1), 24 * math.log(101), dtype=torch.float64))
     assert 24 * math.log(101) == pytest.approx(110.76, abs=0.005)
 
 
 @pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
 def test_terms_are_equal_where_second_moments_are_diagonal(normalization):
-    """Tokens along the axes are the eigenvectors of their second moments; turned, they are no longer."""
+    """Tokens along the axes are the eigenvectors of their second moments; rotated ones are not."""
     axes = torch.eye(5, dtype=torch.float64).repeat_interleave(torch.tensor([9, 5, 3, 2, 1]), 0)
     axes = axes * torch.linspace(0.5, 3, 20, dtype=torch.float64)[:, None]
     w = axes[None, :, None].expand(2, -1, 3, -1)
     membership = torch.rand(2, 3, 20).double().softmax(1)
-    diagonal = interpret.compression_terms(hand_made(w, membership), normalization)
+    diagonal = interpret.compression_terms(make_trace(w, membership), normalization)
     torch.testing.assert_close(diagonal.variational, diagonal.coding_rate, atol=1e-12, rtol=0)
-    turn = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
-    turned = interpret.compression_terms(hand_made(w @ turn, membership), normalization)
-    assert (turned.gap > 0.1).all()
-    if normalization == "tokens":  # a log-determinant does not feel a turn
-        torch.testing.assert_close(turned.coding_rate, diagonal.coding_rate)
+    rotation = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
+    rotated = interpret.compression_terms(make_trace(w @ rotation, membership), normalization)
+    assert (rotated.gap > 0.1).all()
+    if normalization == "tokens":  # a log-determinant is invariant under rotation
+        torch.testing.assert_close(rotated.coding_rate, diagonal.coding_rate)
 
 
 def test_c_is_an_argument(tiny_model, texts):
@@ -227,17 +211,17 @@ def test_c_is_an_argument(tiny_model, texts):
     torch.testing.assert_close(interpret.compression_terms(trace, "tokens", c=8 / 0.01).variational, default.variational)
     assert (interpret.compression_terms(trace, "tokens", c=1.0).variational < default.variational).all()
     with pytest.raises(ValueError, match="normalization must be one of tokens, channels"):
-        interpret.compression_terms(trace, "rows")
+        interpret.compression_terms(trace, "heads")
     with pytest.raises(ValueError, match="c must be above 0"):
         interpret.compression_terms(trace, c=0.0)
 
 
-def test_a_head_without_members_counts_nothing():
+def test_a_head_without_members_has_no_weight():
     w = torch.randn(1, 6, 2, 4)
     membership = torch.zeros(1, 2, 6, dtype=torch.float64)
     membership[:, 0] = 1
-    both = interpret.compression_terms(hand_made(w, membership))
-    alone = interpret.compression_terms(hand_made(w[:, :, :1], membership[:, :1]))
+    both = interpret.compression_terms(make_trace(w, membership))
+    alone = interpret.compression_terms(make_trace(w[:, :, :1], membership[:, :1]))
     torch.testing.assert_close(both.variational, alone.variational)
     torch.testing.assert_close(both.coding_rate, alone.coding_rate)
 
@@ -250,20 +234,17 @@ def test_bound_holds_in_training(tiny_config):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        trace = interpret.trace_model(model, input_ids=ids)
-        for normalization in interpret.NORMALIZATIONS:
-            terms = interpret.compression_terms(trace, normalization)
-            assert (terms.gap > -1e-9).all() and (terms.coding_rate > 0).all()
+    for normalization in interpret.NORMALIZATIONS:
+        terms = interpret.compression_terms(interpret.trace_model(model, input_ids=ids), normalization)
+        assert (terms.gap > -1e-9).all() and (terms.coding_rate > 0).all()
 
 
 def test_subspace_gram(tiny_model):
     gram = interpret.subspace_gram(tiny_model, 2)
     weight = tiny_model.model.layers[1].self_attn.in_proj.weight.detach().double()
     assert gram.shape == (32, 32) and gram.dtype == torch.float64
-    for i in range(32):  # column i of U is row i of the weight: w = x W^T
-        for j in range(32):
-            u, v = weight[i], weight[j]
-            assert gram[i, j].item() == pytest.approx(abs(u @ v).item() / (u.norm() * v.norm()).item())
+    for (i, u), (j, v) in itertools.product(enumerate(weight), repeat=2):  # w = x W^T: columns of U are rows of the weight
+        assert gram[i, j].item() == pytest.approx(abs(u @ v).item() / (u.norm() * v.norm()).item())
     nn.init.orthogonal_(tiny_model.model.layers[1].self_attn.in_proj.weight, gain=3)
     torch.testing.assert_close(interpret.subspace_gram(tiny_model, 2), torch.eye(32).double(), atol=1e-6, rtol=0)
     for layer in (0, 4, -1):
@@ -279,38 +260,32 @@ def test_entropy(tiny_model, texts):
     assert buckets.starts == [0, 1, 2, 4, 8] and buckets.entropy.shape == (3, 5)
     for layer in range(3):
         by_bucket = [[], [], [], [], []]
-        for row in range(3):
-            position = 0
-            for t in range(12):
-                if not texts["attention_mask"][row, t]:
-                    assert entropy[row, layer, t].isnan()
-                    continue
-                shares = trace.memberships[row, layer, :, t].tolist()
-                expected = -sum(x * math.log(x) for x in shares)
-                assert entropy[row, layer, t].item() == pytest.approx(expected, abs=1e-12)
+        for i, real in enumerate(trace.mask):
+            assert entropy[i, layer, ~real].isnan().all()
+            for position, t in enumerate(real.nonzero().flatten()):
+                expected = -sum(x * math.log(x) for x in trace.memberships[i, layer, :, t].tolist())
+                assert entropy[i, layer, t].item() == pytest.approx(expected, abs=1e-12)
                 by_bucket[position.bit_length()].append(expected)
-                position += 1
         expected = [sum(values) / len(values) for values in by_bucket]
         assert buckets.entropy[layer].tolist() == pytest.approx(expected)
-    even = hand_made(torch.ones(1, 3, 4, 2), torch.full((1, 4, 3), 0.25, dtype=torch.float64))
+    even = make_trace(torch.ones(1, 3, 4, 2), torch.full((1, 4, 3), 0.25, dtype=torch.float64))
     torch.testing.assert_close(interpret.membership_entropy(even), torch.full((1, 1, 3), math.log(4)).double())
-    one = hand_made(torch.ones(1, 3, 4, 2), torch.eye(4, 3, dtype=torch.float64)[None])
+    one = make_trace(torch.ones(1, 3, 4, 2), torch.eye(4, 3, dtype=torch.float64)[None])
     assert (interpret.membership_entropy(one) == 0).all()
 
 
 def test_padding_is_excluded(tiny_model, texts):
-    """Of a padded text, every number is what it is for the text alone."""
+    """A padded text has the same numbers as the text alone."""
     model = tiny_model.double()
     together = interpret.trace_model(model, **texts)
-    for row in range(3):
-        real = texts["attention_mask"][row].bool()
-        alone = interpret.trace_model(model, input_ids=texts["input_ids"][row, real][None])
-        torch.testing.assert_close(together.memberships[row][..., real], alone.memberships[0], atol=1e-6, rtol=0)
-        entropy = interpret.membership_entropy(together)[row][:, real]
+    for i, real in enumerate(together.mask):
+        alone = interpret.trace_model(model, input_ids=texts["input_ids"][i, real][None])
+        torch.testing.assert_close(together.memberships[i][..., real], alone.memberships[0], atol=1e-6, rtol=0)
+        entropy = interpret.membership_entropy(together)[i][:, real]
         torch.testing.assert_close(entropy, interpret.membership_entropy(alone)[0], atol=1e-6, rtol=0)
         for normalization in interpret.NORMALIZATIONS:
             for a, b in zip(*(interpret.compression_terms(x, normalization) for x in (together, alone))):
-                torch.testing.assert_close(a[row], b[0], atol=1e-5, rtol=1e-6)
+                torch.testing.assert_close(a[i], b[0], atol=1e-5, rtol=1e-6)
 
 
 def test_bfloat16(tiny_model, texts, images):
@@ -325,14 +300,11 @@ def test_bfloat16(tiny_model, texts, images):
     assert maps.dtype == torch.float64 and (maps.flatten(3).sum(-1) < 1).all()
 
 
-# Clusters ------------------------------------------------------------------------------------------------------------
-
-
 def test_membership_clusters_score(monkeypatch):
-    """Two images of 6 x 6 patches: colours that alternate and heads that follow them; one colour and heads by quarter."""
+    """Two images of 6 x 6 patches: alternating colours with a head for each; one colour with a head for each quarter."""
     pytest.importorskip("sklearn")
-    row, column = torch.arange(6)[:, None], torch.arange(6)[None]
-    alternating, quarter = 2 * (row % 2) + column % 2, 2 * (row // 3) + column // 3
+    y, x = torch.arange(6)[:, None], torch.arange(6)[None]
+    alternating, quarter = 2 * (y % 2) + x % 2, 2 * (y // 3) + x // 3
     colours = torch.tensor([[3.0, 0, 0], [0, 3, 0], [0, 0, 3], [-3, -3, -3]])
     checked = colours[alternating].permute(2, 0, 1).repeat_interleave(4, 1).repeat_interleave(4, 2)
     pixel_values = torch.stack([checked, torch.ones(3, 24, 24)])
@@ -343,7 +315,7 @@ def test_membership_clusters_score(monkeypatch):
     monkeypatch.setattr(quantities, "trace_model", lambda *_, **__: fake)
     scores = interpret.membership_clusters_score(None, pixel_values)
     assert all(score.shape == (2, 3) for score in scores)
-    assert (scores.score > 0.6).all()  # the first by colour alone, the second by place alone
+    assert (scores.score > 0.6).all()  # the first by colour alone, the second by position alone
     assert (scores.shuffled.abs() < 0.3).all() and scores.shuffled.mean().abs() < 0.1
     assert (scores.other_image.abs() < 0.1).all()
 

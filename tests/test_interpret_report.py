@@ -1,4 +1,4 @@
-"""Pictures and pages: what they show, what they escape, and which files they may replace."""
+"""The report of `inspect`: what pictures and page show, what is escaped, and which files may be replaced."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import needs_auto_processor, randomize, tiny_vision_model
+from conftest import needs_auto_processor, randomize, small_vision_config, tiny_vision_model
 from tokenizers import processors
 from transformers import ByT5Tokenizer
 
@@ -24,7 +24,7 @@ pytest.importorskip("matplotlib")
 
 
 class Page(HTMLParser):
-    """Collects what a page holds, and refuses tags that do not match."""
+    """The contents of a page; fails at tags that do not match."""
 
     def __init__(self, html):
         super().__init__()
@@ -48,17 +48,22 @@ class Page(HTMLParser):
         self.text += data
 
 
+def assert_drawn(file) -> None:
+    """The picture is 1,280 pixels wide and not blank."""
+    pixels = np.asarray(Image.open(file).convert("RGB"), dtype=float)
+    assert pixels.shape[1] == 1280 and 80 < pixels.shape[0] < 4000
+    assert pixels.std() > 5
+
+
 def check_folder(written, out):
-    """The page parses, shows pictures that exist and are not blank, each 1,280 wide and described; nothing is left over."""
+    """The page parses and shows pictures that exist, each described; nothing else was written."""
     index = out / "index.html"
     assert written[0] == index and sorted(written) == sorted(path for path in out.iterdir() if path.name != "mine.txt")
     page = Page(index.read_text())
     assert len(page.images) >= 4
     for image in page.images:
         assert len(image["alt"]) > 30
-        picture = np.asarray(Image.open(out / image["src"]).convert("RGB"), dtype=float)
-        assert picture.shape[1] == 1280 and 80 < picture.shape[0] < 4000
-        assert picture.std() > 5
+        assert_drawn(out / image["src"])
     assert all((out / link).exists() for link in page.links)
     assert set(page.links) >= {image["src"] for image in page.images}
     return page
@@ -71,7 +76,7 @@ def photo(tmp_path):
     return tmp_path / "photo.png"
 
 
-def test_inspect_an_image(photo, tmp_path):
+def test_image_report(photo, tmp_path):
     model = tiny_vision_model(id2label={0: "a <b> cat"}, num_labels=1)
     out = tmp_path / "out"
     out.mkdir()
@@ -87,11 +92,41 @@ def test_inspect_an_image(photo, tmp_path):
         interpret.trace_model(model, pixel_values=inputs.load_image(model, None, photo, None)[0])
     )
     assert f"{terms.variational[0, 2]:.2f}" in page.text and f"{terms.coding_rate[0, 0]:.2f}" in page.text
-    assert interpret.inspect_model(model, None, photo, out)[0] == written[0]  # again, over the old one
+    assert interpret.inspect_model(model, None, photo, out)[0] == written[0]  # replaces the earlier report
+
+
+def test_one_head_and_one_layer_of_a_backbone(tmp_path, photo):
+    """Without other heads to overlap with, and without class attention."""
+    config = small_vision_config(num_attention_heads=1, num_hidden_layers=1)
+    written = interpret.inspect_model(randomize(tost_hf.ToSTBackbone(config)).eval(), None, photo, tmp_path / "out")
+    page = check_folder(written, tmp_path / "out")
+    assert "nan" in page.text and "class_attention.png" not in page.links
+
+
+def test_every_layer_and_head_of_a_photograph(tmp_path):
+    """Of a real photograph, each patch at its place."""
+    sample = pytest.importorskip("sklearn.datasets").load_sample_image("china.jpg")
+    model = tiny_vision_model(num_hidden_layers=12)
+    pixel_values, picture, _ = inputs.load_image(model, None, Image.fromarray(sample), 48)
+    maps = interpret.membership_maps(interpret.trace_model(model, pixel_values=pixel_values))[0]
+    figure = plots.plot_membership_maps(maps, picture, range(1, 13))
+    panels = [axis for axis in figure.axes if len(axis.images) == 2]  # the photograph in grey, and a map
+    assert len(panels) == 12 * 4
+    for panel, shares in zip(panels, maps.flatten(0, 1)):
+        grey, drawn = panel.images
+        assert list(grey.get_extent()) == [-0.5, 71.5, 47.5, -0.5] == list(drawn.get_extent())
+        assert grey.get_array().shape == (48, 72)
+        np.testing.assert_array_equal(drawn.get_array(), shares)
+    for figure in (
+        plots.plot_strongest_heads(maps, picture, range(1, 13)),
+        plots.plot_entropy_maps(maps.sum(1), 4, range(1, 13)),
+    ):
+        figure.draw_without_rendering()
+        assert min(axis.get_window_extent().width for axis in figure.axes if axis.images) > 150  # pixels
 
 
 def test_images_of_any_size(photo):
-    """Shorter side 33 asked for: 33 x 46.2 pixels, to the nearest multiples of 4."""
+    """Shorter side 33 asked for: 33 x 46.2 pixels, rounded to multiples of 4."""
     model = tiny_vision_model()
     pixel_values, picture, _ = inputs.load_image(model, None, photo, 33)
     assert pixel_values.shape == (1, 3, 32, 48) and picture.shape == (32, 48, 3)
@@ -105,21 +140,22 @@ def test_images_of_any_size(photo):
         inputs.load_image(model, None, photo, 3)
 
 
-def test_inspect_a_text(text_model, tokenizer, tmp_path):
-    text = "the <script>alert('heads')</script> of $the$ model & é日\n\n\tshare"
+def test_text_report(text_model, tokenizer, tmp_path):
+    """Of a file, whose markup is escaped and which is truncated with a warning."""
+    file, hostile = tmp_path / "text.txt", "<script>alert('heads')</script> of $the$ model & é日\n\n\tshare "
+    file.write_text(hostile + "the heads of the model " * 30)
     out = tmp_path / "out"
-    written = interpret.inspect_model(text_model, tokenizer, text, out)
-    check_folder(written, out)
+    with pytest.warns(UserWarning, match="tokens; the model has 64 positions, so the text was truncated"):
+        written = interpret.inspect_model(text_model, tokenizer, str(file), out)
+    page = check_folder(written, out)
     assert {path.name for path in written} >= {"memberships.png", "entropy.png"}
-    html = (out / "index.html").read_text()
-    page = Page(html)
-    assert "script" not in page.tags and "<script" not in html
+    assert "script" not in page.tags and "<script" not in (out / "index.html").read_text()
     assert page.text.count("<script>alert('heads')</script>") == 2  # a section for each layer
-    assert "日" in page.text
+    assert "日" in page.text and "so the text was truncated" in page.text and str(file) in page.text
 
 
 @pytest.mark.parametrize("forgetting", ["head", "token"])
-def test_inspect_a_hybrid_that_forgets(forgetting, tokenizer, tmp_path):
+def test_report_of_a_hybrid_with_decay(forgetting, tokenizer, tmp_path):
     config = tost_hf.ToSTConfig.from_preset(
         "tost-hybrid-base",
         vocab_size=300,
@@ -129,33 +165,21 @@ def test_inspect_a_hybrid_that_forgets(forgetting, tokenizer, tmp_path):
         bos_token_id=None,
         eos_token_id=None,
     )
-    randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    out = tmp_path / "out"
-    page = check_folder(interpret.inspect_path(tmp_path / "model", "What was it that we forgot?", out), out)
+    model = randomize(tost_hf.ToSTForCausalLM(config)).eval()
+    text, out = "What was it that we forgot?", tmp_path / "out"
+    page = check_folder(interpret.inspect_model(model, tokenizer, text, out), out)
     assert "forgetting.png" in page.links and "Attention layers1, " in page.text and "3 layers of 12 heads" in page.text
-    model = tost_hf.ToSTForCausalLM.from_pretrained(tmp_path / "model")
-    ids, _ = inputs.tokenize(tokenizer, "What was it that we forgot?")
-    halves = interpret.half_life(interpret.trace_model(model, input_ids=ids))[0]
-    for of_layer in halves:
-        assert f"{of_layer.min():.1f}{of_layer.max():.1f}" in page.text
+    half_lives = interpret.half_life(interpret.trace_model(model, input_ids=inputs.tokenize(tokenizer, text)[0]))[0]
+    for layer in half_lives:
+        assert f"{layer.min():.1f}{layer.max():.1f}" in page.text
 
 
 def test_half_lives_of_all_heads_are_beside_their_factors():
-    halves = torch.arange(24.0).reshape(2, 12) + 2
-    figure = plots.plot_forget_factors(0.5 ** (1 / halves)[..., None].expand(-1, -1, 5), halves, [1, 3])
+    half_lives = torch.arange(24.0).reshape(2, 12) + 2
+    figure = plots.plot_forget_factors(0.5 ** (1 / half_lives)[..., None].expand(-1, -1, 5), half_lives, [1, 3])
     labels = [[tick.get_text() for tick in axis.child_axes[0].get_yticklabels()] for axis in figure.axes[:2]]
     assert labels == [[str(tokens) for tokens in range(2, 14)], [str(tokens) for tokens in range(14, 26)]]
     assert [axis.images[0].get_array().shape for axis in figure.axes[:2]] == [(12, 5)] * 2
-
-
-def test_inspect_a_text_file_cut_with_a_warning(text_model, tokenizer, tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("the heads of the model " * 30)
-    with pytest.warns(UserWarning, match="tokens; the model has positions for 64, so the rest was cut off"):
-        written = interpret.inspect_model(text_model, tokenizer, str(file), tmp_path / "out", layers=[1])
-    page = check_folder(written, tmp_path / "out")
-    assert "so the rest was cut off" in page.text and str(file) in page.text
 
 
 def test_token_pieces_make_the_text(tokenizer):
@@ -164,24 +188,18 @@ def test_token_pieces_make_the_text(tokenizer):
     assert "".join(pieces) == text and ids.shape == (1, len(pieces)) and "" in pieces
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<end> $A <end>", special_tokens=[("<end>", 0)])
     assert inputs.tokenize(tokenizer, text)[1] == ["<end>", *pieces, "<end>"]
-
-
-def test_token_pieces_of_a_tokenizer_without_offsets():
-    ids, pieces = inputs.tokenize(ByT5Tokenizer(), "heads of")
+    ids, pieces = inputs.tokenize(ByT5Tokenizer(), "heads of")  # a tokenizer without offsets
     assert pieces == [*"heads of", "</s>"] and ids.shape == (1, 9)
 
 
 def test_strongest_heads_are_coloured():
     membership = torch.tensor([[0.9, 0.3, 0.2], [0.05, 0.4, 0.2], [0.05, 0.3, 0.6]])
-    html = pages.colored_text(["aa", "bb", "cc"], membership[None], [1])
-    for token, head, share in (("aa", 1, "0.900"), ("bb", 2, "0.400"), ("cc", 3, "0.600")):
+    html = pages.colored_text(["aa", "bb", "<script>'"], membership[None], [1])
+    for token, head, share in (("aa", 1, "0.900"), ("bb", 2, "0.400"), ("&lt;script&gt;&#x27;", 3, "0.600")):
         assert f"head {head}: {share}'>{token}</span>" in html
-    full = colors.tint(colors.COLORS[0], 1.0)
-    assert f"background:{full}' title='token 0" in html
-    hostile = pages.colored_text(["<script>'", "b", "c"], membership[None], [1])
-    assert "<script" not in hostile and Page(hostile).text.count("<script>'") == 1
-    pale = colors.tint(colors.COLORS[1], (0.4 - 1 / 3) / (0.9 - 1 / 3))
-    assert f"background:{pale}' title='token 1" in html
+    full, pale = colors.tint(colors.COLORS[0], 1.0), colors.tint(colors.COLORS[1], (0.4 - 1 / 3) / (0.9 - 1 / 3))
+    assert f"background:{full}' title='token 0" in html and f"background:{pale}' title='token 1" in html
+    assert Page(html).text.count("<script>'") == 1
 
 
 def test_heads_past_the_eighth_are_marked(tmp_path):
@@ -190,14 +208,8 @@ def test_heads_past_the_eighth_are_marked(tmp_path):
     html = pages.colored_text(list("abcdefghi"), torch.eye(9)[None], [1])  # token i belongs to head i
     assert "border-bottom:1px solid #333' title='token 8" in html
     assert not any(f"border-bottom:1px solid #333' title='token {i}" in html for i in range(8))
-    maps = torch.rand(2, 16, 4, 6).softmax(1)
-    picture = torch.rand(16, 24, 3)
-    for figure in (
-        plots.plot_membership_maps(maps, picture, [1, 2]),
-        plots.plot_strongest_heads(maps, picture, [1, 2]),
-    ):
-        figure.savefig(tmp_path / "picture.png")
-        assert np.asarray(Image.open(tmp_path / "picture.png")).std() > 5
+    plots.plot_strongest_heads(torch.eye(12).view(1, 12, 3, 4), torch.rand(16, 24, 3), [1]).savefig(tmp_path / "hatched.png")
+    assert_drawn(tmp_path / "hatched.png")
 
 
 def test_compression_of_many_images_has_a_band(images):
@@ -207,26 +219,19 @@ def test_compression_of_many_images_has_a_band(images):
     np.testing.assert_allclose(axis.lines[0].get_ydata(), terms.variational.mean(0))
 
 
-def test_one_head_and_one_layer(tmp_path, photo):
-    written = interpret.inspect_model(
-        tiny_vision_model(num_attention_heads=1, num_hidden_layers=1), None, photo, tmp_path / "out"
-    )
-    assert "nan" in Page(written[0].read_text()).text  # no other head to overlap with
-
-
 @needs_auto_processor
 def test_inspect_path(photo, text_model, tokenizer, tmp_path):
-    model = tiny_vision_model()
-    model.save_pretrained(tmp_path / "vision")
+    """The processor beside the model, or a named one; none of a published folder's model code runs, trusted or not."""
+    tiny_vision_model().save_pretrained(tmp_path / "vision")
     tost_hf.make_image_processor(24).save_pretrained(tmp_path / "vision")
-    written = interpret.inspect_path(str(tmp_path / "vision"), str(photo), tmp_path / "one")
-    page = check_folder(written, tmp_path / "one")
+    page = check_folder(interpret.inspect_path(str(tmp_path / "vision"), str(photo), tmp_path / "one"), tmp_path / "one")
     assert "24 x 24, as the model sees them" in page.text and "Predicted class" in page.text
-    text_model.save_pretrained(tmp_path / "text")
-    with pytest.raises(
-        ValueError, match=r"The tokenizer of .* cannot be loaded; name the one that the model uses \(--processor\)"
-    ):
-        interpret.inspect_path(tmp_path / "text", "the heads", tmp_path / "two")
+    text_model.save_pretrained(tmp_path / "text", with_code=True)
+    for file in (tmp_path / "text").glob("*.py"):
+        file.write_text("raise SystemExit")
+    missing = r"The tokenizer of .* cannot be loaded; name the one that the model uses \(--processor\)"
+    with pytest.raises(ValueError, match=missing):
+        interpret.inspect_path(tmp_path / "text", "the heads", tmp_path / "two", trust_remote_code=True)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     written = interpret.inspect_path(tmp_path / "text", "the heads", tmp_path / "two", processor=tmp_path / "tokenizer")
     check_folder(written, tmp_path / "two")
@@ -236,15 +241,13 @@ def test_inspect_path(photo, text_model, tokenizer, tmp_path):
     "fields, message",
     [
         ({"hidden_size": "wide"}, "'hidden_size' expected int, got str"),
-        ({"num_hidden_layers": None}, "'num_hidden_layers' expected int, got NoneType"),
         ({"max_position_embeddings": 2**31 - 1}, r"asks for at least \d[\d,]+ bytes of weights; this machine has"),
         ({"hidden_size": 64}, "The model of .* cannot be loaded"),
-        ({"model_type": "gpt2"}, "holds a model of type 'gpt2', not a ToST model"),
-        ({"model_type": "unheard"}, "The configuration of .* cannot be loaded"),
+        ({"model_type": "gpt2"}, "contains a model of type 'gpt2', not a ToST model"),
     ],
 )
-def test_configurations_that_do_not_fit(fields, message, tokenizer, tmp_path):
-    """One of them asks for positions that its file does not hold, and which would be allocated."""
+def test_damaged_configurations(fields, message, tokenizer, tmp_path):
+    """One of them asks for positions that are not in the file, and which would be allocated."""
     config = tost_hf.ToSTConfig(vocab_size=300, hidden_size=32, num_attention_heads=4, max_position_embeddings=None)
     tost_hf.ToSTForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -254,91 +257,63 @@ def test_configurations_that_do_not_fit(fields, message, tokenizer, tmp_path):
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
-def test_inputs_that_are_none(text_model, tokenizer, photo, tmp_path):
+def test_invalid_inputs(text_model, tokenizer, photo, tmp_path):
     model, out = tiny_vision_model(), tmp_path / "out"
     (tmp_path / "fake.png").write_text("no image")
+    huge, two_means, nan = (tost_hf.make_image_processor(side) for side in (10**6, 16, 16))
+    two_means.image_mean, nan.image_std = [0.5, 0.5], [math.nan] * 3
     cases = [
-        (model, None, tmp_path / "fake.png", ValueError, "fake.png is not an image"),
-        (model, None, "a literal text", FileNotFoundError, "a vision model takes an image file"),
-        (text_model, tokenizer, "  \n", ValueError, "The text is empty"),
-        (text_model, tokenizer, photo, ValueError, "is not UTF-8 text"),
-        (text_model, tokenizer, tmp_path / "none.txt", FileNotFoundError, "There is no file"),
-        (text_model, tokenizer, "none.txt", FileNotFoundError, "There is no file 'none.txt'"),
-        (text_model, None, "the heads", ValueError, "needs its tokenizer"),
+        (model, None, tmp_path / "fake.png", {}, "fake.png is not an image"),
+        (model, None, "some text", {}, "a vision model takes an image file"),
+        (text_model, tokenizer, "  \n", {}, "The text is empty"),
+        (text_model, tokenizer, photo, {}, "is not UTF-8 text"),
+        (text_model, tokenizer, tmp_path / "none.txt", {}, "There is no file"),
+        (text_model, tokenizer, "none.txt", {}, "There is no file 'none.txt'"),
+        (text_model, None, "the heads", {}, "needs its tokenizer"),
+        (text_model, ByT5Tokenizer(), "<extra_id_0><extra_id_99>", {}, "belongs to another model: .* has 300 tokens"),
+        (text_model, tokenizer, "the heads", {"image_size": 32}, "image_size is for images"),
+        (model, None, photo, {"layers": [4]}, "There is no layer 4"),
+        (model, None, photo, {"layers": []}, "layers is empty"),
+        (model, None, photo, {"image_size": 100_000}, "a side has 140,000 pixels; the maximum is 8,192"),
+        (model, huge, photo, {}, "size of the image processor is .*; its sides may have up to 8,192 pixels"),
+        (model, two_means, photo, {}, "The image processor cannot prepare .*photo.png; its settings may be wrong"),
+        (model, nan, photo, {}, "The model's memberships are NaN"),
     ]
-    for inspected, helper, given, error, message in cases:
-        with pytest.raises(error, match=message):
-            interpret.inspect_model(inspected, helper, given, out)
-    with pytest.raises(ValueError, match="There is no layer 4"):
-        interpret.inspect_model(model, None, photo, out, layers=[4])
-    with pytest.raises(ValueError, match=r"The tokenizer belongs to another model: .* has 300 tokens"):
-        interpret.inspect_model(text_model, ByT5Tokenizer(), "<extra_id_0><extra_id_99>", out)
-    with pytest.raises(ValueError, match="image_size is for images"):
-        interpret.inspect_model(text_model, tokenizer, "the heads", out, image_size=32)
-    with pytest.raises(ValueError, match="With image_size 100000 a side has 140,000 pixels; the most is 8,192"):
-        interpret.inspect_model(model, None, photo, out, image_size=100_000)
-    huge = tost_hf.make_image_processor(10**6)
-    with pytest.raises(ValueError, match=r"size of the image processor is .*; its sides may have up to 8,192 pixels"):
-        interpret.inspect_model(model, huge, photo, out)
-    odd = tost_hf.make_image_processor(16)
-    odd.image_mean = [0.5, 0.5]
-    with pytest.raises(ValueError, match=r"The image processor cannot prepare .*photo.png; its settings may be wrong"):
-        interpret.inspect_model(model, odd, photo, out)
-    torch.nn.init.constant_(model.tost.layers[0].attention.temp, torch.nan)
-    with pytest.raises(ValueError, match=r"damaged: tost.layers.0.attention.temp holds NaN or infinite numbers"):
+    for inspected, helper, given, options, message in cases:
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            interpret.inspect_model(inspected, helper, given, out, **options)
+    model.classifier.bias.data[0] = torch.inf  # which no membership depends on
+    with pytest.raises(ValueError, match=r"damaged: classifier.bias has NaN or infinite values"):
         interpret.inspect_model(model, None, photo, out)
-    model.tost.layers[0].attention.temp.data.fill_(1)
-    model.classifier.bias.data[0] = torch.inf  # no membership shows it
-    with pytest.raises(ValueError, match=r"damaged: classifier.bias holds NaN or infinite numbers"):
-        interpret.inspect_model(model, None, photo, out)
-    model.classifier.bias.data.zero_()
-    odd = tost_hf.make_image_processor(16)
-    odd.image_std = [math.nan] * 3
-    with pytest.raises(ValueError, match="The model's memberships are NaN"):
-        interpret.inspect_model(model, odd, photo, out)
-    with pytest.raises(ValueError, match="layers is empty"):
-        interpret.inspect_model(model, None, photo, out, layers=[])
     assert not out.exists()
 
 
-def test_a_strangers_page_is_not_overwritten(photo, tmp_path):
-    (tmp_path / "index.html").write_text("<p>mine</p>")
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(FileExistsError, match="is not a page of this command"):
-        interpret.inspect_model(tiny_vision_model(), None, photo, tmp_path)
-    with pytest.raises(FileExistsError, match="is a file; name a folder"):
-        interpret.inspect_model(tiny_vision_model(), None, photo, photo)
-    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "index.html").read_text() == "<p>mine</p>"
-
-
-def test_own_pictures_are_not_overwritten(photo, tmp_path):
-    """Not in a folder without a page of ours, nor in one whose page does not name them; what the page names is replaced."""
-    model, out, name = tiny_vision_model(), tmp_path / "out", "class_attention.png"
-    out.mkdir()
-    (out / name).write_text("mine")
-    with pytest.raises(FileExistsError, match=f"{out} holds {name}, which this command did not write; name another folder"):
-        interpret.inspect_model(model, None, photo, out)
-    assert [path.name for path in out.iterdir()] == [name] and (out / name).read_text() == "mine"
-    (out / name).rename(tmp_path / "mine")
+def test_only_files_of_an_earlier_report_are_replaced(photo, tmp_path, monkeypatch):
+    """No other page, no page behind a link, no picture that the earlier page does not link to, and no folder."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, file: file.write_bytes(b"drawn"))
+    model, name = tiny_vision_model(num_hidden_layers=1), "class_attention.png"
+    foreign, linked, picture, out = (tmp_path / folder for folder in ("foreign", "linked", "picture", "out"))
+    for folder in (foreign, linked, picture):
+        folder.mkdir()
+    (foreign / "index.html").write_text("<p>mine</p>")
+    (linked / "index.html").symlink_to(tmp_path / "nowhere")
+    (picture / name).write_text("mine")
     written = interpret.inspect_model(model, None, photo, out)
-    page = (out / "index.html").read_text()
-    (out / "index.html").write_text(page.replace(name, "other.png"))
-    with pytest.raises(FileExistsError, match=f"holds {name}, which"):
-        interpret.inspect_model(model, None, photo, out)
-    (out / "index.html").write_text(page)
-    assert interpret.inspect_model(model, None, photo, out) == written
     (out / name).unlink()
     (out / name).mkdir()
-    with pytest.raises(FileExistsError, match=f"holds {name}, which"):
-        interpret.inspect_model(model, None, photo, out)
-
-
-def test_a_page_that_leads_elsewhere_is_not_followed(photo, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/index.html").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(FileExistsError, match="is not a page of this command"):
-        interpret.inspect_model(tiny_vision_model(), None, photo, tmp_path / "out")
-    assert not (tmp_path / "nowhere").exists()
+    for folder, message in (
+        (foreign, "is not a page of this command"),
+        (linked, "is not a page of this command"),
+        (picture, f"{picture} contains {name}, not written by this command; name another folder"),
+        (out, f"contains {name}, not written"),
+        (photo, "is a file; name a folder"),
+    ):
+        with pytest.raises(FileExistsError, match=message):
+            interpret.inspect_model(model, None, photo, folder)
+    assert (foreign / "index.html").read_text() == "<p>mine</p>" and (picture / name).read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists() and all(len(list(x.iterdir())) == 1 for x in (foreign, linked, picture))
+    (out / name).rmdir()
+    assert interpret.inspect_model(model, None, photo, out) == written
 
 
 TRAP = """
@@ -348,77 +323,58 @@ class Config(PreTrainedConfig): model_type = "trap"
 class Processor(ViTImageProcessorPil): pass
 class Tokenizer(ByT5Tokenizer): pass
 """
+REMOTE_CODE = {  # of each file, its name, the field that names a class, and its auto_map
+    "configuration": ("config.json", {"model_type": "trap"}, {"AutoConfig": "trap.Config"}),
+    "tokenizer": ("tokenizer_config.json", {"tokenizer_class": "Tokenizer"}, {"AutoTokenizer": ["trap.Tokenizer", None]}),
+    "image processor": (
+        "preprocessor_config.json",
+        {"image_processor_type": "Processor"},
+        {"AutoImageProcessor": "trap.Processor"},
+    ),
+}
 
 
-@pytest.fixture
-def trap(tmp_path, monkeypatch):
-    """A folder whose code leaves a file behind when it runs, and a prompt that would answer yes."""
+@needs_auto_processor
+@pytest.mark.parametrize("what", REMOTE_CODE)
+def test_remote_code_runs_only_if_trusted(what, text_model, photo, tmp_path, capsys, monkeypatch):
+    """Whatever a prompt would be answered with."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    folder = tmp_path / "trap"
-    folder.mkdir()
-    (folder / "trap.py").write_text(TRAP.format(marker=str(tmp_path / "ran")))
-    return folder
-
-
-def write_trap(folder, what):
-    """Makes code of the configuration, the tokenizer or the image processor."""
-    if what == "configuration":
-        fields = {"model_type": "trap", "auto_map": {"AutoConfig": "trap.Config", "AutoModel": "trap.Model"}}
-        (folder / "config.json").write_text(json.dumps(fields))
-    elif what == "tokenizer":
-        fields = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["trap.Tokenizer", None]}}
-        (folder / "tokenizer_config.json").write_text(json.dumps(fields))
-    else:
-        fields = {"image_processor_type": "Processor", "auto_map": {"AutoImageProcessor": "trap.Processor"}}
-        (folder / "preprocessor_config.json").write_text(json.dumps(fields))
-
-
-@needs_auto_processor
-@pytest.mark.parametrize("what", ["configuration", "tokenizer", "image processor"])
-@pytest.mark.parametrize("trusted", [False, True])
-def test_the_flag_alone_decides_about_code(what, trusted, trap, text_model, photo, tmp_path, capsys):
+    folder, marker = tmp_path / "trap", tmp_path / "ran"
     model = tiny_vision_model() if what == "image processor" else text_model
-    model.save_pretrained(trap)
-    write_trap(trap, what)
-    given = str(photo) if what == "image processor" else "the heads"
-    flags = ["--trust-remote-code"] if trusted else []
-    status = main(["inspect", str(trap), given, "--out", str(tmp_path / "out"), *flags])
-    error = capsys.readouterr().err.splitlines()[-1:]
-    assert (tmp_path / "ran").exists() == trusted
-    if trusted and what != "configuration":
-        assert status == 0 and (tmp_path / "out/index.html").exists()
-    elif not trusted:
-        assert status == 1 and error == [
-            f"tost-hf: error: The {what} of {trap} is code, which is not run; if you have read it and trust it, pass "
-            "trust_remote_code=True (--trust-remote-code)."
-        ]
-
-
-@needs_auto_processor
-def test_code_that_a_published_model_carries_is_never_run(text_model, tokenizer, tmp_path, monkeypatch):
-    """The model is this package's, whatever its folder carries and whatever is trusted."""
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    text_model.save_pretrained(tmp_path / "model", with_code=True)
-    tokenizer.save_pretrained(tmp_path / "model")
-    for file in (tmp_path / "model").glob("*.py"):
-        file.write_text("raise SystemExit")
-    for trusted in (False, True):
-        interpret.inspect_path(tmp_path / "model", "the heads", tmp_path / "out", trust_remote_code=trusted)
+    model.save_pretrained(folder)
+    (folder / "trap.py").write_text(TRAP.format(marker=str(marker)))
+    name, fields, auto_map = REMOTE_CODE[what]
+    (folder / name).write_text(json.dumps(fields | {"auto_map": auto_map}))
+    command = [
+        "inspect",
+        str(folder),
+        str(photo) if what == "image processor" else "the heads",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(command) == 1 and not marker.exists()
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"tost-hf: error: The {what} of {folder} is remote code, which was not run; if you have read it and trust it, pass "
+        "trust_remote_code=True (--trust-remote-code)."
+    )
+    status = main([*command, "--trust-remote-code"])
+    assert marker.exists() and (status == 0) == (tmp_path / "out/index.html").exists() == (what != "configuration")
 
 
 def test_a_failure_while_drawing_leaves_nothing(photo, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
+    def savefig(figure, file):
+        raise OSError("disk full")
 
-    monkeypatch.setattr(Figure, "savefig", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
     with pytest.raises(OSError, match="disk full"):
-        interpret.inspect_model(tiny_vision_model(), None, photo, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+        interpret.inspect_model(tiny_vision_model(num_hidden_layers=1), None, photo, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [photo]
 
 
 @pytest.mark.parametrize("module", ["matplotlib", "PIL"])
-def test_missing_extras_are_named(module, photo, tmp_path, monkeypatch):
+def test_missing_packages_are_named(module, photo, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"needs {module}, which is missing: pip install 'tost-hf\[vision\]'"):
         interpret.inspect_model(tiny_vision_model(), None, Path(photo), tmp_path / "out")

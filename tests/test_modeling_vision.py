@@ -137,18 +137,18 @@ def test_every_patch_size_and_images_that_are_not_square(patch_size, attention_t
         assert param.grad.any(), name
 
 
-def test_rows_and_columns_of_the_grid_have_their_places():
-    """The position code as the paper's code writes it, with the grid's rows first."""
+def test_position_encoding():
+    """The position encoding as the paper's code writes it, vertical coordinate first."""
     embeddings = tiny_model().double().tost.embeddings.position_embeddings
     projection = embeddings.projection
     height, width = 3, 5
     code = torch.zeros(height, width, 64)
-    for row in range(height):
-        for column in range(width):
-            for half, place in ((0, (row + 1) / (height + 1e-6)), (32, (column + 1) / (width + 1e-6))):
+    for y in range(height):
+        for x in range(width):
+            for half, place in ((0, (y + 1) / (height + 1e-6)), (32, (x + 1) / (width + 1e-6))):
                 for i in range(32):
                     angle = place * 2 * math.pi / 10000 ** (2 * (i // 2) / 32)
-                    code[row, column, half + i] = math.cos(angle) if i % 2 else math.sin(angle)
+                    code[y, x, half + i] = math.cos(angle) if i % 2 else math.sin(angle)
     expected = code.flatten(0, 1).double() @ projection.weight.T + projection.bias
     torch.testing.assert_close(embeddings(height, width, "cpu", torch.float64), expected, rtol=1e-5, atol=1e-5)
 
@@ -191,7 +191,7 @@ def test_softmax_attention_is_explicit_softmax():
 
 
 @torch.no_grad()
-def test_drop_path_leaves_out_whole_images():
+def test_drop_path_drops_whole_images():
     layer = ToSTVisionLayer(tiny_config(drop_path_rate=0.25)).train()
     branch = images(4000, 3, 2)
     share = layer.drop_path(branch) / branch
@@ -307,7 +307,7 @@ def test_recorded_outputs(attention_type):
         torch.testing.assert_close(membership.sum(1), torch.ones(2, 24))
 
 
-def test_patches_are_not_ordered_by_attention():
+def test_attention_is_permutation_equivariant():
     """TSSA over the same patches in another order gives the same patches in that order."""
     attention = tiny_model().tost.layers[0].attention
     x, order = images(2, 24, 32), torch.randperm(24)
@@ -316,13 +316,15 @@ def test_patches_are_not_ordered_by_attention():
 
 # Compilers -----------------------------------------------------------------------------------------------------------
 
+ONE_BLOCK = {"num_hidden_layers": 1, "num_class_attention_layers": 1, "patch_size": 4}  # of each kind
+
 
 @every_attention
 @torch.no_grad()
 def test_export_with_dynamic_batch_and_image_size(attention_type):
-    model = tiny_model(attention_type=attention_type)
-    rows, columns = torch.export.Dim("rows", min=2, max=64), torch.export.Dim("columns", min=2, max=64)
-    shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64), 2: 8 * rows, 3: 8 * columns}}
+    model = tiny_model(attention_type=attention_type, **ONE_BLOCK)
+    height, width = torch.export.Dim("height", min=2, max=64), torch.export.Dim("width", min=2, max=64)
+    shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64), 2: 4 * height, 3: 4 * width}}
     program = torch.export.export(model, (), {"pixel_values": images(2, 3, 24, 40)}, dynamic_shapes=shapes).module()
     for shape in ((2, 3, 24, 40), (3, 3, 64, 16), (1, 3, 16, 32)):
         pixels = images(*shape)
@@ -331,7 +333,7 @@ def test_export_with_dynamic_batch_and_image_size(attention_type):
 
 @every_attention
 def test_compile_without_graph_breaks(attention_type):
-    model = tiny_model(attention_type=attention_type).train()
+    model = tiny_model(attention_type=attention_type, **ONE_BLOCK).train()
     again, pixels, labels = copy.deepcopy(model), images(), torch.tensor([0, 2])
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected, output = again(pixels, labels=labels), compiled(pixels, labels=labels)
@@ -397,7 +399,7 @@ def test_unknown_preset():
         (ToSTForImageClassification, ViTConfig, "needs a ToSTVisionConfig .*got a ViTConfig"),
     ],
 )
-def test_models_refuse_another_models_config(model_class, config, message):
+def test_models_reject_another_models_config(model_class, config, message):
     with pytest.raises(ValueError, match=message):
         model_class(config())
 

@@ -16,6 +16,7 @@ from tost_hf import (
     ToSTForCausalLM,
     ToSTTrainer,
     ToSTTrainingArguments,
+    ToSTVisionConfig,
     load_cache,
     save_cache,
 )
@@ -79,11 +80,11 @@ def test_a_padded_sequence_is_the_sequence(model, tokens):
 
 @torch.no_grad()
 def test_a_packed_sequence_is_the_sequence(model, tokens):
-    pieces = torch.randint(2, 97, (1, 31)).split([7, 1, 2, 3, 18], 1)
-    alone = torch.cat([model(piece).logits for piece in pieces], 1)
-    packed = torch.cat(pieces, 1)
-    positions = torch.cat([torch.arange(piece.shape[1]) for piece in pieces])[None]
-    seq_idx = torch.cat([torch.full((piece.shape[1],), i) for i, piece in enumerate(pieces)])[None]
+    sequences = torch.randint(2, 97, (1, 31)).split([7, 1, 2, 3, 18], 1)
+    alone = torch.cat([model(sequence).logits for sequence in sequences], 1)
+    packed = torch.cat(sequences, 1)
+    positions = torch.cat([torch.arange(sequence.shape[1]) for sequence in sequences])[None]
+    seq_idx = torch.cat([torch.full((sequence.shape[1],), i) for i, sequence in enumerate(sequences)])[None]
     torch.testing.assert_close(model(packed, position_ids=positions).logits, alone, **F64)
     torch.testing.assert_close(model(packed, seq_idx=seq_idx).logits, alone, **F64)
     torch.testing.assert_close(model(packed.repeat(2, 1), seq_idx=seq_idx.repeat(2, 1)).logits[1:], alone, **F64)
@@ -95,26 +96,26 @@ def test_a_packed_sequence_is_the_sequence(model, tokens):
     torch.testing.assert_close(logits[:, real], alone, **F64)
 
 
-@pytest.mark.parametrize("sizes", [[1] * 23, [11, 12], [1, 2, 3, 4, 5, 8], [20, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("sizes", [[1] * 23, [1, 2, 3, 4, 5, 8], [20, 1, 1, 1]], ids=str)
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("padding", [[], [0, 1, 2, 3, 4], [2, 3, 7, 11, 12, 20]], ids=str)
+@pytest.mark.parametrize("padding", [[], [0, 1, 2, 7, 11, 12, 20]], ids=str)
 @torch.no_grad()
-def test_pieces_through_a_cache_are_the_whole(model, tokens, sizes, static, padding):
+def test_chunked_prefill_equals_the_full_forward(model, tokens, sizes, static, padding):
     mask = torch.ones_like(tokens)
     mask[1, padding] = 0
     cache = StaticCache(model.config, max_cache_len=30) if static else DynamicCache(config=model.config)
-    whole, at, pieces = model(tokens, attention_mask=mask, use_cache=False).logits, 0, []
+    full, at, chunks = model(tokens, attention_mask=mask, use_cache=False).logits, 0, []
     for size in sizes:
         at += size
         seen = {} if not padding else {"attention_mask": mask[:, :at]}
-        pieces.append(model(tokens[:, at - size : at], past_key_values=cache, **seen).logits)
-    torch.testing.assert_close(torch.cat(pieces, 1)[mask == 1], whole[mask == 1], **F64)
+        chunks.append(model(tokens[:, at - size : at], past_key_values=cache, **seen).logits)
+    torch.testing.assert_close(torch.cat(chunks, 1)[mask == 1], full[mask == 1], **F64)
 
 
-@pytest.mark.parametrize("removed", [1, 3, 4, 9])
+@pytest.mark.parametrize("removed", [1, 4, 9])
 @pytest.mark.parametrize("singly", [False, True])
 @torch.no_grad()
-def test_crop_is_never_having_seen(model, tokens, removed, singly):
+def test_crop_equals_never_having_seen(model, tokens, removed, singly):
     wrong, more = torch.randint(2, 97, (2, removed)), torch.randint(2, 97, (2, 6))
     mask = torch.ones(2, 29, dtype=torch.long)
     mask[1, [0, 1, 2, 9, 21, 22]] = 0
@@ -130,7 +131,7 @@ def test_crop_is_never_having_seen(model, tokens, removed, singly):
 
 
 @torch.no_grad()
-def test_batch_operations_move_all_of_the_state(model, tokens):
+def test_batch_operations_on_the_state(model, tokens):
     cache = model(tokens).past_key_values
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
@@ -141,7 +142,7 @@ def test_batch_operations_move_all_of_the_state(model, tokens):
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}], ids=str)
-def test_generate_with_the_cache_is_generate_without(model, tokens, kwargs):
+def test_generate_is_the_same_without_a_cache(model, tokens, kwargs):
     kwargs = {"max_new_tokens": 12, "do_sample": False} | kwargs
     plain = {key: value for key, value in kwargs.items() if key in ("num_beams", "max_new_tokens", "do_sample")}
     expected = model.generate(tokens[:1], use_cache=False, **plain)
@@ -149,7 +150,7 @@ def test_generate_with_the_cache_is_generate_without(model, tokens, kwargs):
 
 
 @torch.no_grad()
-def test_saved_cache_goes_on(tokens, model, tmp_path):
+def test_saved_cache_resumes(tokens, model, tmp_path):
     save_cache(model(tokens).past_key_values, tmp_path / "cache.safetensors")
     cache = load_cache(tmp_path / "cache.safetensors", model.config)
     more = torch.randint(2, 97, (2, 4))
@@ -232,6 +233,27 @@ def test_compiled_training_gives_the_same_gradients(model, tokens):
     torch.testing.assert_close(*gradients, **F64)
 
 
+@pytest.mark.parametrize(
+    ("aliases", "field"),
+    [
+        (("hidden_dropout_prob", "resid_pdrop", "dropout"), "hidden_dropout"),
+        (("attention_probs_dropout_prob", "attn_pdrop"), "attention_dropout"),
+        (("embd_pdrop",), "embedding_dropout"),
+    ],
+)
+@pytest.mark.parametrize("config_class", [ToSTConfig, ToSTVisionConfig])
+def test_dropout_under_its_usual_names(config_class, aliases, field, tmp_path):
+    for alias in aliases:
+        config = config_class(**{alias: 0.25})
+        assert getattr(config, field) == getattr(config, alias) == 0.25
+        config.save_pretrained(tmp_path)
+        stored = json.loads((tmp_path / "config.json").read_text())
+        assert stored[field] == 0.25 and alias not in stored
+        assert getattr(config_class.from_pretrained(tmp_path, **{alias: 0.5}), field) == 0.5
+        with pytest.raises(ValueError, match=f"{field} must be at least 0 and below 1"):
+            config_class(**{alias: 2.0})
+
+
 def test_presets_beyond_the_paper():
     for name in ("tost-base", "tost-medium", "tost-large"):
         assert ToSTConfig.from_preset(name).options() == {}
@@ -244,7 +266,7 @@ def test_presets_beyond_the_paper():
     assert state.saved == 9 * 4 * (2 * 768 + 12 + 3 * 768) and state.per_token == 3 * 4 * 2 * 768
 
 
-def test_the_authors_format_has_no_place_for_options(tmp_path):
+def test_the_authors_format_rejects_options(tmp_path):
     for names in (["conv"], ["head"]):
         build(names, torch.float32).save_pretrained(tmp_path / names[0])
         with pytest.raises(ValueError, match="the authors' format has no place for these options"):
@@ -252,14 +274,14 @@ def test_the_authors_format_has_no_place_for_options(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("token", "conv"), ("token", "conv", "hybrid")], ids=str)
-def test_inspect_card_and_trace_know_the_options(names, tmp_path):
+def test_options_in_card_info_and_trace(names, tmp_path):
     model = build(names, torch.float32)
     model.save_pretrained(tmp_path)
-    rows = info(tmp_path)
-    assert rows["options"].startswith("forgetting token, conv_kernel 4")
+    facts = info(tmp_path)
+    assert facts["options"].startswith("forgetting token, conv_kernel 4")
     card = str(build_card(tmp_path, license="mit"))
     assert "one factor per token and head" in card and "goes beyond the paper" in card
-    assert ("add 256 bytes with every token" in card) == ("hybrid" in names) == ("256 with every token" in rows["state"])
+    assert ("add 256 bytes with every token" in card) == ("hybrid" in names) == ("256 with every token" in facts["state"])
     trace = trace_model(model, input_ids=torch.randint(2, 97, (2, 9)))
     assert trace.memberships.shape == (2, 2 if "hybrid" in names else 4, 4, 9)
 
@@ -269,7 +291,7 @@ def test_inspect_card_and_trace_know_the_options(names, tmp_path):
 
 @pytest.mark.parametrize("heads", [1, 2, 12])
 @pytest.mark.parametrize("forgetting", ["head", "token"])
-def test_new_heads_remember_from_4_to_1024_tokens(heads, forgetting):
+def test_initial_decay_spans_4_to_1024_tokens(heads, forgetting):
     config = four_layers(hidden_size=48, num_attention_heads=heads, forgetting=forgetting)
     tau = torch.logspace(torch.log10(torch.tensor(4.0)), torch.log10(torch.tensor(1024.0)), heads)
     for layer in ToSTForCausalLM(config).model.layers:
@@ -315,21 +337,21 @@ def test_forgetting_is_one_of_three():
 
 @pytest.mark.parametrize("kernel", [2, 3, 4, 7])
 @pytest.mark.parametrize("length", [1, 2, 9])
-def test_convolution_is_its_formula(kernel, length):
+def test_convolution_equals_its_definition(kernel, length):
     convolution = randomize(ShortConvolution(5, kernel)).double()
     x, recent = torch.randn(2, length, 5, dtype=torch.float64), torch.randn(2, kernel - 1, 5, dtype=torch.float64)
     mask = torch.rand(2, length) > 0.4
     for past, padding in itertools.product((None, recent), (None, mask)):
         out, last = convolution(x, find_taps(kernel, padding, None), past)
-        for row in range(2):
-            seen = list(torch.zeros(kernel - 1, 5, dtype=torch.float64) if past is None else past[row])
+        for b in range(2):
+            seen = list(torch.zeros(kernel - 1, 5, dtype=torch.float64) if past is None else past[b])
             for t in range(length):
-                if padding is not None and not padding[row, t]:
+                if padding is not None and not padding[b, t]:
                     continue
-                seen.append(x[row, t])
-                expected = x[row, t] + sum(convolution.weight[:, j] * seen[-1 - j] for j in range(kernel))
-                torch.testing.assert_close(out[row, t], expected)
-            torch.testing.assert_close(last[row], torch.stack(seen[1 - kernel :]))
+                seen.append(x[b, t])
+                expected = x[b, t] + sum(convolution.weight[:, j] * seen[-1 - j] for j in range(kernel))
+                torch.testing.assert_close(out[b, t], expected)
+            torch.testing.assert_close(last[b], torch.stack(seen[1 - kernel :]))
 
 
 def test_a_model_with_new_convolutions_starts_as_one_without():

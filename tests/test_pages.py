@@ -131,7 +131,8 @@ def help_of_command(command: str) -> str:
     if command == "serve":  # its options are those of transformers' server
         from transformers.cli.serve import Serve
 
-        return " ".join("--" + option.replace("_", "-") for option in inspect.signature(Serve.__init__).parameters)
+        own = (option.replace("_", "-") for option in inspect.signature(Serve.__init__).parameters)
+        return shown.getvalue() + " ".join("--" + option for option in own)
     return shown.getvalue()
 
 
@@ -195,7 +196,7 @@ def test_a_wrong_command_is_found():
 
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_in_the_text_exist(name):
-    """Between backticks in a sentence: `make test`, `tost-hf card --presets`."""
+    """Between backticks in running text: `make test`, `tost-hf card --presets`."""
     for program, rest in re.findall(r"`(make|tost-hf) ([^`]+)`", page(name)):
         CHECKS[program](re.sub(r"[A-Z]{4,}", "", rest).split())
 

@@ -1,13 +1,14 @@
-"""What `publish` and `verify` refuse: damaged, foreign and secret content of a folder, before any request is made."""
+"""What `publish` and `verify` reject: damaged, foreign and secret content of a folder, before any request is made."""
 
 import base64
 import gzip
 import json
-import lzma
 import os
 import pickle
 import re
+import shutil
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,18 +105,11 @@ PICKLE = pickle.dumps({"a": 1}, protocol=4)
 TOKEN = b"hf_" + b"aB3" * 12
 LANGUAGE = {
     "bin": (put("pytorch_model.bin", b"\x80\x04."), "pytorch_model.bin .*pickle"),
-    "torch-archive": (put("model.ckpt", b"PK\x03\x04archive/data.pkl"), "model.ckpt .*pickle"),
     "pickle-named-json": (put("data.json", b"\x80\x04."), "data.json is a pickle"),
-    "pickle-2": (put("extra.dat", b"\x80\x02}q\x00."), "extra.dat is a pickle"),
-    "pickle-5": (put("extra.dat", b"\x80\x05."), "extra.dat is a pickle"),
     "distributed": (put("__0_0.distcp", b""), "__0_0.distcp is state of a training run"),
     "card-metadata": (put("README.md", b"---\nlicense: [apache\n---\n"), "metadata"),
-    "optimizer": (put("optimizer.pt", b""), "optimizer.pt"),
     "scheduler": (put("scheduler.safetensors", b""), "scheduler.safetensors"),
-    "random-numbers": (put("rng_state_0.pth", b""), "rng_state_0.pth"),
     "env": (put(".env", b"A=1"), r"\.env"),
-    "pem": (put("server.pem", b"-----BEGIN"), "server.pem"),
-    "id_rsa": (put("id_rsa", b""), "id_rsa"),
     "token": (put("run.log", b"login with " + TOKEN), "run.log holds a secret .Hugging Face Token"),
     "private-key": (put("notes.txt", b"-----BEGIN OPENSSH PRIVATE" + b" KEY-----"), "notes.txt holds a secret .Private Key"),
     "no-licence": (put("README.md", b"no metadata"), "licence"),
@@ -132,15 +126,9 @@ LANGUAGE = {
     "another-width": (edit_json("config.json", hidden_size=64), "shape"),
     "another-model": (edit_json("config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"]), "not a ToST model"),
     "link-to-a-file": (link("notes.txt", "elsewhere/secret.txt"), "notes.txt is a link"),
-    "link-to-a-folder": (link("more", "elsewhere"), "more is a link"),
-    "integers": (change("norm", lambda x: x.int()), "torch.int32"),
-    "booleans": (change("norm", lambda x: x.bool()), "torch.bool"),
     "eight-bit": (change("norm", lambda x: x.to(torch.float8_e4m3fn)), "torch.float8"),
-    "infinite": (change("norm", lambda x: x / 0), "NaN or infinite"),
     "overflow": (change("in_proj", lambda x: x * 1e37), "output holds NaN or infinite"),
     "head-differs": (edit_weights(separate_head), "differs from"),
-    "pickle-named-safetensors": (put("extra.safetensors", PICKLE), "extra.safetensors .* not a readable safetensors"),
-    "text-named-safetensors": (put("notes.safetensors", b"hello"), "notes.safetensors .* not a readable safetensors"),
     "token-named-safetensors": (put("token.safetensors", TOKEN), "token.safetensors .* not a readable safetensors"),
     "pickle-in-metadata": (edit_weights(dict, {"extra": PICKLE.decode("latin-1")}), "pickle in its metadata"),
     "encoded-pickle": (edit_weights(dict, {"extra": base64.b64encode(PICKLE).decode()}), "pickle in its metadata"),
@@ -163,14 +151,11 @@ LANGUAGE = {
     "generation-garbage": (put("generation_config.json", b"{"), "cannot load the generation settings"),
     "secret-in-utf-16": (put("notes.txt", TOKEN.decode().encode("utf-16")), "notes.txt holds a secret"),
     "secret-in-a-large-file": (put("log.txt", b"\xff" * 33 * 2**20 + TOKEN), "log.txt holds a secret"),
-    "secret-name": (put("prod.env", b"A=1"), "prod.env has the name"),
     "token-as-a-name": (put(f"{TOKEN.decode()}.txt", b""), "has a secret in its name .Hugging Face Token"),
     "pickle-0": (put("data.dat", pickle.dumps({"a": os.getcwd}, protocol=0)), "data.dat is a pickle"),
-    "pickle-1": (put("data.dat", pickle.dumps([1, "a"], protocol=1)), "data.dat is a pickle"),
     "pickle-late-in-a-zip": (zipped("weights.zip", {"a.txt": bytes(2**20), "b/data": PICKLE}), "weights.zip is a pickle"),
     "torch-named-otherwise": (lambda folder: torch.save([1], folder / "more.dat"), "more.dat is a pickle"),
     "pickle-gzipped": (put("data.gz", gzip.compress(PICKLE)), "data.gz is a pickle"),
-    "pickle-in-xz": (put("data.xz", lzma.compress(pickle.dumps([1], protocol=0))), "data.xz is a pickle"),
     "looped-link": (lambda folder: (folder / "loop").symlink_to("loop"), "loop is a link to nothing, or to itself"),
     "link-to-the-folder": (lambda folder: (folder / "loop").symlink_to("."), "loop is a link to a folder"),
     "quantization": (
@@ -190,31 +175,32 @@ VISION = {
 }
 
 
-def check_refusal(folder, message):
+@pytest.fixture(scope="module")
+def sound_folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sound")
+    return {"language": language_folder(folder / "language"), "vision": vision_folder(folder / "vision")}
+
+
+@pytest.fixture
+def language(sound_folders, tmp_path):
+    return Path(shutil.copytree(sound_folders["language"], tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "message"),
+    [pytest.param("language", *case, id=name) for name, case in LANGUAGE.items()]
+    + [pytest.param("vision", *case, id=name, marks=needs_auto_processor) for name, case in VISION.items()],
+)
+def test_rejected_folders(sound_folders, tmp_path, kind, damage, message):
     """`publish` raises with the message, and `verify` fails with it, too."""
-    with pytest.raises((ValueError, FileNotFoundError)) as refusal:
-        publish(folder, "tost/refused", dry_run=True)
-    assert re.search(message, str(refusal.value)), str(refusal.value)
+    folder = Path(shutil.copytree(sound_folders[kind], tmp_path / "model"))
+    damage(folder)
+    with pytest.raises((ValueError, FileNotFoundError)) as rejection:
+        publish(folder, "tost/rejected", dry_run=True)
+    assert re.search(message, str(rejection.value)), str(rejection.value)
     failed = [check.detail for check in verify(folder) if not check.passed]
     assert any(re.search(message, detail) for detail in failed), failed
-    assert TOKEN.decode() not in str(refusal.value) + str(failed)
-
-
-@pytest.mark.parametrize("case", LANGUAGE)
-def test_a_language_model_that_is_refused(tmp_path, case):
-    damage, message = LANGUAGE[case]
-    folder = language_folder(tmp_path / "model")
-    damage(folder)
-    check_refusal(folder, message)
-
-
-@needs_auto_processor
-@pytest.mark.parametrize("case", VISION)
-def test_a_vision_model_that_is_refused(tmp_path, case):
-    damage, message = VISION[case]
-    folder = vision_folder(tmp_path / "model")
-    damage(folder)
-    check_refusal(folder, message)
+    assert TOKEN.decode() not in str(rejection.value) + str(failed)
 
 
 def from_the_cache(folder):
@@ -242,8 +228,8 @@ def linked_inside(folder):
 
 
 @pytest.mark.parametrize("change", [from_the_cache, without_a_tokenizer, linked_inside])
-def test_a_folder_that_is_published(tmp_path, change):
-    folder = change(language_folder(tmp_path / "model"))
+def test_a_folder_that_is_published(language, change):
+    folder = change(language)
     assert set(publish(folder, "tost/good", dry_run=True).uploaded) >= {path.name for path in folder.iterdir()}
     assert [check for check in verify(folder) if not check.passed] == []
 
@@ -256,8 +242,7 @@ def test_changed_code_is_no_success(tmp_path, capsys):
     assert re.search(r"FAILED +code", capsys.readouterr().out)
 
 
-def test_a_bad_name_changes_nothing(tmp_path, capsys):
-    folder = language_folder(tmp_path / "model")
-    before = (folder / "README.md").read_bytes()
-    assert main(["publish", str(folder), "bad id!", "--card"]) == 1
-    assert (folder / "README.md").read_bytes() == before and "bad id!" in capsys.readouterr().err
+def test_a_bad_name_changes_nothing(language, capsys):
+    before = (language / "README.md").read_bytes()
+    assert main(["publish", str(language), "bad id!", "--card"]) == 1
+    assert (language / "README.md").read_bytes() == before and "bad id!" in capsys.readouterr().err

@@ -52,7 +52,7 @@ else:
 
 
 def test_text_generation(strangers):
-    """Batches with left padding equal single prompts; streaming; a chat without a template is refused with a sentence."""
+    """Batches with left padding equal single prompts; streaming; a chat without a template is rejected with a message."""
     strangers.run(TEXT_GENERATION).check()
 
 
@@ -158,4 +158,4 @@ def test_lm_eval(hub, without_package, tmp_path):  # noqa: F811
     results = json.loads(next((tmp_path / "out").rglob("results*.json")).read_text())["results"]["tost_texts"]
     perplexity = results["byte_perplexity,none"]
     assert 1 < perplexity < 10_000
-    assert os.path.isdir(tmp_path / "home/modules/transformers_modules")  # it ran the code that travelled
+    assert os.path.isdir(tmp_path / "home/modules/transformers_modules")  # it ran the remote code

@@ -234,42 +234,6 @@ def test_a_finished_run_started_again_trains_no_step(tmp_path, clm_args, changes
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
 
 
-@pytest.mark.parametrize(
-    "changes, error, sentence",
-    [
-        ({"train_file": None, "validation_file": None}, ValueError, "no text to work on"),
-        ({"train_file": "absent.txt"}, FileNotFoundError, "'absent.txt' does not exist"),
-        ({"train_file": "notes.docx"}, ValueError, "must end in one of: .txt"),
-        ({"train_file": "EMPTY"}, ValueError, "is empty"),
-        ({"train_file": "SHORT"}, ValueError, "shorter than one block of 32 tokens"),
-        ({"train_file": "SHORT", "validation_file": None}, ValueError, "single row"),
-        ({"train_file": None}, ValueError, "no train text"),
-        ({"validation_file": None, "validation_split_percentage": 0, "do_eval": True}, ValueError, "no validation text"),
-        ({"validation_split_percentage": 100}, ValueError, "below 100"),
-        ({"block_size": 33}, ValueError, "--block_size 33 is over the model's max_position_embeddings of 32"),
-        ({"block_size": 1}, ValueError, "at least 2"),
-        ({"tokenizer_name": None}, ValueError, "needs a tokenizer"),
-        ({"config_overrides": "hiden_size=8"}, ValueError, "does not understand 'hiden_size=8'"),
-        ({"config_overrides": "n_layer"}, ValueError, "does not understand 'n_layer'"),
-        ({"config_overrides": "n_head=5"}, ValueError, "must be a multiple of num_attention_heads"),
-        (
-            {"config_name": None, "model_name_or_path": "x"},
-            ValueError,
-            "--config_overrides is for a model trained from scratch",
-        ),
-        ({"resume_from_checkpoint": "absent"}, FileNotFoundError, "'absent' does not exist"),
-        ({"nonsense": 1}, ValueError, "nonsense"),
-    ],
-)
-def test_bad_input(tmp_path, clm_args, changes, error, sentence):
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "short.txt").write_text("short")
-    files = {"EMPTY": tmp_path / "empty.txt", "SHORT": tmp_path / "short.txt"}
-    changes = {key: files.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
-    with pytest.raises(error, match=re.escape(sentence)):
-        run_clm.main(clm_args(**changes))
-
-
 def test_a_position_free_model_takes_any_block(tmp_path, clm_args):
     overrides = TINY.replace("n_positions=32", "n_positions=null")
     run_clm.main(clm_args(config_overrides=overrides, block_size=200, max_steps=1))

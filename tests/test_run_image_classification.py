@@ -187,9 +187,9 @@ def test_names_for_numbers(tmp_path):
 def test_every_kind_of_picture_is_read_as_rgb(tmp_path, mode):
     grey = digit_pictures(1)[0][0]
     rgb = grey.convert("RGB")
-    picture = rgb.quantize() if mode == "P" else rgb.convert(mode)  # with a palette of its own colours
+    picture = rgb.quantize() if mode == "P" else rgb.convert(mode)  # with a palette
     file = tmp_path / ("x.tiff" if mode == "CMYK" else "x.png")
-    read = script.read_image("Row 0", {"bytes": png(picture, file), "path": None})
+    read = script.read_image("Image 0", {"bytes": png(picture, file), "path": None})
     assert read.mode == "RGB" and read.size == (8, 8)
     if mode in ("L", "P", "RGBA", "LA"):
         assert np.abs(np.array(read)[..., 0].astype(int) - np.array(grey)).max() <= 3
@@ -197,7 +197,7 @@ def test_every_kind_of_picture_is_read_as_rgb(tmp_path, mode):
 
 def test_transparent_pictures_are_put_on_white(tmp_path):
     picture = PILImage.new("RGBA", (8, 8), (200, 0, 0, 0))
-    read = script.read_image("Row 0", {"bytes": png(picture, tmp_path / "x.png"), "path": None})
+    read = script.read_image("Image 0", {"bytes": png(picture, tmp_path / "x.png"), "path": None})
     assert np.array(read).min() == 255
 
 
@@ -217,8 +217,8 @@ def test_bad_images(tmp_path, kind):
         "path": {"bytes": None, "path": str(tmp_path / "empty.png")},
     }[kind]
     sentence = "is empty" if kind in ("empty", "none", "path") else "cannot be read as an image"
-    with pytest.raises(ValueError, match=rf"Row 7 of the train images .*{sentence}") as caught:
-        script.read_image("Row 7 of the train images", stored)
+    with pytest.raises(ValueError, match=rf"Image 7 of the train split .*{sentence}") as caught:
+        script.read_image("Image 7 of the train split", stored)
     if kind in ("text", "path"):
         assert stored["path"] in str(caught.value)  # the file is named
 
@@ -227,7 +227,7 @@ def test_a_corrupt_image_stops_training_by_name(tmp_path, digit_folder, image_ar
     shutil.copytree(digit_folder / "train", tmp_path / "train")
     broken = tmp_path / "train/one/001.png"
     broken.write_bytes(broken.read_bytes()[:60])
-    with pytest.raises(ValueError, match=r"Row \d+ of the train images .*001\.png.* cannot be read as an image"):
+    with pytest.raises(ValueError, match=r"Image \d+ of the train split .*001\.png.* cannot be read as an image"):
         script.main(image_args(train_dir=tmp_path / "train", max_steps=12, repeated_augmentation=1))
 
 
@@ -238,10 +238,10 @@ def test_a_corrupt_image_stops_training_by_name(tmp_path, digit_folder, image_ar
             [0, 1, 7],
             Value("int64"),
             {"class_names": "a,b,c"},
-            "Row 2 of the train images has the label 7, which is none of the 3",
+            "Image 2 of the train split has the label 7, which is none of the 3",
         ),
-        ([0, -1, 1], ClassLabel(names=NAMES), {}, "Row 1 of the train images has the label -1"),
-        (["one", None, "two"], Value("string"), {}, "Row 1 of the train images has the label None"),
+        ([0, -1, 1], ClassLabel(names=NAMES), {}, "Image 1 of the train split has the label -1"),
+        (["one", None, "two"], Value("string"), {}, "Image 1 of the train split has the label None"),
         ([0, 1, 2], Value("int64"), {}, "The labels are numbers without names: give the names by --class_names"),
         ([0, 1, 2], ClassLabel(names=NAMES), {"label_column_name": "absent"}, "no column 'absent'; choose one of img, fine"),
         ([0, 1, 2], Value("int64"), {"label_column_name": None}, "no column of labels; choose one of img, fine, other by"),
@@ -255,39 +255,7 @@ def test_bad_labels(tmp_path, labels, feature, changes, sentence):
         rows_of(data_args, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changes, error, sentence",
-    [
-        ({"train_dir": None, "validation_dir": None}, ValueError, "no images to work on"),
-        ({"train_dir": "absent"}, FileNotFoundError, "The image folder 'absent' does not exist"),
-        ({"train_dir": None, "train_file": "a.csv"}, ValueError, "must end in .parquet"),
-        ({"train_dir": None, "train_file": "absent.parquet"}, FileNotFoundError, "'absent.parquet' does not exist"),
-        ({"train_dir": None}, ValueError, "There are no train images"),
-        ({"validation_dir": None, "train_val_split": 0, "do_eval": True}, ValueError, "There are no validation images"),
-        ({"train_val_split": 1}, ValueError, "below 1, got 1"),
-        ({"config_name": "tost-vision-huge-patch16"}, ValueError, "There is no preset 'tost-vision-huge-patch16'"),
-        ({"config_overrides": "hiden_size=8"}, ValueError, "does not understand 'hiden_size=8'"),
-        ({"image_size": 18}, ValueError, "The image size 18 must be a multiple of the patch size 4"),
-        ({"image_size": 2}, ValueError, "The image size 2 must be a multiple of the patch size 4"),
-        ({"image_size": 0}, ValueError, "--image_size must be at least 1"),
-        ({"model_name_or_path": "x"}, ValueError, "--config_name is for a model trained from scratch"),
-        ({"recipe": "finetune", "mixup": -1}, ValueError, "mixup must be from 0 to 1000, got -1.0"),
-        ({"resume_from_checkpoint": "absent"}, FileNotFoundError, "'absent' does not exist"),
-        ({"nonsense": 1}, ValueError, "nonsense"),
-    ],
-)
-def test_bad_input(image_args, changes, error, sentence):
-    with pytest.raises(error, match=re.escape(sentence)):
-        script.main(image_args(**changes))
-
-
-def test_a_language_model_is_refused(tmp_path, image_args, tiny_model):
-    tiny_model.save_pretrained(tmp_path / "language")
-    with pytest.raises(ValueError, match="is no image classifier but of the type 'tost'"):
-        script.main(image_args(config_name=None, config_overrides=None, model_name_or_path=tmp_path / "language"))
-
-
-# Processes of their own ----------------------------------------------------------------------------------------------
+# Subprocesses -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

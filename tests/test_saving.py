@@ -116,7 +116,7 @@ def test_a_model_built_in_another_dtype_keeps_float32_statistics(tiny_config, au
         assert tensor.dtype == (torch.float32 if is_statistics(name) else dtype), name
 
 
-def test_a_full_disk_is_an_error_that_says_so(tiny_model, tmp_path, monkeypatch):
+def test_full_disk(tiny_model, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise SafetensorError("I/O error: No space left on device")
 
@@ -223,7 +223,7 @@ def test_position_free_round_trip(tiny_config, tmp_path):
     assert_equal_states(again.state_dict(), model.state_dict())
 
 
-# Folders that are not whole ------------------------------------------------------------------------------------------
+# Incomplete folders ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [-50, 1000, 4])
@@ -234,7 +234,7 @@ def test_truncated_weights(saved, keep):
         AutoModelForCausalLM.from_pretrained(saved)
 
 
-def test_pickled_weights_are_never_opened(saved, tiny_model):
+def test_pickled_weights_are_rejected(saved, tiny_model):
     """Not even harmless ones: only the converter reads pickles."""
     (saved / "model.safetensors").unlink()
     torch.save(tiny_model.state_dict(), saved / "pytorch_model.bin")
@@ -352,7 +352,7 @@ def tables(model):
     return [model.model.embed_positions.weight, *(layer.self_attn.denom_bias[..., 0].T for layer in model.model.layers)]
 
 
-def test_cut_position_embeddings(tiny_model, tmp_path):
+def test_truncate_position_embeddings(tiny_model, tmp_path):
     tokens = ids(2, 16)
     logits, old = tiny_model(tokens).logits, [table.clone() for table in tables(tiny_model)]
     tiny_model.resize_position_embeddings(16)
@@ -369,9 +369,9 @@ def test_cut_position_embeddings(tiny_model, tmp_path):
 def test_extend_position_embeddings(tiny_model, tmp_path):
     old = [table.detach().clone() for table in tables(tiny_model)]
     tiny_model.resize_position_embeddings(300)
-    place = torch.arange(300, dtype=torch.float64) * 127 / 299
-    low = place.floor().long().clamp_max(126)
-    share = (place - low).unsqueeze(1)
+    position = torch.arange(300, dtype=torch.float64) * 127 / 299
+    low = position.long().clamp_max(126)
+    share = (position - low).unsqueeze(1)
     for table, was in zip(tables(tiny_model), old):
         expected = (1 - share) * was[low] + share * was[low + 1]
         torch.testing.assert_close(table.double(), expected, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Secrets in files, names, texts and command lines: what is refused or taken out, and what ordinary files may hold."""
+"""Secrets in files, names, texts and command lines: what is rejected or taken out, and what ordinary files may hold."""
 
 import importlib.util
 import json
@@ -74,8 +74,8 @@ def test_without_detect_secrets(tmp_path, monkeypatch, capsys):
     folder, find = language_folder(tmp_path / "model"), importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "detect_secrets" else find(name))
     with pytest.raises(ImportError, match=r"pip install 'tost-hf\[publish\]'"):
-        publish(folder, "tost/refused", dry_run=True)
-    assert cli.main(["publish", str(folder), "tost/refused", "--dry-run"]) == 1
+        publish(folder, "tost/rejected", dry_run=True)
+    assert cli.main(["publish", str(folder), "tost/rejected", "--dry-run"]) == 1
     assert "detect-secrets, which is not installed" in capsys.readouterr().err
     (checked,) = (check for check in verify(folder) if check.name == "files")
     assert checked.passed and "without detect-secrets" in checked.detail

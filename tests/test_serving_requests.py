@@ -25,6 +25,7 @@ from serving_clients import (
 from tost_hf.serving.application import MAX_BODY_BYTES
 from tost_hf.serving.server import patch_server
 from tost_hf.serving.server_generation import MAX_TOKENS
+from tost_hf.serving.server_models import ServedModels
 
 
 folder, served = serving_clients.folder, serving_clients.served  # fixtures
@@ -280,7 +281,14 @@ def test_prompts_of_a_model_without_positions_are_bounded(served, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "module, name", [("model_manager", "ModelManager"), ("utils", "GenerationState"), ("server", "build_server")]
+    "module, name",
+    [
+        ("model_manager", "ModelManager"),
+        ("utils", "GenerationState"),
+        ("server", "build_server"),
+        ("completion", "CompletionUsage"),
+        ("response", "compute_usage"),
+    ],
 )
 def test_server_without_a_part_to_guard_is_not_started(module, name, monkeypatch):
     monkeypatch.delattr(f"transformers.cli.serving.{module}.{name}")
@@ -290,7 +298,6 @@ def test_server_without_a_part_to_guard_is_not_started(module, name, monkeypatch
 
 def test_transformers_loads_models_where_the_guard_expects_it():
     """`_load_model` is the one private method that is replaced."""
-    from transformers.cli.serving.model_manager import ModelManager
-
+    ModelManager = ServedModels.__base__
     assert "_load_model" in ModelManager.load_model_and_processor.__code__.co_names
     assert {"tqdm_class", "progress_callback"} < set(ModelManager._load_model.__code__.co_varnames)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import serving_clients
 import torch
-from hub_clients import save_tokenizer
+from hub_clients import language_model, save_tokenizer
 from serving_clients import (
     COMPLETIONS,
     JSON,
@@ -21,8 +21,10 @@ from serving_clients import (
     serving,
     wait_until,
 )
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from tost_hf import prefill_cache, save_cache
+from tost_hf.cli import main
 from tost_hf.serving.server_generation import MANAGER_NAME
 
 
@@ -117,7 +119,7 @@ def test_bytes_of_an_unfinished_character_are_sent(served, stream):
 
     def say(module, args, options, output):
         output.logits[:] = -1.0
-        output.logits[..., begun[0 if options["input_ids"].shape[1] > 1 else 1]] = 1.0
+        output.logits[..., begun[int(options["input_ids"][0, -1] == begun[0])]] = 1.0
 
     hook = served.model.register_forward_hook(say, with_kwargs=True)
     answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=2, temperature=0, stream=stream))
@@ -242,3 +244,94 @@ def test_failure_alone_reaches_its_client(served_gpt2, stream):
     answer = served_gpt2.ask(COMPLETIONS, asking(COMPLETIONS, "hi", stream=stream))
     hook.remove()
     assert answer.status == (200 if stream else 500) and "logits are not finite" in answer.error
+
+
+# The prefix cache -----------------------------------------------------------------------------------------------------
+
+
+def cached_tokens(answer: Answer) -> int:
+    last = answer.events[-1]
+    usage = last.get("usage") or last["response"]["usage"]
+    return (usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))["cached_tokens"]
+
+
+@everywhere
+@both_ways
+def test_cached_tokens_of_a_prompt_are_reported(served, path, stream):
+    text = f"{path} {stream} is asked"
+    options = {"stream": stream, "temperature": 0, LIMIT[path]: 3}
+    first, second = (served.ask(path, asking(path, text, **options)) for _ in range(2))
+    tokens = len(served.processor(text).input_ids)
+    assert first.usage == second.usage == (tokens, 3)
+    assert cached_tokens(first) < tokens - 5 and cached_tokens(second) == tokens - 1
+
+
+def test_many_clients_some_of_whom_disconnect_get_what_each_gets_alone(served):
+    """Prompts with common prefixes, whose states are stored, found and continued by all at once."""
+    served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1))  # makes the scheduler
+    scheduler = getattr(served.model, MANAGER_NAME).scheduler
+    bodies = [
+        asking(COMPLETIONS, "shared " * (1 + i % 3) + "abcdefg"[i % 7], stream=i % 3 == 0, **[*WAYS.values()][i % 4])
+        for i in range(40)
+    ]
+    scheduler.prefix_cache.max_bytes, size = 0, scheduler.prefix_cache.max_bytes
+    scheduler.prefix_cache.clear()
+    expected = [text_of(served.ask(COMPLETIONS, body | {"stream": False})) for body in bodies]
+    scheduler.prefix_cache.max_bytes = size
+
+    def ask(i: int) -> str | None:
+        if i % 5 == 4:  # disconnects
+            begun = time.monotonic()
+            leave(served, COMPLETIONS, bodies[i].get("stream"), when=lambda: time.monotonic() > begun + 0.02 * (i % 7))
+            return None
+        return text_of(served.ask(COMPLETIONS, bodies[i]))
+
+    with served.before_each_step(lambda tokens: time.sleep(0.002)), ThreadPoolExecutor(40) as pool:
+        for _ in range(2):
+            texts = list(pool.map(ask, range(40)))
+            assert texts == [None if i % 5 == 4 else text for i, text in enumerate(expected)]
+    assert len(set(expected)) > 15 and len(scheduler.prefix_cache) > 20
+
+
+@pytest.fixture(scope="module")
+def served_prefix(folder, tmp_path_factory):
+    """A server with a text that it has read, and the text."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    text, file = "a manual of forty bytes, read in advance", tmp_path_factory.mktemp("prefix") / "manual.safetensors"
+    input_ids = tokenizer(text, return_tensors="pt").input_ids
+    save_cache(prefill_cache(model, input_ids), file, model=model, input_ids=input_ids)
+    with serving(force_model=str(folder), prefix_files={"manual": str(file)}, prefix_cache_bytes=0) as (running, port):
+        (loaded,) = running._model_manager.loaded_models.values()
+        yield Served(port, folder, loaded.model, loaded.processor), text
+
+
+@everywhere
+@both_ways
+def test_a_prefix_is_named_or_begins_the_prompt(served, served_prefix, path, stream):
+    with_prefix, text = served_prefix
+    options = {"temperature": 0, LIMIT[path]: 8}
+    alone = served.ask(path, asking(path, text + " asked", **options))
+    for body in (asking(path, text + " asked"), asking(path, " asked", prefix="manual")):
+        answer = with_prefix.ask(path, body | options | {"stream": stream})
+        assert answer.usage == alone.usage and cached_tokens(answer) == 40
+        if not stream:
+            assert answer.events[0].get("choices") == alone.events[0].get("choices")
+    beams = asking(path, " asked", prefix="manual", stream=False, generation_config='{"num_beams": 2, "max_new_tokens": 4}')
+    assert with_prefix.ask(path, beams).usage == (46, 4)
+    unknown = with_prefix.ask(path, asking(path, "x", prefix="none", stream=stream))
+    assert unknown.status == 400 and unknown.error == "There is no prefix 'none' here; there are: manual."
+
+
+def test_wrong_prefix_options(folder, tmp_path, capsys):
+    other = language_model(max_position_embeddings=None)
+    file, tokens = tmp_path / "other.safetensors", torch.ones(1, 5, dtype=torch.long)
+    save_cache(prefill_cache(other, tokens), file, model=other, input_ids=tokens)
+    for arguments, message in (
+        (["--prefix", f"x={file}"], "--prefix needs a MODEL"),
+        ([str(folder), "--prefix", f"x={file}"], "was written with other weights"),
+        ([str(folder), "--prefix", f"x={tmp_path / 'none'}"], "There is no cache file"),
+        ([str(folder), "--prefix", str(file)], "--prefix needs NAME=FILE"),
+        ([str(folder), "--prefix-cache-bytes", "-1"], "--prefix-cache-bytes must be at least 0"),
+    ):
+        assert main(["serve", *arguments]) == 1
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The page that `tost-hf space` writes, in Chromium on loopback: it computes what the model computes."""
+"""The page that `tost-hf space` writes, in Chromium on loopback, against the model."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ PROMPT = "Grüße, 2 ✓ tokens"
 
 
 class Pages(SimpleHTTPRequestHandler):
-    """Files of a folder, with the kinds that browsers ask for."""
+    """Files of a folder, with the content types that browsers need."""
 
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript", ".wasm": "application/wasm"}
 
@@ -71,17 +71,17 @@ class Page:
         self.find(name).send_keys(value)
 
     def press(self, button: str, tokens: int) -> None:
-        """Lets the model write this many tokens, each the likeliest."""
+        """Generates this many tokens greedily."""
         self.enter("count", str(tokens))
         self.enter("temperature", "0")
         self.find(button).click()
-        self.wait(lambda: self["status"] != "Writing …" and self.find("write").is_enabled())
+        self.wait(lambda: self["status"] != "Generating …" and self.find("write").is_enabled())
 
     def ids(self) -> list[int]:
         return self.driver.execute_script("return [...document.querySelectorAll('#text span')].map(x => +x.dataset.id)")
 
-    def looks(self, folder) -> None:
-        """Keeps screenshots, light, dark and of a phone; fails where the page is too wide for it or a control has no name."""
+    def check_layout(self, folder) -> None:
+        """Saves screenshots, light, dark and of a phone; fails if the page is wider than it or a control has no label."""
         shades = {}
         for name, scheme, width in (("light", "light", 1000), ("dark", "dark", 1000), ("phone", "light", 360)):
             size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
@@ -125,7 +125,7 @@ def libraries(tmp_path_factory):
 
 
 def language_folder(folder, **fields):
-    """A model that writes, whose end of text never comes."""
+    """A language model without an end-of-text token."""
     sizes = {"vocab_size": 320, "hidden_size": 64, "bos_token_id": 0, "eos_token_id": None}
     model = randomize(tost_hf.ToSTForCausalLM(small_config(**(sizes | fields)))).eval()
     model.save_pretrained(folder)
@@ -152,7 +152,7 @@ def written(model, prompt: list[int], count: int) -> list[int]:
 
 
 def test_text(tmp_path, driver, libraries):
-    """500 greedy tokens are the model's own, and the state has as many bytes after them as after 10."""
+    """500 greedy tokens equal the model's, and the state has as many bytes after them as after 10."""
     model = language_folder(tmp_path / "model", max_position_embeddings=None)
     prompt = list(PROMPT.encode())
     with Page(driver, write_space(tmp_path / "model", tmp_path / "page", title="A page")) as page:
@@ -165,12 +165,12 @@ def test_text(tmp_path, driver, libraries):
         assert page["tokens"] == str(len(page.ids())) and float(page["speed"]) > 0
         assert page.ids()[: len(ids)] == ids and page.ids() == written(model, ids[: len(ids) - 10], 500)
         assert page["text"].startswith(PROMPT) and len(ids) == len(prompt) + 10
-        page.looks(tmp_path)
+        page.check_layout(tmp_path)
         assert not page.errors()
 
 
 def test_keys_and_the_last_position(tmp_path, driver, libraries):
-    """Ctrl+Enter writes, arrows choose a token, whose shares are shown; the page says that the model has no more positions."""
+    """Ctrl+Enter starts, arrows select a token and show its memberships, and generation stops at the last position."""
     model = language_folder(tmp_path / "model", max_position_embeddings=24, conv_kernel=3)
     with Page(driver, write_space(tmp_path / "model", tmp_path / "page")) as page:
         page.enter("count", "100")
@@ -183,7 +183,7 @@ def test_keys_and_the_last_position(tmp_path, driver, libraries):
         page.find("text").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
         with torch.no_grad():
             expected = model.model(torch.tensor([ids]), output_memberships=True).memberships[-1][0, :, 1]
-        assert page["token"].startswith(f"Token 2, “w”: most of it in head {int(expected.argmax()) + 1} of layer 2")
+        assert page["token"].startswith(f"Token 2, “w”: strongest head {int(expected.argmax()) + 1} of layer 2")
         assert percents(page["shares"]) == pytest.approx((100 * expected).tolist(), abs=0.1)
         page.enter("prompt", "a text that is longer than all the positions")
         page.find("write").click()
@@ -196,7 +196,7 @@ def test_keys_and_the_last_position(tmp_path, driver, libraries):
     [("center", [(16, 16), (50, 37)]), pytest.param("squash", [(21, 64)], marks=pytest.mark.slow)],
 )
 def test_pictures(tmp_path, driver, libraries, crop, shapes, classifier):
-    """Of any shape: the classes and memberships are the model's own, of the same pixels."""
+    """Of any shape: classes and memberships are the model's for the same pixels."""
     folder, model = classifier
     labels = model.config.id2label
     processor = tost_hf.make_image_processor(model.config, crop=crop)
@@ -210,11 +210,11 @@ def test_pictures(tmp_path, driver, libraries, crop, shapes, classifier):
             shares, best = expected.logits[0].softmax(-1).sort(descending=True)
             page.find("file").send_keys(str(tmp_path / f"{i}.png"))
             page.wait(lambda wanted=f"{i}.png: {labels[int(best[0])]}": page["status"] == wanted)
-            rows = [row.text.split("\n") for row in page.find("classes").find_elements("tag name", "li")]
-            assert [row[0] for row in rows] == [labels[int(i)] for i in best[:5]]
-            assert percents("\n".join(row[1] for row in rows)) == pytest.approx((100 * shares[:5]).tolist(), abs=0.2)
+            items = [item.text.split("\n") for item in page.find("classes").find_elements("tag name", "li")]
+            assert [item[0] for item in items] == [labels[int(i)] for i in best[:5]]
+            assert percents("\n".join(item[1] for item in items)) == pytest.approx((100 * shares[:5]).tolist(), abs=0.2)
             captions = page.driver.find_elements("tag name", "figcaption")
             for caption, head in zip(captions, expected.memberships[-1][0], strict=True):
                 assert percents(caption.text) == pytest.approx([100 * float(head.min()), 100 * float(head.max())], abs=0.5)
-        page.looks(tmp_path)
+        page.check_layout(tmp_path)
         assert not page.errors()

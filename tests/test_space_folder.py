@@ -1,4 +1,4 @@
-"""The folder that `tost-hf space` writes: its libraries, what it refuses, and how it becomes a Space of the Hub."""
+"""The folder that `tost-hf space` writes: its libraries, what it rejects, and how it becomes a Space of the Hub."""
 
 import base64
 import functools
@@ -39,7 +39,7 @@ def pack(package: packages.Package, folder) -> packages.Package:
 
 @pytest.fixture(scope="module")
 def npm(tmp_path_factory):
-    """A folder of small tarballs that stand for the libraries."""
+    """A folder of small tarballs in place of the libraries."""
     folder = tmp_path_factory.mktemp("npm")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RUNTIME", "TOKENIZERS"):
@@ -47,17 +47,25 @@ def npm(tmp_path_factory):
         yield folder
 
 
+def export_placeholder(source, folder, **options):
+    folder.mkdir()
+    for name in ("model.onnx", "export.json"):
+        (folder / name).write_text("{}")
+
+
 @pytest.fixture(scope="module")
 def page(npm, tmp_path_factory):
-    """A page of a small classifier."""
+    """A page of a small classifier, which is not exported: the tests in a browser do that."""
     folder = tmp_path_factory.mktemp("page")
     vision_folder(folder / "model")
-    return writing.write_space(folder / "model", folder / "page", npm=npm, title="Kinds: 10 <of them>")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "export_model", export_placeholder)
+        return writing.write_space(folder / "model", folder / "page", npm=npm, title="Kinds: 10 <of them>")
 
 
 @pytest.fixture
 def registry(npm, tmp_path, monkeypatch):
-    """The folder that npm's registry serves, here on loopback: each package's description and tarball."""
+    """The folder of an npm registry on loopback: each package's description and tarball."""
     served = tmp_path / "registry"
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=served))
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -80,7 +88,7 @@ def registry(npm, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 def test_npm_fetches_the_libraries(registry, tmp_path, monkeypatch):
-    """By the user's settings; a second time, without a network, from its cache. What it lacks, or has changed, is an error."""
+    """With the user's settings, and a second time offline from its cache; missing or changed packages are errors."""
     libraries = (writing.RUNTIME, writing.TOKENIZERS)
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
@@ -95,7 +103,7 @@ def test_npm_fetches_the_libraries(registry, tmp_path, monkeypatch):
         packages.unpack([writing.RUNTIME._replace(integrity="sha512-else")], tmp_path)
 
 
-def test_without_npm(tmp_path, monkeypatch):
+def test_missing_npm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"npm, which is not installed\. .*npm pack onnxruntime-web@.* --npm"):
         packages.unpack([packages.RUNTIME], tmp_path)
@@ -109,7 +117,7 @@ def without_tokenizer(folder):
     randomize(tost_hf.ToSTForCausalLM(small_config())).save_pretrained(folder)
 
 
-def grey_pictures(folder):
+def grey_images(folder):
     config = small_vision_config(num_channels=1)
     randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained(folder)
 
@@ -125,16 +133,16 @@ def odd_processor(folder):
     [
         (encoder, (), "is a ToSTForMaskedLM; the page runs ToSTForCausalLM and ToSTForImageClassification"),
         (without_tokenizer, (), "has no tokenizer, which the page needs"),
-        (grey_pictures, (), "the model takes 1 channels"),
-        (odd_processor, (), "it knows resizing"),
+        (grey_images, (), "the model takes 1 channels"),
+        (odd_processor, (), "it supports resizing"),
         (vision_folder, ("--dtype", "int3"), "not in 'int3'"),
         (vision_folder, ("--npm", "."), "has no onnxruntime-web"),
         (language_folder, ("--tokenizer", "./nowhere"), "The tokenizer of ./nowhere cannot be loaded"),
         (lambda folder: None, (), "There is no model folder"),
     ],
 )
-def test_refused(tmp_path, capsys, npm, make, options, words):
-    """With one sentence, and nothing is left behind."""
+def test_rejected_models(tmp_path, capsys, npm, make, options, words):
+    """With an error message of one line, and without any files."""
     make(tmp_path / "model")
     before = sorted(tmp_path.iterdir())
     capsys.readouterr()
@@ -145,8 +153,8 @@ def test_refused(tmp_path, capsys, npm, make, options, words):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_page_over_its_model(tmp_path, capsys, monkeypatch, npm):
-    """Which once removed the model; refused before anything is computed."""
+def test_output_that_overlaps_the_model(tmp_path, capsys, monkeypatch, npm):
+    """Rejected before anything is computed."""
     vision_folder(tmp_path / "model")
     before = contents(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -161,7 +169,7 @@ def test_a_page_over_its_model(tmp_path, capsys, monkeypatch, npm):
 
 
 def test_a_space_is_published(hub, page, tmp_path):
-    """In one commit, with the metadata that the Hub asks for; what is there already is not sent again."""
+    """In one commit, with the metadata that the Hub requires; unchanged files are not sent again."""
     token = hub.token("writer")
     assert "\n# Kinds: 10 &lt;of them>\n" in (page / "README.md").read_text()
     with Clients(hub, tmp_path) as clients:
@@ -186,7 +194,7 @@ def test_a_space_is_published(hub, page, tmp_path):
         (lambda page: (page / ".env").write_text("x"), ".env has the name of a file that holds secrets"),
     ],
 )
-def test_a_spoiled_page_is_not_published(tmp_path, capsys, page, change, words):
+def test_damaged_pages_are_not_published(tmp_path, capsys, page, change, words):
     copy = shutil.copytree(page, tmp_path / "page")
     change(copy)
     assert main(["publish", "--space", "--dry-run", str(copy), "tost/page"]) == 1

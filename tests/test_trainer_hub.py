@@ -137,7 +137,7 @@ def test_failed_push_ends_the_run_with_an_error(hub, train, tmp_path):
     with hub.fail("POST", "/tost/refused/commit/", status=403):
         run = train(tmp_path / "out", hub_model_id="tost/refused", hub_strategy="every_save", learning_rate=0.02)
     assert run.status != 0
-    assert "pushes to tost/refused failed while training went on" in run.output and "403" in run.output
+    assert "pushes to tost/refused failed during training" in run.output and "403" in run.output
     assert str(tmp_path / "out") in run.output
     assert (tmp_path / "out/checkpoint-4/model.safetensors").is_file()
     assert hub.head("tost/refused") == before

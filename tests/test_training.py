@@ -8,7 +8,7 @@ import torch
 from conftest import randomize
 from datasets import Dataset
 from scripts import EXAMPLES
-from text_runs import token_rows, train, training_args
+from text_runs import token_ids, train, training_args
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
-from tost_hf.training.metrics import TokenAccuracy, perplexity
+from tost_hf.training.metrics import perplexity, token_accuracy
 
 
 # The recipe ----------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_fused_loss(tmp_path, tiny_config):
         torch.manual_seed(0)
         model = ToSTForCausalLM(tiny_config)
         args = training_args(tmp_path, fuse_linear_cross_entropy=fused, gradient_accumulation_steps=2)
-        trainer = ToSTTrainer(model, args, train_dataset=token_rows(40), eval_dataset=token_rows(4))
+        trainer = ToSTTrainer(model, args, train_dataset=token_ids(40), eval_dataset=token_ids(4))
         history[fused] = train(trainer)
         tokens = torch.arange(1, 17).reshape(1, 16)
         labels = tokens.masked_fill(tokens < 5, -100)
@@ -172,7 +172,7 @@ def test_fused_loss(tmp_path, tiny_config):
 def test_trainer_equals_a_plain_loop(tmp_path, tiny_config):
     """50 AdamW steps against a loop that spells out the recipe: groups, clipping, warm-up, cosine with a floor."""
     steps, batch, rate, warmup = 50, 4, 0.01, 5
-    rows = token_rows(steps * batch)
+    rows = token_ids(steps * batch)
     model, twin = (randomize(ToSTForCausalLM(tiny_config)) for _ in range(2))
     args = training_args(
         tmp_path, max_steps=steps, learning_rate=rate, warmup_steps=warmup, train_sampling_strategy="sequential"
@@ -206,7 +206,7 @@ def test_trainer_equals_a_plain_loop(tmp_path, tiny_config):
 
 def test_gradient_accumulation_equals_a_big_batch(tmp_path, tiny_config):
     """Also where micro-batches have different numbers of tokens to predict."""
-    rows = token_rows(24)
+    rows = token_ids(24)
     labels = [[-100] * (index % 5 * 3) + ids[index % 5 * 3 :] for index, ids in enumerate(rows["labels"])]
     rows = Dataset.from_dict({"input_ids": rows["input_ids"], "labels": labels})
     results = []
@@ -247,12 +247,12 @@ def test_label_smoothing_shifts_the_labels(tmp_path, tiny_config, trainer_class)
     for smoothing in (0.0, 1e-9):
         model = randomize(ToSTForCausalLM(tiny_config))
         args = training_args(tmp_path, max_steps=1, label_smoothing_factor=smoothing)
-        first += train(trainer_class(model, args, train_dataset=token_rows(4)))
+        first += train(trainer_class(model, args, train_dataset=token_ids(4)))
     assert first[0] == pytest.approx(first[1], rel=1e-5)
 
 
 def test_evaluate_and_predict(tmp_path, tiny_model):
-    rows = token_rows(10)
+    rows = token_ids(10)
     trainer = ToSTTrainer(tiny_model, training_args(tmp_path, per_device_eval_batch_size=4), eval_dataset=rows)
     ids = torch.tensor(rows["input_ids"])
     with torch.no_grad():
@@ -284,7 +284,7 @@ def test_packed_training_equals_separate_rows(tmp_path, tiny_config):
 
 def test_lora(tmp_path, tiny_model):
     peft = pytest.importorskip("peft")
-    ids = torch.tensor(token_rows(2)["input_ids"])
+    ids = torch.tensor(token_ids(2)["input_ids"])
     base = {name: parameter.clone() for name, parameter in tiny_model.named_parameters()}
     before = tiny_model(ids).logits
     targets = ["in_proj", "out_proj", "up_proj", "down_proj"]
@@ -295,7 +295,7 @@ def test_lora(tmp_path, tiny_model):
     assert len(adapters) == 2 * len(targets) * tiny_model.config.num_hidden_layers and all("lora_" in n for n in adapters)
     torch.testing.assert_close(adapted(ids).logits, before)
 
-    results = train(ToSTTrainer(adapted, training_args(tmp_path, max_steps=20), train_dataset=token_rows(8)))
+    results = train(ToSTTrainer(adapted, training_args(tmp_path, max_steps=20), train_dataset=token_ids(8)))
     assert results[-1] < results[0] - 0.1
     adapted.eval()
     after = adapted(ids).logits
@@ -342,7 +342,7 @@ def sharded_worker(rank: int, folder: Path) -> None:
 def adamw_steps(model, rows: slice) -> torch.Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
     results = []
-    for ids in torch.tensor(token_rows(40)["input_ids"]).split(8):
+    for ids in torch.tensor(token_ids(40)["input_ids"]).split(8):
         loss = model(input_ids=ids[rows], labels=ids[rows]).loss
         loss.backward()
         optimizer.step()
@@ -368,13 +368,8 @@ def test_fully_shard_equals_one_process(tmp_path, tiny_model):
 
 
 def test_metrics():
-    counted = TokenAccuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
-    assert counted == {"accuracy": pytest.approx(2 / 3)}
-    metric = TokenAccuracy()
-    metric.add_batch(predictions=[1, 2], references=[1, 3])
-    metric.add_batch(predictions=[4], references=[4])
-    assert metric.compute() == {"accuracy": pytest.approx(2 / 3)}
-    assert math.isnan(TokenAccuracy().compute(predictions=[1], references=[-100])["accuracy"])
+    assert token_accuracy([[5, 7], [9, 1]], [[5, 8], [9, -100]]) == {"accuracy": pytest.approx(2 / 3)}
+    assert math.isnan(token_accuracy([1], [-100])["accuracy"])
     assert perplexity(math.log(7)) == pytest.approx(7)
     assert perplexity(1e6) == math.inf and math.isnan(perplexity(math.nan))
 

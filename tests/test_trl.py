@@ -50,7 +50,7 @@ def mean_loss(model, rows: list[list[int]], targets: list[int] | None = None) ->
     return torch.cat(losses).mean().item()
 
 
-def token_rows(tokenizer) -> list[list[int]]:
+def token_lists(tokenizer) -> list[list[int]]:
     return [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in TEXTS]
 
 
@@ -58,13 +58,13 @@ def token_rows(tokenizer) -> list[list[int]]:
     "packing", [{}, {"packing": True, "packing_strategy": "bfd"}, {"padding_free": True, "max_length": None}], ids=str
 )
 def test_supervised_loss_is_that_of_each_text_alone(folder, text_model, tokenizer, packing):
-    expected = mean_loss(text_model, token_rows(tokenizer))
+    expected = mean_loss(text_model, token_lists(tokenizer))
     _, losses = trained(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **{"max_length": 32} | packing)
     assert losses[0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_supervised_loss_of_a_stream_cut_into_blocks(folder, text_model, tokenizer):
-    stream = [token for row in token_rows(tokenizer) for token in row]
+    stream = [token for row in token_lists(tokenizer) for token in row]
     blocks = [stream[i : i + 16] for i in range(0, len(stream), 16)]
     wrapped = {"packing": True, "packing_strategy": "wrapped", "max_length": 16}
     _, losses = trained(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **wrapped)

@@ -72,7 +72,7 @@ def clm_args(text_folder, tmp_path):
     return make
 
 
-def token_rows(rows: int, length: int = 16, vocab_size: int = 97) -> Dataset:
+def token_ids(rows: int, length: int = 16, vocab_size: int = 97) -> Dataset:
     ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(3)).tolist()
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 

@@ -2,14 +2,16 @@
 """What an image costs at 224 to 2,048 pixels per side: ToST-small beside transformers' ViT-small, both with 16-pixel patches.
 
     python examples/benchmarks/run.py resolution
-    python examples/benchmarks/run.py resolution --training --sizes 224   # images per second of training steps
+    python examples/benchmarks/run.py resolution --training --preset tiny --sizes 96 224  # images per second of training steps
 
 Random weights (they do not change the cost), batch 1, eager, forward only; ViT with PyTorch's scaled dot product attention,
 and the `image_size` of every resolution. The models take turns, with a C library that keeps freed memory. Reports the time
 of a forward pass, its peak memory beyond the loaded model (on a CPU measured in a separate process), the first size from
 which on ToST is the faster, and the ratios of times at four times the tokens: 4 is linear growth, 16 quadratic.
 
-With --training it is steps on batches of 8 images: forward, backward, AdamW.
+With --training it is steps on batches of 8 images (forward, backward, AdamW), of the XCA and softmax trunks as well, and the
+shares of a step that the profiler finds for matrix products and convolutions. TSSA's share is the time of its operator alone,
+forward and backward, in all layers.
 """
 
 import argparse
@@ -30,25 +32,29 @@ from timing import (
 )
 from transformers import ViTConfig, ViTModel
 
-from tost_hf import ToSTVisionConfig, ToSTVisionModel
+from tost_hf import ToSTVisionConfig, ToSTVisionModel, tssa
 
 
 PATCH = 16
 MODELS = ("ToST", "ViT")
+TRUNKS = {"ToST": "tssa", "XCA": "xca", "softmax": "softmax"}
 TRAINING_BATCH = 8
+PROFILED = {"matrix products": ("aten::mm", "aten::addmm", "aten::bmm"), "convolutions": ("convolution",)}
 
 
-def build(name: str, side: int, layers: int, device: str, dtype):
-    """Models of width 384; ToST has 8 heads, ViT 6, as in their papers."""
+def build(name: str, side: int, layers: int, device: str, dtype, preset: str = "small"):
+    """Models of a preset's width; ToST small has 8 heads and ViT 6, tiny 4 and 3, as in their papers."""
     torch.manual_seed(0)
-    if name == "ToST":
-        config = ToSTVisionConfig.from_preset(f"tost-vision-small-patch{PATCH}", image_size=side, num_hidden_layers=layers)
+    size = {"image_size": side, "num_hidden_layers": layers}
+    config = ToSTVisionConfig.from_preset(f"tost-vision-{preset}-patch{PATCH}", **size)
+    if name in TRUNKS:
+        config.attention_type = TRUNKS[name]
         return ToSTVisionModel(config).eval().to(device, dtype)
     config = ViTConfig(
-        hidden_size=384,
+        hidden_size=config.hidden_size,
         num_hidden_layers=layers,
-        num_attention_heads=6,
-        intermediate_size=1536,
+        num_attention_heads=config.hidden_size // 64,
+        intermediate_size=4 * config.hidden_size,
         image_size=side,
         patch_size=PATCH,
         attn_implementation="sdpa",
@@ -78,10 +84,10 @@ def find_seconds(side: int, layers: int, repeats: int, device: str, dtype) -> di
     return measure(runs, repeats, device=device, warm_up=1 if device == "cpu" else 3)
 
 
-def make_training_step(name: str, side: int, layers: int, device: str, dtype):
-    model = build(name, side, layers, device, dtype).train()
+def make_training_step(name: str, side: int, args):
+    model = build(name, side, args.layers, args.device, args.dtype, args.preset).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    pixels = torch.randn(TRAINING_BATCH, 3, side, side, device=device, dtype=dtype)
+    pixels = torch.randn(TRAINING_BATCH, 3, side, side, device=args.device, dtype=args.dtype)
 
     def step():
         model(pixels).last_hidden_state.float().square().mean().backward()
@@ -91,14 +97,50 @@ def make_training_step(name: str, side: int, layers: int, device: str, dtype):
     return step
 
 
+def make_operator_step(side: int, args):
+    """TSSA of all layers alone, forward and backward, on tokens of the model's shape."""
+    config = ToSTVisionConfig.from_preset(f"tost-vision-{args.preset}-patch{PATCH}")
+    heads = config.num_attention_heads
+    shape = TRAINING_BATCH, (side // PATCH) ** 2, heads, config.hidden_size // heads
+    w = torch.randn(shape, device=args.device, dtype=args.dtype, requires_grad=True)
+    temp = torch.ones(heads, device=args.device, requires_grad=True)
+
+    def step():
+        for _ in range(args.layers):
+            tssa(w, temp, causal=False).output.sum().backward()
+
+    return step
+
+
+def profile_shares(step, device: str) -> dict[str, float]:
+    """Per cent of a step's time in the operators of `PROFILED`."""
+    activity = torch.profiler.ProfilerActivity.CPU if device == "cpu" else torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        step()
+    field = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+    times = {event.key: getattr(event, field) for event in profiler.key_averages()}
+    total = sum(times.values())
+    return {
+        f"{kind} %": 100 * sum(time for name, time in times.items() if any(word in name for word in words)) / total
+        for kind, words in PROFILED.items()
+    }
+
+
 def report_training(sides, args, report: Report) -> None:
     for side in sides:
-        steps = {name: make_training_step(name, side, args.layers, args.device, args.dtype) for name in MODELS}
-        seconds = measure(steps, args.repeats, device=args.device, warm_up=1 if args.device == "cpu" else 3)
-        for name, times in seconds.items():
-            speed = spread(TRAINING_BATCH / s for s in times)
-            metrics = {"training images/s": speed, "ViT / this": ratio(seconds["ViT"], times)}
-            report.add(case_of(name, side, args.layers, args.dtype), metrics)
+        steps = {name: make_training_step(name, side, args) for name in (*TRUNKS, "ViT")}
+        runs = steps | {"TSSA": make_operator_step(side, args)}
+        seconds = measure(runs, args.repeats, device=args.device, warm_up=1 if args.device == "cpu" else 3)
+        for name, step in steps.items():
+            times = seconds[name]
+            metrics = {
+                "training images/s": spread(TRAINING_BATCH / s for s in times),
+                "ViT / this": ratio(seconds["ViT"], times),
+            }
+            metrics |= profile_shares(step, args.device)
+            metrics["TSSA %"] = ratio(seconds["TSSA"], times) * 100 if name == "ToST" else None
+            label = name if args.preset == "small" else f"{name}-{args.preset}"
+            report.add(case_of(label, side, args.layers, args.dtype), metrics)
 
 
 def case_of(name: str, side: int, layers: int, dtype) -> dict[str, object]:
@@ -117,6 +159,7 @@ def add_arguments(parser) -> None:
     sides = [224, 448, 512, 896, 1024, 2048]
     parser.add_argument("--sizes", type=side_length, nargs="+", default=sides, help="sides in pixels")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--preset", choices=("tiny", "small"), default="small", help="the size of the trained models")
     parser.add_argument("--training", action="store_true", help="images per second of training steps instead")
 
 

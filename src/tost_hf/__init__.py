@@ -5,42 +5,43 @@ Importing this package registers the models with transformers' Auto classes.
 
 import functools
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 import torch.distributed
-from transformers import (
-    AutoBackbone,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    GenerationMixin,
-)
-from transformers.models.auto import modeling_auto
+import transformers
+from transformers import AutoConfig, GenerationMixin
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-from .cache_files import load_cache, save_cache
+from .cache_files import CachedPrefix, load_cache, load_prefix, prefill_cache, save_cache
 from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer
-from .model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
+from .model.configuration_tost import AUTO_MAPS, LRA_PRESETS, PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .model.layers_tost import TokenStatisticsSelfAttention
 from .model.modeling_tost import (
+    ToSTCausalLMOutputWithPast,
     ToSTForCausalLM,
     ToSTForMaskedLM,
     ToSTForQuestionAnswering,
     ToSTForSequenceClassification,
     ToSTForTokenClassification,
+    ToSTMaskedLMOutput,
     ToSTModel,
+    ToSTModelOutputWithPast,
     ToSTPreTrainedModel,
+    ToSTSequenceClassifierOutputWithPast,
 )
-from .model.modeling_tost_vision import ToSTBackbone, ToSTForImageClassification, ToSTVisionModel, ToSTVisionPreTrainedModel
+from .model.modeling_tost_vision import (
+    ToSTBackbone,
+    ToSTBackboneOutput,
+    ToSTForImageClassification,
+    ToSTImageClassifierOutput,
+    ToSTVisionModel,
+    ToSTVisionModelOutput,
+    ToSTVisionPreTrainedModel,
+)
 from .model.tssa import TSSAOutput, tssa, tssa_step
 from .model.tssa_reference import TSSAState
+from .transformers_patches import add_class, add_class_name
 from .version import __version__
 
 
@@ -48,10 +49,11 @@ if TYPE_CHECKING:
     from .convert import convert_from_original, convert_to_original
     from .exporting import export_model
     from .hub.cards import build_card, write_card
-    from .hub.publishing import Publication, publish
+    from .hub.publishing import Publication, publish, publish_space
     from .hub.verification import verify
     from .image_processing import make_image_processor
     from .interpret import inspect_model, inspect_path, trace_model
+    from .parallel import parallelize
     from .training.trainer import ToSTTrainer, ToSTTrainingArguments
     from .training.trainer_context_parallel import ContextParallelTrainer
     from .training.trainer_tensor_parallel import TensorParallelTrainer
@@ -76,44 +78,19 @@ _LAZY = {
     "trace_model": "interpret",
     "Publication": "hub.publishing",
     "publish": "hub.publishing",
+    "publish_space": "hub.publishing",
+    "parallelize": "parallel",
     "verify": "hub.verification",
 }
 
-transformers_module = sys.modules["transformers"]  # transformers replaces itself while it is imported
 for config_class in (ToSTConfig, ToSTVisionConfig):
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-for auto_class, class_names, config_class, model_class in (
-    (AutoModel, "MODEL_MAPPING_NAMES", ToSTConfig, ToSTModel),
-    (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", ToSTConfig, ToSTForCausalLM),
-    (AutoModelForMaskedLM, "MODEL_FOR_MASKED_LM_MAPPING_NAMES", ToSTConfig, ToSTForMaskedLM),
-    (AutoModelForQuestionAnswering, "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", ToSTConfig, ToSTForQuestionAnswering),
-    (
-        AutoModelForTokenClassification,
-        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-        ToSTConfig,
-        ToSTForTokenClassification,
-    ),
-    (
-        AutoModelForSequenceClassification,
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-        ToSTConfig,
-        ToSTForSequenceClassification,
-    ),
-    (AutoModel, "MODEL_MAPPING_NAMES", ToSTVisionConfig, ToSTVisionModel),
-    (AutoBackbone, "MODEL_FOR_BACKBONE_MAPPING_NAMES", ToSTVisionConfig, ToSTBackbone),
-    (
-        AutoModelForImageClassification,
-        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        ToSTVisionConfig,
-        ToSTForImageClassification,
-    ),
-):
-    auto_class.register(config_class, model_class, exist_ok=True)
-    # register() leaves out the tables of class names, by which Trainer's label smoothing tells that labels are to be shifted
-    getattr(modeling_auto, class_names)[config_class.model_type] = model_class.__name__
-    # where libraries such as TRL look for the class that config.json names; what transformers has under that name stays
-    if not hasattr(transformers_module, model_class.__name__):
-        setattr(transformers_module, model_class.__name__, model_class)
+    for auto_name, reference in AUTO_MAPS[config_class.model_type].items():
+        if auto_name != "AutoConfig":
+            auto_class, model_class = getattr(transformers, auto_name), globals()[reference.partition(".")[2]]
+            auto_class.register(config_class, model_class, exist_ok=True)
+            add_class_name(auto_class, config_class.model_type, model_class)
+            add_class(model_class)
 # by name, as transformers' own, though it declares classes: this one needs Pillow, and is imported when it is first used
 IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)  # type: ignore[arg-type]
 
@@ -149,6 +126,7 @@ __all__ = [
     "LRA_PRESETS",
     "PRESETS",
     "VISION_PRESETS",
+    "CachedPrefix",
     "CausalStatisticsCache",
     "CausalStatisticsLayer",
     "ContextParallelTrainer",
@@ -157,6 +135,8 @@ __all__ = [
     "TSSAState",
     "TensorParallelTrainer",
     "ToSTBackbone",
+    "ToSTBackboneOutput",
+    "ToSTCausalLMOutputWithPast",
     "ToSTConfig",
     "ToSTForCausalLM",
     "ToSTForImageClassification",
@@ -164,12 +144,17 @@ __all__ = [
     "ToSTForQuestionAnswering",
     "ToSTForSequenceClassification",
     "ToSTForTokenClassification",
+    "ToSTImageClassifierOutput",
+    "ToSTMaskedLMOutput",
     "ToSTModel",
+    "ToSTModelOutputWithPast",
     "ToSTPreTrainedModel",
+    "ToSTSequenceClassifierOutputWithPast",
     "ToSTTrainer",
     "ToSTTrainingArguments",
     "ToSTVisionConfig",
     "ToSTVisionModel",
+    "ToSTVisionModelOutput",
     "ToSTVisionPreTrainedModel",
     "ToSTVisionTrainer",
     "ToSTVisionTrainingArguments",
@@ -182,8 +167,12 @@ __all__ = [
     "inspect_model",
     "inspect_path",
     "load_cache",
+    "load_prefix",
     "make_image_processor",
+    "parallelize",
+    "prefill_cache",
     "publish",
+    "publish_space",
     "save_cache",
     "trace_model",
     "tssa",

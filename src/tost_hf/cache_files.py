@@ -1,8 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Files of caches of ToST language models, and the size of what they hold."""
+"""Files of caches of ToST language models, cached prefixes among them, and the size of what they hold."""
 
+import hashlib
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from .model.cache_tost import (
     STATE_NAMES,
@@ -20,11 +23,14 @@ from .model.cache_tost import (
     set_cached_length,
 )
 from .model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
+from .model.modeling_tost import PREFILL_CHUNK_SIZE
 from .model.tssa import TSSAState
 
 
 FILE_FORMAT = "tost_causal_statistics/1"
 MAX_LENGTH_DIGITS = 18  # of a number of tokens; an int64 holds it
+TOKENS = "input_ids"  # the tensor of a file that names its text
+HASHED_BYTES = 2**24  # at a time
 
 
 class StateBytes(NamedTuple):
@@ -33,6 +39,18 @@ class StateBytes(NamedTuple):
     saved: int  # at every length, as `save_cache` writes it, in float32; with sliding windows once they are full
     in_memory: int  # the same where two of the three sums are float64
     per_token: int = 0  # what each token adds, in layers of full attention
+
+
+class CachedPrefix(NamedTuple):
+    """A text that was read: its tokens, (1, T), and the cache after them."""
+
+    input_ids: torch.Tensor
+    cache: CausalStatisticsCache
+
+    def continued_by(self, tokens: Sequence[int], bos_token_id: int | None = None) -> torch.Tensor:
+        """The text with more tokens after it, (1, T), without a second `bos_token_id` between them."""
+        tokens = tokens[1:] if tokens and tokens[0] == bos_token_id == self.input_ids[0, 0] else tokens
+        return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], 1)
 
 
 def state_bytes(config: PreTrainedConfig) -> StateBytes:
@@ -49,13 +67,57 @@ def state_bytes(config: PreTrainedConfig) -> StateBytes:
     )
 
 
-def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
+@torch.no_grad()
+def prefill_cache(
+    model: Any, input_ids: torch.Tensor, *, chunk_size: int = PREFILL_CHUNK_SIZE, progress_bar: bool = False
+) -> CausalStatisticsCache:
+    """Reads a text of any length, (1, T), by chunked prefill: activations take the memory of `chunk_size` tokens.
+
+    Raises:
+        ValueError: the text is empty, or not one sequence.
+    """
+    if input_ids.ndim != 2 or len(input_ids) != 1 or not input_ids.numel() or chunk_size < 1:
+        raise ValueError(f"input_ids must be (1, T) with at least one token, got {tuple(input_ids.shape)}.")
+    cache = CausalStatisticsCache(model.config)
+    with logging.tqdm(total=input_ids.shape[1], unit="token", disable=not progress_bar) as bar:
+        for chunk in input_ids.to(model.device).split(chunk_size, 1):
+            model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            bar.update(chunk.shape[1])
+    return cache
+
+
+def hash_weights(model: torch.nn.Module) -> str:
+    """SHA-256 of all parameters and buffers of a model, with their names and dtypes."""
+    return _hash_tensors(model.state_dict())
+
+
+def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
+        data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        for part in data.split(HASHED_BYTES):
+            digest.update(part.numpy().data)
+    return digest.hexdigest()
+
+
+def save_cache(
+    cache: Cache,
+    filename: str | os.PathLike,
+    *,
+    model: Any = None,
+    input_ids: torch.Tensor | None = None,
+) -> None:
     """Writes a cache of a ToST model (from `generate`, a forward pass, or your own) to a safetensors file.
 
     The file is written under a temporary name and then moved, so an interrupted call leaves an older file whole.
 
+    Args:
+        model, input_ids: the model that computed the cache and the tokens, (B, T), that it has seen: the file then names both,
+            and `load_prefix` reads it.
+
     Raises:
-        ValueError: the cache is empty, or not a ToST model's.
+        ValueError: the cache is empty, or not a ToST model's, or not of these tokens.
         OSError: the file cannot be written.
     """
     check_cache_kind(cache)
@@ -67,7 +129,16 @@ def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
         for i, layer in enumerate(cache.layers)
         for name, x in _tensors_of(layer, length).items()
     }
+    if (model is None) != (input_ids is None):
+        raise ValueError("Give model and input_ids together: a prefix is a text that a model has read.")
     metadata = {"format": FILE_FORMAT, "seq_length": str(length)}
+    if input_ids is not None:
+        if input_ids.ndim != 2 or input_ids.shape[1] != length:
+            raise ValueError(f"The cache has seen {length} tokens, input_ids has the shape {tuple(input_ids.shape)}.")
+        tensors[TOKENS] = input_ids.detach().to("cpu", torch.int32).contiguous()
+        metadata |= {"model": str(model.config.name_or_path), "weights": hash_weights(model)}
+        metadata["revision"] = str(getattr(model.config, "_commit_hash", None) or "")
+    metadata["sha256"] = _hash_tensors(tensors)
     folder = os.path.dirname(os.path.abspath(filename))
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
     os.close(handle)
@@ -89,10 +160,43 @@ def load_cache(
 ) -> CausalStatisticsCache:
     """Reads a cache that `save_cache` wrote, for a model of configuration `config`.
 
+    Only the sizes of the model are compared; `load_prefix` compares its weights, too.
+
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, is not a cache, or belongs to a model of other sizes.
     """
+    tensors, metadata = _read_file(filename, device)
+    return _fill_cache(filename, tensors, metadata, config, static)
+
+
+def load_prefix(filename: str | os.PathLike, model: Any) -> CachedPrefix:
+    """Reads a text's cache that `tost-hf cache` or `save_cache(..., model=, input_ids=)` wrote, for the same model.
+
+    Continue it by `model.generate(torch.cat([prefix.input_ids, more], 1), past_key_values=prefix.cache)`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, has no tokens, or was written with another model, other weights or another dtype.
+    """
+    tensors, metadata = _read_file(filename, model.device)
+    if TOKENS not in tensors:
+        raise ValueError(f"{os.fspath(filename)!r} does not name its text; write it by `tost-hf cache`.")
+    input_ids = tensors[TOKENS].long()
+    if input_ids.ndim != 2 or len(input_ids) != 1 or str(input_ids.shape[1]) != metadata.get("seq_length"):
+        raise ValueError(f"{os.fspath(filename)!r} is not the cache of one text: its tokens are {tuple(input_ids.shape)}.")
+    if metadata.get("weights") != (weights := hash_weights(model)):
+        source = " at ".join(filter(None, (metadata.get("model"), metadata.get("revision")))) or "another model"
+        raise ValueError(
+            f"{os.fspath(filename)!r} was written with other weights, those of {source} (SHA-256 "
+            f"{str(metadata.get('weights'))[:12]}...; this model's is {weights[:12]}..., in {model.dtype}): write it again by "
+            "`tost-hf cache`, with the same dtype."
+        )
+    return CachedPrefix(input_ids, _fill_cache(filename, tensors, metadata, model.config, False))
+
+
+def _read_file(filename: str | os.PathLike, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a file of `save_cache`."""
     if not os.path.isfile(filename):
         raise FileNotFoundError(f"There is no cache file {os.fspath(filename)!r}.")
     try:
@@ -103,6 +207,12 @@ def load_cache(
         raise ValueError(f"{os.fspath(filename)!r} is not a readable safetensors file: {error}") from error
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
+    return tensors, metadata
+
+
+def _fill_cache(filename, tensors: dict, metadata: dict, config: PreTrainedConfig, static: bool) -> CausalStatisticsCache:
+    digest = _hash_tensors(tensors)
+    tensors = {name: x for name, x in tensors.items() if name != TOKENS}
     stated = metadata.get("seq_length", "")
     if not stated.isascii() or not stated.isdecimal() or len(stated) > MAX_LENGTH_DIGITS:
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {stated!r} as the number of cached tokens.")
@@ -116,9 +226,11 @@ def load_cache(
         )
     if len({len(x) for x in tensors.values()}) > 1 or not all(x.is_floating_point() for x in tensors.values()):
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its sums are not of one batch, or no floating-point numbers.")
+    if metadata.get("sha256", digest) != digest:  # files of older versions have none
+        raise ValueError(f"{os.fspath(filename)!r} is damaged: its numbers are not those that were written.")
     cache = CausalStatisticsCache(config, static=static)
     for i, layer in enumerate(cache.layers):
-        _fill(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
+        fill_layer(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
     return cache
 
 
@@ -145,7 +257,8 @@ def layer_shapes(config: PreTrainedConfig, kind: str, length: int) -> dict[str, 
     return dict.fromkeys(("keys", "values"), (config.num_key_value_heads or heads, kept, width))
 
 
-def _fill(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
+def fill_layer(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
+    """Sets the tensors of an empty layer, by the names in `layer_shapes`, after `length` tokens."""
     if layer_type_of(layer) == CAUSAL_STATISTICS:
         state = TSSAState(*(tensors[name] for name in STATE_NAMES))
         layer.lazy_initialization(state)

@@ -1,13 +1,13 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The `tost-hf` command. Each subcommand is a function that adds its parser and one that runs it."""
+"""The `tost-hf` command: the parser of its subcommands, and a function for each that runs it."""
 
 import argparse
 import os
 import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
-from .commands import add_command
-from .commands.runtimes import add_export, add_export_kernel, add_serve, add_space, run_serve
 from .version import __version__
 
 
@@ -15,11 +15,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs `tost-hf` with these arguments (the command line's by default).
 
     Returns:
-        The exit status: 0, or 1 after an error, whose sentence is on stderr. Wrong usage exits with 2, as argparse does.
+        The exit status: 0, or 1 after an error, whose message is on stderr. Wrong usage exits with 2, as argparse does.
     """
-    parser = _parser()
+    parser = _make_parser()
     args, rest = parser.parse_known_args(argv)
-    if rest and args.run is not run_serve:
+    if rest and args.run is not _serve:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tost-hf",
         description="ToST, the Token Statistics Transformer, for Hugging Face transformers.",
@@ -37,48 +37,275 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tost-hf {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (
-        _add_init,
-        _add_convert,
-        _add_card,
-        _add_publish,
-        _add_verify,
-        _add_info,
-        _add_inspect,
-        add_serve,
-        add_export,
-        add_space,
-        add_export_kernel,
-    ):
-        add(commands)
-    return parser
 
+    def add(name: str, run: Callable, summary: str, description: str, *examples: str, parents=()) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=textwrap.fill(description, 100),
+            epilog="examples:\n" + "\n".join(f"  tost-hf {name} {example}" for example in examples),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=list(parents),
+        )
+        command.set_defaults(run=run)
+        return command
 
-def _add_init(commands) -> None:
-    parser = add_command(
-        commands,
+    source = argparse.ArgumentParser(add_help=False)
+    source.add_argument("source", metavar="FOLDER|REPO_ID", help="a model folder, or a repository of the Hub")
+    source.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
+    conversion = argparse.ArgumentParser(add_help=False)
+    conversion.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
+    conversion.add_argument("output", metavar="OUT", help="the folder to write")
+    conversion.add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
+    conversion.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
+    conversion.add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the tokenizer to write, where MODEL has none")
+    conversion.add_argument("--overwrite", action="store_true", help="write to a folder that is not empty")
+
+    init = add(
         "init",
         _init,
-        summary="a new model of one of the paper's sizes, with random weights",
-        description=(
-            "Writes a folder with the configuration and freshly initialised float32 weights of a preset. A vision model "
-            "gets its image processor, a text model the tokenizer that --tokenizer names."
-        ),
-        examples=(
-            "tost-base ./my-tost --tokenizer gpt2",
-            "tost-vision-small-patch16 ./my-tost-vision --seed 1",
-            "tost-lra-listops ./my-classifier",
-        ),
+        "a new model of one of the paper's sizes, with random weights",
+        "Writes a folder with the configuration and freshly initialised float32 weights of a preset. A vision model "
+        "gets its image processor, a text model the tokenizer that --tokenizer names.",
+        "tost-base ./my-tost --tokenizer gpt2",
+        "tost-vision-small-patch16 ./my-tost-vision --seed 1",
+        "tost-lra-listops ./my-classifier",
     )
-    parser.add_argument("preset", metavar="PRESET", help="tost-base, tost-vision-tiny-patch16, tost-lra-text, ...")
-    parser.add_argument("output", metavar="OUT", help="the folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a model that is already at OUT")
-    parser.add_argument(
+    init.add_argument("preset", metavar="PRESET", help="tost-base, tost-vision-tiny-patch16, tost-lra-text, ...")
+    init.add_argument("output", metavar="OUT", help="the folder to write")
+    init.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    init.add_argument("--overwrite", action="store_true", help="replace a model that is already at OUT")
+    init.add_argument(
         "--tokenizer",
         metavar="FOLDER|REPO_ID",
         help="write this tokenizer beside a text model, which takes over its special tokens",
     )
+    convert = add(
+        "convert",
+        _convert,
+        "a checkpoint of the authors' code to a transformers folder, or back",
+        "Converts a checkpoint of the authors' code (a file: ckpt.pt of a language model, checkpoint.pth of a vision "
+        "model or one of its baselines) to a folder that AutoModelForCausalLM.from_pretrained or "
+        "AutoModelForImageClassification.from_pretrained loads. Given such a folder, it converts back to a file. "
+        "Which model it is, and its sizes, is read from the tensors. Weights keep their values and their dtype. A "
+        "checkpoint is opened without running any code in it. It has no tokenizer: the authors' models use GPT-2's.",
+        "out/ckpt.pt ./my-tost",
+        "./my-tost ckpt.pt",
+        "--ema checkpoint.pth ./my-tost-vision",
+    )
+    convert.add_argument("source", metavar="CHECKPOINT", help="the checkpoint file; or a model folder, to convert back")
+    convert.add_argument("output", metavar="OUT", help="the folder to write; or the file, when converting back")
+    convert.add_argument("--overwrite", action="store_true", help="replace a model or a file that is already at OUT")
+    vision = convert.add_argument_group("vision checkpoints")
+    vision.add_argument("--ema", action="store_true", help="take the EMA weights (model_ema)")
+    vision.add_argument(
+        "--num-attention-heads",
+        type=int,
+        metavar="N",
+        help="heads of a softmax baseline, where args.model in the checkpoint does not name one of the authors' sizes",
+    )
+    vision.add_argument(
+        "--no-normalize-patch-tokens",
+        dest="normalize_patch_tokens",
+        action="store_const",
+        const=False,
+        help="the model was trained with tokens_norm=False, unlike all released ones",
+    )
+    card = add(
+        "card",
+        _card,
+        "write or refresh the model card of a folder",
+        "Writes README.md from what the folder holds: configuration, weights, the training run's record and "
+        "evaluation results. What nobody recorded is left out. Metadata written by hand is kept, and so is all text but "
+        "that between the two comments, which is generated.",
+        "./my-tost --license apache-2.0",
+        "--presets model_cards",
+    )
+    target = card.add_mutually_exclusive_group(required=True)
+    target.add_argument("folder", metavar="FOLDER", nargs="?", help="the model folder")
+    target.add_argument(
+        "--presets",
+        metavar="FOLDER",
+        nargs="?",
+        const="model_cards",
+        help="write the cards of the paper's sizes, which have no weights, into this folder (default: model_cards)",
+    )
+    card.add_argument(
+        "--license", metavar="ID", help="licence of the weights, such as apache-2.0; by default the one in the card"
+    )
+    card.add_argument("--repo-id", metavar="REPO_ID", help="where it will be published, for the loading examples")
+    card.add_argument("--revision", help="the tag or commit that the loading examples pin")
+    publish = add(
+        "publish",
+        _publish,
+        "send a model folder to the Hub, in one commit",
+        "Checks a model folder and sends what the repository does not have yet, in one commit: all of it becomes "
+        "visible at once, or nothing. Interrupted, it leaves the repository as it was; run it again. It rejects "
+        "pickles, optimizer states, code that is not ToST's, files that look like secrets, weights with NaN, weights "
+        "that do not fit config.json, and a card without a licence.",
+        "./my-tost me/my-tost --card",
+        "./my-tost me/my-tost --private --tag v1 --card",
+        "./my-tost tost/tost-base --create-pr",
+        "--space ./my-page me/my-page",
+    )
+    publish.add_argument("folder", metavar="FOLDER", help="the model folder; it is not changed (but see --card)")
+    publish.add_argument("repo_id", metavar="REPO_ID", help="OWNER/NAME; created if it is not there")
+    publish.add_argument("--private", action="store_true", default=None, help="if the repository is created, make it private")
+    publish.add_argument("--revision", metavar="BRANCH", help="the branch to commit to (default: main), created from main")
+    publish.add_argument("--tag", help="a tag to put on the commit")
+    publish.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing to main")
+    publish.add_argument("--dry-run", action="store_true", help="check, list what would be sent, and send nothing")
+    code = publish.add_mutually_exclusive_group()
+    code.add_argument(
+        "--with-code",
+        action="store_true",
+        default=True,
+        help="include the remote code, for trust_remote_code=True where tost_hf is not installed (the default)",
+    )
+    code.add_argument("--without-code", dest="with_code", action="store_false", help="leave it out")
+    publish.add_argument("--card", action="store_true", help="write or refresh the card in FOLDER first (`tost-hf card`)")
+    publish.add_argument(
+        "--space", action="store_true", help="FOLDER is a page that `tost-hf space` wrote; send it as a Space"
+    )
+    add(
+        "verify",
+        _verify,
+        "check that a folder or a repository is a complete, working model",
+        "Downloads a repository (a folder is taken as it is) and checks hashes, kinds of files, configuration, "
+        "weights, code and card; then loads the model and runs it. The repository's own code is never run. Exit "
+        "status 1 if anything fails.",
+        "me/my-tost",
+        "me/my-tost --revision v1",
+        "./my-tost",
+        parents=[source],
+    )
+    add(
+        "info",
+        _info,
+        "what a folder or a repository holds",
+        "Prints size, state, positions, licence and files. Of a repository no weights are downloaded.",
+        "me/my-tost",
+        "./my-tost",
+        parents=[source],
+    )
+    inspect = add(
+        "inspect",
+        _inspect,
+        "look inside a model: memberships, compression, entropy, as pictures on a page",
+        "Runs a model on one picture or one text and writes its membership maps, class attention, compression terms, "
+        "subspaces and entropies as PNG files, with an index.html that explains each.",
+        "./tost-digits cat.png --out inside",
+        "./tost-demo source.py --out inside",
+    )
+    inspect.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
+    inspect.add_argument("input", metavar="INPUT", help="a picture, a text file, or a text")
+    inspect.add_argument("--out", metavar="DIR", required=True, help="the folder to write")
+    inspect.add_argument("--layers", metavar="N", type=int, nargs="+", help="the layers to draw, counted from 1")
+    inspect.add_argument("--image-size", metavar="N", type=int, help="scale the picture to a shorter side of N pixels")
+    inspect.add_argument("--processor", metavar="ID", help="a tokenizer or image processor, where MODEL has none")
+    inspect.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run a tokenizer or image processor that is code in its repository; without it such code is never run",
+    )
+    text_model = argparse.ArgumentParser(add_help=False)
+    text_model.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
+    text_model.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
+    text_model.add_argument("--dtype", default="auto", metavar="DTYPE", help="of the weights (default: that of the files)")
+    text_model.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (the default), cuda, ...")
+    generate = add(
+        "generate",
+        _generate,
+        "continue a text at the terminal",
+        "Prints the text that follows a prompt, or that follows a file of `tost-hf cache` and a prompt.",
+        "./tost-demo 'import os'",
+        "./tost-demo --prefix manual.safetensors 'How is it switched on?' --max-new-tokens 50",
+        parents=[text_model],
+    )
+    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    generate.add_argument("--prefix", metavar="FILE", help="a text that was read before, written by `tost-hf cache`")
+    generate.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="tokens at most (default: 100)")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: greedy")
+    generate.add_argument("--seed", type=int, default=0, help="of the tokens that are sampled (default: 0)")
+    cache = add(
+        "cache",
+        _cache,
+        "read a long text once, and write the model's state after it to a file",
+        "Reads a text by chunked prefill, which takes the same memory for every length, and writes the state after it and "
+        "its tokens. `tost-hf generate --prefix` and `tost-hf serve --prefix` continue from the file, with the same "
+        "model, weights and dtype.",
+        "./tost-demo manual.txt manual.safetensors",
+        parents=[text_model],
+    )
+    cache.add_argument("text", metavar="TEXT_FILE", help="the text, in UTF-8")
+    cache.add_argument("output", metavar="OUT", help="the .safetensors file to write")
+    cache.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    serve = add(
+        "serve",
+        _serve,
+        "transformers' OpenAI-compatible server, with ToST in it",
+        "Starts `transformers serve` with ToST's classes and with limits: answers end at the model's last position, and "
+        "a bad request gets an error message and affects no other. Options are those of `transformers serve`, whose "
+        "--help lists them. Started with a MODEL, the server loads no other. Without one, each request names a folder or "
+        "repository, so let only clients in that may read them. A repository's code runs only with --trust-remote-code "
+        "and a MODEL. Prompts continue from the longest prefix that was read before.",
+        "./tost-demo --device cpu --port 8000",
+        "./tost-demo --prefix manual=manual.safetensors",
+        "OWNER/NAME --trust-remote-code",
+    )
+    serve.add_argument(
+        "--prefix-cache-bytes",
+        type=int,
+        metavar="N",
+        help="size of the prefix cache of each model; 0 for none (default: 2**28)",
+    )
+    serve.add_argument(
+        "--prefix",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help='a file of `tost-hf cache`: prompts that begin with its text, or requests with the field "prefix": NAME, '
+        "continue from it; may be repeated",
+    )
+    export = add(
+        "export",
+        _export,
+        "a model for ONNX Runtime, OpenVINO or torch.export, checked against the model",
+        "Writes the model as a program for another runtime, with scripts that run it without this package. A text's state "
+        "goes in and comes out as tensors: one program reads prompts and single tokens. Its outputs are compared with the "
+        "model's first; if they differ nothing is written.",
+        "./tost-demo ./tost-onnx",
+        "me/my-tost ./tost-onnx --dtype int8",
+        parents=[conversion],
+    )
+    export.add_argument("--format", default="onnx", metavar="FORMAT", help="onnx (the default), openvino, executorch or torch")
+    space = add(
+        "space",
+        _space,
+        "a web page that runs the model in the browser, ready to be a Space of the Hub",
+        "Writes a folder with a page, the model as ONNX and the JavaScript libraries, which `npm pack` fetches and whose "
+        "hashes are checked. The page needs no network: `python -m http.server` in the folder shows "
+        "it. `tost-hf publish --space OUT OWNER/NAME` sends it to the Hub.",
+        "./tost-demo ./tost-page",
+        "me/my-tost ./tost-page --title 'My ToST'",
+        parents=[conversion],
+    )
+    space.add_argument("--title", help="the page's title (default: the model's name)")
+    space.add_argument(
+        "--npm",
+        metavar="FOLDER",
+        help="take the JavaScript libraries from this folder of `npm pack` tarballs (default: npm fetches them)",
+    )
+    kernel = add(
+        "export-kernel",
+        _export_kernel,
+        "the Triton operator alone, in the layout of the Hub's kernels",
+        "Writes the operator as a `kernels` repository ([torch-noarch]: Triton only, nothing compiled).",
+        "./tssa-kernel",
+    )
+    kernel.add_argument("output", metavar="OUT", help="the folder to write")
+    kernel.add_argument("--overwrite", action="store_true", help="replace what is already at OUT")
+    return parser
 
 
 def _init(args: argparse.Namespace) -> None:
@@ -120,45 +347,6 @@ def _init(args: argparse.Namespace) -> None:
     print(f"Wrote {target}")
 
 
-def _add_convert(commands) -> None:
-    parser = add_command(
-        commands,
-        "convert",
-        _convert,
-        summary="a checkpoint of the authors' code to a transformers folder, or back",
-        description=(
-            "Converts a checkpoint of the authors' code (a file: ckpt.pt of a language model, checkpoint.pth of a vision "
-            "model or one of its baselines) to a folder that AutoModelForCausalLM.from_pretrained or "
-            "AutoModelForImageClassification.from_pretrained loads. Given such a folder, it converts back to a file. "
-            "Which model it is, and its sizes, is read from the tensors. Weights keep their values and their dtype. A "
-            "checkpoint is opened without running any code in it. It has no tokenizer: the authors' models use GPT-2's."
-        ),
-        examples=(
-            "out/ckpt.pt ./my-tost",
-            "./my-tost ckpt.pt",
-            "--ema checkpoint.pth ./my-tost-vision",
-        ),
-    )
-    parser.add_argument("source", metavar="CHECKPOINT", help="the checkpoint file; or a model folder, to convert back")
-    parser.add_argument("output", metavar="OUT", help="the folder to write; or the file, when converting back")
-    parser.add_argument("--overwrite", action="store_true", help="replace a model or a file that is already at OUT")
-    vision = parser.add_argument_group("vision checkpoints")
-    vision.add_argument("--ema", action="store_true", help="take the averaged weights (model_ema)")
-    vision.add_argument(
-        "--num-attention-heads",
-        type=int,
-        metavar="N",
-        help="heads of a softmax baseline, where args.model in the checkpoint does not name one of the authors' sizes",
-    )
-    vision.add_argument(
-        "--no-normalize-patch-tokens",
-        dest="normalize_patch_tokens",
-        action="store_const",
-        const=False,
-        help="the model was trained with tokens_norm=False, unlike all released ones",
-    )
-
-
 def _convert(args: argparse.Namespace) -> None:
     from .convert import convert_from_original, convert_to_original
 
@@ -172,38 +360,6 @@ def _convert(args: argparse.Namespace) -> None:
     print(f"Wrote {written}")
 
 
-def _add_card(commands) -> None:
-    parser = add_command(
-        commands,
-        "card",
-        _card,
-        summary="write or refresh the model card of a folder",
-        description=(
-            "Writes README.md from what the folder holds: configuration, weights, the training run's record and "
-            "evaluation results. What nobody recorded is left out. Metadata written by hand is kept, and so is all text but "
-            "that between the two comments, which is generated."
-        ),
-        examples=(
-            "./my-tost --license apache-2.0",
-            "--presets model_cards",
-        ),
-    )
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("folder", metavar="FOLDER", nargs="?", help="the model folder")
-    target.add_argument(
-        "--presets",
-        metavar="FOLDER",
-        nargs="?",
-        const="model_cards",
-        help="write the cards of the paper's sizes, which have no weights, into this folder (default: model_cards)",
-    )
-    parser.add_argument(
-        "--license", metavar="ID", help="licence of the weights, such as apache-2.0; by default the one in the card"
-    )
-    parser.add_argument("--repo-id", metavar="REPO_ID", help="where it will be published, for the loading examples")
-    parser.add_argument("--revision", help="the tag or commit that the loading examples pin")
-
-
 def _card(args: argparse.Namespace) -> None:
     from .hub.cards import write_card, write_preset_cards
 
@@ -212,44 +368,6 @@ def _card(args: argparse.Namespace) -> None:
             print(f"Wrote {path}")
         return
     print(f"Wrote {write_card(args.folder, repo_id=args.repo_id, revision=args.revision, license=args.license)}")
-
-
-def _add_publish(commands) -> None:
-    parser = add_command(
-        commands,
-        "publish",
-        _publish,
-        summary="send a model folder to the Hub, in one commit",
-        description=(
-            "Checks a model folder and sends what the repository does not have yet, in one commit: all of it becomes "
-            "visible at once, or nothing. Interrupted, it leaves the repository as it was; run it again. It refuses "
-            "pickles, optimizer states, code that is not ToST's, files that look like secrets, weights with NaN, weights "
-            "that do not fit config.json, and a card without a licence."
-        ),
-        examples=(
-            "./my-tost me/my-tost --card",
-            "./my-tost me/my-tost --private --tag v1 --card",
-            "./my-tost tost/tost-base --create-pr",
-            "--space ./my-page me/my-page",
-        ),
-    )
-    parser.add_argument("folder", metavar="FOLDER", help="the model folder; it is not changed (but see --card)")
-    parser.add_argument("repo_id", metavar="REPO_ID", help="OWNER/NAME; created if it is not there")
-    parser.add_argument("--private", action="store_true", default=None, help="if the repository is created, make it private")
-    parser.add_argument("--revision", metavar="BRANCH", help="the branch to commit to (default: main), created from main")
-    parser.add_argument("--tag", help="a tag to put on the commit")
-    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing to main")
-    parser.add_argument("--dry-run", action="store_true", help="check, list what would be sent, and send nothing")
-    code = parser.add_mutually_exclusive_group()
-    code.add_argument(
-        "--with-code",
-        action="store_true",
-        default=True,
-        help="include the remote code, for trust_remote_code=True where tost_hf is not installed (the default)",
-    )
-    code.add_argument("--without-code", dest="with_code", action="store_false", help="leave them out")
-    parser.add_argument("--card", action="store_true", help="write or refresh the card in FOLDER first (`tost-hf card`)")
-    parser.add_argument("--space", action="store_true", help="FOLDER is a page that `tost-hf space` wrote; send it as a Space")
 
 
 def _publish(args: argparse.Namespace) -> None:
@@ -279,26 +397,6 @@ def _publish(args: argparse.Namespace) -> None:
         print(f"Published: {done.url}")
 
 
-def _add_verify(commands) -> None:
-    parser = add_command(
-        commands,
-        "verify",
-        _verify,
-        summary="check that a folder or a repository is a complete, working model",
-        description=(
-            "Downloads a repository (a folder is taken as it is) and checks hashes, kinds of files, configuration, "
-            "weights, code and card; then loads the model and runs it. The repository's own code is never run. Exit "
-            "status 1 if anything fails."
-        ),
-        examples=(
-            "me/my-tost",
-            "me/my-tost --revision v1",
-            "./my-tost",
-        ),
-    )
-    _add_source(parser)
-
-
 def _verify(args: argparse.Namespace) -> int:
     from .hub.verification import verify
 
@@ -314,59 +412,11 @@ def _verify(args: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def _add_info(commands) -> None:
-    parser = add_command(
-        commands,
-        "info",
-        _info,
-        summary="what a folder or a repository holds",
-        description=("Prints size, state, positions, licence and files. Of a repository no weights are downloaded."),
-        examples=(
-            "me/my-tost",
-            "./my-tost",
-        ),
-    )
-    _add_source(parser)
-
-
 def _info(args: argparse.Namespace) -> None:
     from .hub.verification import info
 
     for name, value in info(args.source, revision=args.revision).items():
         print(f"{name:12}{value}")
-
-
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="FOLDER|REPO_ID", help="a model folder, or a repository of the Hub")
-    parser.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
-
-
-def _add_inspect(commands) -> None:
-    parser = add_command(
-        commands,
-        "inspect",
-        _inspect,
-        summary="look inside a model: memberships, compression, entropy, as pictures on a page",
-        description=(
-            "Runs a model on one picture or one text and writes its membership maps, class attention, compression terms, "
-            "subspaces and entropies as PNG files, with an index.html that explains each."
-        ),
-        examples=(
-            "./tost-digits cat.png --out inside",
-            "./tost-demo source.py --out inside",
-        ),
-    )
-    parser.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
-    parser.add_argument("input", metavar="INPUT", help="a picture, a text file, or a text")
-    parser.add_argument("--out", metavar="DIR", required=True, help="the folder to write")
-    parser.add_argument("--layers", metavar="N", type=int, nargs="+", help="the layers to draw, counted from 1")
-    parser.add_argument("--image-size", metavar="N", type=int, help="scale the picture to a shorter side of N pixels")
-    parser.add_argument("--processor", metavar="ID", help="a tokenizer or image processor, where MODEL has none")
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run a tokenizer or image processor that is code in its repository; without it such code is never run",
-    )
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -375,6 +425,76 @@ def _inspect(args: argparse.Namespace) -> None:
     options = {name: getattr(args, name) for name in ("layers", "image_size", "processor", "trust_remote_code")}
     for path in inspect_path(args.model, args.input, args.out, **options):
         print(f"Wrote {path}")
+
+
+def _load_text_model(args: argparse.Namespace):
+    from transformers import AutoTokenizer
+
+    from .model.modeling_tost import ToSTForCausalLM
+
+    model = ToSTForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=args.dtype)
+    return model.to(args.device).eval(), AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    import torch
+    from transformers import TextStreamer
+
+    from .cache_files import load_prefix
+
+    model, tokenizer = _load_text_model(args)
+    input_ids, cache = tokenizer(args.prompt, return_tensors="pt").input_ids.to(model.device), None
+    if args.prefix is not None:
+        prefix = load_prefix(args.prefix, model)
+        input_ids, cache = prefix.continued_by(input_ids[0].tolist(), tokenizer.bos_token_id), prefix.cache
+    torch.manual_seed(args.seed)
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(input_ids, past_key_values=cache, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling)
+
+
+def _cache(args: argparse.Namespace) -> None:
+    from .cache_files import prefill_cache, save_cache
+
+    if Path(args.output).exists() and not args.overwrite:
+        raise ValueError(f"{args.output} exists already; replace it with --overwrite.")
+    text = Path(args.text).read_text(encoding="utf-8")
+    model, tokenizer = _load_text_model(args)
+    input_ids = tokenizer(text, return_tensors="pt").input_ids
+    if not input_ids.numel():
+        raise ValueError(f"{args.text} has no text.")
+    save_cache(prefill_cache(model, input_ids, progress_bar=True), args.output, model=model, input_ids=input_ids)
+    print(f"Wrote {args.output}: {input_ids.shape[1]:,} tokens in {Path(args.output).stat().st_size:,} bytes")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from .serving.server import serve
+
+    prefixes = dict(prefix.partition("=")[::2] for prefix in args.prefix)
+    if len(prefixes) < len(args.prefix) or not all(name and file for name, file in prefixes.items()):
+        raise ValueError(f"--prefix needs NAME=FILE, each with another name; got {', '.join(args.prefix)}.")
+    serve(args.rest, prefix_files=prefixes, prefix_cache_bytes=args.prefix_cache_bytes)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from .exporting import export_model
+
+    options = {name: getattr(args, name) for name in ("format", "dtype", "tokenizer", "revision", "overwrite")}
+    done = export_model(args.model, args.output, **options)
+    print(f"{done.agreement}\nWrote {done.folder}")
+
+
+def _space(args: argparse.Namespace) -> None:
+    from .space import write_space
+
+    options = {name: getattr(args, name) for name in ("dtype", "tokenizer", "title", "npm", "revision", "overwrite")}
+    print(f"Wrote {write_space(args.model, args.output, **options)}")
+
+
+def _export_kernel(args: argparse.Namespace) -> None:
+    from .hub.kernel_export import export_kernel
+
+    print(f"Wrote {export_kernel(args.output, overwrite=args.overwrite)}")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ import logging
 import os
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .files import check_file, check_folder, staged_file, staged_folder
-from .hub.checks import empty_model, tensors, weight_files
+from .hub.checks import check_names, check_tensor, empty_model, list_names, load_config, tensors, weight_files
 from .image_processing import save_image_processor
 from .model.configuration_tost import ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
@@ -29,7 +29,6 @@ from .model.modeling_tost_vision import ToSTForImageClassification
 logger = logging.getLogger(__name__)
 
 Config = ToSTConfig | ToSTVisionConfig
-AnyConfig = TypeVar("AnyConfig", ToSTConfig, ToSTVisionConfig)
 StateDict = dict[str, torch.Tensor]
 PathLike = str | os.PathLike[str]
 
@@ -90,7 +89,7 @@ VISION_ATTENTION_NAMES = {  # by attention_type, beside VISION_NAMES
     },
 }
 
-_WRAPPERS = ("_orig_mod.", "module.")  # torch.compile's and DDP's prefixes, in either order
+_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # prefixes by torch.compile and DDP
 _VISION_MODULES = ("cls_token", "patch_embed.", "cls_attn_blocks.", "pos_embeder.")
 _XCIT_MODULES = (".local_mp.", ".norm3.", ".gamma3")  # XCiT's local patch interaction
 _POSITION_PROJECTION = "pos_embeder.token_projection.weight"  # a 1x1 convolution in the authors' code, a Linear here
@@ -98,7 +97,6 @@ _SETTINGS = {  # what is read of the run that wrote the file
     "model_args": ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout", "TSSA"),
     "args": ("input_size", "drop", "drop_path", "num_heads", "tokens_norm", "model"),
 }
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _END_OF_TEXT = 50256  # of GPT-2's tokenizer, which the authors use
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")  # one number in the authors' code
 
@@ -198,7 +196,7 @@ def convert_to_original(
     """
     source, target = Path(model_dir), Path(output_file)
     check_file(target, overwrite)
-    model_config = _read_config(source)
+    model_config = cast(Config, load_config(source))
     settings: dict[str, object]
     if isinstance(model_config, ToSTVisionConfig):
         settings = {"args": _vision_args(model_config, source)}
@@ -212,11 +210,9 @@ def convert_to_original(
     state = dict(tensors(weight_files(source)))
     if "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied: stored once by us, twice by the authors
-    model, names = _model(model_config), _names(model_config)
-    _check_tensors(state, model.state_dict(), source)
-    authors = {name: state[_renamed(name, names)].reshape(own.shape) for name, own in _authors_tensors(model).items()}
+    _check_tensors(state, _model(model_config).state_dict(), source)
     with staged_file(target) as file:
-        torch.save({"model": authors} | settings, file)
+        torch.save({"model": _to_authors(model_config, state)} | settings, file)
     return target
 
 
@@ -236,73 +232,34 @@ def rename(name: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    new = rename(name, names)
-    assert new is not None, f"the tables of names lack {name}"
-    return new
-
-
 def _names(config: Config) -> Mapping[str, str]:
     if isinstance(config, ToSTVisionConfig):
         return VISION_NAMES | VISION_ATTENTION_NAMES[config.attention_type]
     return LANGUAGE_NAMES
 
 
-def _reversed(names: Mapping[str, str]) -> dict[str, str]:
-    return {ours: authors for authors, ours in names.items()}
-
-
-def _strip_wrappers(name: str) -> str:
-    while name.startswith(_WRAPPERS):
-        name = name.split(".", 1)[1]
-    return name
-
-
-def _authors_tensors(model: PreTrainedModel) -> StateDict:
-    """The tensors of a model under the authors' names and in their shapes."""
-    back = _reversed(_names(cast(Config, model.config)))
-    tensors = {_renamed(name, back): tensor for name, tensor in model.state_dict().items()}
-    if _POSITION_PROJECTION in tensors:
-        tensors[_POSITION_PROJECTION] = tensors[_POSITION_PROJECTION][..., None, None]
-    return tensors
+def _to_authors(config: Config, state: StateDict) -> StateDict:
+    """A model's state dict under the authors' names and in their shapes."""
+    names = {ours: authors for authors, ours in _names(config).items()}
+    renamed = {cast(str, rename(name, names)): tensor for name, tensor in state.items()}
+    if _POSITION_PROJECTION in renamed:
+        renamed[_POSITION_PROJECTION] = renamed[_POSITION_PROJECTION][..., None, None]
+    return renamed
 
 
 def _load_authors_tensors(model: PreTrainedModel, state: StateDict, source: Path) -> None:
-    """Gives a model the tensors of a state dict with the authors' names; ValueError if they are not those it needs."""
-    _check_tensors(state, _authors_tensors(model), source)
-    names = _names(cast(Config, model.config))
-    ours = {rename(name, names): tensor for name, tensor in state.items()}
-    model.load_state_dict({name: ours[name].reshape(own.shape) for name, own in model.state_dict().items()}, assign=True)
+    """Loads a state dict with the authors' names into a model; ValueError if it is not the model's."""
+    config, own = cast(Config, model.config), model.state_dict()
+    _check_tensors(state, _to_authors(config, own), source)
+    renamed = {rename(name, _names(config)): tensor for name, tensor in state.items()}
+    model.load_state_dict({name: renamed[name].reshape(tensor.shape) for name, tensor in own.items()}, assign=True)
     model.tie_weights()
 
 
 def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
-    """Rejects tensors that are missing, unknown, not finite, or of another shape or kind of dtype than needed."""
-    missing = [name for name in needed if name not in state]
-    unknown = [name for name in state if name not in needed]
-    problems = [f"it lacks {_listed(missing)}"] * bool(missing) + [f"it has {_listed(unknown)}"] * bool(unknown)
-    if problems:
-        raise ValueError(f"{source} does not hold exactly the tensors of a ToST model of its sizes: {' and '.join(problems)}.")
-    for name, wanted in needed.items():
-        tensor = state[name]
-        if wanted.is_floating_point() and tensor.is_floating_point() and tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"{source}: {name} has dtype {tensor.dtype}, in which no ToST model computes; save the weights as one of "
-                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)} first."
-            )
-        if tensor.shape != wanted.shape or tensor.is_floating_point() != wanted.is_floating_point():
-            numbers = "floating-point numbers" if wanted.is_floating_point() else "integers"
-            raise ValueError(
-                f"{source}: {name} has shape {tuple(tensor.shape)} and {tensor.dtype}, but the model's sizes ask for "
-                f"{numbers} of shape {tuple(wanted.shape)}."
-            )
-        if not tensor.isfinite().all():
-            raise ValueError(f"{source}: {name} holds NaN or infinite numbers; convert weights from before training diverged.")
-
-
-def _listed(names: list[str], most: int = 5) -> str:
-    shown = (name if name.isprintable() and len(name) < 100 else f"{name[:100]!r}..." for name in names[:most])
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+    check_names(state, needed, source)
+    for name, tensor in state.items():
+        check_tensor(name, tensor, needed[name], source)
 
 
 # The authors' file
@@ -335,14 +292,11 @@ def _load_pickle(path: Path) -> Any:
 
 def _is_compressed(path: Path) -> bool:
     """Whether a zip archive unpacks to more than the file holds."""
-    if not zipfile.is_zipfile(path):
-        return False
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except Exception:  # zipfile raises nearly anything on a damaged archive, whose message is torch.load's
+            entries, size = archive.infolist(), path.stat().st_size
+    except Exception:  # no archive, or a damaged one, on which zipfile raises nearly anything; the message is torch.load's
         return False
-    size = path.stat().st_size
     return any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size for entry in entries)
 
 
@@ -355,10 +309,10 @@ def _state_dict(contents: object, key: str, source: Path) -> StateDict:
     for name, tensor in stored.items():
         if not isinstance(name, str):
             raise ValueError(f"{source}: {key!r} holds a name that is not text but {type(name).__name__}.")
-        _check_stored(tensor, f"{source}: the entry {_listed([name])} of {key!r}")
-        bare = _strip_wrappers(name)
+        _check_stored(tensor, f"{source}: the entry {list_names([name])} of {key!r}")
+        bare = _WRAPPERS.sub("", name)
         if bare in state:
-            raise ValueError(f"{source} holds {_listed([bare])} twice, under different prefixes.")
+            raise ValueError(f"{source} holds {list_names([bare])} twice, under different prefixes.")
         state[bare] = tensor
     total, size = sum(tensor.nbytes for tensor in state.values()), source.stat().st_size
     if total > 2 * size:  # the tied lm_head is stored once and counted twice
@@ -389,17 +343,11 @@ def _stated_settings(contents: Mapping, key: str, source: Path) -> Mapping:
     if not isinstance(stated, Mapping):
         raise ValueError(f"{source}: {key} must be a dict, got {type(stated).__name__}.")
     settings = {name: stated[name] for name in _SETTINGS[key] if name in stated}
-    for name, value in settings.items():
-        if not _is_plain(value):
+    for name, value in settings.items():  # which must be quick to compare and to print
+        short = abs(value) < 2**63 if isinstance(value, int) else len(value) < 200 if isinstance(value, str) else True
+        if not isinstance(value, int | float | str | None) or not short:
             raise ValueError(f"{source}: {name} of {key} must be a number or a short text, not {type(value).__name__}.")
     return settings
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a setting is a number or a short text: quick to compare and to print."""
-    if isinstance(value, int):
-        return abs(value) < 2**63
-    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) < 200)
 
 
 def _shape(state: StateDict, name: str, ndim: int, source: Path) -> torch.Size:
@@ -415,9 +363,9 @@ def _count(state: StateDict, pattern: str) -> int:
     return len({match[1] for name in state if (match := re.match(pattern, name))})
 
 
-def _make_config(make: Callable[..., AnyConfig], fields: Mapping, source: Path) -> AnyConfig:
+def _make_config(config_class: type[Config], fields: Mapping, source: Path) -> Any:
     try:
-        return make(**fields)
+        return config_class(**fields)
     except (ValueError, TypeError, AttributeError, OverflowError, StrictDataclassError) as error:
         raise ValueError(f"{source}: {str(error).splitlines()[-1].strip()[:300]}") from error
 
@@ -449,6 +397,8 @@ def _language_config(state: StateDict, model_args: Mapping, source: Path) -> ToS
     for name, size in sizes.items():
         if model_args.get(name, size) != size:
             raise ValueError(f"{source}: model_args says {name}={model_args[name]}, but the tensors say {name}={size}.")
+    embedding, head = state["transformer.wte.weight"], state.get("lm_head.weight")
+    tied = head is None or (head.dtype == embedding.dtype and torch.equal(head, embedding))  # as in the authors' models
     end_of_text = _END_OF_TEXT if vocab_size > _END_OF_TEXT else None
     fields = {
         "num_hidden_layers": sizes["n_layer"],
@@ -457,7 +407,7 @@ def _language_config(state: StateDict, model_args: Mapping, source: Path) -> ToS
         "max_position_embeddings": sizes["block_size"],
         "use_bias": sizes["bias"],
         "vocab_size": vocab_size,
-        "tie_word_embeddings": _tied(state),
+        "tie_word_embeddings": tied,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         **dict.fromkeys(_DROPOUTS, model_args.get("dropout", 0.0)),
@@ -474,12 +424,6 @@ def _reject_gpt2(state: StateDict, model_args: Mapping, source: Path) -> None:
             f"{source} is a GPT-2 checkpoint with softmax attention ({reason}), not a ToST model; convert it as a GPT-2 "
             f"model instead."
         )
-
-
-def _tied(state: StateDict) -> bool:
-    """Whether lm_head is the token embedding, as it is in every model of the authors' code."""
-    embedding, head = state["transformer.wte.weight"], state.get("lm_head.weight")
-    return head is None or (head.dtype == embedding.dtype and torch.equal(head, embedding))
 
 
 def _language_args(config: ToSTConfig, source: Path) -> dict:
@@ -519,7 +463,11 @@ def _vision_config(
     state: StateDict, args: Mapping, heads: int | None, normalize_patch_tokens: bool | None, source: Path
 ) -> ToSTVisionConfig:
     """The configuration by the tensors' shapes and, for what these do not show, by `args`."""
-    _reject_xcit(state, source)
+    if local := [name for name in state if any(module in name for module in _XCIT_MODULES)]:
+        raise ValueError(
+            f"{source} is an XCiT checkpoint with local patch interaction ({list_names(local, most=1)}), which neither ToST's "
+            "trunk nor its baselines have; it cannot be converted."
+        )
     width = _shape(state, "cls_token", 3, source)[2]
     attention_type = _attention_type(state, width, source)
     if normalize_patch_tokens is None:
@@ -542,15 +490,6 @@ def _vision_config(
         "num_labels": _shape(state, "head.weight", 2, source)[0],
     }
     return _make_config(ToSTVisionConfig, fields, source)
-
-
-def _reject_xcit(state: StateDict, source: Path) -> None:
-    local = [name for name in state if any(module in name for module in _XCIT_MODULES)]
-    if local:
-        raise ValueError(
-            f"{source} is an XCiT checkpoint with local patch interaction ({_listed(local, most=1)}), which ToST's trunk and "
-            "its baselines do not have; it cannot be converted."
-        )
 
 
 def _attention_type(state: StateDict, width: int, source: Path) -> str:
@@ -608,22 +547,6 @@ def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
 def _model(config: Config) -> PreTrainedModel:
     """The model that a checkpoint is of, without memory for its weights."""
     return empty_model(config, ToSTForImageClassification if isinstance(config, ToSTVisionConfig) else ToSTForCausalLM)
-
-
-def _read_config(folder: Path) -> Config:
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} is not a folder with a transformers model: there is no config.json in it.")
-    try:
-        fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-    except Exception as error:  # transformers raises nearly anything on a file that is not a configuration
-        raise ValueError(f"{folder / 'config.json'} is not a configuration: it is damaged.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{folder / 'config.json'} is not a configuration: it holds a {type(fields).__name__}.")
-    for config_class in (ToSTConfig, ToSTVisionConfig):
-        if fields.get("model_type") == config_class.model_type:
-            return _make_config(config_class.from_dict, {"config_dict": fields}, folder / "config.json")
-    model_type = repr(fields.get("model_type"))[:100]
-    raise ValueError(f"{folder} holds a model of type {model_type}, not 'tost' or 'tost_vision'.")
 
 
 __all__ = [

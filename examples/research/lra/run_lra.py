@@ -41,8 +41,8 @@ from scripting import (
 
 from tost_hf import LRA_PRESETS, ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION, staged_file
-from tost_hf.training.metrics import TokenAccuracy
-from tost_hf.training.trainer import chosen_later
+from tost_hf.training.metrics import token_accuracy
+from tost_hf.training.trainer import recipe_field
 
 
 logger = logging.getLogger("run_lra")
@@ -101,10 +101,10 @@ class LRATrainingArguments(ToSTTrainingArguments):
 
     recipe: str | None = field(default="paper", metadata={"help": "What is left out by the task, too.", "choices": ["paper"]})
     task: str = field(default="listops", metadata={"help": "The task.", "choices": list(TASKS)})
-    learning_rate: float = chosen_later("The peak learning rate. Default: the paper's.")
-    weight_decay: float = chosen_later("Weight decay. Default: the paper's.")
-    lr_scheduler_type: str = chosen_later("The learning rate's schedule. Default: the paper's.")
-    max_steps: int = chosen_later("Number of optimizer steps. Default: the paper's.")
+    learning_rate: float = recipe_field("The peak learning rate. Default: the paper's.")
+    weight_decay: float = recipe_field("Weight decay. Default: the paper's.")
+    lr_scheduler_type: str = recipe_field("The learning rate's schedule. Default: the paper's.")
+    max_steps: int = recipe_field("Number of optimizer steps. Default: the paper's.")
     eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate: no, steps or epoch."})
     eval_steps: float = field(default=0.02, metadata={"help": "Steps between evaluations, or a share of the run if below 1."})
     save_steps: float = field(default=0.02, metadata={"help": "Steps between checkpoints, or a share of the run if below 1."})
@@ -178,7 +178,7 @@ def most_likely(logits, labels):
 
 
 def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
-    return TokenAccuracy().compute(predictions=evaluated.predictions, references=evaluated.label_ids)
+    return token_accuracy(evaluated.predictions, evaluated.label_ids)
 
 
 def load_examples(data_args: DataArguments, name: str, length: int, classes: int) -> dict[str, Examples]:

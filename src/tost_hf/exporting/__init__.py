@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Models for other runtimes: a folder with the program, what it takes and gives, and a script that runs it."""
+"""Export to other runtimes: a folder with the program, a description of its inputs and outputs, and a script that runs it."""
 
 from .writing import DTYPES, FORMATS, export_model
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Names the likeliest classes of a picture, without the package that wrote the program: python classify.py picture.png"""
+"""Prints the five most probable classes of an image, without tost_hf: python classify.py picture.png"""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 def prepare(picture: Image.Image, facts: dict, settings: dict) -> np.ndarray:
-    """The picture (1, channels, height, width) as the image processor's settings say."""
+    """Pixel values (1, channels, height, width), by the settings of the image processor."""
     sizes = settings.get("size") or {}
     side = facts["image_size"] if isinstance(facts["image_size"], int) else max(facts["image_size"])
     picture = picture.convert("L" if facts["inputs"][0]["shape"][1] == 1 else "RGB")

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Whether an exported program computes what its model computes: outputs for several shapes, and greedy tokens."""
+"""Comparison of an exported program with its model: outputs for several shapes, and greedy tokens."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .programs import BATCH, LanguageProgram, ModelProgram, TextProgram
+from .programs import BATCH, LanguageProgram, ModelProgram
 from .runtime import LanguageModel, Run
 
 
@@ -16,27 +16,23 @@ SPLITS = ((), (6, 7), (1, 20))  # positions at which a prompt is split into part
 
 
 class Agreement(NamedTuple):
-    """How an exported program compares with its model.
+    """How closely an exported program agrees with its model."""
 
-    `difference` is the greatest root of a mean squared difference of outputs, in standard deviations of the model's.
-    """
-
-    difference: float
-    greedy_tokens: int  # of which the program chose ...
-    equal_tokens: int  # ... so many as the model did
+    difference: float  # the largest root mean square difference of outputs, in standard deviations of the model's outputs
+    greedy_tokens: int  # that were compared
+    equal_tokens: int  # among them
 
     def __str__(self) -> str:
-        sentence = f"Its outputs differ from the model's by {self.difference:.1e} of their standard deviation"
-        if self.greedy_tokens:
-            sentence += f"; {self.equal_tokens} of {self.greedy_tokens} greedy tokens were the same"
-        return f"{sentence}."
+        greedy = f"; {self.equal_tokens} of {self.greedy_tokens} greedy tokens were the same" if self.greedy_tokens else ""
+        return f"Its outputs differ from the model's by {self.difference:.1e} of their standard deviation{greedy}."
 
 
 def compare(program: ModelProgram, run: Run, facts: dict, tolerance: float) -> Agreement:
     """Runs both on the same inputs.
 
     Args:
-        run: the exported program, whose inputs and outputs `facts` describes as `export.json` does.
+        run: the exported program.
+        facts: the contents of its `export.json`.
         tolerance: the maximum of `Agreement.difference`. Greedy tokens may differ only where the model's logits are within
             ten times as many standard deviations of each other.
 
@@ -49,7 +45,7 @@ def compare(program: ModelProgram, run: Run, facts: dict, tolerance: float) -> A
         texts = [(LanguageModel(run, facts, batch), batch, split) for batch in batches for split in SPLITS]
         difference = max(_text_difference(model, *text) for text in texts)
     else:
-        difference = max(_difference(program, run, inputs) for inputs in _inputs(program, batches, facts))
+        difference = max(_difference(program, run, _make_inputs(program, batch, facts)) for batch in batches)
     if difference > tolerance:
         raise ValueError(
             f"The exported program gives other outputs than the model: they differ by {difference:.2g} standard deviations, "
@@ -71,29 +67,24 @@ def _relative(got: np.ndarray, expected: torch.Tensor) -> float:
     for who, x in (("model", expected.numpy()), ("exported program", got)):
         if not np.isfinite(x).all():
             raise ValueError(f"The {who} gives NaN or infinite outputs in this dtype. Nothing was written.")
-    wanted = expected.detach().double().numpy()
-    spread = max(float(wanted.std()), 1e-6)
-    return float(np.sqrt(np.mean((got.astype(np.float64) - wanted) ** 2))) / spread
+    reference = expected.double().numpy()
+    return float(np.sqrt(np.mean((got - reference) ** 2)) / max(reference.std(), 1e-6))
 
 
-def _inputs(program: ModelProgram, batches: tuple[int, ...], facts: dict) -> list[list[torch.Tensor]]:
-    """Of each batch size: texts with padding on the right, or images of several shapes."""
+def _make_inputs(program: ModelProgram, batch: int, facts: dict) -> list[torch.Tensor]:
+    """Random texts, the last of them with padding on the right, or images, whose shape depends on the batch size."""
     config: Any = program.model.config
     generator = torch.Generator().manual_seed(0)
-    found: list[list[torch.Tensor]] = []
-    for i, batch in enumerate(batches):
-        if isinstance(program, TextProgram):
-            mask = torch.ones(batch, min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS), dtype=torch.long)
-            mask[-1, -2:] = 0
-            found.append([torch.randint(config.vocab_size, mask.shape, generator=generator), mask])
-            continue
-        shape = list(facts["inputs"][0]["shape"])
-        if BATCH in shape:
-            side = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
-            side = min(-(-side // config.patch_size), 16) * config.patch_size
-            shape = [batch, config.num_channels, side, side + i * config.patch_size]
-        found.append([torch.randn(shape, generator=generator)])
-    return found
+    if not program.takes_images:
+        mask = torch.ones(batch, min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS), dtype=torch.long)
+        mask[-1, -2:] = 0
+        return [torch.randint(config.vocab_size, mask.shape, generator=generator), mask]
+    shape = list(facts["inputs"][0]["shape"])
+    if BATCH in shape:
+        side = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
+        patches = min(-(-side // config.patch_size), 16)
+        shape = [batch, config.num_channels, patches * config.patch_size, (patches + 2 - batch) * config.patch_size]
+    return [torch.randn(shape, generator=generator)]
 
 
 @torch.no_grad()
@@ -105,7 +96,7 @@ def _difference(program: ModelProgram, run: Run, inputs: list[torch.Tensor]) -> 
 
 @torch.no_grad()
 def _text_difference(model: PreTrainedModel, exported: LanguageModel, batch: int, split: tuple[int, ...]) -> float:
-    """Of the logits at real tokens, the exported program reading the prompt in parts; the last of several texts is padded."""
+    """Of the logits at real tokens, where the exported program reads the prompt in parts; the last of two texts is padded."""
     config: Any = model.config
     generator = torch.Generator().manual_seed(batch)
     count = min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Continues a prompt, without the package that wrote the program: python generate.py "Once upon a time" --tokens 50"""
+"""Continues a prompt, without tost_hf: python generate.py "Once upon a time" --tokens 50"""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 def choose(logits: np.ndarray, temperature: float, random: np.random.Generator) -> int:
-    """The likeliest token, or with a temperature a random one."""
+    """The most probable token, or a sampled one if the temperature is not 0."""
     if temperature == 0:
         return int(logits.argmax())
     weights = np.exp((logits - logits.max()) / temperature, dtype=np.float64)
@@ -24,8 +24,8 @@ def choose(logits: np.ndarray, temperature: float, random: np.random.Generator) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prompt")
-    parser.add_argument("--tokens", type=int, default=50, help="how many to write at most")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the likeliest token each time")
+    parser.add_argument("--tokens", type=int, default=50, help="maximum number of new tokens")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy decoding")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not (FOLDER / "tokenizer.json").is_file():

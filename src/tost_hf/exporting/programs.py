@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Models as functions of tensors alone, which exporters trace; inputs and outputs are named and include a text's state.
+"""Models as functions from tensors to tensors, which exporters trace; inputs and outputs include a text's state.
 
-A language model's program starts and continues a text alike: the state before the first token is zeros (and keys and values of
-no tokens). All of the state is float32 outside the program.
+One program of a language model starts and continues a text: the state before the first token is zeros (and keys and values of
+no tokens). The whole state is float32 outside the program.
 """
 
 from typing import Any, NamedTuple, cast
@@ -19,15 +19,15 @@ from ..model.modeling_tost_vision import ToSTVisionPreTrainedModel
 from ..model.tssa_reference import TSSAState
 
 
-BATCH, TOKENS, CACHED, HEIGHT, WIDTH = "batch", "tokens", "cached", "height", "width"  # dimensions that are free
+BATCH, TOKENS, CACHED, HEIGHT, WIDTH = "batch", "tokens", "cached", "height", "width"  # dynamic dimensions
 MASKED = f"{CACHED}+{TOKENS}"
-PAST, PRESENT = "past.", "present."  # before the names of the state's tensors that go in and come out
-Sizes = dict[str, int]  # of free dimensions, by name
+PAST, PRESENT = "past.", "present."  # prefixes of the state's tensors as inputs and outputs
+Sizes = dict[str, int]  # of dynamic dimensions, by name
 SAMPLE_SIZES = {BATCH: 2, TOKENS: 5, CACHED: 3, MASKED: 8}
 
 
 class TensorSpec(NamedTuple):
-    """An input or output: free dimensions are named, the others numbers."""
+    """An input or output; in `shape`, dynamic dimensions are names."""
 
     name: str
     dtype: str  # numpy's name
@@ -40,6 +40,7 @@ class ModelProgram(nn.Module):
     Attributes:
         inputs, outputs: their descriptions, in order.
         state: the tensors of a text's state, without prefixes; empty except in language models.
+        sample_sizes: dynamic dimensions of the traced inputs, no two equal.
     """
 
     inputs: list[TensorSpec]
@@ -50,10 +51,15 @@ class ModelProgram(nn.Module):
         super().__init__()
         self.model = model
         self.state = []
+        self.sample_sizes = SAMPLE_SIZES
+
+    @property
+    def takes_images(self) -> bool:
+        return self.inputs[0].name == "pixel_values"
 
     def sample(self, sizes: Sizes | None = None) -> tuple[torch.Tensor, ...]:
-        """Inputs of the traced shapes; by default no two sizes are equal."""
-        sizes = SAMPLE_SIZES if sizes is None else sizes
+        """Inputs of these dynamic sizes, by default `sample_sizes`."""
+        sizes = self.sample_sizes if sizes is None else sizes
         shapes = [[sizes[n] if isinstance(n, str) else n for n in spec.shape] for spec in self.inputs]
         return tuple(torch.ones(shape, dtype=getattr(torch, spec.dtype)) for shape, spec in zip(shapes, self.inputs))
 
@@ -80,8 +86,8 @@ class LanguageProgram(ModelProgram):
         self.has_positions = config.max_position_embeddings is not None or self.attends
         for i, kind in enumerate(config.layer_types):
             for name, shape in layer_shapes(config, kind, SAMPLE_SIZES[CACHED]).items():
-                free = [CACHED if name in ("keys", "values") and d == 1 else n for d, n in enumerate(shape)]
-                self.state.append(TensorSpec(f"layers.{i}.{name}", "float32", (BATCH, *free)))
+                sizes = [CACHED if name in ("keys", "values") and d == 1 else n for d, n in enumerate(shape)]
+                self.state.append(TensorSpec(f"layers.{i}.{name}", "float32", (BATCH, *sizes)))
         tokens = (BATCH, TOKENS)
         self.inputs = [TensorSpec("input_ids", "int64", tokens)]
         self.inputs.append(TensorSpec("attention_mask", "int64", (BATCH, MASKED) if self.attends else tokens))
@@ -114,102 +120,73 @@ class LanguageProgram(ModelProgram):
         return outputs.logits.float(), memberships.float(), *(x.float() for x in _tensors(outputs.past_key_values))
 
     def _cache(self, state: list[torch.Tensor]) -> Cache:
-        cache, rest = CausalStatisticsCache(self.config), iter(state)
+        cache, tensors = CausalStatisticsCache(self.config), iter(state)
         cached = next((x.shape[2] for x in state if x.ndim == 4), 0)
         for layer in cast(list[Any], cache.layers):
             if layer_type_of(layer) == CAUSAL_STATISTICS:
-                sums = TSSAState(next(rest), next(rest), next(rest))
+                sums = TSSAState(next(tensors), next(tensors), next(tensors))
                 layer.lazy_initialization(sums)
                 layer.set_state(sums)
                 if self.config.conv_kernel is not None:
-                    layer.set_recent_inputs(next(rest).to(self.model.dtype))
+                    layer.set_recent_inputs(next(tensors).to(self.model.dtype))
                 layer.cumulative_length = layer.cumulative_length + cached
             else:
-                layer.update(next(rest).to(self.model.dtype), next(rest).to(self.model.dtype))
+                layer.update(next(tensors).to(self.model.dtype), next(tensors).to(self.model.dtype))
         return cache
 
 
 def _tensors(cache: Cache) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for layer in cast(list[Any], cache.layers):
-        own = layer_type_of(layer) == CAUSAL_STATISTICS
-        found += layer.tensors().values() if own else (layer.keys, layer.values)
+        is_statistics = layer_type_of(layer) == CAUSAL_STATISTICS
+        found += layer.tensors().values() if is_statistics else (layer.keys, layer.values)
     return found
 
 
-class VisionProgram(ModelProgram):
-    """Outputs of an image model for `pixel_values` (batch, channels, height, width), sides multiples of the patch size.
+class StatelessProgram(ModelProgram):
+    """Outputs of image models, of encoders and of text classifiers, which have no state.
 
-    A classifier returns `logits` (batch, classes), a model without a head `last_hidden_state` and `pooler_output`; both also
-    return `memberships` (batch, layers, heads, patches) where their attention is TSSA.
+    Inputs: `pixel_values` (batch, channels, height, width), the sides multiples of the patch size; or `input_ids` and
+    `attention_mask`, each (batch, tokens).
+    Outputs: those that the model returns, such as `logits` (batch, classes); of image models with TSSA also `memberships`
+    (batch, layers, heads, patches). A tuple is stacked along dimension 1, such as a backbone's `feature_maps`.
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
         config: Any = model.config
-        self.inputs = [TensorSpec("pixel_values", "float32", (BATCH, config.num_channels, HEIGHT, WIDTH))]
-        if hasattr(model, "classifier"):
-            self.outputs = [TensorSpec("logits", "float32", (BATCH, config.num_labels))]
-        else:
-            width = config.hidden_size
-            self.outputs = [
-                TensorSpec("last_hidden_state", "float32", (BATCH, "1+patches", width)),
-                TensorSpec("pooler_output", "float32", (BATCH, width)),
-            ]
-        self.has_memberships = config.attention_type == "tssa"
-        if self.has_memberships:
-            shape = (BATCH, config.num_hidden_layers, config.num_attention_heads, "patches")
-            self.outputs.append(TensorSpec("memberships", "float32", shape))
-
-    def sample(self, sizes: Sizes | None = None) -> tuple[torch.Tensor, ...]:
-        config: Any = self.model.config
-        sizes = sizes or {BATCH: 2, HEIGHT: 3 * config.patch_size, WIDTH: 5 * config.patch_size}
-        return super().sample(sizes)
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        options = {"output_memberships": True} if self.has_memberships else {}
-        outputs = self.model(inputs[0], **options)
-        found = [outputs[spec.name] for spec in self.outputs if spec.name != "memberships"]
-        if self.has_memberships:
-            found.append(torch.stack(outputs.memberships, 1))
-        return tuple(x.float() for x in found)
-
-
-class TextProgram(ModelProgram):
-    """Outputs of a model that reads whole texts: encoders, and heads other than the language model's.
-
-    Inputs: `input_ids` and `attention_mask`, both (batch, tokens).
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__(model)
+        other_sizes = {BATCH: 3, TOKENS: 7}
+        self.options = {"use_cache": False} if getattr(config, "is_causal", False) else {}
         self.inputs = [TensorSpec(name, "int64", (BATCH, TOKENS)) for name in ("input_ids", "attention_mask")]
+        names = {(2, 3): BATCH, (5, 7): TOKENS}  # dimensions of the two samples, which tell the dynamic ones of the outputs
+        if isinstance(model, ToSTVisionPreTrainedModel):
+            p = config.patch_size
+            self.sample_sizes, other_sizes = ({BATCH: b, HEIGHT: y * p, WIDTH: x * p} for b, y, x in ((2, 3, 5), (3, 4, 7)))
+            self.options = {"output_memberships": True} if config.attention_type == "tssa" else {}
+            self.inputs = [TensorSpec("pixel_values", "float32", (BATCH, config.num_channels, HEIGHT, WIDTH))]
+            names = {(2, 3): BATCH, (3, 4): "rows", (5, 7): "columns", (15, 28): "patches", (16, 29): "1+patches"}
         with torch.no_grad():
-            small, large = (self._outputs(*self.sample(sizes)) for sizes in ({BATCH: 2, TOKENS: 5}, {BATCH: 3, TOKENS: 7}))
-        free = {(2, 3): BATCH, (5, 7): TOKENS}  # a dimension that changes with the inputs'
+            sample, other = self._outputs(*self.sample()), self._outputs(*self.sample(other_sizes))
         self.outputs = [
-            TensorSpec(name, "float32", tuple(free.get(sizes, sizes[0]) for sizes in zip(x.shape, large[name].shape)))
-            for name, x in small.items()
+            TensorSpec(name, "float32", tuple(names.get(sizes, sizes[0]) for sizes in zip(x.shape, other[name].shape)))
+            for name, x in sample.items()
         ]
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self._outputs(*inputs).values())
 
-    def _outputs(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        options = {"use_cache": False} if getattr(self.model.config, "is_causal", False) else {}
-        outputs = self.model(input_ids, attention_mask=attention_mask, **options)
-        return {name: x.float() for name, x in outputs.items() if isinstance(x, torch.Tensor)}
+    def _outputs(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.model(**{spec.name: x for spec, x in zip(self.inputs, inputs)}, **self.options)
+        return {name: (torch.stack(x, 1) if isinstance(x, tuple) else x).float() for name, x in outputs.items()}
 
 
-def program_of(model: PreTrainedModel) -> ModelProgram:
+def make_program(model: PreTrainedModel) -> ModelProgram:
     """The program of a ToST model.
 
     Raises:
         ValueError: it cannot be exported; the message says why.
     """
-    if isinstance(model, ToSTVisionPreTrainedModel):
-        return VisionProgram(model).eval()
-    return (LanguageProgram if model.can_generate() else TextProgram)(model).eval()
+    return (LanguageProgram if model.can_generate() else StatelessProgram)(model).eval()
 
 
-__all__ = ["LanguageProgram", "ModelProgram", "TensorSpec", "TextProgram", "VisionProgram", "program_of"]
+__all__ = ["LanguageProgram", "ModelProgram", "StatelessProgram", "TensorSpec", "make_program"]

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Exported programs as functions of arrays, each in its format's runtime.
 
-A copy of this file is written beside every program, for `generate.py` and `classify.py`; it imports nothing of this package.
+A copy of this file is written beside every program, for `generate.py` and `classify.py`; it does not import this package.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ Run = Callable[[Arrays], Arrays]  # inputs by name to outputs by name
 
 
 def load(folder: Path, facts: dict) -> Run:
-    """The program of a folder, whose `export.json` contains the facts."""
+    """The program of a folder; `facts` are the contents of its `export.json`."""
     return LOADERS[facts["format"]](folder / facts["model"], facts)
 
 
 class LanguageModel:
-    """Reads texts in parts; `state` is what the program keeps of them.
+    """Reads texts in parts; `state` is the program's state after the tokens so far.
 
     Args:
         run: the program, as `load` returns it.
@@ -32,7 +32,7 @@ class LanguageModel:
         self.run, self.facts = run, facts
         shapes = {spec["name"]: spec["shape"] for spec in facts["inputs"]}
         self.inputs = [name for name in ("input_ids", "attention_mask", "position_ids") if name in shapes]
-        self.has_attention = shapes["attention_mask"] != shapes["input_ids"]  # whose mask covers the tokens before as well
+        self.has_attention = shapes["attention_mask"] != shapes["input_ids"]  # the mask covers the cached tokens as well
         sizes = {"batch": batch, "cached": 0}  # before the first token
         self.state = {
             spec["input"]: np.zeros([sizes.get(n, n) for n in spec["shape"]], spec["dtype"]) for spec in facts["state"]
@@ -78,7 +78,7 @@ def _load_openvino(path: Path, facts: dict) -> Run:
 def _load_torch(path: Path, facts: dict) -> Run:
     import torch
 
-    # the program was traced on a sample: its guards would hold others to the sample's shapes
+    # the guards of the traced sample would reject other shapes
     module = torch.export.load(path).module(check_guards=False)
 
     @torch.no_grad()
@@ -90,7 +90,7 @@ def _load_torch(path: Path, facts: dict) -> Run:
 
 
 class FixedProgram:
-    """A program of ExecuTorch, of fixed shapes and for one text.
+    """An ExecuTorch program, of fixed shapes and for one text or image.
 
     It reads a text in parts, each the largest that one of its methods accepts. Keys, values and mask are padded with zeros on
     the left to their fixed length.
@@ -116,7 +116,7 @@ class FixedProgram:
             found.append(self._call(given | part | {"attention_mask": mask[:, : before + read]}, count))
             for spec in self.facts["state"]:
                 after = found[-1][spec["output"]]
-                given[spec["input"]] = after[:, :, -(before + read) :] if _grows(spec) else after
+                given[spec["input"]] = after[:, :, -(before + read) :] if _is_key_value(spec) else after
         whole = {spec["output"]: given[spec["input"]] for spec in self.facts["state"]}
         return whole | {name: np.concatenate([part[name] for part in found], d) for name, d in PER_TOKEN.items()}
 
@@ -125,22 +125,22 @@ class FixedProgram:
 
         inputs = [self._fit(given[spec["name"]], spec, count) for spec in self.facts["inputs"]]
         found = self.methods[count].execute([torch.from_numpy(np.ascontiguousarray(x)) for x in inputs])
-        return {spec["name"]: x.numpy().copy() for spec, x in zip(self.facts["outputs"], found)}  # the next call's memory
+        return {spec["name"]: x.numpy().copy() for spec, x in zip(self.facts["outputs"], found)}  # reused by the next call
 
     def _fit(self, x: np.ndarray, spec: dict, count: int) -> np.ndarray:
         shape = list(spec["shape"])  # for one token
-        if _grows(spec) and x.shape[2] > shape[2]:
+        if _is_key_value(spec) and x.shape[2] > shape[2]:
             raise ValueError(f"This program reads texts of at most {shape[2] + 1} tokens.")
         if spec["dtype"] == "int64":  # tokens, positions and the mask
             shape[1] += count - 1
             x = x[:, -shape[1] :]
-        return np.pad(x, [(most - n, 0) for n, most in zip(x.shape, shape)])
+        return np.pad(x, [(size - n, 0) for n, size in zip(x.shape, shape)])
 
 
 PER_TOKEN = {"logits": 1, "memberships": 3}  # outputs, and their dimension of tokens
 
 
-def _grows(spec: dict) -> bool:
+def _is_key_value(spec: dict) -> bool:
     return spec["name"].endswith((".keys", ".values"))
 
 

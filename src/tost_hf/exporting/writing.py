@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""`tost-hf export`: a model's program in a format, checked against the model, with all that is needed to run it."""
+"""`tost-hf export`: a model as a program for another runtime, compared with the model, with all files that run it."""
 
 import json
 import os
@@ -17,9 +17,8 @@ from ..hub.connection import hub_calls, listing
 from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model
 from ..hub.records import IMAGE_PROCESSOR_FILES
 from .comparing import Agreement, compare
-from .executorch_files import fixed_sizes, methods
-from .formats import DTYPES, FORMATS, check_format
-from .programs import MASKED, PAST, PRESENT, LanguageProgram, ModelProgram, TensorSpec, VisionProgram, program_of
+from .formats import DTYPES, FORMATS, check_format, executorch_methods, fixed_sizes
+from .programs import MASKED, PAST, PRESENT, LanguageProgram, ModelProgram, TensorSpec, make_program
 from .runtime import load
 
 
@@ -44,28 +43,38 @@ def export_model(
     revision: str | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Writes a model for another runtime, after checking that it computes the same there.
+    """Exports a model to another runtime, after checking that the program computes the same as the model.
 
     The folder gets the program, `export.json` (inputs, outputs, the state of a language model, and how closely the program
     agrees with the model), the tokenizer or image processor, a script that runs it without this package, and a README.md.
 
+    ```python
+    exported = export_model("./tost-demo", "./tost-onnx", dtype="int8")
+    print(exported.agreement)
+    ```
+
     Args:
         source: a model folder, or a repository of the Hub.
-        format: one of `FORMATS`. Each is one program for all batches, lengths and image sizes; a language model's takes a
-            prompt, in parts or whole, and single tokens, and its state goes in and comes out as float32. But in
-            "executorch" all shapes are fixed: one row, of one token or of a prompt's next 32, or one image of the
-            configured size; layers of attention remember 1,024 tokens at most.
+        output_dir: the folder to write to.
+        format: one of `FORMATS`: "onnx", "openvino", "torch" (torch.export) or "executorch". Shapes are dynamic: one program
+            for all batches, lengths and image sizes, and a language model's reads whole prompts, chunks of them and single
+            tokens; its state is an input and an output in float32. In "executorch" shapes are fixed: one text, by 1 or 32
+            tokens, or one image of the configured size; softmax attention layers are limited to 1,024 tokens.
         dtype: "float32", "float16" (statistics stay in float32) or, for "onnx" alone, "int8" (weights of matrix products, by
-            ONNX Runtime's own quantiser).
-        tokenizer: a folder or repository to take the tokenizer from; by default the model's own, if it has one.
+            ONNX Runtime's quantiser).
+        tokenizer: a folder or repository with the tokenizer; by default that of the model, if it has one.
+        revision: branch, tag or commit of the repository.
         overwrite: write into a folder that is not empty. Files of the same names are replaced, the program of an earlier
-            export is removed, and all else stays.
+            export is removed, and other files stay.
+
+    Returns:
+        The folder and the `Agreement` of program and model.
 
     Raises:
-        ValueError: the model cannot be exported, or gives other numbers there; the tokenizer does not fit it; or the output
-            is the folder of the model or tokenizer, contains it or lies in it.
+        ValueError: the model cannot be exported, or the program gives other outputs; the tokenizer does not fit it; or the
+            output is the folder of the model or tokenizer, contains it or lies in it.
         ImportError: the format's packages are not installed.
-        OSError: the model is not there, or the folder cannot be written.
+        OSError: the model does not exist, or the folder cannot be written.
     """
     check_format(format, dtype)
     target = Path(output_dir)
@@ -73,37 +82,37 @@ def export_model(
     folder = model_folder(source, revision)
     config = load_config(folder)
     check_weights(folder, config)
-    found = _tokenizer(folder, config, tokenizer)
+    loaded_tokenizer = _load_tokenizer(folder, config, tokenizer)
     model = load_model(folder, config)
-    program = program_of(model.half() if dtype == "float16" else model.float())
+    program = make_program(model.half() if dtype == "float16" else model.float())
     facts = describe(program, format, dtype)
     with staged_folder(target) as staged:
         FORMATS[format].save(program, staged / facts["model"], dtype)
         agreement = _compare(program, staged, facts, TOLERANCES[dtype])
         facts["agreement"] = agreement._asdict()
         (staged / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        if found is not None:
-            found.save_pretrained(staged)
+        if loaded_tokenizer is not None:
+            loaded_tokenizer.save_pretrained(staged)
         for name in IMAGE_PROCESSOR_FILES:
-            if isinstance(program, VisionProgram) and (folder / name).is_file():
+            if program.takes_images and (folder / name).is_file():
                 shutil.copyfile(folder / name, staged / name)
-        _write_script_and_page(staged, program, facts, agreement)
+        _write_scripts_and_readme(staged, program, facts, agreement)
     return Exported(target, agreement)
 
 
 def _compare(program: ModelProgram, folder: Path, facts: dict, tolerance: float) -> Agreement:
-    """`compare`, in which whatever a runtime raises is a ValueError: it is not about the disk."""
+    """`compare`, with any exception of a runtime as a ValueError."""
     try:
         return compare(program, load(folder, facts), facts, tolerance)
     except ValueError:
         raise
-    except Exception as error:  # each runtime has exceptions of its own
+    except Exception as error:  # each runtime has other exceptions
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"The exported program does not run: {reason}. Nothing was written.") from error
 
 
 def model_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
-    """The folder of a model: as it is, or of a repository after downloading it.
+    """The folder of a model, downloaded where `source` is a repository.
 
     Raises:
         OSError: there is no such folder or repository, or the Hub cannot be reached.
@@ -117,7 +126,7 @@ def model_folder(source: str | os.PathLike, revision: str | None = None) -> Path
         return Path(snapshot_download(os.fspath(source), revision=sha))
 
 
-def _tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.PathLike | None) -> Any:
+def _load_tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.PathLike | None) -> Any:
     if config.model_type != "tost":
         if source is not None:
             raise ValueError("This model reads images; a tokenizer is for text models.")
@@ -128,11 +137,11 @@ def _tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.PathLike
 
 
 def describe(program: ModelProgram, format: str, dtype: str) -> dict:
-    """The contents of `export.json` besides the agreement: all that a runtime has to know.
+    """The contents of `export.json` besides the agreement.
 
-    `state` lists the tensors of a language model's state with the names of the inputs and outputs that they are. Before the
-    first token they are zeros, and a dimension "cached" is 0. Where shapes are fixed, `methods` are those of the file with
-    the number of tokens that each reads; the shapes are those of one token.
+    `state` lists the tensors of a language model's state with the names of their inputs and outputs. Before the first token
+    they are zeros, and a dimension "cached" is 0. Where shapes are fixed, `methods` are those of the file with the number of
+    tokens that each reads, and the shapes are those of one token.
     """
     config: Any = program.model.config
     sizes = fixed_sizes(program) if format == "executorch" else {}
@@ -149,27 +158,24 @@ def describe(program: ModelProgram, format: str, dtype: str) -> dict:
         "outputs": [tensor(spec) for spec in program.outputs],
     }
     if sizes:
-        facts["methods"] = methods(program)
+        facts["methods"] = executorch_methods(program)
     if isinstance(program, LanguageProgram):
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         facts |= {name: getattr(config, name) for name in names}
-        if sizes and program.attends:  # it remembers no more
+        if sizes and program.attends:  # its keys and values have a fixed length
             facts["max_position_embeddings"] = sizes[MASKED]
         facts["statistics_layers"] = [i for i, kind in enumerate(config.all_layer_types) if "statistics" in kind]
         facts["num_attention_heads"] = config.num_attention_heads
         size = state_bytes(config)
         facts |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}
-        facts["state"] = [
-            tensor(spec) | {"input": came.name, "output": left.name}
-            for spec, came, left in zip(program.state, program.inputs[-len(program.state) :], program.outputs[2:])
-        ]
-    elif isinstance(program, VisionProgram):
+        facts["state"] = [tensor(spec) | {"input": PAST + spec.name, "output": PRESENT + spec.name} for spec in program.state]
+    elif program.takes_images:
         facts |= {name: getattr(config, name) for name in ("image_size", "patch_size", "num_attention_heads", "num_labels")}
         facts["labels"] = [config.id2label[i] for i in range(config.num_labels)]
     return facts
 
 
-PAGE = """\
+README = """\
 # {architecture} for {runtime}
 
 `{model}` is a {architecture} in {dtype}, written by `tost-hf export` (https://arxiv.org/abs/2412.17810). `export.json`
@@ -189,7 +195,7 @@ run = load(Path("."), json.loads(Path("export.json").read_text()))  # from input
 """
 
 
-def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agreement: Agreement) -> None:
+def _write_scripts_and_readme(folder: Path, program: ModelProgram, facts: dict, agreement: Agreement) -> None:
     scripts, script = ["runtime.py"], ""
     if isinstance(program, LanguageProgram):
         scripts, argument, package = [*scripts, "generate.py"], '"Once upon a time"', "tokenizers"
@@ -205,23 +211,17 @@ def _write_script_and_page(folder: Path, program: ModelProgram, facts: dict, agr
         for spec in facts["inputs"]
         if not spec["name"].startswith(PAST)
     )
-    words = {key: facts[key] for key in ("architecture", "model", "dtype")} | {"runtime": FORMATS[facts["format"]].runtime}
-    page = PAGE.format(
-        **words,
-        inputs=inputs,
-        state=_state(facts),
-        agreement=agreement,
-        script=script,
-    )
-    (folder / "README.md").write_text(page, encoding="utf-8")
+    fields = facts | {"runtime": FORMATS[facts["format"]].runtime, "inputs": inputs, "state": _describe_state(facts)}
+    readme = README.format(**fields | {"agreement": agreement, "script": script})
+    (folder / "README.md").write_text(readme, encoding="utf-8")
 
 
-def _state(facts: dict) -> str:
+def _describe_state(facts: dict) -> str:
     """A paragraph about a language model's state, or nothing."""
     if "state" not in facts:
         return ""
     size, more = facts["state_bytes"], facts["state_bytes_per_token"]
-    words = f"The state of the text so far goes in as `{PAST}*` and comes out as `{PRESENT}*`: "
+    words = f"The state of the text so far is the inputs `{PAST}*` and the outputs `{PRESENT}*`: "
     if "methods" not in facts:
         return f"{words}{size:,} bytes{f', and {more:,} more for each token' if more else ', whatever the length'}.\n\n"
     calls = " or ".join(f"{count} (method `{name}`)" for name, count in facts["methods"].items())

@@ -12,25 +12,17 @@ import pickletools
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..model.modeling_tost import (
-    ToSTForCausalLM,
-    ToSTForMaskedLM,
-    ToSTForQuestionAnswering,
-    ToSTForSequenceClassification,
-    ToSTForTokenClassification,
-    ToSTModel,
-)
-from ..model.modeling_tost_vision import ToSTBackbone, ToSTForImageClassification, ToSTVisionModel
+from ..model import modeling_tost, modeling_tost_vision
+from ..model.configuration_tost import AUTO_MAPS
 from .records import CARD, Card, load_card, open_safetensors, read_json
 from .secrets import holds_hub_token, is_secret_name, secrets_in_file, without_secrets
 
@@ -142,47 +134,32 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a ToST model folder.
 
     Raises:
-        ValueError: there is none, or it belongs to another kind of model.
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or belongs to another kind of model.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise ValueError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
+        raise FileNotFoundError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
     read_json(path)  # for its error messages
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever a wrong kind of value leads to in transformers
-        raise ValueError(f"{path} is not the configuration of a model: {error}") from error
+        reason = " ".join(str(error).split())[:400]
+        raise ValueError(f"{path} is not the configuration of a model: {reason}") from error
     if config.model_type not in ("tost", "tost_vision"):
         raise ValueError(f"{folder} holds a model of type {config.model_type!r}, not a ToST model.")
     return config
 
 
-MODEL_CLASSES = {
-    model.__name__: model
-    for model in (
-        ToSTModel,
-        ToSTForCausalLM,
-        ToSTForMaskedLM,
-        ToSTForQuestionAnswering,
-        ToSTForSequenceClassification,
-        ToSTForTokenClassification,
-        ToSTVisionModel,
-        ToSTBackbone,
-        ToSTForImageClassification,
-    )
-}
-
-
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class named in the configuration's `architectures` (the base model where it names none)."""
-    base = str(modeling_auto.MODEL_MAPPING_NAMES[config.model_type])
-    name = config.architectures[0] if config.architectures else base
-    found = MODEL_CLASSES.get(name)
-    if found is None:
-        raise ValueError(f"config.json names the architecture {name!r}, which is no ToST model.")
-    if found.config_class is not type(config):
-        raise ValueError(f"config.json is of model type {config.model_type!r}, but names the architecture {name!r}.")
-    return found
+    references = {name: reference.rpartition(".")[2] for name, reference in AUTO_MAPS[config.model_type].items()}
+    del references["AutoConfig"]
+    name = config.architectures[0] if config.architectures else references["AutoModel"]
+    if name not in list(references.values()):
+        raise ValueError(f"config.json names the architecture {name!r}, which is no ToST model of type {config.model_type!r}.")
+    modeling = modeling_tost_vision if config.model_type == "tost_vision" else modeling_tost
+    return getattr(modeling, name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -261,14 +238,12 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> int:
     model = empty_model(config)
     expected = model.state_dict()
     tied: dict[str, str] = model.all_tied_weights_keys
+    check_names(shard_of, expected, folder, optional=tied)
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in tensors(files):
-        _check_tensor(name, tensor, expected)
+        check_tensor(name, tensor, expected[name], folder)
         if name in tied or name in tied.values():
             kept[name] = tensor
-    missing = sorted(set(expected) - set(shard_of) - set(tied))
-    if missing:
-        raise ValueError(f"The weights lack {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}.")
     for name, source in tied.items():
         if name in kept and source in kept and not bool((kept[name] == kept[source]).all()):
             raise ValueError(f"{name} differs from {source} in the weights, but config.json ties them: they must be equal.")
@@ -280,19 +255,32 @@ def _tensor_names(file: Path) -> list[str]:
         return list(opened.keys())
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, expected: dict[str, torch.Tensor]) -> None:
-    """Refuses a tensor that does not belong to the model, or is not what the model needs there."""
-    if name not in expected:
-        raise ValueError(f"The weights hold {name!r}, which is not a tensor of the model that config.json describes.")
-    if tensor.shape != expected[name].shape:
+def check_names(found: Collection[str], expected: Collection[str], source: Path, optional: Collection[str] = ()) -> None:
+    """Raises ValueError unless these are the names of the model's tensors."""
+    missing = [name for name in expected if name not in found and name not in optional]
+    unknown = [name for name in found if name not in expected]
+    problems = [f"it lacks {list_names(missing)}"] * bool(missing) + [f"it has {list_names(unknown)}"] * bool(unknown)
+    if problems:
+        raise ValueError(f"{source} does not hold exactly the tensors of a ToST model of its sizes: {' and '.join(problems)}.")
+
+
+def list_names(names: list[str], most: int = 5) -> str:
+    """The first of some names, which may be of any length, and how many more there are."""
+    shown = (name if name.isprintable() and len(name) < 100 else f"{name[:100]!r}..." for name in names[:most])
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def check_tensor(name: str, tensor: torch.Tensor, expected: torch.Tensor, source: Path) -> None:
+    """Raises ValueError for a tensor of another shape or kind of dtype than the model's, or that is not finite."""
+    allowed = WEIGHT_DTYPES if expected.is_floating_point() else (expected.dtype,)
+    if tensor.shape != expected.shape or tensor.dtype not in allowed:
+        dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} in the weights, {tuple(expected[name].shape)} by config.json."
+            f"{source}: {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; the model's sizes ask for shape "
+            f"{tuple(expected.shape)} and dtype {dtypes}."
         )
-    allowed = WEIGHT_DTYPES if expected[name].is_floating_point() else (expected[name].dtype,)
-    if tensor.dtype not in allowed:
-        raise ValueError(f"{name} holds {tensor.dtype} in the weights; it must be {', '.join(map(str, allowed))}.")
     if not tensor.isfinite().all():
-        raise ValueError(f"{name} holds NaN or infinite numbers.")
+        raise ValueError(f"{source}: {name} holds NaN or infinite numbers; take weights from before training diverged.")
 
 
 def check_card(folder: Path) -> Card:

@@ -22,6 +22,7 @@ from ..model.configuration_tost import AUTO_MAPS, CODE_FILES
 
 # of this version, and of earlier ones: files that `publish` replaces or removes in a repository
 CODE_NAMES = frozenset(name for names in CODE_FILES.values() for name in names) | {
+    "attention_tost.py",
     "batch_requests_tost.py",
     "batch_scheduler_tost.py",
     "batching_tost.py",
@@ -43,7 +44,7 @@ CODE_NAMES = frozenset(name for names in CODE_FILES.values() for name in names) 
     "tssa_tuned.py",
 }
 MAX_JSON_BYTES = 256 * 2**20
-# of "custom_generate" the file is read today; the key is refused should a configuration ever hold it
+# of "custom_generate" the file is read today; the key is rejected should a configuration ever hold it
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate", "base_model_name_or_path", "audio_tokenizer_name_or_path")
 GENERATION_MODES = {  # the values with which the mode is off
     "constraints": (None,),

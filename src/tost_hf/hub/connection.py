@@ -18,7 +18,7 @@ def hub_calls() -> Iterator[None]:
     """Within it, requests of huggingface_hub have a time limit.
 
     Raises:
-        OSError: the Hub could not be reached, stalled or broke off.
+        OSError: the Hub could not be reached, timed out or closed the connection.
     """
     session = get_session()
     before, session.timeout = session.timeout, TIME_LIMIT
@@ -28,7 +28,9 @@ def hub_calls() -> Iterator[None]:
         if isinstance(error, OSError) or not any(isinstance(e, HTTPError) for e in (error, error.__cause__)):
             raise
         reason = f"{type(error).__name__}: {error}"
-        raise OSError(f"The Hub could not be reached, stalled or broke off ({reason}); run the command again.") from error
+        raise OSError(
+            f"The Hub could not be reached, timed out or closed the connection ({reason}); run the command again."
+        ) from error
     finally:
         session.timeout = before
 

@@ -62,7 +62,7 @@ def publish(
     """Publishes a folder that `save_pretrained`, a training script or `tost-hf` wrote.
 
     The folder is checked first and never changed. Then one commit brings all that differs from the repository; an interrupted
-    or refused publication leaves the repository at its old commit, and running it again sends only what is not there yet. When
+    or rejected publication leaves the repository at its old commit, and running it again sends only what is missing. When
     somebody else commits in the meantime, the comparison is made again, so that the head is always one whole version.
 
     Training by-products (`training_args.bin`, `checkpoint-*`, `runs`, hidden folders) are left out. Files of the repository
@@ -83,22 +83,27 @@ def publish(
     Raises:
         ValueError: the folder holds something that must not be published, or is not a complete model; the message says what.
         ImportError: detect-secrets (the extra `publish`) is not installed.
-        OSError: the Hub refused, or could not be reached. Nothing became visible.
+        OSError: a file is missing, or the Hub rejected the commit or could not be reached. Nothing became visible.
+
+    Example:
+        >>> publish("./my-tost", "me/my-tost", private=True, tag="v1").url
     """
     folder = Path(folder)
     check_detect_secrets()
+    target = _Target(repo_id, "model", private, revision, tag, create_pr)
     check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
     config = load_config(folder)
-    check_code(folder)  # before a model is built, which may load what the configuration names
+    if foreign := foreign_code(model_files(folder)):  # before a model is built, which may load what the configuration names
+        raise ValueError(
+            f"{'; '.join(foreign)}. Whoever loads the model with trust_remote_code=True would run it: remove what names it, "
+            "and move Python files out of the folder."
+        )
     num_parameters = check_weights(folder, config)
     check_card(folder)
     with tempfile.TemporaryDirectory() as scratch:
         files = _files(folder, Path(scratch), config.model_type, with_code)
         check_loading(folder, config)
-        if dry_run:
-            return Publication(repo_id, None, None, tuple(sorted(files)), (), (), num_parameters)
-        with hub_calls():
-            done = _send(_Target(repo_id, "model", private, revision, tag, create_pr), files, token, commit_message)
+        done = _send(target, files, dry_run, token, commit_message)
     return replace(done, num_parameters=num_parameters)
 
 
@@ -118,7 +123,10 @@ def publish_space(
 
     Raises:
         ValueError: the folder is not such a page, or holds something that must not be published.
-        OSError: the Hub refused, or could not be reached. Nothing became visible.
+        OSError: the Hub rejected the commit, or could not be reached. Nothing became visible.
+
+    Example:
+        >>> publish_space("./my-page", "me/my-page").url
     """
     folder = Path(folder)
     check_detect_secrets()
@@ -126,21 +134,18 @@ def publish_space(
     check_space(folder)
     files = model_files(folder)
     _check_files(folder, files)
-    if dry_run:
-        return Publication(repo_id, None, None, tuple(sorted(files)), (), (), None)
-    with hub_calls():
-        return _send(_Target(repo_id, "space", private, revision, tag, create_pr), files, token, commit_message)
+    return _send(_Target(repo_id, "space", private, revision, tag, create_pr), files, dry_run, token, commit_message)
 
 
 def check_target(repo_id: str, *, revision: str | None = None, tag: str | None = None, create_pr: bool = False) -> None:
-    """Refuses (ValueError) a repository's name that cannot be one, and a pull request with a branch or a tag."""
+    """Raises ValueError for an invalid repository name, and for a pull request with a branch or a tag."""
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
     validate_repo_id(repo_id)
 
 
 def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dict[str, Path]:
-    """What the repository is to hold: name -> file. Refuses what must not be published."""
+    """What the repository will hold: name -> file. Raises ValueError for what must not be published."""
     files = {name: path for name, path in model_files(folder).items() if name not in CODE_NAMES}
     _check_files(folder, files)
     content = json.loads((folder / "config.json").read_text())
@@ -154,18 +159,14 @@ def _files(folder: Path, scratch: Path, model_type: str, with_code: bool) -> dic
 
 
 def _check_files(folder: Path, files: dict[str, Path]) -> None:
-    refused = [reason for name, path in files.items() if (reason := forbidden_file(name, path))] + wrong_links(folder)
-    if refused:
-        raise ValueError(f"{folder} is not published: {'; '.join(refused)}. Move it out of the folder.")
+    if reasons := forbidden_content(folder, files):
+        raise ValueError(f"{folder} is not published: {'; '.join(reasons)}. Move it out of the folder.")
 
 
-def check_code(folder: Path) -> None:
-    """Raises ValueError if files of a model folder lead transformers to code that is not ToST's."""
-    if foreign := foreign_code(model_files(folder)):
-        raise ValueError(
-            f"{'; '.join(foreign)}. Whoever loads the model with trust_remote_code=True would run it: remove what names it, "
-            "and move Python files out of the folder."
-        )
+def forbidden_content(folder: Path, files: dict[str, Path]) -> list[str]:
+    """Why files of a folder (name -> path), and links in it, must not be published."""
+    reasons = [reason for name, path in files.items() if (reason := forbidden_file(name, path))]
+    return reasons + _forbidden_links(folder)
 
 
 def model_files(folder: Path) -> dict[str, Path]:
@@ -175,7 +176,7 @@ def model_files(folder: Path) -> dict[str, Path]:
     }
 
 
-def wrong_links(folder: Path) -> list[str]:
+def _forbidden_links(folder: Path) -> list[str]:
     """Why links in a model folder cannot be published: one reason for each that leads out of it, to a folder or nowhere."""
     reasons = []
     for name, path in _published_paths(folder).items():
@@ -212,7 +213,12 @@ class _Target(NamedTuple):
     create_pr: bool
 
 
-def _send(target: _Target, files: dict[str, Path], token: str | None, commit_message: str | None) -> Publication:
+@hub_calls()
+def _send(
+    target: _Target, files: dict[str, Path], dry_run: bool, token: str | None, commit_message: str | None
+) -> Publication:
+    if dry_run:
+        return Publication(target.repo_id, None, None, tuple(sorted(files)), (), (), None)
     api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
     target = target._replace(repo_id=_create_repository(api, target))
     if target.tag is not None:

@@ -1,21 +1,22 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a model folder says of its model: results, the training run, the stored weights, and the existing card.
+"""What a model folder says of its model: evaluation results, the training run, the stored weights, and the existing card.
 
-Evaluation results are asked for by a person: a wrong one is an error. Of what programs left beside the weights, values of
-another kind than expected are passed over, as are numbers that are not finite: neither JSON nor YAML has them.
+A person asks for evaluation results, so a wrong one is an error. Of what programs left beside the weights, values of another
+kind than expected are skipped, as are numbers that are not finite: neither JSON nor YAML has them.
 """
 
 import contextlib
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig
 
 from ..files import ALL_RESULTS, EVAL_RESULTS, EVALUATION, RUN_ARGUMENTS, TRAIN_RESULTS, TRAINER_STATE, staged_file
 from .secrets import without_secrets
@@ -29,7 +30,17 @@ MAX_METADATA = 100_000  # characters
 
 _RUN_FIELDS = ("command", "dataset_name", "dataset_config_name", "model_name_or_path")
 _TRAINING_FIELDS = ("global_step", "epoch", "train_samples", "train_batch_size", "train_loss", "train_runtime")
+_RESULT_FIELDS: dict[str, tuple[Any, str]] = {  # of a result in evaluation.json: its type, in words
+    **dict.fromkeys(("task_type", "dataset_type", "dataset_name", "metric_type"), (str, "a text")),
+    "metric_value": (int | float, "a number"),
+    "num_examples": (int | None, "a whole number"),
+    **dict.fromkeys(
+        ("dataset_config", "dataset_split", "metric_name", "protocol", "command", "seed", "date"),
+        (str | int | None, "a text or a whole number"),
+    ),
+}
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_METADATA = re.compile(r"\s*---\n(?P<yaml>.*?)^---[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
 
 
 class Card(ModelCard):
@@ -52,7 +63,7 @@ class Records(NamedTuple):
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file, or an empty one where there is no file.
+    """The object in a JSON file, without secrets, or an empty one where there is no file.
 
     Raises:
         ValueError: it holds something else, or is too large for a record.
@@ -62,13 +73,21 @@ def read_json(path: Path) -> dict:
     if path.stat().st_size > MAX_RECORD_BYTES:
         raise ValueError(f"{str(path)!r} is larger than {MAX_RECORD_BYTES:,} bytes, too large for a run's record; delete it.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _remove_secrets(json.loads(path.read_text(encoding="utf-8")))
         json.dumps(content, ensure_ascii=False).encode()  # fails for halves of characters, which no card can hold
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not valid JSON ({error}); correct or delete it.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} must hold a JSON object, got a {type(content).__name__}.")
     return content
+
+
+def _remove_secrets(content):
+    if isinstance(content, dict):
+        return {without_secrets(key): _remove_secrets(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_remove_secrets(value) for value in content]
+    return without_secrets(content) if isinstance(content, str) else content
 
 
 def read_records(folder: Path) -> Records:
@@ -86,15 +105,15 @@ def read_records(folder: Path) -> Records:
         name = key.removeprefix("eval_")
         about_speed = name.endswith(("runtime", "_per_second", "_samples", "_time")) or name == "samples"
         if (name != key or key == "perplexity") and not about_speed and _is_number(value):
-            metrics[without_secrets(name)] = value
+            metrics[without_secrets(name)] = value  # again, without the prefix
     run = read_json(folder / RUN_ARGUMENTS)
     training = state | read_json(folder / TRAIN_RESULTS) | results
     examples = evaluation.get("eval_samples")
     return Records(
-        [{key: _without_secrets(value) for key, value in result.items()} for result in _evaluation_results(folder)],
+        _evaluation_results(folder / EVALUATION),
         metrics,
         examples if _is_number(examples) else None,
-        {key: without_secrets(run[key]) for key in _RUN_FIELDS if isinstance(run.get(key), str)},
+        {key: run[key] for key in _RUN_FIELDS if isinstance(run.get(key), str)},
         {key: training[key] for key in _TRAINING_FIELDS if _is_number(training.get(key)) and training[key]},
     )
 
@@ -107,10 +126,6 @@ def _is_number(value) -> bool:
         return False
 
 
-def _without_secrets(value):
-    return without_secrets(value) if isinstance(value, str) else value
-
-
 def _last_logged_evaluation(state: dict) -> dict:
     """The last evaluation in trainer_state.json, if it was one of the weights in the folder, not of earlier ones."""
     history = state.get("log_history")
@@ -119,32 +134,19 @@ def _last_logged_evaluation(state: dict) -> dict:
     return logged[-1] if logged and logged[-1].get("step") == state.get("global_step") else {}
 
 
-def _evaluation_results(folder: Path) -> list[dict]:
+def _evaluation_results(path: Path) -> list[dict]:
     """The results in evaluation.json whose values are finite."""
-    path = folder / EVALUATION
     results = read_json(path).get("results", [])
     if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
         raise ValueError(f'"results" in {str(path)!r} must be a list of objects.')
     for result in results:
-        _check_result(result, path)
+        for key, (kind, in_words) in _RESULT_FIELDS.items():
+            if isinstance(value := result.get(key), bool) or not isinstance(value, kind):
+                raise ValueError(f"In {str(path)!r} the {key!r} of a result must be {in_words}, got {value!r}.")
     return [result for result in results if _is_number(result["metric_value"])]
 
 
-def _check_result(result: dict, path: Path) -> None:
-    for key in ("task_type", "dataset_type", "dataset_name", "metric_type"):
-        if not isinstance(result.get(key), str):
-            raise ValueError(f"A result in {str(path)!r} has no {key!r}, a text.")
-    for key in ("dataset_config", "dataset_split", "metric_name", "protocol", "command", "seed", "date"):
-        if isinstance(value := result.get(key), bool | float | list | dict):
-            raise ValueError(f"A result in {str(path)!r} has a {key!r} that is neither a text nor a whole number: {value!r}.")
-    value, examples = result.get("metric_value"), result.get("num_examples")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"A result in {str(path)!r} has no 'metric_value', a number: got {value!r}.")
-    if isinstance(examples, bool) or not isinstance(examples, int | None):
-        raise ValueError(f"A result in {str(path)!r} has a 'num_examples' that is no whole number: {examples!r}.")
-
-
-# Files beside the configuration ---------------------------------------------------------------------------------------
+# Weights --------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -163,28 +165,13 @@ def stored_dtypes(weights: list[Path]) -> list[str]:
     Raises:
         ValueError: a file is damaged.
     """
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for path in weights:
         with open_safetensors(path) as file:
             for name in file.keys():
                 tensor = file.get_slice(name)
-                if tensor.get_dtype().lstrip("B").startswith("F"):
-                    counts[tensor.get_dtype()] = counts.get(tensor.get_dtype(), 0) + math.prod(tensor.get_shape())
-    return [_DTYPES.get(dtype, dtype) for dtype in sorted(counts, key=lambda dtype: (-counts[dtype], dtype))]
-
-
-def has_code(folder: Path, config: PreTrainedConfig, auto_class: str) -> bool:
-    """Whether `trust_remote_code=True` finds the model's source file in the folder."""
-    auto_map = getattr(config, "auto_map", None)
-    reference = auto_map.get(auto_class) if isinstance(auto_map, dict) else None
-    return isinstance(reference, str) and (folder / f"{reference.partition('.')[0]}.py").is_file()
-
-
-def has_processor(folder: Path, config: PreTrainedConfig) -> bool:
-    """Whether the folder has a tokenizer, or the image processor of a vision model."""
-    vision = config.model_type == "tost_vision"
-    names = IMAGE_PROCESSOR_FILES if vision else ("tokenizer_config.json",)
-    return any((folder / name).is_file() for name in names)
+                counts[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    return [_DTYPES.get(dtype, dtype) for dtype, _ in counts.most_common() if dtype.lstrip("B").startswith("F")]
 
 
 # The card -------------------------------------------------------------------------------------------------------------
@@ -199,12 +186,16 @@ def load_card(path: Path) -> Card:
     if path.stat().st_size > MAX_CARD_BYTES:
         raise ValueError(f"{str(path)!r} is larger than {MAX_CARD_BYTES:,} bytes, too large for a card; shorten it.")
     try:
-        metadata, text = _split_metadata(path.read_text(encoding="utf-8-sig"))
+        content = path.read_text(encoding="utf-8-sig")
+        found = _METADATA.match(content)
+        if not found and content.lstrip().startswith("---\n"):
+            raise ValueError('the line "---" that ends the metadata is missing')
+        metadata, text = (found["yaml"], content[found.end() :]) if found else ("", content)
         if len(metadata) > MAX_METADATA:
             raise ValueError(f"it is larger than {MAX_METADATA:,} characters")
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(metadata)):
             raise ValueError("it has aliases, by which little text is endlessly much; write out what they stand for")
-        card = Card(f"---\n{metadata}\n---\n{text}")
+        card = Card(f"---\n{metadata.strip() or '{}'}\n---\n{text}")
         _check_metadata(card.data)
     except Exception as error:  # YAML's own errors, and whatever a wrong kind of value leads to in huggingface_hub
         reason = " ".join(str(error).split())
@@ -218,19 +209,8 @@ def save_card(card: ModelCard, path: Path) -> None:
         card.save(staged)
 
 
-def _split_metadata(content: str) -> tuple[str, str]:
-    """The YAML between the lines "---" at the top ("{}" where there is none), and the text below."""
-    lines = content.lstrip().split("\n")
-    if lines[0] != "---":
-        return "{}", content
-    end = next((i for i, line in enumerate(lines) if i and line.rstrip(" \t") == "---"), None)
-    if end is None:
-        raise ValueError('the line "---" that ends the metadata is missing')
-    return "\n".join(lines[1:end]) or "{}", "\n".join(lines[end + 1 :])
-
-
 def _check_metadata(data: ModelCardData) -> None:
-    """Refuses values that would be taken for something else."""
+    """Rejects values that would be taken for something else."""
     for key in vars(data):
         if hasattr(ModelCardData, key):
             raise ValueError(f"{key!r} is not a name that metadata can have")

@@ -16,19 +16,11 @@ from transformers import GenerationConfig, PreTrainedConfig
 from ..cache_files import state_bytes
 from ..model.configuration_tost import AUTO_MAPS, CAUSAL_STATISTICS, code_files
 from ..version import __version__
-from .checks import (
-    check_card,
-    check_weights,
-    forbidden_file,
-    load_config,
-    model_class,
-    parameter_count,
-    weight_files,
-)
+from .checks import check_card, check_weights, load_config, model_class, parameter_count, weight_files
 from .code_references import foreign_code
 from .connection import hub_calls, listing
 from .loading import NUM_TOKENS, check_loading
-from .publishing import same_content, wrong_links
+from .publishing import forbidden_content, same_content
 from .records import CARD, load_card
 from .secrets import has_detect_secrets
 
@@ -54,7 +46,10 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
         One `Check` for each of these; the source is sound if all of them passed.
 
     Raises:
-        OSError: the repository or the revision is not there, or the Hub cannot be reached.
+        OSError: the repository or the revision does not exist, or the Hub cannot be reached.
+
+    Example:
+        >>> [check.name for check in verify("./my-tost") if not check.passed]
     """
     local = os.path.isdir(source)
     checks: list[Check] = []
@@ -79,10 +74,10 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
         check("hashes", lambda: _check_hashes(folder, siblings))
     check("files", lambda: _check_files(folder))
     if check("config", lambda: _describe(load_config(folder))):
-        config = load_config(folder)
-        check("code", lambda: _check_code(folder, config))
+        config, foreign = load_config(folder), foreign_code(_all_files(folder))
+        check("code", lambda: _check_code(folder, config, foreign))
         # a model is not built where the configuration may name code to load
-        if not foreign_code(_all_files(folder)) and check(
+        if not foreign and check(
             "weights", lambda: f"{check_weights(folder, config):,} parameters, all finite, all in their places"
         ):
             check("model", lambda: _run(folder, config))
@@ -111,8 +106,7 @@ def _all_files(folder: Path) -> dict[str, Path]:
 
 def _check_files(folder: Path) -> str:
     files = _all_files(folder)
-    reasons = wrong_links(folder) + [reason for name, path in files.items() if (reason := forbidden_file(name, path))]
-    if reasons:
+    if reasons := forbidden_content(folder, files):
         raise ValueError("; ".join(reasons))
     kinds = "nothing that looks like a secret" if has_detect_secrets() else "no token of the Hub (without detect-secrets)"
     return f"{len(files)} files, no pickle, no training state, {kinds}"
@@ -141,8 +135,8 @@ def _generate(model: Any, config: PreTrainedConfig) -> str:
     return f"generates {wanted} tokens, the same with and without its cache"
 
 
-def _check_code(folder: Path, config: PreTrainedConfig) -> str:
-    if foreign := foreign_code(_all_files(folder)):
+def _check_code(folder: Path, config: PreTrainedConfig, foreign: list[str]) -> str:
+    if foreign:
         raise ValueError(f"{'; '.join(foreign)}. Do not set trust_remote_code for it.")
     there = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     auto_map = getattr(config, "auto_map", None)
@@ -156,10 +150,10 @@ def _check_code(folder: Path, config: PreTrainedConfig) -> str:
     missing = sorted(set(ours) - set(there))
     if missing:
         raise ValueError(f"Its config.json has an auto_map, but {', '.join(missing)} is missing.")
-    foreign = [name for name, path in there.items() if name not in ours or path.read_bytes() != ours[name].read_bytes()]
-    if foreign:
+    changed = [name for name, path in there.items() if name not in ours or path.read_bytes() != ours[name].read_bytes()]
+    if changed:
         raise ValueError(
-            f"Its code is not that of tost_hf {__version__} in {', '.join(foreign)}. Another version wrote it, or it was "
+            f"Its code is not that of tost_hf {__version__} in {', '.join(changed)}. Another version wrote it, or it was "
             "changed: read it before you set trust_remote_code, or publish the model again."
         )
     return f"loads with trust_remote_code=True; the code is that of tost_hf {__version__}"
@@ -174,7 +168,7 @@ def _check_card(folder: Path, token: str | None, *, online: bool) -> str:
 
 
 def _describe_state(config: PreTrainedConfig) -> str:
-    """How much a sequence is remembered by."""
+    """The size of the state of one sequence."""
     if not config.is_causal:
         return "none: an encoder sees the whole text at once"
     state = state_bytes(config)
@@ -188,7 +182,7 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
     Returns:
         Names and values as they are printed.
     """
-    rows = {}
+    facts = {}
     if os.path.isdir(source):
         folder = Path(source)
         sizes = {path.name: path.stat().st_size for path in weight_files(folder)}
@@ -198,28 +192,28 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
             listed = {sibling.rfilename: sibling.size or 0 for sibling in found.files}
             small: list[str] = [name for name in ("config.json", "README.md", "generation_config.json") if name in listed]
             folder = Path(snapshot_download(str(source), revision=found.sha, token=token, allow_patterns=small))
-        rows["repository"] = f"{found.id} at {found.sha}{', private' if found.private else ''}"
+        facts["repository"] = f"{found.id} at {found.sha}{', private' if found.private else ''}"
         sizes = {name: size for name, size in listed.items() if name.endswith(".safetensors")}
     config = load_config(folder)
-    rows["model"] = _describe(config)
-    rows["heads"] = f"{config.num_attention_heads} of {config.hidden_size // config.num_attention_heads} channels"
-    rows["parameters"] = f"{parameter_count(config):,}"
-    rows["weights"] = ", ".join(f"{name} ({size:,} bytes)" for name, size in sizes.items())
+    facts["model"] = _describe(config)
+    facts["heads"] = f"{config.num_attention_heads} of {config.hidden_size // config.num_attention_heads} channels"
+    facts["parameters"] = f"{parameter_count(config):,}"
+    facts["weights"] = ", ".join(f"{name} ({size:,} bytes)" for name, size in sizes.items())
     if config.model_type == "tost":
-        rows["positions"] = (
+        facts["positions"] = (
             f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit (position-free)"
         )
-        rows["state"] = _describe_state(config)
+        facts["state"] = _describe_state(config)
         if attention := [kind for kind in config.layer_types if kind != CAUSAL_STATISTICS]:
             kinds = ", ".join(f"{attention.count(kind)} {kind}" for kind in sorted(set(attention)))
-            rows["layers"] = f"{config.num_hidden_layers}, of which {kinds}"
+            facts["layers"] = f"{config.num_hidden_layers}, of which {kinds}"
     else:
-        rows["images"] = f"{config.image_size} pixels, patches of {config.patch_size}, attention {config.attention_type}"
+        facts["images"] = f"{config.image_size} pixels, patches of {config.patch_size}, attention {config.attention_type}"
     if options := [f"{name} {value}" for name, value in config.options().items() if name != "layer_types"]:
-        rows["options"] = ", ".join(options)
-    rows["code"] = (
+        facts["options"] = ", ".join(options)
+    facts["code"] = (
         "included (trust_remote_code works)" if getattr(config, "auto_map", None) else "not included (needs tost_hf)"
     )
     if (folder / CARD).is_file():
-        rows["licence"] = str(load_card(folder / CARD).data.license or "not named")
-    return rows
+        facts["licence"] = str(load_card(folder / CARD).data.license or "not named")
+    return facts

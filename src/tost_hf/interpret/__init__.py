@@ -1,17 +1,26 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Looking inside a ToST model: what its heads hold, and what its layers compress (arXiv 2412.17810, section 5, appendix).
+"""Interpretation of a ToST model: memberships, compression terms, subspaces (arXiv 2412.17810, section 5, appendix).
 
-`trace_model` runs a model once and keeps what its TSSA layers saw; the other functions compute from that trace, in float64:
+`trace_model` runs a model once and records what its TSSA layers compute; the other functions compute from that trace, in
+float64:
 
 ```python
 >>> from tost_hf.interpret import compression_terms, membership_maps, trace_model
 
 >>> trace = trace_model(model, pixel_values=pixel_values)
 >>> membership_maps(trace)  # (B, L, H, rows, columns): each head's share of each patch
->>> compression_terms(trace).variational  # (B, L): the term that each layer lowers
+>>> compression_terms(trace).variational  # (B, L): the objective that each layer descends
 ```
 
 `inspect_model` and `inspect_path` compute all of it for one image or text, and write pictures with a page that explains them.
+The pictures alone are matplotlib figures of `tost_hf.interpret.plots`:
+
+```python
+>>> from tost_hf.interpret.plots import plot_membership_maps
+
+>>> picture = image.resize((224, 224))  # as the model sees it, (height, width, 3) from 0 to 1
+>>> plot_membership_maps(membership_maps(trace)[0], torch.tensor(numpy.array(picture)) / 255, range(1, 13)).savefig("maps.png")
+```
 """
 
 from .quantities import (

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""How heads and tokens look, the same in figures and on pages.
+"""Colours of heads and the text of tokens, the same in figures and on pages.
 
 Heads have the colours of Okabe and Ito, which the colour-blind can tell apart. Past the eighth head the colours repeat,
 hatched or underlined.
@@ -19,7 +19,7 @@ def head_style(head: int) -> tuple[str, int]:
 
 
 def strongest_heads(memberships: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The strength of each place, and its strongest head, from memberships (H, ...).
+    """The strength of each token or patch, and its strongest head, from memberships (H, ...).
 
     Strength is how far the largest membership exceeds an even share 1 / H, scaled so that the largest is 1.
     """
@@ -34,13 +34,13 @@ def rgb(color: str) -> list[float]:
 
 
 def tint(color: str, strength: float) -> str:
-    """The colour mixed with white, never so dark that black text on it is hard to read."""
+    """The colour mixed with white, light enough for black text."""
     share = 0.15 + 0.65 * strength
     return "#" + "".join(f"{round(255 * (1 - share + share * x)):02x}" for x in rgb(color))
 
 
 def visible(token: str) -> str:
-    """A token as it is drawn: a sign before line breaks, tabs as spaces, and a dot for characters without a picture."""
+    """A token as it is displayed: ↵ before line breaks, tabs as spaces, and a dot for unprintable characters."""
     shown = token.replace("\r\n", "\n").replace("\t", "    ")
     shown = "".join(character if character.isprintable() or character == "\n" else "·" for character in shown)
     return shown.replace("\n", "↵\n") or "·"

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a user names, an image or a text, as a model takes it and as it is shown."""
+"""Images and texts that a user names, as model inputs and as the report shows them."""
 
 import importlib
 import os
@@ -22,7 +22,7 @@ MAX_SIDE = 2**13  # pixels
 
 
 def require_extra(module: str):
-    """Imports a module; the ImportError of one that is missing says how to install it."""
+    """Imports an optional module; the ImportError of a missing one says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -32,16 +32,11 @@ def require_extra(module: str):
 
 
 class LoadedImage(NamedTuple):
-    """An image, as a model takes it and as it is shown."""
+    """An image as a model input, and as it is shown."""
 
     pixel_values: torch.Tensor  # (1, C, height, width); the sides are multiples of the patch size
     picture: torch.Tensor  # the same, (height, width, 3), float64 from 0 to 1
     source: str
-
-
-def is_file(path: str | os.PathLike) -> bool:
-    """Whether there is such a file; false, not an error, for a text that is too long for a name."""
-    return os.path.isfile(path)
 
 
 def load_image(
@@ -53,10 +48,11 @@ def load_image(
     """An image, or an image file, prepared by the processor (None: `make_image_processor`'s).
 
     Args:
-        image_size: the shorter side to scale the whole image to, instead of what the processor does.
+        image_size: the shorter side to scale the whole image to, in place of the processor's resizing and cropping.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, it is no image, or it would become too small or too large.
+        FileNotFoundError: there is no such file.
+        ValueError: it is not an image, or it would become too small or too large.
         ImportError: Pillow is missing.
     """
     require_extra("PIL")
@@ -75,7 +71,10 @@ def load_image(
     if image_size is not None:
         image = _resize_whole(image, image_size, patch_size)
         options = {"do_resize": False, "do_center_crop": False}
-    _check_sizes(processor)
+    for name in ("size", "crop_size"):  # read from a file, and may ask for more memory than there is
+        requested = dict(getattr(processor, name, None) or {})
+        if not all(isinstance(side, int) and side <= MAX_SIDE for side in requested.values()):
+            raise ValueError(f"{name} of the image processor is {requested}; its sides may have up to {MAX_SIDE:,} pixels.")
     try:
         pixel_values = processor(image, return_tensors="pt", **options)["pixel_values"]
         sides = [_nearest_multiple(side, patch_size) for side in pixel_values.shape[-2:]]
@@ -85,7 +84,7 @@ def load_image(
         if getattr(processor, "do_normalize", False):
             mean, std = (torch.tensor(getattr(processor, name))[:, None, None] for name in ("image_mean", "image_std"))
             picture = picture * std + mean
-    except Exception as error:  # settings of a processor come from a file and may be anything
+    except Exception as error:  # the processor's settings are read from a file and may be anything
         raise ValueError(f"The image processor cannot prepare {source}; its settings may be wrong: {error}") from error
     return LoadedImage(pixel_values, picture.clamp(0, 1).permute(1, 2, 0), source)
 
@@ -99,22 +98,14 @@ def _resize_whole(image: "Image.Image", image_size: int, patch_size: int) -> "Im
     scale = image_size / min(image.size)
     sides = [_nearest_multiple(side * scale, patch_size) for side in image.size]
     if max(sides) > MAX_SIDE:
-        raise ValueError(f"With image_size {image_size} a side has {max(sides):,} pixels; the most is {MAX_SIDE:,}.")
+        raise ValueError(f"With image_size {image_size} a side has {max(sides):,} pixels; the maximum is {MAX_SIDE:,}.")
     return image.resize(sides, Image.Resampling.BICUBIC)
-
-
-def _check_sizes(processor) -> None:
-    """Rejects an image processor whose file asks for images too large to compute with."""
-    for name in ("size", "crop_size"):
-        sides = dict(getattr(processor, name, None) or {})
-        if not all(isinstance(side, int) and side <= MAX_SIDE for side in sides.values()):
-            raise ValueError(f"{name} of the image processor is {sides}; its sides may have up to {MAX_SIDE:,} pixels.")
 
 
 def _open_image(source: str) -> "Image.Image":
     from PIL import Image
 
-    if not is_file(source):
+    if not os.path.isfile(source):
         raise FileNotFoundError(f"There is no file {source[:200]!r}: a vision model takes an image file.")
     try:
         image = Image.open(source)
@@ -129,16 +120,17 @@ def _nearest_multiple(side: float, patch_size: int) -> int:
 
 
 def load_text(input: str | os.PathLike) -> tuple[str, str]:
-    """The text, and where it is from.
+    """The text, and its source.
 
     Args:
-        input: a text, or a file that holds one (UTF-8). One word with a suffix or a separator is taken for the name of a file.
+        input: a text, or a UTF-8 text file. A single word with a suffix or a path separator is read as a file name.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, it is not UTF-8, or the text is empty.
+        FileNotFoundError: there is no such file.
+        ValueError: it is not UTF-8, or the text is empty.
     """
     text, source = os.fspath(input), "a text, given directly"
-    if is_file(text):
+    if os.path.isfile(text):  # False, not an error, for a text that is too long for a file name
         source = text
         try:
             text = Path(source).read_text(encoding="utf-8")
@@ -147,24 +139,24 @@ def load_text(input: str | os.PathLike) -> tuple[str, str]:
     elif isinstance(input, os.PathLike) or (len(text.split()) == 1 and (os.sep in text or Path(text).suffix)):
         raise FileNotFoundError(f"There is no file {text[:200]!r}.")
     if not text.strip():
-        raise ValueError("The text is empty: there is nothing to look at.")
+        raise ValueError("The text is empty: there is nothing to inspect.")
     return text, source
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[torch.Tensor, list[str]]:
-    """Token ids (1, T), and the piece of the text that each stands for: together, with special tokens, the whole text."""
+    """Token ids (1, T), and the piece of text of each token; joined, they are the whole text with its special tokens."""
     if not tokenizer.is_fast:
         ids = tokenizer(text, verbose=False)["input_ids"]
         return torch.tensor([ids]), [str(tokenizer.decode([i])) for i in ids]
     encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     pieces, end = [], 0
     for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"]):
-        if start == stop:  # special tokens stand for no part of the text
+        if start == stop:  # a special token, which is no part of the text
             pieces.append(str(tokenizer.decode([token])))
-        else:  # from the last one's end: some tokenizers leave out spaces; "" where a token holds the rest of a character
+        else:  # from the previous end, as some offsets leave out spaces; "" for a token that completes a character
             pieces.append(text[end:stop])
             end = stop
     return torch.tensor([encoded["input_ids"]]), pieces
 
 
-__all__ = ["LoadedImage", "is_file", "load_image", "load_text", "require_extra", "tokenize"]
+__all__ = ["LoadedImage", "load_image", "load_text", "require_extra", "tokenize"]

@@ -43,8 +43,8 @@ def _span(token: str, head: int, strength: float, title: str) -> str:
 CAPTIONS = {  # of each picture: its title and what it shows
     "memberships.png": (
         "Membership of each head",
-        "Pi, the share of a patch or token that belongs to each head; the heads' shares add up to 1. One row per layer, "
-        "each with its own colour scale, as shares differ less in some layers than in others.",
+        "Pi, the share of a patch or token that belongs to each head; the heads' shares add up to 1. Each layer has its own "
+        "colour scale, as shares differ less in some layers than in others.",
     ),
     "strongest_heads.png": (
         "Strongest head of each patch",
@@ -58,9 +58,9 @@ CAPTIONS = {  # of each picture: its title and what it shows
     ),
     "forgetting.png": (
         "Forget factor of each head",
-        "What each token leaves of the sums that its heads hold, from 0, all is forgotten, to 1, nothing is. One row per "
-        "layer, each with its own colour scale. Right: the half-life of each head, the tokens after which half of a sum is "
-        "left, ln 2 / -ln(factor), with the logarithm averaged over the text.",
+        "The decay of the heads' sums at each token, from 0 (reset) to 1 (no decay). Each layer has its own colour scale. "
+        "Right: the half-life of each head, the tokens after which half of a sum is left, ln 2 / -ln(factor), with the "
+        "logarithm averaged over the text.",
     ),
     "class_attention.png": (
         "Attention of the class token",
@@ -99,21 +99,21 @@ def index_page(facts: list[tuple[str, str]], names: Iterable[str], table: list[l
 
     Args:
         facts: names and values of the model and its input.
-        names: the files beside the page; those that `CAPTIONS` has are shown.
-        table: rows of cells, the headings first.
+        names: the pictures beside the page, each one of `CAPTIONS`.
+        table: cells by line, the headings first.
         text: HTML of `colored_text`, for a language model.
     """
     about = "".join(f"<tr><th scope='row'>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
     head = "".join(f"<th scope='col'>{escape(cell)}</th>" for cell in table[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table[1:])
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n" for cells in table[1:])
     figures = ""
     for name in names:
-        if name in CAPTIONS:
-            title, caption = CAPTIONS[name]
-            figures += (
-                f"<h2>{title}</h2>\n<figure><a href='{name}'><img src='{name}' alt='{title}. {escape(_plain(caption))}'></a>"
-                f"<figcaption>{caption}</figcaption></figure>\n"
-            )
+        title, caption = CAPTIONS[name]
+        alt = f"{title}. {caption.split('. ')[0].rstrip('.')}."  # the caption's first sentence
+        figures += (
+            f"<h2>{title}</h2>\n<figure><a href='{name}'><img src='{name}' alt='{escape(alt)}'></a>"
+            f"<figcaption>{caption}</figcaption></figure>\n"
+        )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -130,27 +130,12 @@ def index_page(facts: list[tuple[str, str]], names: Iterable[str], table: list[l
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {body}</tbody></table></div>
 <p>Entropy: mean over the tokens, in nats. R: the variational compression term, R_c: the coding rate, in nats, with tokens or
-channels at unit norm; every token counts alike in both, also in a layer that forgets. Half-life: the tokens after which half
-of a head's sum is left, of the head that forgets fastest and of the one that forgets slowest.
+channels at unit norm; all tokens have equal weight in both, also in a layer with decay. Half-life: the tokens after which half
+of a head's sum is left, of the heads with the strongest and the weakest decay.
 Overlap: mean of |U<sup>T</sup>U| off the diagonal, within a head and between heads.</p>
 </body>
 </html>
 """
 
 
-def is_own_page(page: str) -> bool:
-    """Whether `index_page` wrote this page."""
-    return GENERATOR in page
-
-
-def names_file(page: str, name: str) -> bool:
-    """Whether one of our pages shows the file, or links to it."""
-    return f"href='{name}'" in page
-
-
-def _plain(caption: str) -> str:
-    """A caption's first sentence, for those who cannot see the picture."""
-    return caption.split(". ")[0].rstrip(".") + "."
-
-
-__all__ = ["colored_text", "index_page", "is_own_page", "names_file"]
+__all__ = ["GENERATOR", "colored_text", "index_page"]

@@ -2,12 +2,12 @@
 """Quantities as matplotlib figures, 8 inches (1,280 pixels) wide.
 
 Numbers are drawn in cividis or viridis, which the colour-blind can tell apart; heads in the colours of `colors`. `layers` are
-the numbers that label rows, counted from 1.
+the layer numbers in the titles, counted from 1.
 """
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,75 +20,85 @@ if TYPE_CHECKING:
     from .quantities import CompressionTerms, EntropyByPosition
 
 WIDTH, DPI = 8, 160  # inches, and pixels per inch
+HEADS_PER_LINE, LAYERS_PER_LINE = 8, 6
 
 
-def _figure(height: float) -> "Figure":
+def _make_figure(height: float) -> "Figure":
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
     return Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
 
 
-def _show_picture(axis, picture: torch.Tensor, grey: bool = False) -> None:
-    """A picture (height, width, 3) with values from 0 to 1; or, under a map, in light greys that leave the colours theirs."""
-    shown = 0.5 + 0.4 * picture.mean(-1, keepdim=True).expand_as(picture) if grey else picture
-    axis.imshow(shown.numpy())
+def _add_colorbar(figure: "Figure", drawn: Any, axes: Any, label: str = "", aspect: float = 20, shrink: float = 1) -> None:
+    bar = figure.colorbar(drawn, ax=axes, aspect=aspect, shrink=shrink, pad=0.01)
+    bar.set_label(label, fontsize=8)
+    bar.ax.tick_params(labelsize=6)
+    bar.ax.locator_params(nbins=4)
+    bar.ax.ticklabel_format(axis="y", useOffset=False)
+
+
+def _show_picture(axis, picture: torch.Tensor, pale: bool = False) -> None:
+    """A picture (height, width, 3) with values from 0 to 1; or, under a map, in light greys."""
+    if pale:  # one byte per pixel: every layer and head has a copy
+        axis.imshow((255 * (0.5 + 0.4 * picture.mean(-1))).byte().numpy(), cmap="gray", vmin=0, vmax=255)
+    else:
+        axis.imshow(picture.numpy())
+    axis.axis("on")
     axis.set(xticks=[], yticks=[])
 
 
 def _extent(picture: torch.Tensor) -> tuple[float, float, float, float]:
-    """Where a map lies that covers the whole picture."""
+    """The extent of a map that covers the whole picture."""
     height, width = picture.shape[:2]
     return -0.5, width - 0.5, height - 0.5, -0.5
 
 
-def _plot_maps(maps: torch.Tensor, picture: torch.Tensor, labels: Sequence[str]) -> "Figure":
-    """Maps (layers, H, rows, columns) over the picture: eight heads per row, one colour scale per layer."""
-    layers, heads = maps.shape[:2]
-    columns, bands = min(heads, 8), math.ceil(heads / 8)
+def plot_membership_maps(maps: torch.Tensor, picture: torch.Tensor, layers: Sequence[int]) -> "Figure":
+    """Pi, or the class token's attention, of each layer and head over the picture, with one colour scale per layer.
+
+    Args:
+        maps: (layers, H, rows, columns), one value per patch; a patch is drawn as a square of its size in the picture.
+        picture: (height, width, 3), from 0 to 1.
+    """
+    heads = maps.shape[1]
+    columns, lines = min(heads, HEADS_PER_LINE), math.ceil(heads / HEADS_PER_LINE)
     aspect = picture.shape[0] / picture.shape[1]
-    titles = 0.22 * (layers * bands if bands > 1 else 1)
-    figure = _figure(0.3 + titles + layers * bands * aspect * 0.92 * WIDTH / (columns + 2))
-    axes = figure.subplots(layers * bands, 1 + columns, squeeze=False).reshape(layers, bands, 1 + columns)
-    for layer, (block, values, label) in enumerate(zip(axes, maps, labels)):
+    titles = 0.22 * (len(maps) * lines if lines > 1 else 1)
+    figure = _make_figure(0.3 + titles + len(maps) * lines * aspect * 0.92 * WIDTH / (columns + 2))
+    axes = figure.subplots(len(maps) * lines, 1 + columns, squeeze=False).reshape(len(maps), lines, 1 + columns)
+    for i, (block, values, layer) in enumerate(zip(axes, maps, layers)):
         for axis in block.flat:
             axis.axis("off")
         _show_picture(block[0, 0], picture)
-        block[0, 0].axis("on")
-        block[0, 0].set_ylabel(label, fontsize=8)
+        block[0, 0].set_ylabel(f"layer {layer}", fontsize=8)
+        low, high = float(values.min()), float(values.max())
         for head, shares in enumerate(values):
             axis = block[head // columns, 1 + head % columns]
-            _show_picture(axis, picture, grey=True)
-            low, high = float(values.min()), float(values.max())
+            _show_picture(axis, picture, pale=True)
             drawn = axis.imshow(shares.numpy(), cmap="viridis", vmin=low, vmax=high, alpha=0.8, extent=_extent(picture))
-            axis.axis("on")
-            if bands > 1 or layer == 0:
+            if lines > 1 or i == 0:
                 axis.set_title(f"head {head + 1}", fontsize=8)
-        bar = figure.colorbar(drawn, ax=block.ravel().tolist(), aspect=10 * bands, pad=0.01)
-        bar.ax.tick_params(labelsize=6)
-        bar.ax.locator_params(nbins=4)
-        bar.ax.ticklabel_format(axis="y", useOffset=False)
+        _add_colorbar(figure, drawn, block.ravel().tolist(), aspect=10 * lines)
     return figure
 
 
-def plot_membership_maps(maps: torch.Tensor, picture: torch.Tensor, layers: Sequence[int]) -> "Figure":
-    """Pi (layers, H, rows, columns) over the picture (height, width, 3): a row for each layer, a column for each head."""
-    return _plot_maps(maps, picture, [f"layer {layer}" for layer in layers])
-
-
-def plot_class_attention_maps(maps: torch.Tensor, picture: torch.Tensor) -> "Figure":
-    """The class token's attention (class-attention layers, H, rows, columns) over the picture (height, width, 3)."""
-    labels = [f"layer {layer + 1}" for layer in range(len(maps))]
-    return _plot_maps(maps, picture, labels)
+def _layer_grid(panels: int, aspect: float) -> tuple["Figure", list]:
+    """A figure with a panel for each layer, of this ratio of height to width, and the panels' axes."""
+    columns = min(panels, LAYERS_PER_LINE)
+    lines = math.ceil(panels / columns)
+    figure = _make_figure(0.6 + lines * (0.3 + 0.9 * aspect * WIDTH / (columns + 0.4)))
+    axes = figure.subplots(lines, columns, squeeze=False).ravel().tolist()
+    for axis in axes[panels:]:
+        axis.axis("off")
+    return figure, axes[:panels]
 
 
 def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequence[int]) -> "Figure":
     """The strongest head of each patch, from Pi (layers, H, rows, columns), over the picture; paler where it is weaker."""
     from matplotlib.patches import Patch
 
-    count, heads, rows, columns = maps.shape
-    aspect = picture.shape[0] / picture.shape[1]
-    figure = _figure(0.5 + 0.95 * aspect * WIDTH / (count + 1) + 0.2 * math.ceil(heads / 8))
-    axes = figure.subplots(1, 1 + count, squeeze=False)[0]
+    _, heads, rows, columns = maps.shape
+    figure, axes = _layer_grid(1 + len(maps), picture.shape[0] / picture.shape[1])
     _show_picture(axes[0], picture)
     axes[0].set_title("input", fontsize=9)
     colors = torch.tensor([rgb(head_style(head)[0]) for head in range(heads)])
@@ -97,20 +107,13 @@ def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
     for axis, values, layer in zip(axes[1:], maps, layers):
         strength, strongest = strongest_heads(values)
         opacity = 0.25 + 0.6 * strength
-        _show_picture(axis, picture, grey=True)
+        _show_picture(axis, picture, pale=True)
         axis.imshow(torch.cat([colors[strongest], opacity[..., None]], -1).numpy(), extent=_extent(picture))
         for mark in range(1, len(HATCHES)):
             marked = torch.where(strongest // len(COLORS) % len(HATCHES) == mark, 1.0, math.nan)
             if not marked.isnan().all():
-                axis.pcolor(
-                    across.numpy(),
-                    down.numpy(),
-                    marked.numpy(),
-                    hatch=HATCHES[mark],
-                    facecolor="none",
-                    edgecolor="#333",
-                    linewidth=0,
-                )
+                hatch = {"hatch": HATCHES[mark], "facecolor": "none", "edgecolor": "#333", "linewidth": 0}
+                axis.pcolor(across.numpy(), down.numpy(), marked.numpy(), **hatch)
         axis.set_title(f"layer {layer}", fontsize=9)
     patches = []
     for head in range(heads):
@@ -122,25 +125,20 @@ def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
 
 def plot_entropy_maps(entropy: torch.Tensor, heads: int, layers: Sequence[int]) -> "Figure":
     """Entropy of each patch's membership (layers, rows, columns), in nats; one scale, up to ln H, for all layers."""
-    aspect = entropy.shape[1] / entropy.shape[2]
-    figure = _figure(0.6 + 0.9 * aspect * WIDTH / (len(layers) + 0.4))
-    axes = figure.subplots(1, len(layers), squeeze=False)[0]
+    figure, axes = _layer_grid(len(entropy), entropy.shape[1] / entropy.shape[2])
     for axis, values, layer in zip(axes, entropy, layers):
         drawn = axis.imshow(values.numpy(), cmap="cividis", vmin=float(entropy.min()), vmax=math.log(heads))
         axis.set(xticks=[], yticks=[])
         axis.set_title(f"layer {layer}\nmean {values.mean():.3f}", fontsize=8)
-    bar = figure.colorbar(drawn, ax=axes.tolist(), aspect=12, pad=0.01)
-    bar.set_label("nats", fontsize=8)
-    bar.ax.ticklabel_format(axis="y", useOffset=False)
-    bar.ax.tick_params(labelsize=7)
+    _add_colorbar(figure, drawn, axes, "nats", aspect=12)
     return figure
 
 
 def plot_entropy_by_position(buckets: "EntropyByPosition", heads: int) -> "Figure":
-    """Mean entropy by position, a line for each layer, with ln H above."""
+    """Mean entropy by position, a line for each layer, and ln H as a dashed line."""
     from matplotlib import colormaps
 
-    figure = _figure(3.6)
+    figure = _make_figure(3.6)
     axis = figure.subplots()
     stops = [*(start - 1 for start in buckets.starts[1:]), None]
     names = [str(a) if a == b else f"{a}+" if b is None else f"{a}-{b}" for a, b in zip(buckets.starts, stops)]
@@ -155,42 +153,35 @@ def plot_entropy_by_position(buckets: "EntropyByPosition", heads: int) -> "Figur
     return figure
 
 
-def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int]) -> "Figure":
-    """Pi (layers, H, T) along a text: a strip for each layer, heads from top to bottom, tokens from left to right."""
-    return _plot_strips(maps, layers)
-
-
-def plot_forget_factors(factors: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[int]) -> "Figure":
-    """Forget factors (layers, H, T) along a text, as `plot_membership_tokens`, beside each head's half-life (layers, H)."""
-    figure = _plot_strips(factors, layers)
-    height = 0.7 + len(factors) * max(0.7, 0.12 * factors.shape[1])
-    figure.set_figheight(height)
-    for axis, of_heads in zip(figure.axes, half_lives.tolist()):  # the strips come before their colour bars
-        right = axis.secondary_yaxis("right")
-        right.set_yticks(range(len(of_heads)), [f"{tokens:.3g}" for tokens in of_heads], fontsize=5)
-        right.set_ylabel("half-life,\ntokens", fontsize=7)
-    return figure
-
-
-def _plot_strips(maps: torch.Tensor, layers: Sequence[int]) -> "Figure":
+def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int], line: float = 0.09) -> "Figure":
+    """Pi (layers, H, T) along a text: a strip for each layer, heads from top to bottom, each `line` inches high."""
     count, heads, _ = maps.shape
-    figure = _figure(0.7 + count * max(0.7, 0.09 * heads))
+    figure = _make_figure(0.7 + count * max(0.7, line * heads))
     axes = figure.subplots(count, 1, squeeze=False, sharex=True)[:, 0]
     ticks = range(0, heads, 1 + heads // 8)
     for axis, values, layer in zip(axes, maps, layers):
         drawn = axis.imshow(values.numpy(), cmap="viridis", aspect="auto", interpolation="nearest")
         axis.set_yticks(ticks, [str(head + 1) for head in ticks], fontsize=6)
         axis.set_ylabel(f"layer {layer}\nhead", fontsize=8)
-        bar = figure.colorbar(drawn, ax=axis, pad=0.01)
-        bar.ax.tick_params(labelsize=6)
+        _add_colorbar(figure, drawn, axis)
     axes[-1].tick_params(axis="x", labelsize=7)
     axes[-1].set_xlabel("position in the text", fontsize=8)
     return figure
 
 
+def plot_forget_factors(factors: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[int]) -> "Figure":
+    """Forget factors (layers, H, T) along a text, as `plot_membership_tokens`, beside each head's half-life (layers, H)."""
+    figure = plot_membership_tokens(factors, layers, line=0.12)
+    for axis, half_life in zip(figure.axes, half_lives.tolist()):  # the strips come before their colour bars
+        right = axis.secondary_yaxis("right")
+        right.set_yticks(range(len(half_life)), [f"{tokens:.3g}" for tokens in half_life], fontsize=5)
+        right.set_ylabel("half-life,\ntokens", fontsize=7)
+    return figure
+
+
 def plot_compression(terms: "dict[str, CompressionTerms]") -> "Figure":
     """Both compression terms by layer, a panel for each normalisation; of several images, mean and standard deviation."""
-    figure = _figure(3.2)
+    figure = _make_figure(3.2)
     for axis, (name, both) in zip(figure.subplots(1, len(terms), squeeze=False)[0], terms.items()):
         numbers = range(1, both.variational.shape[1] + 1)
         lines = (both.variational, "variational (R)", COLORS[4], "o"), (both.coding_rate, "coding rate", COLORS[5], "s")
@@ -209,7 +200,7 @@ def plot_compression(terms: "dict[str, CompressionTerms]") -> "Figure":
 
 def plot_subspace_grams(grams: list[torch.Tensor], heads: int, layers: Sequence[int]) -> "Figure":
     """|U^T U| of some layers, (H p, H p) each."""
-    figure = _figure(0.7 + 0.92 * WIDTH / (len(grams) + 0.3) if len(grams) > 1 else 5)
+    figure = _make_figure(0.7 + 0.92 * WIDTH / (len(grams) + 0.3) if len(grams) > 1 else 5)
     axes = figure.subplots(1, len(grams), squeeze=False)[0]
     for axis, gram, layer in zip(axes, grams, layers):
         drawn = axis.imshow(gram.numpy(), cmap="viridis", vmin=0, vmax=1)
@@ -217,21 +208,16 @@ def plot_subspace_grams(grams: list[torch.Tensor], heads: int, layers: Sequence[
         for border in range(p, gram.shape[0], p):
             axis.axhline(border - 0.5, color="white", linewidth=0.4)
             axis.axvline(border - 0.5, color="white", linewidth=0.4)
-        every = 1 + heads // 9
-        ticks = [head * p + (p - 1) / 2 for head in range(0, heads, every)]
-        names = [str(head + 1) for head in range(0, heads, every)]
-        axis.set_xticks(ticks, names, fontsize=7)
-        axis.set_yticks(ticks, names, fontsize=7)
+        labelled = range(0, heads, 1 + heads // 9)
+        for set_ticks in (axis.set_xticks, axis.set_yticks):
+            set_ticks([head * p + (p - 1) / 2 for head in labelled], [str(head + 1) for head in labelled], fontsize=7)
         axis.set_xlabel("head", fontsize=8)
         axis.set_title(f"layer {layer}", fontsize=9)
-    bar = figure.colorbar(drawn, ax=axes.tolist(), shrink=0.7, pad=0.01)
-    bar.set_label("|cosine|", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    _add_colorbar(figure, drawn, axes.tolist(), "|cosine|", shrink=0.7)
     return figure
 
 
 __all__ = [
-    "plot_class_attention_maps",
     "plot_compression",
     "plot_entropy_by_position",
     "plot_entropy_maps",

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a trace tells, in float64: membership maps, entropies, forget factors, compression terms, subspaces, clusters.
+"""Quantities of a trace, in float64: membership maps, entropies, forget factors, compression terms, subspaces, clusters.
 
-Symbols: B batch, L TSSA layers, H heads, T tokens (patches, row by row, for an image), p head dimension, w the projected
+Symbols: B batch, L TSSA layers, H heads, T tokens (patches, line by line, for an image), p head dimension, w the projected
 tokens, Pi the membership. Indices into L count from 0; `layer` arguments count from 1, as the paper does.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NORMALIZATIONS = ("tokens", "channels")
-NO_DECAY = "This model's sums forget nothing (forgetting='none'), so it has no forget factors."
+NO_DECAY = "This model has no decay (forgetting='none') and so no forget factors."
 PRECISION = 0.01  # the squared epsilon of the published compression terms: c = p / 0.01 or n / 0.01
 
 
@@ -39,10 +39,10 @@ def class_attention_maps(trace: ModelTrace) -> torch.Tensor:
     last head of the first of two layers (Fig. 5, 10).
 
     Raises:
-        ValueError: the trace is of a language model.
+        ValueError: the trace is of a language model or a backbone.
     """
     if trace.class_attentions is None:
-        raise ValueError("Only vision models have class-attention layers; this trace is of a text.")
+        raise ValueError("This model has no class-attention layers, which only vision models with a class token have.")
     return trace.class_attentions.unflatten(-1, trace.grid)
 
 
@@ -56,7 +56,7 @@ def membership_entropy(trace: ModelTrace) -> torch.Tensor:
 
 
 class EntropyByPosition(NamedTuple):
-    """Mean entropy of the memberships of tokens at positions `starts[i]` up to the next start, or the end of the text."""
+    """Mean entropy of the memberships of tokens from position `starts[i]` to the next start or the end of the text."""
 
     starts: list[int]
     entropy: torch.Tensor  # (L, buckets), nats
@@ -73,12 +73,12 @@ def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
 
 
 def forget_factors(trace: ModelTrace) -> torch.Tensor:
-    """The factors by which each token multiplies the sums of its heads before it is added to them: (B, L, H, T), 0 to 1.
+    """The decay that each token applies to the sums of its heads before it is added to them: (B, L, H, T), 0 to 1.
 
     Padding does not decay the sums: its factors are 1.
 
     Raises:
-        ValueError: the trace is of a model without decay, as published.
+        ValueError: the trace is of a model without decay, such as the published one.
     """
     return _log_forget_factors(trace).exp()
 
@@ -86,11 +86,11 @@ def forget_factors(trace: ModelTrace) -> torch.Tensor:
 def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
     """Tokens after which half of a head's sum is left, ln 2 / -ln(factor): (B, L, H) of a trace, (L, H) of a model.
 
-    Where each token decides its factors, the logarithm is averaged over the real tokens of a sequence, so that a sum halves in
-    this number of tokens on average. A model is enough where the factors are learned per head; it needs no input.
+    With forgetting="token" the logarithm is averaged over the real tokens of a sequence, so that a sum halves in this number
+    of tokens on average. With forgetting="head" the model itself can be given in place of a trace.
 
     Raises:
-        ValueError: the model has no decay; or a model is given whose tokens decide, which only a trace can tell.
+        ValueError: the model has no decay; or a model with forgetting="token" is given, whose decay depends on the tokens.
     """
     if isinstance(source, ModelTrace):
         tokens = source.mask.sum(1)[:, None, None]
@@ -100,7 +100,7 @@ def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
     if not biases:
         raise ValueError(NO_DECAY)
     if layers[0].forget_proj is not None:
-        raise ValueError("Each token decides how much this model forgets (forgetting='token'): give a trace of a text.")
+        raise ValueError("This model computes its decay from each token (forgetting='token'): give a trace of a text.")
     logits = torch.stack([bias.detach().cpu().double() for bias in biases])
     return math.log(2) / F.logsigmoid(logits).abs()
 
@@ -114,8 +114,8 @@ def _log_forget_factors(trace: ModelTrace) -> torch.Tensor:
 class CompressionTerms(NamedTuple):
     """The two compression terms of every layer, in nats, each (B, L)."""
 
-    variational: torch.Tensor  # what TSSA lowers: second moments of the single channels
-    coding_rate: torch.Tensor  # what it stands for: the log-determinant of the whole second-moment matrix
+    variational: torch.Tensor  # the objective that TSSA descends: second moments of single channels
+    coding_rate: torch.Tensor  # what it bounds: the log-determinant of the whole second-moment matrix
 
     @property
     def gap(self) -> torch.Tensor:
@@ -131,14 +131,21 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float
         variational = 1/2 sum_k (n_k / n) sum_i ln(1 + c (M_k)_ii)        s_{k,i} = (M_k)_ii
         coding_rate = 1/2 sum_k (n_k / n) ln det(I + c M_k)
 
-    The two are equal where every M_k is diagonal (Hadamard's inequality). Padding counts in neither, nor in n. All tokens of
-    a text count alike, also in a model with decay, whose layers weigh the tokens near the one they compute more.
+    The two are equal where every M_k is diagonal (Hadamard's inequality). Padding is excluded from both, and from n. All
+    tokens of a text have equal weight, also in a model with decay, whose layers give recent tokens more weight.
 
     Args:
         normalization: the paper states neither it nor c; both of these give its plateau of 24 ln 101 = 110.76 at p = 48.
             "tokens": each head's projected token at unit norm. "channels": each channel at unit norm over the tokens, as
             inside Pi of the bidirectional form (for a text: over all its tokens).
         c: the factor; p / 0.01 with "tokens" and n / 0.01 with "channels", n the tokens of the image or text, if None.
+
+    Raises:
+        ValueError: an unknown normalization, or a `c` that is not above 0.
+
+    ```python
+    compression_terms(trace).gap.mean(0)  # (L,): how far the bound lies above the coding rate, layer by layer
+    ```
     """
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}.")
@@ -153,7 +160,7 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float
         default = n.new_full(n.shape, p) if normalization == "tokens" else n
         factor = (default / PRECISION if c is None else n.new_full(n.shape, c))[:, None, None, None]
         count = membership.sum(-1)
-        # a head's share may underflow to nothing: it then weighs nothing either
+        # a head's share may underflow to 0, and its weight then is 0 as well
         moment = (w * membership[..., None]).transpose(-1, -2) @ w / count.clamp_min(1e-300)[..., None, None]
         variational = (factor * moment).diagonal(dim1=-2, dim2=-1).log1p().sum(-1)
         coding_rate = torch.linalg.slogdet(torch.eye(p, dtype=w.dtype) + factor * moment).logabsdet
@@ -166,6 +173,9 @@ def subspace_gram(model: nn.Module, layer: int) -> torch.Tensor:
     """|U^T U| of a layer's input projections U = [U_1 ... U_H], every column at unit norm (Fig. 11): (H p, H p).
 
     The identity where the subspaces are orthogonal to each other and their bases orthogonal. `layer` counts from 1.
+
+    Raises:
+        ValueError: the model has no TSSA layers, or no such layer.
     """
     columns = F.normalize(pick_layer(tssa_layers(model), layer).in_proj.weight.detach().cpu().double(), dim=1)
     return (columns @ columns.T).abs()
@@ -175,46 +185,56 @@ class ClustersScore(NamedTuple):
     """Adjusted mutual information between patch clusters and strongest heads, each (B, L); 1 if the same, 0 if unrelated."""
 
     score: torch.Tensor  # with the image's own memberships
-    shuffled: torch.Tensor  # with its memberships dealt to its patches at random
-    other_image: torch.Tensor  # with those of the next image of the batch: what place alone explains; NaN for one image
+    shuffled: torch.Tensor  # with its memberships randomly permuted over its patches
+    other_image: torch.Tensor  # with those of the next image of the batch: what position alone explains; NaN for one image
 
 
 def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tensor, seed: int = 0) -> ClustersScore:
     """Whether memberships group patches by what they show.
 
-    Per image, the patches are clustered by k-means (k = H) on their mean colour and their row and column, all standardised
-    over the image; per layer, they are also divided by their strongest head. The adjusted mutual information of the two
-    divisions is compared with two controls: the memberships shuffled over the patches, and those of another image.
+    Per image, the patches are clustered by k-means (k = H) on their mean colour and their position, all standardised over the
+    image; per layer, they are also partitioned by their strongest head. The adjusted mutual information of the two partitions
+    is compared with two controls: the memberships shuffled over the patches, and those of another image.
 
     Args:
         model: a vision model with TSSA.
         pixel_values: (B, C, height, width), as the image processor makes them.
         seed: of k-means and of the shuffles.
+
+    Raises:
+        ValueError: it is not a vision model with TSSA.
+        ImportError: scikit-learn is missing.
     """
-    cluster, metrics = require_extra("sklearn.cluster"), require_extra("sklearn.metrics")
+    metrics = require_extra("sklearn.metrics")
     trace = trace_model(model, pixel_values=pixel_values)
     if trace.grid is None:
         raise ValueError("Patches are clustered by colour: this needs a vision model.")
     B, layers, heads, N = trace.memberships.shape
-    places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in trace.grid))
-    patch_size = pixel_values.shape[-2] // trace.grid[0]
-    colours = F.avg_pool2d(pixel_values.detach().cpu().double(), patch_size).flatten(2).transpose(1, 2)
-    features = torch.cat([colours, places.expand(B, -1, -1)], -1)
-    features = features - features.mean(1, keepdim=True)
-    features = features / features.std(1, keepdim=True).clamp_min(1e-6)  # a constant column stays 0
+    clusters = cluster_patches(pixel_values, trace.grid, heads, seed).numpy()
     strongest = trace.memberships.argmax(2)
     shuffles = torch.rand(B, layers, N, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     partitions = strongest, strongest.gather(-1, shuffles), strongest.roll(-1, 0)
     scores = torch.empty(3, B, layers, dtype=torch.float64)
     for image in range(B):
-        clusters = cluster.KMeans(heads, n_init=4, random_state=seed).fit_predict(features[image].numpy())
         for control, partition in enumerate(partitions):
             for layer in range(layers):
-                score = metrics.adjusted_mutual_info_score(clusters, partition[image, layer].numpy())
+                score = metrics.adjusted_mutual_info_score(clusters[image], partition[image, layer].numpy())
                 scores[control, image, layer] = score
     if B == 1:
         scores[2] = math.nan
     return ClustersScore(*scores)
+
+
+def cluster_patches(pixel_values: torch.Tensor, grid: tuple[int, int], clusters: int, seed: int = 0) -> torch.Tensor:
+    """The k-means cluster of each patch by its mean colour, row and column, standardised over the image: (B, T)."""
+    cluster = require_extra("sklearn.cluster")
+    places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid))
+    colours = F.avg_pool2d(pixel_values.detach().cpu().double(), pixel_values.shape[-2] // grid[0]).flatten(2).transpose(1, 2)
+    features = torch.cat([colours, places.expand(len(colours), -1, -1)], -1)
+    features = features - features.mean(1, keepdim=True)
+    features = features / features.std(1, keepdim=True).clamp_min(1e-6)  # a constant column stays 0
+    fits = (cluster.KMeans(clusters, n_init=4, random_state=seed).fit(image.numpy()) for image in features)
+    return torch.stack([torch.from_numpy(fit.labels_) for fit in fits])
 
 
 __all__ = [

@@ -1,21 +1,23 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""One image or one text, and all that can be said of it: pictures, and a page that explains them."""
+"""The report of one image or text: pictures of every quantity, and a page that explains them."""
 
 import math
 import os
-import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from transformers.utils import IMAGE_PROCESSOR_NAME
 
+from ..files import staged_folder
 from ..model.configuration_tost import ToSTConfig
 from ..model.configuration_tost_vision import ToSTVisionConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
-from .inputs import is_file, load_image, load_text, require_extra, tokenize
-from .pages import colored_text, index_page, is_own_page, names_file
+from . import plots
+from .inputs import load_image, load_text, require_extra, tokenize
+from .pages import GENERATOR, colored_text, index_page
 from .quantities import (
     NORMALIZATIONS,
     CompressionTerms,
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 INDEX = "index.html"
 
 
-class _Findings(NamedTuple):
-    """What is specific to images, or to texts."""
+class _InputReport(NamedTuple):
+    """The parts of a report that differ between images and texts."""
 
     trace: ModelTrace
     facts: list[tuple[str, str]]  # names and values, for the page
@@ -60,15 +62,23 @@ def inspect_path(
 ) -> list[Path]:
     """`inspect_model` for a model folder or Hub id, with the tokenizer or image processor that is beside the model.
 
+    ```python
+    inspect_path("./tost-digits", "photo.jpg", "report", layers=range(1, 5))
+    ```
+
     Args:
+        input, out_dir, layers, image_size: as in `inspect_model`.
         processor: folder or id of another tokenizer or image processor, where the model has none. A vision model without one
             gets `make_image_processor`'s.
-        trust_remote_code: whether a tokenizer or image processor that is code in its repository may run. This alone decides;
-            nothing ever asks. The model itself is always run by this package.
+        trust_remote_code: whether the remote code of a tokenizer or image processor may run; there is never a prompt. The
+            model itself always runs by this package's code.
+
+    Returns:
+        The files written, `index.html` first.
 
     Raises:
-        ValueError, OSError: as `inspect_model`; or the model, tokenizer or image processor is missing or damaged, or is code
-            that was not trusted.
+        ValueError, OSError: as `inspect_model`; or the model, tokenizer or image processor is missing or damaged, or is
+            remote code and `trust_remote_code` is False.
         ImportError: matplotlib or Pillow is missing.
     """
     from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification, AutoTokenizer
@@ -77,40 +87,38 @@ def inspect_path(
     require_extra("matplotlib")
     config = _load(AutoConfig, "configuration", model, trust_remote_code)
     if not isinstance(config, ToSTConfig | ToSTVisionConfig):
-        raise ValueError(f"{os.fspath(model)} holds a model of type {config.model_type!r}, not a ToST model.")
+        raise ValueError(f"{os.fspath(model)} contains a model of type {config.model_type!r}, not a ToST model.")
     _check_memory(config)
-    source = model if processor is None else processor
+    is_classifier = any(name.endswith("ForImageClassification") for name in config.architectures or ())
+    loaded = _load(AutoModelForImageClassification if is_classifier else AutoModel, "model", model, trust_remote_code)
+    source, helper = model if processor is None else processor, None
     if isinstance(config, ToSTConfig):
-        loaded = _load(AutoModel, "model", model, trust_remote_code)
         helper = _load(AutoTokenizer, "tokenizer", source, trust_remote_code)
-        return inspect_model(loaded, helper, input, out_dir, layers=layers, image_size=image_size)
-    classifies = any(name.endswith("ForImageClassification") for name in config.architectures or ())
-    loaded = _load(AutoModelForImageClassification if classifies else AutoModel, "model", model, trust_remote_code)
-    alone = processor is None and os.path.isdir(model) and not is_file(Path(model, "preprocessor_config.json"))
-    helper = None if alone else _load(AutoImageProcessor, "image processor", source, trust_remote_code)
+    elif processor is not None or not os.path.isdir(model) or Path(model, IMAGE_PROCESSOR_NAME).is_file():
+        helper = _load(AutoImageProcessor, "image processor", source, trust_remote_code)
     return inspect_model(loaded, helper, input, out_dir, layers=layers, image_size=image_size)
 
 
 def _check_memory(config: "PreTrainedConfig") -> None:
-    """Rejects a model larger than this machine's memory: weights that a file lacks would be allocated, however many."""
+    """Rejects a model larger than this machine's memory: transformers allocates weights that the file lacks."""
     from transformers import AutoModel
 
     with torch.device("meta"):
-        size = AutoModel.from_config(config, trust_remote_code=False).num_parameters() * 2  # bytes, at the least
+        size = AutoModel.from_config(config, trust_remote_code=False).num_parameters() * 2  # bytes, at least
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
     if size > memory:
         raise ValueError(f"The configuration asks for at least {size:,} bytes of weights; this machine has {memory:,}.")
 
 
 def _load(auto_class: Any, what: str, source: str | os.PathLike, trust_remote_code: bool):
-    """`from_pretrained` that never asks anything, and whose errors have one line."""
+    """`from_pretrained` without a prompt, and with errors of one line."""
     try:
         return auto_class.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises nearly anything on damaged files
         name = os.fspath(source)
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"The {what} of {name} is code, which is not run; if you have read it and trust it, pass "
+                f"The {what} of {name} is remote code, which was not run; if you have read it and trust it, pass "
                 "trust_remote_code=True (--trust-remote-code)."
             ) from error
         hint = "; name the one that the model uses (--processor)" if what in ("tokenizer", "image processor") else ""
@@ -127,34 +135,41 @@ def inspect_model(
     layers: Sequence[int] | None = None,
     image_size: int | None = None,
 ) -> list[Path]:
-    """Writes pictures of what the model does with one image or text, and `index.html`, which shows and explains them.
+    """Writes pictures of what the model computes for one image or text, and `index.html`, which shows and explains them.
+
+    For an image: memberships of each layer and head over the image, the strongest head of each patch, their entropy, the
+    class token's attention. For a text: memberships and entropy by position, forget factors of models with decay, and the
+    text coloured by its heads. For both: compression terms by layer, and the overlap of the subspaces.
+
+    ```python
+    inspect_model(model, processor, "photo.jpg", "report", layers=range(1, 13), image_size=448)
+    ```
 
     Args:
         model: a ToST model with TSSA, language or vision.
         processor_or_tokenizer: the model's tokenizer, or its image processor (None: `make_image_processor`'s).
         input: for a vision model an image or an image file; for a language model a text, or a text file (UTF-8).
         out_dir: the folder to write to; made if missing. Only files that an earlier run wrote there are replaced.
-        layers: the layers to draw, counted from 1; up to six, evenly spaced, if None. The numbers are of all layers.
-        image_size: the shorter side, in pixels, to which an image is scaled whole (sides rounded to multiples of the patch
-            size), instead of what the processor does. ToST takes images larger than those it was trained on.
+        layers: the layers to draw, counted from 1; up to six, evenly spaced, if None. The table of numbers has all layers.
+        image_size: the shorter side, in pixels, to which the whole image is scaled (sides rounded to multiples of the patch
+            size), in place of the processor's resizing and cropping. ToST accepts images larger than its training images.
 
     Returns:
         The files written, `index.html` first.
 
     Raises:
-        ValueError, OSError: the model has no TSSA or weights that are not finite, the input is no image or text, a layer does
-            not exist, or `out_dir` holds files of these names that are not from an earlier run.
+        ValueError: the model has no TSSA layers or has weights that are not finite, the input is not an image or text, or a
+            layer does not exist.
+        OSError: the input or output cannot be read or written, or `out_dir` has files of these names that are not from an
+            earlier run. Nothing was written.
         ImportError: matplotlib or Pillow is missing.
     """
-    from . import plots
-
     require_extra("matplotlib")
-    numbers = _chosen_layers(layers, len(tssa_layers(model)))
+    numbers = _select_layers(layers, len(tssa_layers(model)))
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(f"The weights of the model are damaged: {name} holds NaN or infinite numbers.")
+            raise ValueError(f"The weights of the model are damaged: {name} has NaN or infinite values.")
     out_dir = Path(out_dir)
-    page = _earlier_page(out_dir)
     if find_modules(model, ToSTVisionPatchEmbeddings):
         trace, facts, pictures, text = _inspect_image(model, processor_or_tokenizer, input, numbers, image_size)
     elif image_size is not None:
@@ -168,11 +183,15 @@ def inspect_model(
     grams = [subspace_gram(model, layer) for layer in chosen]
     pictures["compression.png"] = plots.plot_compression(terms)
     pictures["subspaces.png"] = plots.plot_subspace_grams(grams, trace.memberships.shape[2], chosen)
-    _check_targets(out_dir, pictures, page)
-    return _write(out_dir, pictures, index_page(facts, pictures, _table(model, trace, terms), text))
+    _check_targets(out_dir, pictures)
+    with staged_folder(out_dir) as folder:
+        for name, picture in pictures.items():
+            picture.savefig(folder / name)
+        (folder / INDEX).write_text(index_page(facts, pictures, _table(model, trace, terms), text), encoding="utf-8")
+    return [out_dir / INDEX, *(out_dir / name for name in pictures)]
 
 
-def _chosen_layers(layers: Sequence[int] | None, total: int) -> list[int]:
+def _select_layers(layers: Sequence[int] | None, total: int) -> list[int]:
     if layers is None:
         return sorted({round(x) for x in torch.linspace(1, total, min(total, 6)).tolist()})
     if not layers:
@@ -180,55 +199,31 @@ def _chosen_layers(layers: Sequence[int] | None, total: int) -> list[int]:
     return sorted({pick_layer(list(range(1, total + 1)), layer) for layer in layers})
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
-def _earlier_page(out_dir: Path) -> str:
-    """The page that an earlier run wrote to the folder, "" if there is none; rejects any other page."""
+def _check_targets(out_dir: Path, names: Iterable[str]) -> None:
+    """Rejects the replacement of any file that is not from an earlier run, whose page links to its pictures."""
     if out_dir.exists() and not out_dir.is_dir():
         raise FileExistsError(f"{out_dir} is a file; name a folder to write to.")
     index = out_dir / INDEX
-    if not os.path.lexists(index):
-        return ""
     page = index.read_text(encoding="utf-8", errors="replace") if index.is_file() else ""
-    if not is_own_page(page):
+    if os.path.lexists(index) and GENERATOR not in page:
         raise FileExistsError(f"{index} is not a page of this command; name another folder, or move it away.")
-    return page
-
-
-def _check_targets(out_dir: Path, names, page: str) -> None:
-    """Rejects the replacement of files that the earlier page does not name."""
-    foreign = [name for name in names if os.path.lexists(out_dir / name) and not names_file(page, name)]
-    foreign += [name for name in names if (out_dir / name).is_dir() and name not in foreign]
-    if foreign:
+    existing = [name for name in names if os.path.lexists(out_dir / name)]
+    if foreign := [name for name in existing if f"href='{name}'" not in page or (out_dir / name).is_dir()]:
         raise FileExistsError(
-            f"{out_dir} holds {', '.join(foreign)}, which this command did not write; name another folder, or move them away."
+            f"{out_dir} contains {', '.join(foreign)}, not written by this command; name another folder, or move them away."
         )
-
-
-def _write(out_dir: Path, pictures: dict[str, "Figure"], page: str) -> list[Path]:
-    """Writes all files, or none if one cannot be written; returns their paths, the page first."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".inspect-", dir=out_dir) as staging:
-        for name, picture in pictures.items():
-            picture.savefig(Path(staging, name))
-        Path(staging, INDEX).write_text(page, encoding="utf-8")
-        for name in (*pictures, INDEX):  # the page last: it never shows pictures that are not there
-            os.replace(Path(staging, name), out_dir / name)
-    return [out_dir / INDEX, *(out_dir / name for name in pictures)]
 
 
 # Images and texts ----------------------------------------------------------------------------------------------------
 
 
-def _inspect_image(model, processor, input, layers: list[int], image_size: int | None) -> _Findings:
-    from . import plots
-
+def _inspect_image(model, processor, input, layers: list[int], image_size: int | None) -> _InputReport:
     image = load_image(model, processor, input, image_size)
     trace = trace_model(model, pixel_values=image.pixel_values)
-    assert trace.grid is not None  # as of all images
-    maps = membership_maps(trace)[0, [layer - 1 for layer in layers]]
-    entropy = membership_entropy(trace).unflatten(-1, trace.grid)[0, [layer - 1 for layer in layers]]
+    assert trace.grid is not None
+    indices = [layer - 1 for layer in layers]
+    maps = membership_maps(trace)[0, indices]
+    entropy = membership_entropy(trace).unflatten(-1, trace.grid)[0, indices]
     height, width = image.pixel_values.shape[-2:]
     facts = [
         *_model_facts(model, trace),
@@ -243,14 +238,14 @@ def _inspect_image(model, processor, input, layers: list[int], image_size: int |
         "memberships.png": plots.plot_membership_maps(maps, image.picture, layers),
         "strongest_heads.png": plots.plot_strongest_heads(maps, image.picture, layers),
         "entropy.png": plots.plot_entropy_maps(entropy, maps.shape[1], layers),
-        "class_attention.png": plots.plot_class_attention_maps(class_attention_maps(trace)[0], image.picture),
     }
-    return _Findings(trace, facts, pictures)
+    if trace.class_attentions is not None:  # a backbone has none
+        weights = class_attention_maps(trace)[0]
+        pictures["class_attention.png"] = plots.plot_membership_maps(weights, image.picture, range(1, len(weights) + 1))
+    return _InputReport(trace, facts, pictures)
 
 
-def _inspect_text(model, tokenizer, input, layers: list[int]) -> _Findings:
-    from . import plots
-
+def _inspect_text(model, tokenizer, input, layers: list[int]) -> _InputReport:
     if tokenizer is None:
         raise ValueError("A language model needs its tokenizer.")
     text, source = load_text(input)
@@ -263,23 +258,22 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> _Findings:
     notes = []
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and len(tokens) > limit:
-        message = f"The text has {len(tokens)} tokens; the model has positions for {limit}, so the rest was cut off."
+        message = f"The text has {len(tokens)} tokens; the model has {limit} positions, so the text was truncated."
         warnings.warn(message, stacklevel=3)
         notes = [("Warning", message)]
         input_ids, tokens = input_ids[:, :limit], tokens[:limit]
     trace = trace_model(model, input_ids=input_ids)
-    maps = membership_maps(trace)[0, [layer - 1 for layer in layers]]
+    indices = [layer - 1 for layer in layers]
+    maps = membership_maps(trace)[0, indices]
     facts = [*_model_facts(model, trace), ("Input", source), *notes, ("Tokens", str(len(tokens)))]
     pictures: dict[str, Figure] = {
         "memberships.png": plots.plot_membership_tokens(maps, layers),
         "entropy.png": plots.plot_entropy_by_position(entropy_by_position(trace), maps.shape[1]),
     }
     if trace.log_forget_factors is not None:
-        rows = [layer - 1 for layer in layers]
-        pictures["forgetting.png"] = plots.plot_forget_factors(
-            forget_factors(trace)[0, rows], half_life(trace)[0, rows], layers
-        )
-    return _Findings(trace, facts, pictures, colored_text(tokens, maps, layers))
+        factors, half_lives = forget_factors(trace)[0, indices], half_life(trace)[0, indices]
+        pictures["forgetting.png"] = plots.plot_forget_factors(factors, half_lives, layers)
+    return _InputReport(trace, facts, pictures, colored_text(tokens, maps, layers))
 
 
 def _model_facts(model, trace: ModelTrace) -> list[tuple[str, str]]:
@@ -293,12 +287,13 @@ def _model_facts(model, trace: ModelTrace) -> list[tuple[str, str]]:
 
 
 def _table(model, trace: ModelTrace, terms: dict[str, CompressionTerms]) -> list[list[str]]:
-    """The numbers of each layer, under a row of headings."""
+    """The numbers of each layer, after the headings."""
     headings = ["layer", "entropy of Pi", "share of ln H", "R, tokens", "R_c, tokens", "R, channels", "R_c, channels"]
-    rows = [[*headings, "overlap within", "overlap between"]]
+    headings += ["overlap within", "overlap between"]
     half_lives = None if trace.log_forget_factors is None else half_life(trace)[0]
     if half_lives is not None:
-        rows[0] += ["half-life, least", "half-life, most"]
+        headings += ["half-life, min", "half-life, max"]
+    table = [headings]
     heads = trace.memberships.shape[2]
     entropy = membership_entropy(trace)[0].nanmean(-1)
     for i in range(len(trace.projections)):
@@ -311,8 +306,8 @@ def _table(model, trace: ModelTrace, terms: dict[str, CompressionTerms]) -> list
         cells = [*(f"{x:.3f}" for x in shares), *(f"{x:.2f}" for x in rates), *(f"{x:.3f}" for x in overlaps)]
         if half_lives is not None:
             cells += [f"{x:.1f}" for x in half_lives[i].aminmax()]
-        rows.append([str(i + 1), *cells])
-    return rows
+        table.append([str(i + 1), *cells])
+    return table
 
 
 __all__ = ["inspect_model", "inspect_path"]

@@ -1,11 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Running a model once and keeping what its TSSA layers saw."""
+"""Running a model once and recording what its TSSA layers compute."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -22,15 +21,25 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """What `trace_model` saw, on the CPU."""
+    """What `trace_model` recorded, on the CPU. B batch, T tokens or patches, L TSSA layers, H heads, p head dimension.
 
-    projections: tuple[torch.Tensor, ...]  # w of each TSSA layer, (B, T, H, p), in the model's dtype
-    memberships: torch.Tensor  # Pi, (B, L, H, T), float64; 0 at padding
-    mask: torch.Tensor  # (B, T), true at real tokens
-    grid: tuple[int, int] | None  # rows and columns of patches; None for a text
-    class_attentions: torch.Tensor | None  # (B, class-attention layers, H, T), float64; None for a text
-    logits: torch.Tensor | None  # (B, labels), float64, of a classifier
-    log_forget_factors: torch.Tensor | None = None  # (B, L, H, T), float64; 0 at padding; None without decay
+    Attributes:
+        projections: w of each TSSA layer, (B, T, H, p), in the model's dtype.
+        memberships: Pi, (B, L, H, T), float64; 0 at padding.
+        mask: (B, T), true at real tokens.
+        grid: height and width of an image in patches; None for a text.
+        class_attentions: (B, class-attention layers, H, T), float64; None for a text.
+        logits: (B, labels), float64, of a classifier.
+        log_forget_factors: (B, L, H, T), float64; 0 at padding; None without decay.
+    """
+
+    projections: tuple[torch.Tensor, ...]
+    memberships: torch.Tensor
+    mask: torch.Tensor
+    grid: tuple[int, int] | None
+    class_attentions: torch.Tensor | None
+    logits: torch.Tensor | None
+    log_forget_factors: torch.Tensor | None = None
 
 
 def trace_model(
@@ -40,10 +49,14 @@ def trace_model(
     attention_mask: torch.Tensor | None = None,
     pixel_values: torch.Tensor | None = None,
 ) -> ModelTrace:
-    """Runs a ToST model in evaluation mode, without gradients, and keeps what its TSSA layers compute.
+    """Runs a ToST model in evaluation mode, without gradients, and records what its TSSA layers compute.
 
-    The model is left as it was: the hooks are taken off again and every module's training flag is restored, also after an
-    error.
+    The model is left unchanged: hooks are removed and every module's training flag is restored, also after an error.
+
+    ```python
+    trace = trace_model(model, **tokenizer("import os", return_tensors="pt"))
+    trace.memberships.shape  # (batch, layers, heads, tokens)
+    ```
 
     Args:
         model: any model with TSSA layers, language or vision, on any device and of any dtype.
@@ -55,31 +68,42 @@ def trace_model(
         ValueError: the model has no TSSA layers (the "xca" and "softmax" baselines have no memberships), a sequence has no
             real token, or the model rejects the inputs.
     """
-    attentions = tssa_layers(model)
+    layers = tssa_layers(model)
     inputs = _model_inputs(model, input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values)
-    projections, memberships, class_attentions = [], [], []
-    factors: list[torch.Tensor] = []
-    hooks: list[tuple[nn.Module, Callable[[Any, Any], None]]]
-    hooks = [(layer.in_proj, lambda _, output: projections.append(output.cpu())) for layer in attentions]
-    hooks += [(layer, lambda _, output: memberships.append(output[1].cpu().double())) for layer in attentions]
-    for layer in attentions:
-        if layer.forget_bias is not None:  # the factors come from the tokens that are projected
-            hooks.append((layer.in_proj, functools.partial(_record_decay, factors, layer)))
-    for class_attention in find_modules(model, ToSTVisionClassAttention):
-        hooks.append((class_attention, lambda _, output: class_attentions.append(output[1][:, :, 0, 1:].cpu().double())))
-    with _register_hooks(hooks), _evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        outputs = model(**inputs)
+    projections: list[torch.Tensor] = []
+    memberships: list[torch.Tensor] = []
+    log_factors: list[torch.Tensor] = []
+    class_attentions: list[torch.Tensor] = []
 
-    heads = attentions[0].num_heads
-    logits = getattr(outputs, "logits", None)
+    def record_layer(layer, args, output):
+        memberships.append(output[1].cpu().double())
+
+    def record_class_attention(layer, args, output):
+        class_attentions.append(output[1][:, :, 0, 1:].cpu().double())  # without the class token
+
+    with _evaluation_mode(model), contextlib.ExitStack() as hooks:
+        for layer in layers:
+
+            def record_projection(in_proj, args, output, layer=layer):
+                projections.append(output.cpu())
+                if (log_decay := layer.log_decay(args[0])) is not None:  # a function of the tokens that are projected
+                    log_factors.append(log_decay.cpu().double())
+
+            hooks.enter_context(layer.in_proj.register_forward_hook(record_projection))
+            hooks.enter_context(layer.register_forward_hook(record_layer))
+        for class_attention in find_modules(model, ToSTVisionClassAttention):
+            hooks.enter_context(class_attention.register_forward_hook(record_class_attention))
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            logits = getattr(model(**inputs), "logits", None)
+
     grid = None
     if "pixel_values" in inputs:
         patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
         height, width = inputs["pixel_values"].shape[-2:]
         grid = height // patch_size, width // patch_size
-    B, _, T = memberships[0].shape
+    B, heads, T = memberships[0].shape
     mask = inputs.get("attention_mask", torch.ones(B, T)).bool().cpu()
-    forgotten = torch.stack(factors, 1).transpose(2, 3) if factors else None
+    decays = torch.stack(log_factors, 1).transpose(2, 3) if log_factors else None
     return ModelTrace(
         projections=tuple(w.view(B, T, heads, -1) for w in projections),
         memberships=torch.stack(memberships, 1),
@@ -87,20 +111,20 @@ def trace_model(
         grid=grid,
         class_attentions=torch.stack(class_attentions, 1) if class_attentions else None,
         logits=logits.cpu().double() if logits is not None and logits.ndim == 2 else None,
-        log_forget_factors=None if forgotten is None else forgotten.masked_fill(~mask[:, None, None], 0),
+        log_forget_factors=None if decays is None else decays.masked_fill(~mask[:, None, None], 0),
     )
 
 
 def _model_inputs(model: nn.Module, **inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The inputs that are given, on the model's device; rejects those of the other kind of model."""
+    """The given inputs on the model's device; rejects those of the other kind of model."""
     takes_images = bool(find_modules(model, ToSTVisionPatchEmbeddings))
-    wanted = "pixel_values" if takes_images else "input_ids"
+    required = "pixel_values" if takes_images else "input_ids"
     given = {name: torch.as_tensor(x) for name, x in inputs.items() if x is not None}
-    allowed = {wanted} if takes_images else {wanted, "attention_mask"}
-    if wanted not in given or not given.keys() <= allowed:
+    allowed = {required} if takes_images else {required, "attention_mask"}
+    if required not in given or not given.keys() <= allowed:
         raise ValueError(f"This model takes {' and '.join(sorted(allowed, reverse=True))}, got {sorted(given) or 'nothing'}.")
     if "attention_mask" in given and not given["attention_mask"].bool().any(1).all():
-        raise ValueError("attention_mask masks a whole row: each row needs at least one real token.")
+        raise ValueError("attention_mask masks a whole sequence: each sequence needs at least one real token.")
     device = next(model.parameters()).device
     return {name: x.to(device) for name, x in given.items()}
 
@@ -115,7 +139,7 @@ def tssa_layers(model: nn.Module) -> list[TokenStatisticsSelfAttention]:
     if not layers:
         kind = getattr(getattr(model, "config", None), "attention_type", None)
         reason = f"its attention_type is {kind!r}, and only 'tssa' has any" if kind else "it is not a ToST model"
-        raise ValueError(f"This {type(model).__name__} has no memberships to look at: {reason}.")
+        raise ValueError(f"This {type(model).__name__} has no memberships: {reason}.")
     return layers
 
 
@@ -124,32 +148,9 @@ def find_modules(model: nn.Module, kind: type[Module]) -> list[Module]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def _record_decay(factors: list[torch.Tensor], layer: TokenStatisticsSelfAttention, tokens, _output) -> None:
-    log_decay = layer.log_decay(tokens)
-    if log_decay is not None:
-        factors.append(log_decay.cpu().double())
-
-
-@contextlib.contextmanager
-def _register_hooks(hooks: Iterable[tuple[nn.Module, Callable[[Any, Any], None]]]) -> Iterator[None]:
-    """Hands each module's first input and its output to its function while it lasts."""
-    handles = []
-    try:
-        for module, keep in hooks:
-
-            def hook(_module, args, output, keep=keep):
-                keep(args[0] if args else None, output)
-
-            handles.append(module.register_forward_hook(hook))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module's own flag again, as parts may be frozen in evaluation mode."""
+    """Evaluation mode; afterwards each module's own flag, as parts may be frozen in evaluation mode."""
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -160,7 +161,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def pick_layer(layers: list, layer: int):
-    """Of all layers the one with this number, counted from 1; ValueError if there is none."""
+    """The layer with this number, counted from 1; ValueError if there is none."""
     if not 1 <= layer <= len(layers):
         raise ValueError(f"There is no layer {layer}: the model's TSSA layers count from 1 to {len(layers)}.")
     return layers[layer - 1]

@@ -1,13 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The cache of ToST language models: the layer of causal TSSA, three running sums of constant size; checks; files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch.nn import functional as F
 from transformers import PreTrainedConfig
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
 from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 from .layers_tost import find_taps, input_window, last_inputs
@@ -53,6 +52,18 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     While recording is on (`activate_past_recording`), the tokens since the last `crop`, and up to 64 before it, can be rolled
     back exactly: the sums are recomputed from those before the recorded tokens, nothing is subtracted.
+
+    Raises:
+        ValueError, RuntimeError: `crop` is called with a number of tokens, or at a time, that it cannot remove.
+
+    Example:
+
+    ```python
+    >>> model = ToSTModel(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> cache = model(torch.tensor([[5, 6, 7]])).past_key_values
+    >>> cache.layers[0].sum_sq.shape, cache.layers[0].get_seq_length()
+    (torch.Size([1, 4, 8]), 3)
+    ```
     """
 
     _layer_type = CAUSAL_STATISTICS
@@ -60,7 +71,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
     supports_early_init = False  # it is for the shapes of keys and values
 
     def __init__(self, max_cache_len: int | None = None, static: bool = False, **kwargs):
-        super().__init__()
+        super().__init__(max_cache_len=max_cache_len)
         self.static = static or max_cache_len is not None
         self.max_cache_len = max_cache_len
         self.is_compileable = self.static
@@ -296,8 +307,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
             self._move(self.device)
 
 
-# CacheLayerMixin registers subclasses for dynamic caches only
-STATIC_LAYER_TYPE_MAPPING[CAUSAL_STATISTICS] = CausalStatisticsLayer
+class StaticCausalStatisticsLayer(CausalStatisticsLayer, StaticLayer):  # type: ignore[override, misc]
+    """`CausalStatisticsLayer` in a `StaticCache`, with every method of `StaticLayer` overridden.
+
+    `CacheLayerMixin` registers subclasses that have a `_layer_type`: those of `StaticLayer` for static caches, others for
+    dynamic ones.
+    """
 
 
 def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], values: Tensors) -> Tensors:
@@ -347,6 +362,20 @@ class CausalStatisticsCache(Cache):
 
     Size: num_hidden_layers * (2 * hidden_size + num_attention_heads) numbers per sequence, at any length: for tost-base
     74,304 bytes in files, in float32, and 111,744 in memory, where two of the three sums are float64.
+
+    Raises:
+        ValueError: the configuration is an encoder's, or a hybrid's with `static=True`.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForCausalLM(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> cache = CausalStatisticsCache(model.config)
+    >>> prefix = model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+    >>> step = model(torch.tensor([[8]]), past_key_values=cache)
+    >>> cache.get_seq_length()
+    4
+    ```
     """
 
     def __init__(self, config: PreTrainedConfig, static: bool = False):
@@ -372,10 +401,10 @@ def layer_type_of(layer: object) -> str | None:
 
 def cached_length(cache: Cache) -> int | torch.Tensor:
     """Tokens seen by a cache of a ToST model, padding included (a 0-dimensional tensor where static or compiled)."""
-    return _statistics_layer(cache).get_seq_length()
+    return _first_statistics_layer(cache).get_seq_length()
 
 
-def _statistics_layer(cache: Cache) -> CausalStatisticsLayer:
+def _first_statistics_layer(cache: Cache) -> CausalStatisticsLayer:
     return cast(CausalStatisticsLayer, next(layer for layer in cache.layers if layer_type_of(layer) == CAUSAL_STATISTICS))
 
 
@@ -419,7 +448,7 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
             f"The cache is another model's: its layers are {', '.join(map(str, kinds))}, "
             f"this model's {', '.join(config.layer_types)}."
         )
-    layer = _statistics_layer(cache)
+    layer = _first_statistics_layer(cache)
     if not layer.is_initialized:
         return
     batch, *heads = layer.tensors()["sum_sq"].shape
@@ -441,39 +470,7 @@ def _processes_sharing_heads(config: PreTrainedConfig) -> int:
     return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
 
-# Batching --------------------------------------------------------------------------------------------------------------
-
-
-def join_rows(caches: Sequence[Cache], longest: int) -> Cache:
-    """Concatenates dynamic caches of one model along the batch, into the first of them; the others must not be used again.
-
-    Keys and values are padded on the left to the same length; the attention mask has to exclude this padding. Statistics need
-    none.
-
-    Args:
-        longest: number of tokens of the longest sequence.
-    """
-    for layers in zip(*(cache.layers for cache in caches)):
-        joined = cast(Any, layers[0])
-        if layer_type_of(joined) == CAUSAL_STATISTICS:
-            joined.set_state(TSSAState(*map(torch.cat, zip(*(layer.state for layer in layers)))))
-            if joined.recent_inputs is not None:
-                joined.set_recent_inputs(torch.cat([layer.past_inputs for layer in layers]))
-        else:
-            kept = min(longest, joined.sliding_window - 1) if joined.is_sliding else longest
-            for name in ("keys", "values"):
-                setattr(joined, name, torch.cat([_last_tokens(getattr(layer, name), kept) for layer in layers]))
-        set_cached_length(joined, longest)
-    return caches[0]
-
-
 def set_cached_length(layer: Any, length: int) -> None:
     """Sets the number of tokens that a layer has seen, if it stores that in a number or a tensor."""
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length += length - int(layer.cumulative_length)
-
-
-def _last_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The last tokens of keys or values (B, heads, tokens, width), padded on the left with zeros to `count`."""
-    missing = count - x.shape[2]
-    return F.pad(x, (0, 0, missing, 0)) if missing >= 0 else x[:, :, -missing:]

@@ -1,337 +1,31 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Configuration of ToST text models, the sizes of the paper, and how all ToST models are loaded, saved and published."""
+"""Configuration of ToST text models, and the sizes of the paper."""
 
-import inspect
-import os
-import shutil
-import sys
-import tempfile
 from dataclasses import field
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import EntryNotFoundError
-from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.utils import cached_file
 
-
-# Source files ---------------------------------------------------------------------------------------------------------
-
-
-OPERATOR_FILES = (
-    "tssa.py",
-    "tssa_reference.py",
-    "tssa_chunked.py",
-    "tssa_triton.py",
+from .base_tost import (
+    ABLATIONS,
+    AUTO_MAPS,
+    CODE_FILES,
+    OPERATOR_FILES,
+    ToSTBaseConfig,
+    ToSTBaseModel,
+    check_fields,
+    check_max_sizes,
+    code_files,
+    source_file,
 )
-_SHARED_FILES = ("configuration_tost.py", "layers_tost.py", *OPERATOR_FILES)
-CODE_FILES = {  # by model type; siblings of this file, here and in every published folder
-    "tost": (
-        *_SHARED_FILES,
-        "modeling_tost.py",
-        "cache_tost.py",
-        "inputs_tost.py",
-        "attention_tost.py",
-    ),
-    "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
-}
-AUTO_MAPS = {
-    "tost": {
-        "AutoConfig": "configuration_tost.ToSTConfig",
-        "AutoModel": "modeling_tost.ToSTModel",
-        "AutoModelForCausalLM": "modeling_tost.ToSTForCausalLM",
-        "AutoModelForMaskedLM": "modeling_tost.ToSTForMaskedLM",
-        "AutoModelForQuestionAnswering": "modeling_tost.ToSTForQuestionAnswering",
-        "AutoModelForSequenceClassification": "modeling_tost.ToSTForSequenceClassification",
-        "AutoModelForTokenClassification": "modeling_tost.ToSTForTokenClassification",
-    },
-    "tost_vision": {
-        "AutoConfig": "configuration_tost_vision.ToSTVisionConfig",
-        "AutoBackbone": "modeling_tost_vision.ToSTBackbone",
-        "AutoModel": "modeling_tost_vision.ToSTVisionModel",
-        "AutoModelForImageClassification": "modeling_tost_vision.ToSTForImageClassification",
-    },
-}
 
 
-def source_file(name: str) -> Path:
-    """Path of a remote-code file beside this one."""
-    return Path(__file__).with_name(name)
-
-
-def code_files(model_type: str, folder: Path | None = None, origin: str | None = None) -> dict[str, Path]:
-    """Name and path of each source file that is published with a model of this type.
-
-    Args:
-        folder: folder of the model's class, searched after that of this file: transformers copies the code of a local folder
-            into one folder per class, with only the files that the class needs.
-        origin: folder or repository that the configuration was loaded from, searched last.
-
-    Raises:
-        OSError: a file is in none of these places.
-    """
-    files = {}
-    for name in CODE_FILES[model_type]:
-        places = [source_file(name), *([] if folder is None else [folder / name])]
-        found = next((place for place in places if place.is_file()), None)
-        if found is None and origin:
-            fetched = cached_file(origin, name, _raise_exceptions_for_missing_entries=False)
-            found = None if fetched is None else Path(fetched)
-        if found is None:
-            raise OSError(
-                f"The model's source file {name} was not found, so it cannot be saved with the others: load the model from a "
-                "folder or repository that has it, or save with with_code=False."
-            )
-        files[name] = found
-    return files
-
-
-# Configurations -------------------------------------------------------------------------------------------------------
-
-
-INHERITED_FIELDS = {  # of every configuration; transformers does not check their types
-    "architectures": (list, tuple),
-    "attn_implementation": (str,),
-    "auto_map": (dict,),
-    "dtype": (str, torch.dtype),
-    "id2label": (dict,),
-    "label2id": (dict,),
-    "quantization_config": (dict,),
-    "torch_dtype": (str, torch.dtype),
-}
-MAX_LABELS = 2**20  # transformers makes a name for each of them
-
-
-class ToSTBaseConfig(PreTrainedConfig):
-    """A configuration that is saved with the source files of its models where its `auto_map` is set.
-
-    Loading one from a file runs no code that the file names, and raises ValueError for any damage.
-    """
-
-    def __post_init__(self, **kwargs):
-        labels = kwargs.get("num_labels")
-        if labels is not None and not (isinstance(labels, int) and 0 <= labels <= MAX_LABELS):
-            raise ValueError(f"num_labels must be a whole number from 0 to {MAX_LABELS:,}, got {_shorten(labels)}.")
-        for alias, name in self.attribute_map.items():
-            if alias in kwargs:  # set under the field's name, so that its type is checked
-                setattr(self, name, kwargs.pop(alias))
-        super().__post_init__(**kwargs)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs):
-        """As `PreTrainedConfig.from_dict`; raises ValueError, with the field's name, for any impossible value."""
-        _check_inherited_fields(cls, config_dict)
-        try:
-            return super().from_dict(config_dict, **kwargs)
-        except Exception as error:  # transformers raises many types of errors for fields of a wrong type
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            reason = f"{kind}{error}".splitlines()[-1].strip()
-            raise ValueError(f"The configuration of this {cls.model_type} model is wrong: {reason[:300]}") from error
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Has no effect: `auto_map` decides whether the source files are saved. transformers calls it for remote code."""
-
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
-        """As `PreTrainedConfig.save_pretrained`, with the source files beside `config.json` where `auto_map` is set."""
-        folder = self.__dict__.pop("_model_folder", None)  # set by a model that saves its configuration
-        if getattr(self, "auto_map", None):
-            self.auto_map = dict(AUTO_MAPS[self.model_type])  # a loaded one may name older files, or their repository
-            os.makedirs(save_directory, exist_ok=True)
-            for name, source in code_files(self.model_type, folder, self._name_or_path).items():
-                target = Path(save_directory, name)
-                if source.resolve() != target.resolve():
-                    shutil.copyfile(source, target)
-        super().save_pretrained(save_directory)
-        if push_to_hub:  # the base class would upload config.json alone
-            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
-
-
-def _check_inherited_fields(config_class: type, fields: dict) -> None:
-    """Rejects wrong values that transformers accepts in fields of every configuration, and references to code."""
-    for name, value in fields.items():
-        if name.startswith("__") or callable(getattr(config_class, name, None)):
-            raise ValueError(f"{_shorten(name)} is not a field of a configuration but the name of a method.")
-        if isinstance(derived := getattr(config_class, name, None), property) and derived.fset is None:
-            raise ValueError(f"{name} follows from other fields, so it cannot be given.")
-        if value is not None and not isinstance(value, INHERITED_FIELDS.get(name, object)):
-            raise ValueError(f"{name} must be a {INHERITED_FIELDS[name][0].__name__}, got {_shorten(value)}.")
-    parts = [name for name in ("decoder", "generator", "text_config", "text_encoder") if fields.get(name) is not None]
-    if parts:
-        raise ValueError(f"{parts[0]} belongs to models composed of several models; a ToST model is not one.")
-    if not all(isinstance(name, str) for name in fields.get("architectures") or ()):
-        raise ValueError(f"architectures must be names of classes, got {_shorten(fields['architectures'])}.")
-    if not all(str(key).isdecimal() for key in fields.get("id2label") or ()):
-        raise ValueError(f"id2label must name labels by number, got {_shorten(fields['id2label'])}.")
-    for name in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
-        if "/" in str(fields.get(name) or ""):
-            raise ValueError(
-                f"{name} is {_shorten(fields[name])}, code on the Hub, which ToST does not need; remove that field."
-            )
-    for dtype in (fields.get("dtype"), fields.get("torch_dtype")):
-        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
-            raise ValueError(f"dtype must be one of floating-point numbers, such as 'float32', got {_shorten(dtype)}.")
-
-
-def _shorten(value: object) -> str:
-    return repr(value)[:100]
-
-
-# Models ---------------------------------------------------------------------------------------------------------------
-
-
-ADAPTER_TARGETS = ("in_proj", "out_proj")  # the projections of TSSA
-
-
-def _register_adapter_targets(model_type: str) -> None:
-    """Registers LoRA's default target modules with PEFT, if it is imported and has none for this model type."""
-    tables = sys.modules.get("peft.utils.constants")
-    if tables is not None:
-        tables.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, list(ADAPTER_TARGETS))
-
-
-class ToSTBaseModel(PreTrainedModel):
-    """Checks configurations, loads weights from safetensors files only, and saves source files with them on request."""
-
-    _saved_with_code = False  # by default
-
-    def __init__(self, config, *inputs, **kwargs):
-        wanted = type(self).config_class
-        assert wanted is not None  # transformers takes it from the annotation of `config`
-        if getattr(config, "model_type", None) != wanted.model_type:
-            raise ValueError(
-                f"{type(self).__name__} needs a {wanted.__name__} (model type {wanted.model_type!r}), got a "
-                f"{type(config).__name__} of model type {getattr(config, 'model_type', None)!r}."
-            )
-        for name in ("hidden_size", "intermediate_size"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}.")
-        super().__init__(config, *inputs, **kwargs)
-        _register_adapter_targets(wanted.model_type)
-
-    def post_init(self):
-        # only parameters that this model has: transformers' shared tests look for each
-        names = (getattr(module, "float32_parameters", ()) for module in self.modules())
-        self._keep_in_fp32_modules_strict = set(chain(*names))
-        super().post_init()
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class="AutoModel"):
-        """From now on models of this class are saved with their source files, unless `with_code=False`.
-
-        transformers calls it for models that it loads by remote code. All of ToST's Auto classes are named in `auto_map`.
-        """
-        cls._saved_with_code = True
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool | None = None, **kwargs):
-        """As `PreTrainedModel.from_pretrained`, from safetensors files only: weights are never unpickled.
-
-        Raises:
-            ValueError: `use_safetensors=False`, or a `distributed_config` with pipeline parallelism.
-            OSError: there are no safetensors weights, or they are damaged.
-        """
-        if use_safetensors is False:
-            raise ValueError("ToST models load safetensors weights only; convert pickled ones with `tost-hf convert`.")
-        _reject_pipeline_parallelism(kwargs.get("distributed_config"))
-        try:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs)
-        except SafetensorError as error:
-            raise OSError(
-                f"The weights of {str(pretrained_model_name_or_path)!r} are damaged or incomplete ({error}); fetch or copy "
-                "them again."
-            ) from error
-
-    def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
-        """As `PreTrainedModel.save_pretrained`.
-
-        Args:
-            with_code: whether source files and `auto_map` are saved with the weights, so that the folder loads with
-                `trust_remote_code=True` where this package is not installed. None: if the model was loaded from a folder that
-                has them.
-        """
-        fields = self.config.__dict__
-        auto_map = fields.pop("auto_map", None)  # transformers does not expect None as its value
-        if with_code if with_code is not None else (auto_map or self._saved_with_code):
-            fields["auto_map"] = AUTO_MAPS[self.config.model_type]
-        fields["_model_folder"] = Path(inspect.getfile(type(self))).parent
-        try:
-            super().save_pretrained(save_directory, *args, **kwargs)
-        except SafetensorError as error:  # for example on a full disk
-            raise OSError(
-                f"The weights could not be written to {os.fspath(save_directory)!r}; is the disk full? ({error})"
-            ) from error
-        finally:
-            for name in ("_model_folder", "auto_map"):
-                fields.pop(name, None)
-            if auto_map:
-                fields["auto_map"] = auto_map
-
-    def push_to_hub(  # type: ignore[override]  # transformers' decorator hides the parameters from the type checker
-        self,
-        repo_id: str,
-        *,
-        with_code: bool | None = None,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str | None = "50GB",
-        tags: list[str] | None = None,
-    ) -> str:
-        """As `PreTrainedModel.push_to_hub`, in one commit, with `with_code` as in `save_pretrained`.
-
-        The repository's card is kept. If there is none, a short one with metadata is written instead of transformers' form.
-        `tost-hf publish` checks what it uploads; this does not.
-        """
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not revision.startswith("refs/pr"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        try:
-            card = ModelCard.load(api.hf_hub_download(repo_id, "README.md", revision=revision))
-        except EntryNotFoundError:
-            data = ModelCardData(library_name="transformers", tags=["tost"])
-            card = ModelCard(f"---\n{data.to_yaml()}\n---\n\nA {type(self).__name__}, pushed without a model card.\n")
-        card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *(tags or [])])) or None
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, with_code=with_code, max_shard_size=max_shard_size)
-            card.save(Path(folder, "README.md"))
-            return api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                commit_message=commit_message or f"Upload {type(self).__name__}",
-                commit_description=commit_description,
-                revision=revision,
-                create_pr=create_pr,
-            )
-
-
-def _reject_pipeline_parallelism(distributed_config) -> None:
-    """Rejects transformers' pipeline parallelism: its later stages take their input for embedded tokens, and add positions."""
-    is_dict = isinstance(distributed_config, dict)  # which transformers accepts, too
-    size = distributed_config.get("pp_size") if is_dict else getattr(distributed_config, "pp_size", None)
-    if (size or 1) > 1:
-        raise ValueError(
-            "A ToST model cannot be cut by layers, that is, by pipeline parallelism (pp_size of distributed_config): use "
-            "tp_size, which shards the heads, or fully_shard."
-        )
-
-
-# Text configuration ---------------------------------------------------------------------------------------------------
-
-
-CAUSAL_STATISTICS = "tost_causal_statistics"  # the cache layer type of a causal TSSA layer
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # transformers' names
+# Layer types, by which transformers' caches choose the layers they consist of. The first is ours although transformers has
+# "linear_attention": the cache layer of that type cannot crop a recurrent state, has no sequence length, and is the same for
+# every model. transformers registers cache layers of further types (`CausalStatisticsLayer._layer_type`), but has no
+# registration of their names: `ToSTConfig.validate_layer_type` checks them, as that of transformers' own DeepSeek-V4 does.
+CAUSAL_STATISTICS = "tost_causal_statistics"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768},
@@ -370,76 +64,15 @@ LRA_PRESETS["tost-lra-pathfinder"]["pre_norm"] = False
 OPTION_DEFAULTS = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
 OPTION_DEFAULTS["forgetting"] = "none"
 BEYOND_PAPER = tuple(OPTION_DEFAULTS)
-ABLATIONS = {"mlp_type": "mlp", "ista_step_size": 0.1, "ista_threshold": 0.1, "normalize_scores": True}
 OPTION_DEFAULTS |= ABLATIONS | {
     "is_causal": True,
     "pooling": None,
     "pre_norm": True,
 }  # all options, with the published model's values
 
-MAX_SIZES = {  # far above any model: larger sizes in a file are damage or an attack, and must not be allocated
-    "vocab_size": 2**31 - 1,
-    "max_position_embeddings": 2**31 - 1,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**22,
-    "num_attention_heads": 2**20,
-    "num_hidden_layers": 1024,
-    "num_class_attention_layers": 1024,
-    "num_channels": 1024,
-}
 FORGETTING = ("none", "head", "token")
 POOLING = ("mean", "first", "last")
-MLP_TYPES = ("mlp", "ista")
 MAX_KERNEL = 64
-MAX_NUMBER = 2.0**127  # of a float32
-
-
-def drop_defaults(fields: dict, off: dict) -> dict:
-    """The fields of a configuration's file without options at their defaults."""
-    return {key: value for key, value in fields.items() if key not in off or value != off[key]}
-
-
-def check_max_sizes(config: PreTrainedConfig) -> None:
-    """Rejects (ValueError) sizes above `MAX_SIZES`."""
-    for name, most in MAX_SIZES.items():
-        if (getattr(config, name, None) or 0) > most:
-            raise ValueError(f"{name} must be at most {most:,}, got {str(getattr(config, name))[:40]}.")
-
-
-def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilities: tuple[str, ...]) -> None:
-    """Rejects (ValueError) impossible values in fields of text and vision configurations."""
-    # models reject a width of 0, not configurations: transformers' tools create such ones to test the fields
-    for name, least in (dict.fromkeys(counts, 1) | {"hidden_size": 0, "intermediate_size": 0}).items():
-        if getattr(config, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)}.")
-    check_max_sizes(config)
-    if config.hidden_size % config.num_attention_heads:
-        raise ValueError(
-            f"hidden_size ({config.hidden_size}) must be a multiple of num_attention_heads ({config.num_attention_heads})."
-        )
-    for name in probabilities:
-        if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(config, name)}.")
-    if not config.layer_norm_eps > 0:
-        raise ValueError(f"layer_norm_eps must be above 0, got {config.layer_norm_eps}.")
-    if config.initializer_range < 0:
-        raise ValueError(f"initializer_range must not be negative, got {config.initializer_range}.")
-    if config.mlp_type not in MLP_TYPES:
-        raise ValueError(f"mlp_type must be one of {', '.join(MLP_TYPES)}, got {config.mlp_type[:40]!r}.")
-    if not config.ista_step_size > 0:
-        raise ValueError(f"ista_step_size must be above 0, got {config.ista_step_size}.")
-    if not config.ista_threshold >= 0:
-        raise ValueError(f"ista_threshold must not be negative, got {config.ista_threshold}.")
-    numbers = "layer_norm_eps layer_scale_init_value initializer_range initializer_factor ista_step_size ista_threshold"
-    for name in numbers.split():
-        if not abs(getattr(config, name, 0)) < MAX_NUMBER:  # true of NaN as well
-            raise ValueError(f"{name} must be a finite number that float32 can hold, got {str(getattr(config, name))[:40]}.")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        ids = getattr(config, name, None)
-        if any(i < 0 for i in (ids if isinstance(ids, list) else [ids or 0])):
-            raise ValueError(f"{name} must not be negative, got {ids}; write null for none.")
-    if config.hidden_act not in ACT2FN:
-        raise ValueError(f"hidden_act {config.hidden_act!r} is not an activation that transformers knows, such as 'gelu'.")
 
 
 @strict
@@ -460,9 +93,10 @@ class ToSTConfig(ToSTBaseConfig):
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of both LayerScale vectors of a block.
         use_bias: whether the Linear and LayerNorm layers of the blocks and the final norm have a bias. `lm_head` has none.
-        hidden_dropout: dropout after the attention's and the MLP's output projection.
-        attention_dropout: dropout on TSSA's 1 / (1 + moment).
-        embedding_dropout: dropout on the embedded tokens.
+        hidden_dropout: dropout after the attention's and the MLP's output projection. Also `hidden_dropout_prob`,
+            `resid_pdrop`, `dropout`.
+        attention_dropout: dropout on TSSA's 1 / (1 + moment). Also `attention_probs_dropout_prob`, `attn_pdrop`.
+        embedding_dropout: dropout on the embedded tokens. Also `embd_pdrop`.
         initializer_range: standard deviation of initial weights; the two output projections of a block get it divided by
             sqrt(2 * `num_hidden_layers`).
         forgetting: decay of the running sums: "none", as published, "head" (learned, per head) or "token" (computed from each
@@ -485,7 +119,7 @@ class ToSTConfig(ToSTBaseConfig):
             ablation; `ISTAStep`), which replaces the MLP with its residual branch and LayerScale.
         ista_step_size, ista_threshold: of that step.
         normalize_scores: whether memberships are made from squares that are normalised per channel over the tokens, as
-            published, or from the squares themselves (the paper's ablation). Without normalisation the plain formulas run,
+            published, or from the squares themselves (the paper's ablation). Without normalisation the reference backend runs,
             on every device.
         pre_norm: whether LayerNorm stands before the attention and the MLP, as published, with another one after the last
             block; or, if False, after each of the two sums.
@@ -499,15 +133,16 @@ class ToSTConfig(ToSTBaseConfig):
     Example:
 
     ```python
-    >>> from tost_hf import ToSTConfig, ToSTForCausalLM
-
-    >>> model = ToSTForCausalLM(ToSTConfig.from_preset("tost-base", max_position_embeddings=2048))
+    >>> config = ToSTConfig.from_preset("tost-base", max_position_embeddings=2048)
+    >>> config.hidden_size, config.n_positions
+    (768, 2048)
     ```
     """
 
     model_type = "tost"
     keys_to_ignore_at_inference = ["past_key_values"]
-    attribute_map = {
+    option_defaults = OPTION_DEFAULTS
+    attribute_map = ToSTBaseConfig.attribute_map | {
         "n_embd": "hidden_size",
         "n_head": "num_attention_heads",
         "n_layer": "num_hidden_layers",
@@ -586,17 +221,13 @@ class ToSTConfig(ToSTBaseConfig):
                 f"max_position_embeddings must be at least 1, or None for no limit, got {self.max_position_embeddings}."
             )
 
-    def options(self) -> dict[str, object]:
-        """The options that differ from the published model (see `OPTION_DEFAULTS`)."""
-        return {name: value for name, value in self.to_dict().items() if name in OPTION_DEFAULTS}
-
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
         fields = super().to_dict()
         for name in ("layer_types", "rope_parameters"):
             if (given := fields.pop(f"_{name}", None)) is not None:
                 fields[name] = given
-        return drop_defaults(fields, OPTION_DEFAULTS)
+        return fields
 
     def _check_encoder(self):
         if self.pooling is not None and self.pooling not in POOLING:
@@ -614,17 +245,14 @@ class ToSTConfig(ToSTBaseConfig):
             raise ValueError(f"{causal[0]} is for causal models; an encoder (is_causal=False) does not have it.")
 
     def validate_layer_type(self):
-        """As in transformers, whose list of types lacks `CAUSAL_STATISTICS`.
-
-        It has "linear_attention", whose cache layer has no rollback, static addresses or float64 sums.
-        """
-        kinds = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
-        own = self.__dict__.get("_layer_types") or self.all_layer_types  # as given, however many
-        if unknown := [kind for kind in own if kind not in kinds]:
-            raise ValueError(f"layer_types must hold {', '.join(kinds)} and nothing else, got {unknown[0][:40]!r}.")
-        if len(own) != self.num_hidden_layers:
-            raise ValueError(f"layer_types must name every layer: it names {len(own)} of {self.num_hidden_layers}.")
-        if CAUSAL_STATISTICS not in own:
+        """As in transformers, for the types of this model."""
+        types = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
+        given = self.__dict__.get("_layer_types") or self.all_layer_types  # however many
+        if unknown := [layer_type for layer_type in given if layer_type not in types]:
+            raise ValueError(f"layer_types must hold {', '.join(types)} and nothing else, got {unknown[0][:40]!r}.")
+        if len(given) != self.num_hidden_layers:
+            raise ValueError(f"layer_types must name every layer: it names {len(given)} of {self.num_hidden_layers}.")
+        if CAUSAL_STATISTICS not in given:
             raise ValueError(f"layer_types must hold {CAUSAL_STATISTICS} at least once.")
 
     def _check_attention_layers(self):
@@ -731,6 +359,7 @@ __all__ = [
     "PRESETS",
     "SLIDING_ATTENTION",
     "ToSTBaseConfig",
+    "ToSTBaseModel",
     "ToSTConfig",
     "code_files",
     "source_file",

@@ -4,11 +4,11 @@
 from huggingface_hub.dataclasses import strict
 from transformers.backbone_utils import BackboneConfigMixin
 
-from .configuration_tost import ABLATIONS, ToSTBaseConfig, check_fields, drop_defaults
+from .base_tost import ToSTBaseConfig, check_fields
 
 
 MAX_SIDE = 2**16  # pixels
-FEATURES = {"out_features": None, "out_indices": None}
+FEATURES = ("out_features", "out_indices")
 ATTENTION_TYPES = ("tssa", "xca", "softmax")
 
 _SIZES = {  # width, layers, heads, initial LayerScale
@@ -56,13 +56,14 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
             patches; class-attention blocks keep their MLPs.
         ista_step_size, ista_threshold: of that step.
         normalize_scores: whether memberships are made from squares that are normalised per channel over the patches, as
-            published, or from the squares themselves (the paper's ablation). Without normalisation the plain formulas run,
+            published, or from the squares themselves (the paper's ablation). Without normalisation the reference backend runs,
             on every device.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of the LayerScale vectors (the authors' eta).
         qkv_bias: whether the attentions' input projections have a bias.
-        hidden_dropout: dropout after output projections.
-        attention_dropout: dropout on TSSA's 1 / (1 + moment), or on the baselines' attention weights.
+        hidden_dropout: dropout after output projections. Also `hidden_dropout_prob`, `resid_pdrop`, `dropout`.
+        attention_dropout: dropout on TSSA's 1 / (1 + moment), or on the baselines' attention weights. Also
+            `attention_probs_dropout_prob`, `attn_pdrop`.
         embedding_dropout: dropout on the embedded patches.
         drop_path_rate: probability of leaving out a residual branch for an image in training, the same in every block.
         initializer_range: standard deviation of the truncated normal that Linear weights and the class token start from.
@@ -72,6 +73,14 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
 
     Raises:
         ValueError: a value is impossible.
+
+    Example:
+
+    ```python
+    >>> config = ToSTVisionConfig.from_preset("tost-vision-tiny-patch16", num_labels=10)
+    >>> config.hidden_size, config.num_labels
+    (192, 10)
+    ```
     """
 
     model_type = "tost_vision"
@@ -154,13 +163,9 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
             raise ValueError("out_features and out_indices must name at least one of stage_names, or be left out.")
         super().set_output_features_output_indices(out_features, out_indices)
 
-    def options(self) -> dict[str, object]:
-        """The options of the paper's ablation that differ from the published model."""
-        return {name: value for name, value in self.to_dict().items() if name in ABLATIONS}
-
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
-        return drop_defaults(super().to_dict(), ABLATIONS | FEATURES)
+        return {name: value for name, value in super().to_dict().items() if name not in FEATURES or value is not None}
 
 
 __all__ = ["ATTENTION_TYPES", "VISION_PRESETS", "ToSTVisionConfig"]

@@ -8,12 +8,11 @@ from typing import NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .attention_tost import build_attention_masks
 from .cache_tost import CausalStatisticsCache, cached_length, check_cache
-from .configuration_tost import CAUSAL_STATISTICS, ToSTConfig
+from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .layers_tost import find_taps
 from .tssa_reference import sequence_starts
 
@@ -69,16 +68,16 @@ def resolve_inputs(
         attention_mask = prepared[CAUSAL_STATISTICS]
     full_mask = _check_mask(cast(torch.Tensor | None, attention_mask), B, T, past_length)
     mask = None if full_mask is None else full_mask[:, -T:]
-    stated_idx = _stated_sequences(seq_idx, cu_seq_lens_q, B, T, device)
-    seq_idx = _find_sequences(stated_idx, position_ids, mask, B, T, cached=past_key_values is not None)
+    given_idx = _given_sequences(seq_idx, cu_seq_lens_q, B, T, device)
+    seq_idx = _find_sequences(given_idx, position_ids, mask, B, T, cached=past_key_values is not None)
     if position_ids is None:
-        position_ids = _count_positions(full_mask, stated_idx, past_length, T, device)
+        position_ids = _count_positions(full_mask, given_idx, past_length, T, device)
     else:
         _check_continuation(position_ids, full_mask, past_length)
     position_ids = position_ids.expand(B, T)
     _check_positions(position_ids, mask, past_length, config.max_position_embeddings)
     # packed sequences have no single state; compiled code cannot tell from position_ids whether sequences are packed
-    unpacked = seq_idx is None or (stated_idx is None and torch.compiler.is_compiling())
+    unpacked = seq_idx is None or (given_idx is None and torch.compiler.is_compiling())
     if use_cache and past_key_values is None and unpacked:
         past_key_values = CausalStatisticsCache(config)
     taps = None if config.conv_kernel is None else find_taps(config.conv_kernel, mask, seq_idx)
@@ -161,7 +160,7 @@ def _previous_real(mask: torch.Tensor) -> torch.Tensor:
 # Packed sequences ------------------------------------------------------------------------------------------------------
 
 
-def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.Tensor | None:
+def _given_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.Tensor | None:
     """Sequence numbers (B, T) from `seq_idx` or `cu_seq_lens_q`."""
     for name, x in (("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens_q)):
         if x is not None and not isinstance(x, torch.Tensor):
@@ -175,20 +174,20 @@ def _stated_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.T
     if cu_seq_lens_q is None:
         return seq_idx
     if B != 1:
-        raise ValueError(f"cu_seq_lens_q is for a batch of size 1, one packed row, but the batch has {B}; use seq_idx.")
-    borders = cu_seq_lens_q.to(device).long()
+        raise ValueError(f"cu_seq_lens_q is for a batch of size 1, but the batch has {B}; use seq_idx.")
+    boundaries = cu_seq_lens_q.to(device).long()
     if not torch.compiler.is_compiling():
-        valid = borders.ndim == 1 and borders.numel() > 1 and borders[0] == 0 and borders[-1] == T
-        if not valid or (borders.diff() < 0).any():
-            raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens ({T}), got {borders.tolist()}.")
-    from_borders = torch.searchsorted(borders.contiguous(), torch.arange(T, device=device), right=True).unsqueeze(0)
+        valid = boundaries.ndim == 1 and boundaries.numel() > 1 and boundaries[0] == 0 and boundaries[-1] == T
+        if not valid or (boundaries.diff() < 0).any():
+            raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens ({T}), got {boundaries.tolist()}.")
+    from_lengths = torch.searchsorted(boundaries.contiguous(), torch.arange(T, device=device), right=True).unsqueeze(0)
     if seq_idx is not None and not torch.compiler.is_compiling():
-        if not torch.equal(_borders(seq_idx, None), _borders(from_borders, None)):
+        if not torch.equal(_real_sequence_starts(seq_idx, None), _real_sequence_starts(from_lengths, None)):
             raise ValueError("seq_idx and cu_seq_lens_q begin their sequences at different tokens; give one of them.")
-    return from_borders
+    return from_lengths
 
 
-def _find_sequences(stated_idx, position_ids, mask, B: int, T: int, *, cached: bool) -> torch.Tensor | None:
+def _find_sequences(given_idx, position_ids, mask, B: int, T: int, *, cached: bool) -> torch.Tensor | None:
     """Sequence numbers (B, T) of packed sequences, as given or from positions that restart at 0; otherwise None."""
     found_idx = None
     if position_ids is not None:
@@ -197,14 +196,14 @@ def _find_sequences(stated_idx, position_ids, mask, B: int, T: int, *, cached: b
         if position_ids.is_floating_point():
             raise ValueError(f"position_ids must hold integers, got {position_ids.dtype}.")
         found_idx = _packed_sequences(position_ids.expand(B, T), mask, cached)
-        if stated_idx is not None and not torch.compiler.is_compiling():
-            restarts = _borders(torch.zeros_like(stated_idx) if found_idx is None else found_idx, mask)
-            if not torch.equal(_borders(stated_idx, mask), restarts):
+        if given_idx is not None and not torch.compiler.is_compiling():
+            restarts = _real_sequence_starts(torch.zeros_like(given_idx) if found_idx is None else found_idx, mask)
+            if not torch.equal(_real_sequence_starts(given_idx, mask), restarts):
                 raise ValueError(
                     "position_ids do not restart at 0 exactly where seq_idx / cu_seq_lens_q begin a new sequence; give "
                     "position_ids that do, or leave them out."
                 )
-    seq_idx = found_idx if stated_idx is None else stated_idx
+    seq_idx = found_idx if given_idx is None else given_idx
     if seq_idx is not None and cached:
         raise ValueError(
             "Packed sequences (position_ids that restart, seq_idx or cu_seq_lens_q) cannot be combined with a cache: a batch "
@@ -213,7 +212,7 @@ def _find_sequences(stated_idx, position_ids, mask, B: int, T: int, *, cached: b
     return seq_idx
 
 
-def _borders(seq_idx: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _real_sequence_starts(seq_idx: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Whether each real token belongs to another sequence than the real token before it, (B, T)."""
     mask = torch.ones_like(seq_idx, dtype=torch.bool) if mask is None else mask
     previous = _previous_real(mask)
@@ -300,4 +299,83 @@ def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past
             f"Position {high} is past the end of this model's learned position tables, which hold {limit} "
             f"(max_position_embeddings): shorten the text, extend the tables with resize_position_embeddings and "
             f"fine-tune, or use a position-free model (max_position_embeddings=None)."
+        )
+
+
+# Attention masks -------------------------------------------------------------------------------------------------------
+
+
+def build_attention_masks(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    past_key_values: Cache | None,
+    past_length,
+) -> dict:
+    """Masks of scores for the attention implementation, by layer type; empty without attention layers.
+
+    Args:
+        inputs_embeds: (B, T, D).
+        mask: (B, cached + T), true at real tokens.
+        seq_idx: (B, T), sequence numbers of packed sequences, without a cache.
+        past_length: number of cached tokens.
+
+    Raises:
+        ValueError: the mask does not cover the cached tokens, or does not determine a sliding window.
+    """
+    kinds = [kind for kind in dict.fromkeys(config.layer_types) if kind != CAUSAL_STATISTICS]
+    if not kinds:
+        return {}
+    # imported here, so that models without such layers load even if transformers moves this module
+    from transformers import masking_utils
+
+    starts = isinstance(past_length, int) and past_length == 0
+    if mask is not None and not starts and mask.shape[1] == inputs_embeds.shape[1]:
+        raise ValueError(
+            "With a cache, attention layers need an attention_mask that covers the cached tokens as well as the new ones."
+        )
+    if seq_idx is not None and "flash" in config._attn_implementation and (mask is not None or len(seq_idx) > 1):
+        raise ValueError("Flash attention supports packed sequences only in batches of size 1, unpadded; use 'sdpa'.")
+    masks = {}
+    for kind in kinds:
+        create, conditions = masking_utils.create_causal_mask, []
+        if seq_idx is not None:
+            conditions.append(masking_utils.packed_sequence_mask_function(sequence_starts(seq_idx).cumsum(1)))
+        if kind == SLIDING_ATTENTION and mask is not None and starts:
+            conditions.append(_window_of_real_tokens(mask, config.sliding_window))
+        elif kind == SLIDING_ATTENTION:
+            create = masking_utils.create_sliding_window_causal_mask
+            _check_gaps(mask)
+        masks[kind] = create(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=mask,
+            past_key_values=past_key_values,
+            and_mask_function=masking_utils.and_masks(*conditions) if conditions else None,
+            layer_idx=config.layer_types.index(kind),
+        )
+    return masks
+
+
+def _window_of_real_tokens(mask: torch.Tensor, window: int):
+    """A sliding window that counts real tokens only."""
+    # a static cache has keys up to its size, which the causal mask excludes
+    rank = F.pad(mask.long().cumsum(1), (0, window))
+
+    def condition(batch, head, query, key):
+        return rank[batch, query] - rank[batch, key] < window
+
+    return condition
+
+
+def _check_gaps(mask: torch.Tensor | None) -> None:
+    """Rejects padding between real tokens, which a cached sliding window would count; checked on the CPU only."""
+    if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    later = mask.flip(1).cummax(1)[0].flip(1)
+    if (~mask & mask.cummax(1)[0] & later).any():
+        raise ValueError(
+            "With a cache, sliding_attention layers cannot skip padding between real tokens: pad on the left, or run the "
+            "whole text without past_key_values."
         )

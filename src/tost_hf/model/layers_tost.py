@@ -177,7 +177,7 @@ class LayerOperators(NamedTuple):
     convolve: Callable[..., tuple[torch.Tensor, torch.Tensor]] = convolve
 
 
-RAW_SCORES = LayerOperators(
+UNNORMALIZED_SCORES = LayerOperators(
     tssa=functools.partial(tssa_by_formulas, normalize_scores=False),
     step=functools.partial(step_by_formulas, normalize_scores=False),
 )
@@ -199,11 +199,23 @@ class TokenStatisticsSelfAttention(nn.Module):
             head); causal form only.
         conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
-            paper's ablation) the formulas of tssa_reference.py run, whatever the backend.
+            paper's ablation) the reference backend runs, whatever `backend` says.
         backend: as in `tssa`; may be set later as well.
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
     module is moved to.
+
+    Raises:
+        ValueError: forgetting or a convolution in the bidirectional form.
+
+    Example:
+
+    ```python
+    >>> attention = TokenStatisticsSelfAttention(32, 4, causal=True)
+    >>> output, membership = attention(torch.randn(2, 10, 32))
+    >>> output.shape, membership.shape
+    (torch.Size([2, 10, 32]), torch.Size([2, 4, 10]))
+    ```
     """
 
     def __init__(
@@ -224,7 +236,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        self.operators = LayerOperators() if normalize_scores else RAW_SCORES
+        self.operators = LayerOperators() if normalize_scores else UNNORMALIZED_SCORES
         if not causal and (forgetting != "none" or conv_kernel is not None):
             raise ValueError("forgetting and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
         self.backend = backend

@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """ToST text models: the trunk, causal or bidirectional, the language model and the other heads."""
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
@@ -8,7 +9,7 @@ from typing import Any, Unpack, cast
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -19,29 +20,208 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_tost import ToSTAttention, build_attention_masks, rotary_embedding
+from .base_tost import ToSTBaseModel
 from .cache_tost import cached_length
-from .configuration_tost import CAUSAL_STATISTICS, ToSTBaseModel, ToSTConfig
-from .inputs_tost import check_early_exit, check_prompt, resolve_inputs
+from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
+from .inputs_tost import build_attention_masks, check_early_exit, check_prompt, resolve_inputs
 from .layers_tost import ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias
+from .tssa_reference import compute_dtype
+
+
+PREFILL_CHUNK_SIZE = 1024  # of prompts in `generate`
+PROGRESS_DELAY = 5  # seconds of a prefill before it shows a progress bar
 
 
 @dataclass
 class ToSTModelOutputWithPast(BaseModelOutputWithPast):
-    """`memberships`: with `output_memberships=True`, Pi of every layer, each (B, H, T) in float32, 0 at padding."""
+    """Output of `ToSTModel`; the fields of the base class, and `memberships`.
+
+    `memberships`: with `output_memberships=True`, Pi of every TSSA layer, each (B, H, T) in float32, 0 at padding.
+    `attentions`: with `output_attentions=True` and attn_implementation="eager", the weights of every softmax attention layer
+    of a hybrid model, each (B, H, T, cached + T).
+
+    Example:
+
+    ```python
+    >>> model = ToSTModel(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> outputs = model(torch.tensor([[5, 6, 7]]), output_memberships=True)
+    >>> outputs.memberships[0].shape
+    torch.Size([1, 4, 3])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
 class ToSTCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """`memberships` as in `ToSTModelOutputWithPast`."""
+    """Output of `ToSTForCausalLM`: logits (B, T, vocab_size), the loss, and what `ToSTModelOutputWithPast` has.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForCausalLM(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.tensor([[5, 6, 7]])).past_key_values.get_seq_length()
+    3
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
+
+
+# Softmax attention of hybrid models --------------------------------------------------------------------------------------
+
+
+def rotary_embedding(
+    config: PreTrainedConfig, x: torch.Tensor, position_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of rotary positions (RoFormer, arXiv 2104.09864), each (B, T, head_dim), computed in float32.
+
+    Args:
+        config: its `rope_parameters` have rope_type "default", or "linear", which divides the frequencies by "factor".
+        x: a tensor of the dtype and device of the result.
+        position_ids: (B, T).
+    """
+    rope = config.rope_parameters
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=x.device) / config.head_dim
+    frequency = 1.0 / rope["rope_theta"] ** exponent
+    if rope["rope_type"] == "linear":
+        frequency = frequency / rope["factor"]
+    angle = position_ids[..., None].float() * frequency
+    angle = torch.cat([angle, angle], -1)
+    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+
+def apply_rotary_pos_emb(query, key, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys (B, heads, T, head_dim), rotated."""
+
+    def rotate(x):
+        left, right = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat([-right, left], -1) * sin.unsqueeze(1)
+
+    return rotate(query), rotate(key)
+
+
+def eager_attention_forward(
+    module: nn.Module, query, key, value, attention_mask: torch.Tensor | None, scaling: float, dropout: float = 0.0, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers' attention interface, in plain PyTorch: the attended tokens (B, T, heads, head_dim), and the weights."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(-1, dtype=compute_dtype(query.dtype)).to(query.dtype)
+    weights = nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class ToSTAttention(nn.Module):
+    """Causal softmax attention of one layer, with grouped keys and values.
+
+    Args:
+        config: a `ToSTConfig` whose `layer_types` has an attention layer at `layer_idx`.
+        layer_idx: index of the layer in the model and in a cache.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.layer_type = config.layer_types[layer_idx]
+        self.head_dim = config.head_dim
+        groups = config.num_key_value_heads or config.num_attention_heads
+        self.num_key_value_groups = config.num_attention_heads // groups
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.sliding_window = config.sliding_window if self.layer_type == SLIDING_ATTENTION else None
+        width, bias = config.hidden_size, config.use_bias
+        self.q_proj = nn.Linear(width, width, bias=bias)
+        self.k_proj = nn.Linear(width, groups * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, groups * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(width, width, bias=bias)
+        self.out_dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attention_masks: dict,
+        position_ids: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes the layer.
+
+        Args:
+            hidden_states: (B, T, D).
+            attention_mask: (B, T), true at real tokens; of these tokens only, not those in the cache.
+            attention_masks: from `build_attention_masks`.
+            position_ids: (B, T).
+            position_embeddings: from `rotary_embedding`; None where the embedded tokens contain their positions.
+            past_key_values: a cache with an attention layer at `layer_idx`; updated.
+
+        Returns:
+            The attended tokens (B, T, D), and the attention weights if the attention function returns them.
+        """
+        B, T, _ = hidden_states.shape
+        if attention_mask is not None:  # in addition to the mask of scores: padding may hold NaN, and 0 times NaN is NaN
+            hidden_states = hidden_states.masked_fill(~attention_mask.bool().unsqueeze(-1), 0)
+        query, key, value = (
+            projection(hidden_states).view(B, T, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if position_embeddings is not None:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        nonfinite = _nonfinite_tokens(query, key, value)
+        if nonfinite is not None:  # a key keeps its NaN in the cache
+            query, value = query.masked_fill(nonfinite, 0), value.masked_fill(nonfinite, 0)
+            key = key.masked_fill(nonfinite, torch.nan)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        options = {
+            "attention_mask": attention_masks[self.layer_type],
+            "scaling": self.scaling,
+            "sliding_window": self.sliding_window,
+            "position_ids": position_ids,
+        }
+        nonfinite_keys = None
+        if nonfinite is not None:
+            nonfinite_keys = key.isnan().any(-1, keepdim=True)
+            key = key.masked_fill(nonfinite_keys, 0)
+        dropout = self.attention_dropout if self.training else 0.0
+        attended, weights = attend(self, query, key, value, dropout=dropout, **options)
+        if nonfinite_keys is not None:
+            # with equal weights, the share of such keys among those that a query sees
+            indicators = nonfinite_keys.to(value.dtype).expand_as(value)
+            share, _ = attend(self, torch.zeros_like(query), torch.zeros_like(key), indicators, **options)
+            attended = attended.masked_fill(share != 0, torch.nan)
+        return self.out_dropout(self.out_proj(attended.reshape(B, T, -1))), weights
+
+
+def _nonfinite_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """Tokens (B, 1, T, 1) whose query, key or value is not finite; None if there are none.
+
+    Attention multiplies a masked value by 0, and 0 times NaN is NaN: such a token would spoil those before it and the other
+    packed sequences. Only checked on the CPU: elsewhere the check would wait for the device. A single token, in decoding, sees
+    nothing but its own past. Gradients are not separated.
+    """
+    if query.device.type != "cpu" or query.shape[2] == 1 or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    if all(x.detach().sum().isfinite() for x in (query, key, value)):
+        return None
+    finite = [x.detach().isfinite().all(-1).all(1) for x in (query, key, value)]
+    nonfinite = ~(finite[0] & finite[1] & finite[2])
+    return nonfinite[:, None, :, None] if nonfinite.any() else None
+
+
+# Blocks ----------------------------------------------------------------------------------------------------------------
 
 
 class ToSTMLP(nn.Module):
@@ -57,7 +237,7 @@ class ToSTMLP(nn.Module):
         return self.dropout(self.down_proj(self.act_fn(self.up_proj(hidden_states))))
 
 
-def _statistics_layer(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttention:
+def _make_tssa(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttention:
     return TokenStatisticsSelfAttention(
         config.hidden_size,
         config.num_attention_heads,
@@ -87,7 +267,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         self.pre_norm = config.pre_norm
         self.input_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
         self.attends = config.all_layer_types[layer_idx] != CAUSAL_STATISTICS
-        self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _statistics_layer(config, layer_idx)
+        self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _make_tssa(config, layer_idx)
         self.attention_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
         self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
         self.mlp: nn.Module
@@ -133,7 +313,17 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
 
 
 class ToSTPreTrainedModel(ToSTBaseModel):
-    """Weight initialisation, loading and saving of all ToST language models."""
+    """Weight initialisation, loading and saving of all ToST text models; isinstance tells them from vision models.
+
+    Example:
+
+    ```python
+    >>> model = ToSTModel(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> isinstance(model, ToSTPreTrainedModel)
+    True
+    >>> model.resize_position_embeddings(2048)
+    ```
+    """
 
     config: ToSTConfig
     base_model_prefix = "model"
@@ -215,7 +405,16 @@ def _resize_positions(table: nn.Parameter, dim: int, size: int) -> nn.Parameter:
 
 
 class ToSTModel(ToSTPreTrainedModel):
-    """The ToST trunk: embeddings, TSSA blocks and, with `pre_norm`, a final LayerNorm."""
+    """The ToST trunk: embeddings, TSSA blocks and, with `pre_norm`, a final LayerNorm.
+
+    Example:
+
+    ```python
+    >>> model = ToSTModel(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.tensor([[5, 6, 7]])).last_hidden_state.shape
+    torch.Size([1, 3, 32])
+    ```
+    """
 
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
@@ -325,6 +524,17 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
     With the attribute `fuse_linear_cross_entropy` set (see `ToSTTrainingArguments`), training with labels gives the loss and
     no logits.
+
+    Raises:
+        ValueError: the configuration is an encoder's (`is_causal=False`).
+
+    Example:
+
+    ```python
+    >>> model = ToSTForCausalLM(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape
+    torch.Size([1, 7])
+    ```
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -429,6 +639,29 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         finally:  # an early exit that fails does not restore it
             config.num_hidden_layers = layers
 
+    def _prefill(self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs):
+        """transformers' prefill, of prompts over 1,024 tokens in chunks of this size, with a progress bar.
+
+        Activations then take the same memory for every length. `prefill_chunk_size` sets another size.
+        """
+        cache, config = model_kwargs.get("past_key_values"), generation_config
+        cached = int(cache.get_seq_length()) if isinstance(cache, Cache) and not cache.is_compileable else None
+        if (
+            cached is None
+            or input_ids.shape[1] - cached <= PREFILL_CHUNK_SIZE
+            or model_kwargs.get("inputs_embeds") is not None
+        ):
+            return super()._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        if config.prefill_chunk_size is None and not (config.output_hidden_states or config.output_attentions):
+            config = copy.copy(config)
+            config.prefill_chunk_size = PREFILL_CHUNK_SIZE
+        with logging.tqdm(total=input_ids.shape[1] - cached, unit="token", desc="Prefill", delay=PROGRESS_DELAY) as bar:
+            hook = self.model.embed_tokens.register_forward_hook(lambda module, inputs, output: bar.update(output.shape[1]))
+            try:
+                return super()._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                hook.remove()
+
     def init_continuous_batching(self, *args, **kwargs):
         """Replaced by the package tost-hf: transformers' own continuous batching needs pages of keys and values.
 
@@ -468,20 +701,47 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
 @dataclass
 class ToSTSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """`memberships` as in `ToSTModelOutputWithPast`."""
+    """Output of `ToSTForSequenceClassification`: logits (B, num_labels), and what `ToSTModelOutputWithPast` has.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForSequenceClassification(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.tensor([[5, 6, 7]])).logits.shape
+    torch.Size([1, 2])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
 class ToSTMaskedLMOutput(MaskedLMOutput):
-    """`memberships` as in `ToSTModelOutputWithPast`."""
+    """Output of `ToSTForMaskedLM`: logits (B, T, vocab_size), and `memberships` as in `ToSTModelOutputWithPast`.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForMaskedLM(ToSTConfig(hidden_size=32, num_attention_heads=4, is_causal=False))
+    >>> model(torch.tensor([[5, 6, 7]])).logits.shape
+    torch.Size([1, 3, 50304])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
 class ToSTForSequenceClassification(ToSTPreTrainedModel):
-    """ToST with a linear head on the features of each sequence, pooled as `config.pooling` says."""
+    """ToST with a linear head on the features of each sequence, pooled as `config.pooling` says.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForSequenceClassification(ToSTConfig(hidden_size=32, num_attention_heads=4, num_labels=3))
+    >>> tokens, labels = torch.tensor([[5, 6, 7]]), torch.tensor([2])
+    >>> model(tokens, labels=labels).loss.backward()
+    ```
+    """
 
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
@@ -550,7 +810,19 @@ def _pool(x: torch.Tensor, real: torch.Tensor | None, pooling: str) -> torch.Ten
 
 
 class ToSTForMaskedLM(ToSTPreTrainedModel):
-    """A ToST encoder with a language-model head, tied to the token embedding by default, that fills in masked tokens."""
+    """A ToST encoder with a language-model head, tied to the token embedding by default, that fills in masked tokens.
+
+    Raises:
+        ValueError: the configuration is a causal model's.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForMaskedLM(ToSTConfig(hidden_size=32, num_attention_heads=4, is_causal=False))
+    >>> tokens, labels = torch.tensor([[5, 99, 7]]), torch.tensor([[-100, 6, -100]])
+    >>> model(tokens, labels=labels).loss.backward()
+    ```
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -602,7 +874,16 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
 
 
 class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedModel):
-    """ToST with a linear head on each token: transformers' own, which does not return memberships (`self.model` does)."""
+    """ToST with a linear head on each token: transformers' own, which does not return memberships (`self.model` does).
+
+    Example:
+
+    ```python
+    >>> model = ToSTForTokenClassification(ToSTConfig(hidden_size=32, num_attention_heads=4, num_labels=3))
+    >>> model(torch.tensor([[5, 6, 7]])).logits.shape
+    torch.Size([1, 3, 3])
+    ```
+    """
 
     def __init__(self, config: ToSTConfig):
         ToSTPreTrainedModel.__init__(self, config)
@@ -615,7 +896,16 @@ class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedMo
 
 
 class ToSTForQuestionAnswering(GenericForQuestionAnswering, ToSTPreTrainedModel):
-    """ToST with logits of an answer's start and end: transformers' own head, as in `ToSTForTokenClassification`."""
+    """ToST with logits (B, T) of an answer's start and end: transformers' own head, as in `ToSTForTokenClassification`.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForQuestionAnswering(ToSTConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.tensor([[5, 6, 7]])).end_logits.shape
+    torch.Size([1, 3])
+    ```
+    """
 
     def __init__(self, config: ToSTConfig):
         ToSTPreTrainedModel.__init__(self, config)

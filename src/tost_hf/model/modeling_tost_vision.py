@@ -18,7 +18,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .configuration_tost import ToSTBaseModel
+from .base_tost import ToSTBaseModel
 from .configuration_tost_vision import ToSTVisionConfig
 from .layers_tost import ISTAStep, TokenStatisticsSelfAttention
 from .tssa_reference import compute_dtype
@@ -26,8 +26,21 @@ from .tssa_reference import compute_dtype
 
 @dataclass
 class ToSTVisionModelOutput(BaseModelOutputWithPooling):
-    """`memberships`: Pi of every TSSA block, each (B, H, N). `class_attentions`: of every class-attention block, the class
-    token's weights over itself and the patches, each (B, H, 1, 1 + N). Both on request."""
+    """Output of `ToSTVisionModel`; the fields of the base class, and two on request.
+
+    `memberships`: with `output_memberships=True`, Pi of every TSSA block, each (B, H, N). `class_attentions`: with
+    `output_class_attentions=True`, the class token's weights over itself and the patches, of every class-attention block, each
+    (B, H, 1, 1 + N).
+
+    Example:
+
+    ```python
+    >>> model = ToSTVisionModel(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
+    >>> outputs = model(torch.randn(1, 3, 64, 96), output_memberships=True)
+    >>> outputs.memberships[0].shape
+    torch.Size([1, 4, 24])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
     class_attentions: tuple[torch.FloatTensor, ...] | None = None
@@ -35,7 +48,17 @@ class ToSTVisionModelOutput(BaseModelOutputWithPooling):
 
 @dataclass
 class ToSTImageClassifierOutput(ImageClassifierOutput):
-    """`memberships` and `class_attentions` as in `ToSTVisionModelOutput`."""
+    """Output of `ToSTForImageClassification`: logits (B, num_labels), the loss, and what `ToSTVisionModelOutput` has.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForImageClassification(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
+    >>> outputs = model(torch.randn(1, 3, 64, 96), output_class_attentions=True)
+    >>> outputs.class_attentions[0].shape
+    torch.Size([1, 4, 1, 25])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
     class_attentions: tuple[torch.FloatTensor, ...] | None = None
@@ -86,7 +109,7 @@ class ToSTVisionPatchEmbeddings(nn.Module):
 
 
 class ToSTVisionPositionEmbeddings(nn.Module):
-    """Fourier code of a patch's row and column in the grid, projected to the model's width; made for any grid."""
+    """Fourier encoding of a patch's two coordinates in a grid of any size, projected to the model's width."""
 
     features = 32  # sines and cosines of one axis
     temperature = 10000
@@ -96,16 +119,16 @@ class ToSTVisionPositionEmbeddings(nn.Module):
         self.projection = nn.Linear(2 * self.features, config.hidden_size)
 
     def forward(self, height: int, width: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """The codes (height * width, D), row by row."""
-        rows = self._code(height, device)[:, None].expand(height, width, -1)
-        columns = self._code(width, device)[None].expand(height, width, -1)
-        code = torch.cat([rows, columns], -1).flatten(0, 1)
-        return self.projection(code.to(dtype))  # the weight's dtype may be that of a quantized one
+        """Encodings (height * width, D) in row-major order."""
+        vertical = self._encode(height, device)[:, None].expand(height, width, -1)
+        horizontal = self._encode(width, device)[None].expand(height, width, -1)
+        encoding = torch.cat([vertical, horizontal], -1).flatten(0, 1)
+        return self.projection(encoding.to(dtype))  # the weight's dtype may be that of a quantized one
 
-    def _code(self, length: int, device: torch.device) -> torch.Tensor:
+    def _encode(self, length: int, device: torch.device) -> torch.Tensor:
         """Sines and cosines, interleaved, of positions 1 to `length` as fractions of a turn, (length, 32)."""
-        place = torch.arange(1, length + 1, dtype=torch.float32, device=device)
-        angle = place / (length + 1e-6) * (2 * math.pi)
+        position = torch.arange(1, length + 1, dtype=torch.float32, device=device)
+        angle = position / (length + 1e-6) * (2 * math.pi)
         wave = torch.arange(self.features // 2, dtype=torch.float32, device=device)
         angle = angle[:, None] / self.temperature ** (2 * wave / self.features)
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
@@ -119,7 +142,7 @@ class ToSTVisionEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, pixel_values: torch.Tensor | None) -> torch.Tensor:
-        """The patches of an image, row by row, (B, N, D)."""
+        """The patches of images (B, C, height, width) in row-major order, (B, N, D)."""
         if pixel_values is None:
             raise ValueError("Give pixel_values, of shape (batch, channels, height, width).")
         first = cast(nn.Conv2d, self.patch_embeddings.convolutions[0])
@@ -289,9 +312,19 @@ class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
 
 
 class ToSTVisionPreTrainedModel(ToSTBaseModel):
-    """Weight initialisation, loading and saving of all ToST vision models."""
+    """Weight initialisation, loading and saving of all ToST vision models; isinstance tells them from text models.
+
+    Example:
+
+    ```python
+    >>> isinstance(ToSTVisionModel(ToSTVisionConfig(hidden_size=32, num_attention_heads=4)), ToSTVisionPreTrainedModel)
+    True
+    ```
+    """
 
     config: ToSTVisionConfig
+    # modules are named as parameters in checkpoints: here as in transformers' ViT (`attention`, `classifier`, the trunk named
+    # after the model), in text models as in its decoders (`self_attn`, `score`, `lm_head`, the trunk named `model`)
     base_model_prefix = "tost"
     main_input_name = "pixel_values"
     input_modalities = ("image",)  # type: ignore[assignment]  # a tuple as in transformers' own models
@@ -331,7 +364,16 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
 
 
 class ToSTVisionModel(ToSTVisionPreTrainedModel):
-    """The ToST vision trunk: convolutional stem, TSSA blocks over the patches, class-attention blocks, final LayerNorm."""
+    """The ToST vision trunk: convolutional stem, TSSA blocks over the patches, class-attention blocks, final LayerNorm.
+
+    Example:
+
+    ```python
+    >>> model = ToSTVisionModel(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
+    >>> model(torch.randn(1, 3, 64, 96)).last_hidden_state.shape
+    torch.Size([1, 25, 32])
+    ```
+    """
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config)
@@ -360,8 +402,8 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
             interpolate_pos_encoding: accepted for compatibility; positions are always computed for the given image.
 
         Returns:
-            `last_hidden_state` (B, 1 + N, D), the class token first, then the patches row by row, all after the final norm;
-            `pooler_output` (B, D), the class token.
+            `last_hidden_state` (B, 1 + N, D), the class token first, then the patches in row-major order, all after the final
+            norm; `pooler_output` (B, D), the class token.
         """
         hidden_states = self.embeddings(pixel_values)
         for layer in self.layers:
@@ -374,7 +416,17 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
 
 
 class ToSTForImageClassification(ToSTVisionPreTrainedModel):
-    """ToST with a linear classifier on the class token."""
+    """ToST with a linear classifier on the class token.
+
+    Example:
+
+    ```python
+    >>> model = ToSTForImageClassification(ToSTVisionConfig(hidden_size=32, num_attention_heads=4, num_labels=5))
+    >>> images, labels = torch.randn(2, 3, 224, 224), torch.tensor([0, 4])
+    >>> model(images, labels=labels).logits.shape
+    torch.Size([2, 5])
+    ```
+    """
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config)
@@ -412,7 +464,16 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
 
 @dataclass
 class ToSTBackboneOutput(BackboneOutput):
-    """`memberships` as in `ToSTVisionModelOutput`."""
+    """Output of `ToSTBackbone`: `feature_maps`, and `memberships` as in `ToSTVisionModelOutput`.
+
+    Example:
+
+    ```python
+    >>> backbone = ToSTBackbone(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
+    >>> backbone(torch.randn(1, 3, 64, 96), output_memberships=True).memberships[-1].shape
+    torch.Size([1, 4, 24])
+    ```
+    """
 
     memberships: tuple[torch.FloatTensor, ...] | None = None
 
@@ -421,6 +482,14 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
     """Stem and TSSA blocks as a backbone: feature maps have the width of the model and a pixel per patch, and no final norm.
 
     Loads the weights of any ToST vision model, without its class token, class-attention blocks and head.
+
+    Example:
+
+    ```python
+    >>> backbone = ToSTBackbone(ToSTVisionConfig(hidden_size=32, num_attention_heads=4, out_indices=[1, 2]))
+    >>> [tuple(x.shape) for x in backbone(torch.randn(1, 3, 64, 96)).feature_maps]
+    [(1, 32, 4, 6), (1, 32, 4, 6)]
+    ```
     """
 
     has_attentions = False  # of the kind that `output_attentions` asks for

@@ -5,7 +5,7 @@ The statistics of causal TSSA are sums, so a shard needs three sums per head of 
 all-gathers per layer provide them: first the sums of squares, from which the memberships follow, then the sums weighted by
 these. A layer with a convolution exchanges its last inputs as well. No exchange grows with the number of tokens.
 
-Within the layers of a process, `seq_idx` numbers the packed sequences of its own shard. Number 0 is the sequence that
+Within the layers of a process, `seq_idx` numbers the packed sequences of its shard. Number 0 is the sequence that
 continues from the shard before; a first token that begins a sequence has number 1.
 """
 
@@ -41,7 +41,6 @@ COMPARED = (
     "labels",
     "shift_labels",
 )
-MIX = (-0x61C8864680B583EB, -0x4B47D0C5E4B5F6A7)  # odd 64-bit multipliers
 
 
 def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
@@ -66,6 +65,14 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
         TypeError: another kind of model, or no `DeviceMesh`.
         ValueError: the model is an encoder, has layers of softmax attention or scores that are not normalised, is parallel
             already, or the mesh has several dimensions.
+
+    Example, in each of four processes:
+
+    ```python
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    >>> model = parallelize(model, mesh["cp"])
+    >>> model(input_ids, labels=input_ids).loss.backward()  # the whole batch in every process
+    ```
     """
     if not isinstance(model, ToSTModel | ToSTForCausalLM):
         got = f"{type(model).__module__}.{type(model).__name__}"
@@ -146,7 +153,7 @@ def _shard_inputs(mesh: DeviceMesh, trunk: ToSTModel, args: tuple, kwargs: dict)
     _reject_cache(given)
     tokens = _get_tokens(given)
     if tokens is None or tokens.ndim < 2:
-        return args, kwargs  # which forward refuses
+        return args, kwargs  # which forward rejects
     length = tokens.shape[1]
     shard = local_tokens(length, mesh)
     names = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
@@ -223,15 +230,14 @@ def _check_same_batch(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: 
 
 
 def _checksum(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """A 64-bit checksum of a tensor's shape and bits, a scalar on the device; 0 for no tensor."""
+    """A checksum of a tensor's shape, values and their order, a scalar on the device; 0 for no tensor."""
     if not isinstance(x, torch.Tensor):
         return torch.zeros((), dtype=torch.long, device=device)
     bits = x.detach().contiguous()
     if bits.is_floating_point():
         bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
     bits = torch.cat([torch.tensor(x.shape, device=device), bits.flatten().long().to(device)])
-    mixed = (bits + torch.arange(1, len(bits) + 1, device=device) * MIX[0]) * MIX[1]  # modulo 2**64
-    return ((mixed ^ (mixed >> 29)) * MIX[0]).sum()
+    return (bits * torch.arange(1, len(bits) + 1, device=device) ** 2).sum()  # modulo 2**64
 
 
 # The layers ------------------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ class GenerationRequest(ModelRequest):
     temperature: Temperature | None = None
     top_p: Fraction | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    prefix: Annotated[str, Field(max_length=500)] | None = None
     generation_config: Json[GenerationOptions] | None = None
 
 
@@ -204,11 +205,10 @@ class RequestValidation:
             await self.app(scope, receive, send)
             return
         try:
-            body, seed = self._check(scope, await _read(scope, receive))
+            body, request = self._check(scope, await _read(scope, receive))
         except HTTPException as error:
             await error_response(error.status_code, error.detail)(scope, receive, send)
             return
-        request = ClientRequest(seed)
         current_request.set(request)
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -235,10 +235,10 @@ class RequestValidation:
         if failure is not None:
             raise failure
 
-    def _check(self, scope, body: bytes) -> tuple[bytes, int | None]:
-        """The request as it was understood, so that nobody after this understands it in another way; and its seed.
+    def _check(self, scope, body: bytes) -> tuple[bytes, ClientRequest]:
+        """The request as it was understood, so that nobody after this understands it in another way.
 
-        The rest of the server would seed everybody's draws with that.
+        Without its seed, by which the rest of the server would seed everybody's draws, and its prefix, which it does not know.
         """
         try:
             request = ENDPOINTS[scope["path"]].model_validate_json(body)
@@ -251,8 +251,8 @@ class RequestValidation:
             raise HTTPException(400, "model: name the model that is to answer.")
         if request.model not in (None, self.only_model) and self.only_model is not None:
             raise HTTPException(400, f"This server answers for {self.only_model!r} alone and loads no other model.")
-        checked = request.model_dump_json(exclude_unset=True, round_trip=True, exclude={"seed"})
-        return checked.encode(), getattr(request, "seed", None)
+        checked = request.model_dump_json(exclude_unset=True, round_trip=True, exclude={"seed", "prefix"})
+        return checked.encode(), ClientRequest(getattr(request, "seed", None), getattr(request, "prefix", None))
 
 
 async def _read(scope, receive) -> bytes:

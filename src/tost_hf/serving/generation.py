@@ -7,7 +7,8 @@ this package is imported.
 
 Of a `ContinuousBatchingConfig` these are used: `max_requests_per_batch` (how many are computed together; 256 by default),
 `max_batch_tokens` (of prompts, processed between two tokens of the others; 512 by default), `max_queue_size` (how many more a
-manager accepts; 0, the default, for any number), `return_logprobs`, `seed`. The rest is about pages of keys and values.
+manager accepts; 0, the default, for any number), `allow_block_sharing` (whether there is a prefix cache), `return_logprobs`,
+`seed`. The rest is about pages of keys and values.
 """
 
 import threading
@@ -21,7 +22,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils import logging
 
 from .requests import BatchOutput, BatchRequest, prepare_request
-from .scheduler import MAX_BATCH_SIZE, MAX_PREFILL_TOKENS, BatchScheduler
+from .scheduler import MAX_BATCH_SIZE, MAX_PREFILL_TOKENS, PREFIX_CACHE_BYTES, BatchScheduler
 
 
 class BatchingManager:
@@ -35,14 +36,15 @@ class BatchingManager:
         model: Any,
         generation_config: GenerationConfig | None = None,
         batching_config: ContinuousBatchingConfig | None = None,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ):
-        """`generation_config` is for requests that have none.
+        """`generation_config` is for requests that have none; `prefix_cache_bytes` is the prefix cache's size, 0 for none.
 
         Raises:
             ValueError: with this `batching_config` no request would ever be computed.
         """
         self.model, self.generation_config = model, generation_config
-        self.scheduler = _build_scheduler(model, batching_config)
+        self.scheduler = _build_scheduler(model, batching_config, prefix_cache_bytes)
         self._seeds = _seed_generator(batching_config)
         self._changed = threading.Condition()  # of all that follows
         self._results: list[BatchOutput] = []
@@ -203,8 +205,8 @@ def init_continuous_batching(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     **kwargs: Any,
 ) -> BatchingManager:
-    """A manager of requests, which computes after its `start`."""
-    return BatchingManager(model, generation_config, continuous_batching_config)
+    """A manager of requests, which computes after its `start`. Keyword argument: `prefix_cache_bytes`."""
+    return BatchingManager(model, generation_config, continuous_batching_config, **_prefix_cache_option(kwargs))
 
 
 @contextmanager
@@ -216,8 +218,11 @@ def continuous_batching_context_manager(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     **kwargs: Any,
 ) -> Generator[BatchingManager]:
-    """A manager that computes within the context, and at its end finishes the requests that were added."""
-    manager = BatchingManager(model, generation_config, continuous_batching_config)
+    """A manager that computes within the context, and at its end finishes the requests that were added.
+
+    Keyword argument: `prefix_cache_bytes`.
+    """
+    manager = BatchingManager(model, generation_config, continuous_batching_config, **_prefix_cache_option(kwargs))
     manager.start()
     try:
         yield manager
@@ -278,7 +283,13 @@ def generate_batch(
     return {request.output.request_id: results[request.output.request_id] for request in requests}
 
 
-def _build_scheduler(model: Any, config: ContinuousBatchingConfig | None) -> BatchScheduler:
+def _prefix_cache_option(options: dict[str, Any]) -> dict[str, int]:
+    return {name: x for name, x in options.items() if name == "prefix_cache_bytes"}
+
+
+def _build_scheduler(
+    model: Any, config: ContinuousBatchingConfig | None, prefix_cache_bytes: int = PREFIX_CACHE_BYTES
+) -> BatchScheduler:
     config = ContinuousBatchingConfig() if config is None else config
     check_batching_config(config)
     return BatchScheduler(
@@ -287,6 +298,7 @@ def _build_scheduler(model: Any, config: ContinuousBatchingConfig | None) -> Bat
         max_prefill_tokens=config.max_batch_tokens or MAX_PREFILL_TOKENS,
         max_waiting=config.max_queue_size or None,
         return_logprobs=config.return_logprobs,
+        prefix_cache_bytes=prefix_cache_bytes if config.allow_block_sharing else 0,
     )
 
 

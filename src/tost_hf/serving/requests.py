@@ -28,9 +28,10 @@ class Cancelled(RuntimeError):
 
 @dataclass
 class BatchOutput(GenerationOutput):
-    """transformers' results of a request, and the exception where there is one."""
+    """transformers' results of a request, the exception where there is one, and how much of the prompt was cached."""
 
     cause: BaseException | None = None
+    num_cached_tokens: int = 0  # of the prompt, read from the prefix cache
 
 
 @dataclass(eq=False)
@@ -49,6 +50,7 @@ class BatchRequest:
     streaming: bool = False
     cancelled: bool = False
     attempts: int = 0  # to compute it together with others, which failed
+    cache_version: int = 0  # of the prefix cache when its prefill began
 
     def __post_init__(self) -> None:
         end_tokens = self.settings._eos_token_tensor  # set by generate's own preparation
@@ -61,7 +63,7 @@ class BatchRequest:
         return self.output.prompt_ids + self.output.generated_tokens
 
     @property
-    def cached_tokens(self) -> int:
+    def num_computed_tokens(self) -> int:
         """How many tokens its state contains while it is decoded: all but the last, which is the next input."""
         return len(self.output.prompt_ids) + len(self.output.generated_tokens) - 1
 

@@ -3,7 +3,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,9 @@ from uuid import uuid4
 import anyio.from_thread
 import torch
 from fastapi import HTTPException
+from openai.types import CompletionUsage
+from openai.types.completion_usage import PromptTokensDetails
+from openai.types.responses.response_usage import ResponseUsage
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -20,6 +23,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cli.serving.response import compute_usage
 from transformers.cli.serving.utils import (
     BaseGenerateManager,
     CBStreamer,
@@ -30,11 +34,12 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation import GenerationMode
 
+from ..cache_files import CachedPrefix
 from ..model.modeling_tost import ToSTForCausalLM
 from .generation import BatchingManager, check_batching_config
 from .requests import BATCHED_MODES, BatchOutput, BatchRequest, Cancelled, prepare_request
 from .sampling import RejectNonFinite
-from .scheduler import TooManyRequests
+from .scheduler import PREFIX_CACHE_BYTES, TooManyRequests
 
 
 SERVED_MODES = (*BATCHED_MODES, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)  # others' code is in repositories
@@ -48,9 +53,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ClientRequest:
-    """The HTTP request being answered: the seed it asks for, and what is generated for it."""
+    """The HTTP request being answered: the seed and the prefix it asks for, and what is generated for it."""
 
     seed: int | None = None
+    prefix: str | None = None
     generation: BatchRequest | None = None
 
     def cancel(self) -> None:
@@ -62,6 +68,27 @@ class ClientRequest:
 current_request: ContextVar[ClientRequest] = ContextVar("current_request")
 
 
+def chat_usage(**counts: Any) -> CompletionUsage:
+    """OpenAI's usage of the current request, with the tokens that were read from the prefix cache."""
+    client = current_request.get(None)
+    if client is not None and client.generation is not None:
+        output = client.generation.output
+        counts["prompt_tokens"] = len(output.prompt_ids)  # with those of the prefix
+        counts["total_tokens"] = counts["prompt_tokens"] + counts["completion_tokens"]
+        details = PromptTokensDetails(cached_tokens=output.num_cached_tokens)
+        return CompletionUsage(**counts, prompt_tokens_details=details)
+    return CompletionUsage(**counts)
+
+
+def response_usage(input_tokens: int, output_tokens: int) -> ResponseUsage:
+    """`chat_usage` for the Responses API."""
+    usage = chat_usage(prompt_tokens=input_tokens, completion_tokens=output_tokens, total_tokens=input_tokens + output_tokens)
+    cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens or 0
+    result = compute_usage(usage.prompt_tokens, output_tokens)
+    result.input_tokens_details.cached_tokens = cached
+    return result
+
+
 class GenerationFailed(RuntimeError):
     """The model, not the request, is to blame."""
 
@@ -69,22 +96,32 @@ class GenerationFailed(RuntimeError):
 class BoundedGenerationState(GenerationState):
     """Hands out one `BoundedGeneration` per model."""
 
-    def __init__(self, continuous_batching: bool = True, cb_config: ContinuousBatchingConfig | None = None, **options):
-        """Batching is always continuous. `cb_config`: see generation.py.
+    def __init__(
+        self,
+        continuous_batching: bool = True,
+        cb_config: ContinuousBatchingConfig | None = None,
+        prefixes: Mapping[str, CachedPrefix] | None = None,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+        **options,
+    ):
+        """Batching is always continuous. `cb_config`: see generation.py. `prefixes`: those that requests may name.
 
         Raises:
-            ValueError: with this `cb_config` no request would ever be computed.
+            ValueError: with this `cb_config` no request would ever be computed; or `prefix_cache_bytes` is negative.
         """
+        if prefix_cache_bytes < 0:
+            raise ValueError(f"--prefix-cache-bytes must be at least 0, which is off; got {prefix_cache_bytes}.")
         config = ContinuousBatchingConfig() if cb_config is None else cb_config
         check_batching_config(config)
         config.max_requests_per_batch = config.max_requests_per_batch or MAX_TOGETHER
         config.max_queue_size = config.max_queue_size or MAX_WAITING
         super().__init__(cb_config=config, **options)
-        self._config, self._managers = config, dict[str, BoundedGeneration]()
+        self._managers: dict[str, BoundedGeneration] = {}
+        self._new_manager = partial(BoundedGeneration, config, {} if prefixes is None else prefixes, prefix_cache_bytes)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> "BoundedGeneration":
         if model_id not in self._managers:
-            self._managers[model_id] = BoundedGeneration(self._config)
+            self._managers[model_id] = self._new_manager()
         return self._managers[model_id]
 
 
@@ -95,8 +132,8 @@ class BoundedGeneration(BaseGenerateManager):
     (429) where too many wait. Both are called on a worker thread (see `start_in_thread`) and continue on the event loop.
     """
 
-    def __init__(self, config: ContinuousBatchingConfig):
-        self._config = config
+    def __init__(self, config: ContinuousBatchingConfig, prefixes: Mapping[str, CachedPrefix], prefix_cache_bytes: int):
+        self._config, self._prefixes, self._prefix_cache_bytes = config, prefixes, prefix_cache_bytes
         self._thread = InferenceThread()  # one for all that is generated alone: compiled steps are bound to their thread
 
     def stop(self) -> None:
@@ -155,9 +192,17 @@ class BoundedGeneration(BaseGenerateManager):
         loop, client = asyncio.get_running_loop(), current_request.get()
         if gen_config.max_new_tokens is None and gen_config.max_length is None:
             gen_config.max_new_tokens = DEFAULT_NEW_TOKENS
+        prompt, positions = inputs["input_ids"][0].tolist(), MAX_TOKENS
+        if client.prefix is not None:
+            if (prefix := self._prefixes.get(client.prefix)) is None:
+                names = ", ".join(self._prefixes) or "none"
+                raise ValueError(f"There is no prefix {client.prefix!r} here; there are: {names}.")
+            tokens = prefix.continued_by(prompt, getattr(processor, "bos_token_id", None))
+            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            prompt, positions = tokens[0].tolist(), MAX_TOKENS + prefix.input_ids.shape[1]
         request = prepare_request(
             model,
-            inputs["input_ids"][0].tolist(),
+            prompt,
             uuid4().hex,
             lambda output: loop.call_soon_threadsafe(pass_on, output),
             generation_config=gen_config,
@@ -165,7 +210,7 @@ class BoundedGeneration(BaseGenerateManager):
             seed=int(torch.randint(2**63 - 1, ())) if client.seed is None else client.seed,
             streaming=streaming,
             modes=SERVED_MODES,
-            default_positions=MAX_TOKENS,
+            default_positions=positions,
         )
         gen_config.max_new_tokens, gen_config.max_length = request.max_new_tokens, None  # by which handlers see why it ended
         client.generation = request
@@ -182,7 +227,9 @@ class BoundedGeneration(BaseGenerateManager):
     def _batching_manager(self, model: ToSTForCausalLM) -> BatchingManager:
         """The model's manager: an attribute of the model, so that both are unloaded together."""
         if (manager := vars(model).get(MANAGER_NAME)) is None:
-            manager = BatchingManager(model, batching_config=self._config)
+            manager = BatchingManager(model, batching_config=self._config, prefix_cache_bytes=self._prefix_cache_bytes)
+            for prefix in self._prefixes.values():
+                manager.scheduler.pin_prefix(prefix.input_ids[0].tolist(), prefix.cache)
             manager.start()
             setattr(model, MANAGER_NAME, manager)
         return manager

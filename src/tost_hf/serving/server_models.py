@@ -3,22 +3,36 @@
 
 import os
 import sys
+from collections.abc import Mapping
 
 import transformers
 from huggingface_hub.errors import CacheNotFound
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cli.serving.model_manager import ModelManager
 
+from ..cache_files import CachedPrefix, load_prefix
+from ..model.modeling_tost import ToSTForCausalLM
+
 
 class ServedModels(ModelManager):
     """The models of the server."""
 
-    def __init__(self, *, force_model: str | None = None, trust_remote_code: bool = False, **options):
-        """Loads `force_model`, if there is one.
+    def __init__(
+        self,
+        *,
+        force_model: str | None = None,
+        trust_remote_code: bool = False,
+        prefix_files: Mapping[str, str] | None = None,
+        prefixes: dict[str, CachedPrefix] | None = None,
+        **options,
+    ):
+        """Loads `force_model`, if there is one, and its `prefix_files` into `prefixes`.
 
         Raises:
-            ValueError, OSError: it cannot be loaded; or code is trusted without saying whose.
+            ValueError, OSError: it or a file cannot be loaded; or code is trusted without saying whose.
         """
+        if force_model is None and prefix_files:
+            raise ValueError("--prefix needs a MODEL: a file of `tost-hf cache` belongs to one model.")
         if force_model is None and trust_remote_code:
             raise ValueError(
                 "--trust-remote-code needs a MODEL: without one, any client could have any repository's code run here."
@@ -27,6 +41,11 @@ class ServedModels(ModelManager):
             raise FileNotFoundError(f"There is no folder {force_model!r}.")
         super().__init__(force_model=force_model, trust_remote_code=trust_remote_code, **options)
         for loaded in self.loaded_models.values():
+            if prefix_files and not isinstance(loaded.model, ToSTForCausalLM):
+                raise ValueError(f"--prefix is for ToST models, not {type(loaded.model).__name__}.")
+            for name, file in (prefix_files or {}).items():
+                assert prefixes is not None  # given with the files
+                prefixes[name] = load_prefix(file, loaded.model)
             if getattr(loaded.processor, "chat_template", None) is None:
                 print(
                     f"tost-hf: {force_model} has no chat template, so /v1/completions works and chat does not; put a "

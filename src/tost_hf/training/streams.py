@@ -1,9 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Text that is read while training goes on: `PackedStream` shards files, packs, shuffles, and stores its place.
+"""Text that is read during training: `PackedStream` shards files, packs, shuffles, and stores its position.
 
-A place in the stream is a few small numbers (`Place`): the record of a file before which a buffer of blocks begins, and how
-many of its blocks were used. What follows a place is computed again from the records, the same tokens in the same order, so
-that neither the buffer nor the remaining tokens are saved, and `datasets`' own shuffling, which loses its buffer, is not used.
+A position in the stream is a few small numbers (`StreamPosition`): the record of a file before which a buffer of blocks
+begins, and how many of its blocks were used. What follows is computed again from the records, the same tokens in the same
+order, so that neither the buffer nor the remaining tokens are saved, and `datasets`' own shuffling, which loses its buffer, is
+not used.
 """
 
 import json
@@ -16,13 +17,13 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 
-PLACE = "stream_place"  # the key of a batch under which it says how its worker goes on after it
+POSITION = "stream_position"  # the key of a batch under which it says where its worker continues after it
 RECORDS_PER_BATCH = 256  # that are tokenized at once
 BLOCKS_PER_BUFFER = 64  # without shuffling
 
 
-class Place(NamedTuple):
-    """Where the stream of a worker goes on."""
+class StreamPosition(NamedTuple):
+    """Where the stream of a worker continues."""
 
     epoch: int = 0
     file: int = 0  # counted among those which the worker has in this epoch
@@ -32,10 +33,10 @@ class Place(NamedTuple):
     blocks: int = 0  # used of it
 
 
-class _Piece(NamedTuple):
-    """The tokens of some records, and the place before them."""
+class _TokenChunk(NamedTuple):
+    """The tokens of some records, and the position before them."""
 
-    place: Place
+    position: StreamPosition
     tokens: np.ndarray
     ends_epoch: bool = False
 
@@ -65,7 +66,7 @@ class PackedStream(IterableDataset):
         epochs: after how many to end, dropping what is left over then; None for no end.
         terms: what must be the same when a run resumes, names and values for JSON.
 
-    Its items are dicts: "input_ids", (block_size,) int32, and `PLACE`.
+    Its items are dicts: "input_ids", (block_size,) int32, and `POSITION`.
     """
 
     def __init__(
@@ -96,22 +97,22 @@ class PackedStream(IterableDataset):
         if self.dataset.num_shards < processes * workers:
             raise ValueError(
                 f"{processes * workers} readers (--dataloader_num_workers of every process) cannot share "
-                f"{self.dataset.num_shards} files of a stream: each needs one of its own. Give more files, fewer workers or "
+                f"{self.dataset.num_shards} files of a stream: each needs at least one. Give more files, fewer workers or "
                 "processes, or prepare the tokens first (examples/prepare_tokens.py) and train without --streaming."
             )
         self.process, self.terms = process, self.terms | {"processes": processes, "workers": workers}
-        self._places = [Place()] * workers
+        self._positions = [StreamPosition()] * workers
         self._next_worker = 0  # the one whose batch comes next
 
-    def record(self, place: str) -> None:
-        """Stores the `PLACE` of a batch that was used."""
-        worker, *values = json.loads(place)
-        self._places[worker] = Place(*values)
-        self._next_worker = (worker + 1) % len(self._places)
+    def record(self, position: str) -> None:
+        """Stores the `POSITION` of a batch that was used."""
+        worker, *values = json.loads(position)
+        self._positions[worker] = StreamPosition(*values)
+        self._next_worker = (worker + 1) % len(self._positions)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this process continues after the recorded batches, for JSON."""
-        return {"terms": self.terms, "next_worker": self._next_worker, "places": self._places}
+        return {"terms": self.terms, "next_worker": self._next_worker, "places": self._positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state of `state_dict`.
@@ -125,22 +126,22 @@ class PackedStream(IterableDataset):
                 f"The stream of text that was saved is not this one: {changed}. Resume with what it was, or start the data "
                 "over with --ignore_data_skip."
             )
-        self._places = [Place(*values) for values in state["places"]]
+        self._positions = [StreamPosition(*values) for values in state["places"]]
         self._next_worker = state["next_worker"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
-        if info is None and len(self._places) > 1:
-            raise RuntimeError(f"This stream was dealt out to {len(self._places)} workers; read it with as many.")
+        if info is None and len(self._positions) > 1:
+            raise RuntimeError(f"This stream was dealt out to {len(self._positions)} workers; read it with as many.")
         # a loader takes a batch from each worker in turn, beginning with the first
-        worker = (self._next_worker + (0 if info is None else info.id)) % len(self._places)
-        for buffer, place in self._buffers(worker):
+        worker = (self._next_worker + (0 if info is None else info.id)) % len(self._positions)
+        for buffer, position in self._buffers(worker):
             blocks = buffer.reshape(-1, self.block_size)
             order = np.arange(len(blocks))
             if self.shuffle_buffer:
-                order = self._random(1, self._reader(worker), place.buffer).permutation(len(blocks))
-            for number in range(place.blocks, len(blocks)):
-                yield {"input_ids": blocks[order[number]], PLACE: (worker, *place._replace(blocks=number + 1))}
+                order = self._random(1, self._reader(worker), position.buffer).permutation(len(blocks))
+            for number in range(position.blocks, len(blocks)):
+                yield {"input_ids": blocks[order[number]], POSITION: (worker, *position._replace(blocks=number + 1))}
 
     def _reader(self, worker: int) -> int:
         return self.process * self.terms["workers"] + worker
@@ -148,26 +149,26 @@ class PackedStream(IterableDataset):
     def _random(self, *numbers: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *numbers])
 
-    def _buffers(self, worker: int) -> Iterator[tuple[np.ndarray, Place]]:
-        """Tokens of whole blocks, and their place, before which some of the blocks may have been used."""
-        start = self._places[worker]
+    def _buffers(self, worker: int) -> Iterator[tuple[np.ndarray, StreamPosition]]:
+        """Tokens of whole blocks, and their position, before which some of the blocks may have been used."""
+        start = self._positions[worker]
         full = (self.shuffle_buffer or BLOCKS_PER_BUFFER) * self.block_size
-        pieces: deque[_Piece] = deque()  # the first `used` of their tokens are done with
+        chunks: deque[_TokenChunk] = deque()  # the first `used` of their tokens are done with
         held, used, number, blocks = 0, start.tokens, start.buffer, start.blocks
-        for piece in self._pieces(self._reader(worker), start):
-            pieces.append(piece)
-            held += len(piece.tokens)
-            while held - used >= (full if not piece.ends_epoch else self.block_size):
+        for chunk in self._read_files(self._reader(worker), start):
+            chunks.append(chunk)
+            held += len(chunk.tokens)
+            while held - used >= (full if not chunk.ends_epoch else self.block_size):
                 size = min(full, (held - used) // self.block_size * self.block_size)
-                tokens = np.concatenate([piece.tokens for piece in pieces])
-                yield tokens[used : used + size], pieces[0].place._replace(tokens=used, buffer=number, blocks=blocks)
+                tokens = np.concatenate([chunk.tokens for chunk in chunks])
+                yield tokens[used : used + size], chunks[0].position._replace(tokens=used, buffer=number, blocks=blocks)
                 used, number, blocks = used + size, number + 1, 0
-                while pieces and used >= len(pieces[0].tokens):
-                    done = len(pieces.popleft().tokens)
+                while chunks and used >= len(chunks[0].tokens):
+                    done = len(chunks.popleft().tokens)
                     held, used = held - done, used - done
 
-    def _pieces(self, reader: int, start: Place) -> Iterator[_Piece]:
-        """The tokens of a worker's files from a place on, epoch after epoch; an empty piece ends each."""
+    def _read_files(self, reader: int, start: StreamPosition) -> Iterator[_TokenChunk]:
+        """The tokens of a worker's files from a position on, epoch after epoch; an empty chunk of tokens ends each."""
         epoch, first, state = start.epoch, start.file, start.records
         while self.epochs is None or epoch < self.epochs:
             files = np.arange(self.dataset.num_shards)
@@ -177,29 +178,29 @@ class PackedStream(IterableDataset):
             whole, count = (first, state) == (0, None), 0
             for number in range(first, len(files)):
                 records = self.dataset.shard(num_shards=self.dataset.num_shards, index=int(files[number]))
-                for piece in self._pieces_of_file(records, Place(epoch, number, state)):
-                    count += len(piece.tokens)
-                    yield piece
+                for chunk in self._read_file(records, StreamPosition(epoch, number, state)):
+                    count += len(chunk.tokens)
+                    yield chunk
                 state = None
             if whole and not count:
                 raise StreamError(f"There is no text in {len(files)} files of the {self.dataset.num_shards} to train on.")
             first, epoch = 0, epoch + 1
-            yield _Piece(Place(epoch), np.empty(0, np.int32), ends_epoch=True)
+            yield _TokenChunk(StreamPosition(epoch), np.empty(0, np.int32), ends_epoch=True)
 
-    def _pieces_of_file(self, records, place: Place) -> Iterator[_Piece]:
-        if place.records is not None:
-            records.load_state_dict(place.records)
+    def _read_file(self, records, position: StreamPosition) -> Iterator[_TokenChunk]:
+        if position.records is not None:
+            records.load_state_dict(position.records)
         try:
             for batch in records.iter(batch_size=RECORDS_PER_BATCH):  # in a worker, iter(records) would shard them again
                 texts = [text for text in batch.get(self.column, ()) if text]
                 if wrong := [text for text in texts if not isinstance(text, str)]:
                     raise StreamError(f"The column {self.column!r} holds no text but values such as {wrong[0]!r}.")
-                yield _Piece(place, np.asarray(self.encode(texts), dtype=np.int32))
-                place = place._replace(records=records.state_dict())
+                yield _TokenChunk(position, np.asarray(self.encode(texts), dtype=np.int32))
+                position = position._replace(records=records.state_dict())
         except StreamError:
             raise
         except Exception as error:  # datasets raises whatever the readers of many formats raise
-            raise StreamError(f"The training text cannot be read on: {error.__cause__ or error}") from error
+            raise StreamError(f"The training text cannot be read further: {error.__cause__ or error}") from error
 
 
 def changed_terms(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -211,14 +212,14 @@ def changed_terms(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 class StreamCollator:
-    """A collator that removes `PLACE` from the blocks and adds that of the last one, as JSON, to the batch."""
+    """A collator that removes `POSITION` from the blocks and adds that of the last one, as JSON, to the batch."""
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]]):
         self.collator = collator
 
     def __call__(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-        contents = [{key: value for key, value in block.items() if key != PLACE} for block in blocks]
-        return {**self.collator(contents), PLACE: json.dumps(blocks[-1][PLACE])}
+        contents = [{key: value for key, value in block.items() if key != POSITION} for block in blocks]
+        return {**self.collator(contents), POSITION: json.dumps(blocks[-1][POSITION])}
 
 
 def collate_blocks(blocks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -227,4 +228,4 @@ def collate_blocks(blocks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-__all__ = ["PLACE", "PackedStream", "Place", "StreamCollator", "StreamError", "collate_blocks"]
+__all__ = ["POSITION", "PackedStream", "StreamCollator", "StreamError", "StreamPosition", "collate_blocks"]

@@ -1,20 +1,20 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Tokens that were cut into blocks once, for runs of many epochs: a folder of Arrow files, which are mapped into memory.
+"""Tokens that were packed into blocks once, for runs of many epochs: a folder of memory-mapped Arrow files.
 
-`tokens.json` tells how they were made. The folder has its name once it is complete; until then it is called `NAME.partial`,
-and what was begun goes on with the files that are missing.
+`tokens.json` tells how they were made. The folder gets its name when it is complete; until then it is called `NAME.partial`,
+and only the missing files are written when it is prepared again.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets.arrow_writer import ArrowWriter
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -23,22 +23,14 @@ from .streams import PackedStream, changed_terms
 
 
 SETTINGS = "tokens.json"
-BLOCKS_AT_ONCE = 256  # of a file's parts
+BLOCKS_PER_BATCH = 256  # that are written at once
 PROBE = "  Tokens, 1 2 34:\n\tÄpfel & def f(x): # tost\n"
 
 
-class _Shard(NamedTuple):
-    stream: PackedStream
-    number: int
-    shards: int
-    file: Path
-    dtype: str
-
-
-def tokenizer_mark(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The same for tokenizers that have the same tokens and cut a sentence of many kinds of characters alike."""
-    made = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE)["input_ids"]])
-    return hashlib.sha256(made.encode()).hexdigest()[:16]
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the vocabulary and of how a text of many kinds of characters is tokenized."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE)["input_ids"]])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def is_prepared(folder: str | Path) -> bool:
@@ -52,18 +44,18 @@ def load_prepared(folder: str | Path) -> Dataset:
         ValueError: files are missing or damaged.
     """
     try:
-        parts = [Dataset.from_file(str(file)) for file in shard_files(Path(folder), _settings(folder)["shards"])]
-        return concatenate_datasets([part for part in parts if len(part)]).with_format("numpy")
+        shards = [Dataset.from_file(str(file)) for file in shard_files(Path(folder), _settings(folder)["shards"])]
+        return concatenate_datasets([shard for shard in shards if len(shard)]).with_format("numpy")
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"The tokens of {str(folder)!r} are damaged: {error}; prepare them again.") from error
 
 
 def check_prepared(folder: str | Path, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
-    """Refuses (ValueError) tokens that were made by another tokenizer, or that are in blocks of another size."""
+    """Raises a ValueError for tokens of another tokenizer, or in blocks of another size."""
     settings = _settings(folder)
     if (size := settings["block_size"]) != block_size:
         raise ValueError(f"The tokens of {str(folder)!r} are in blocks of {size}, not {block_size}: use --block_size {size}.")
-    if settings["tokenizer"] != tokenizer_mark(tokenizer):
+    if settings["tokenizer"] != tokenizer_fingerprint(tokenizer):
         raise ValueError(f"The tokens of {str(folder)!r} were made by another tokenizer; use that one, or prepare them again.")
 
 
@@ -80,12 +72,12 @@ def shard_files(folder: Path, shards: int) -> list[Path]:
 
 
 def write_shards(stream: PackedStream, folder: Path, shards: int, processes: int, vocab_size: int) -> int:
-    """Writes the blocks of a stream of one epoch, and shows how far it is.
+    """Writes the blocks of a stream of one epoch, with a progress bar.
 
     Args:
-        stream: with `epochs` of 1; what its terms tell goes into `tokens.json`.
-        folder: to be made.
-        shards: how many files; each has the text of some of the stream's, and loses less than a block.
+        stream: with `epochs` of 1; its terms are stored in `tokens.json`.
+        folder: to be created.
+        shards: number of files; each has the text of some of the stream's, and loses less than a block.
         processes: that tokenize.
         vocab_size: tokens below 65,536 take two bytes.
 
@@ -94,36 +86,28 @@ def write_shards(stream: PackedStream, folder: Path, shards: int, processes: int
 
     Raises:
         FileExistsError: the folder exists.
-        ValueError: there is no block, or what was begun was begun with other settings.
+        ValueError: there is no block, or the files of an earlier start were made with other settings.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists; name another folder, or delete it.")
-    partial = folder.with_name(f"{folder.name}.partial")
+    unfinished = folder.with_name(f"{folder.name}.partial")
     settings = stream.terms | {"shards": shards}
-    _begin(partial, settings)
-    files = shard_files(partial, shards)
-    dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
-    missing = [_Shard(stream, number, shards, file, dtype) for number, file in enumerate(files) if not file.exists()]
-    with tqdm(total=shards, initial=shards - len(missing), desc=folder.name, unit=" files") as bar:
-        for _ in _each(missing, processes):
+    changed = changed_terms(_settings(unfinished), settings) if is_prepared(unfinished) else ""
+    if changed:
+        raise ValueError(f"{unfinished} was begun with other settings ({changed}). Use those again, or delete that folder.")
+    _write_settings(unfinished, settings)
+    files = shard_files(unfinished, shards)
+    missing = [(number, file) for number, file in enumerate(files) if not file.exists()]
+    write = partial(_write_shard, stream=stream, shards=shards, dtype="uint16" if vocab_size <= 1 << 16 else "int32")
+    with Pool(processes) as pool, tqdm(total=shards, initial=shards - len(missing), desc=folder.name, unit=" files") as bar:
+        for _ in pool.imap_unordered(write, missing) if processes > 1 else map(write, missing):
             bar.update()
     blocks = sum(len(Dataset.from_file(str(file))) for file in files)
     if not blocks:
         raise ValueError(f"The text is shorter than one block of {stream.block_size} tokens; choose a smaller --block_size.")
-    _write_settings(partial, settings | {"blocks": blocks})
-    partial.rename(folder)
+    _write_settings(unfinished, settings | {"blocks": blocks})
+    unfinished.rename(folder)
     return blocks
-
-
-def _begin(partial: Path, settings: dict[str, Any]) -> None:
-    """Makes the folder, or makes sure that it was begun with the same settings."""
-    if not is_prepared(partial):
-        _write_settings(partial, settings)
-        return
-    begun = _settings(partial)
-    changed = changed_terms(begun, settings)
-    if changed:
-        raise ValueError(f"{partial} was begun with other settings ({changed}). Use those again, or delete that folder.")
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -131,35 +115,15 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
         file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _each(shards: list[_Shard], processes: int) -> Iterator[None]:
-    if processes == 1:
-        yield from map(_write_shard, shards)
-    else:
-        with Pool(processes) as pool:
-            yield from pool.imap_unordered(_write_shard, shards)
+def _write_shard(shard: tuple[int, Path], stream: PackedStream, shards: int, dtype: str) -> None:
+    number, file = shard
+    stream.deal(number, shards, workers=0)
+    features = Features({"input_ids": List(Value(dtype), length=stream.block_size)})
+    options = {"features": features, "writer_batch_size": BLOCKS_PER_BATCH}
+    with staged_file(file) as staged, ArrowWriter(path=str(staged), **options) as writer:
+        for block in tqdm(stream, desc=file.name, unit=" blocks", leave=False):
+            writer.write({"input_ids": block["input_ids"]})
+        writer.finalize()
 
 
-def _write_shard(shard: _Shard) -> None:
-    stream = shard.stream
-    stream.deal(shard.number, shard.shards, workers=0)
-    kind = pa.list_(pa.from_numpy_dtype(shard.dtype), stream.block_size)
-    schema = pa.schema([("input_ids", kind)])
-    blocks = tqdm((block["input_ids"] for block in stream), desc=shard.file.name, unit=" blocks", leave=False)
-    with staged_file(shard.file) as staged, pa.OSFile(str(staged), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for part in _parts(blocks):
-            tokens = pa.array(np.concatenate(part).astype(shard.dtype))
-            writer.write_batch(pa.record_batch([pa.FixedSizeListArray.from_arrays(tokens, type=kind)], schema))
-
-
-def _parts(blocks) -> Iterator[list[np.ndarray]]:
-    part = []
-    for block in blocks:
-        part.append(block)
-        if len(part) == BLOCKS_AT_ONCE:
-            yield part
-            part = []
-    if part:
-        yield part
-
-
-__all__ = ["check_prepared", "is_prepared", "load_prepared", "shard_files", "tokenizer_mark", "write_shards"]
+__all__ = ["check_prepared", "is_prepared", "load_prepared", "shard_files", "tokenizer_fingerprint", "write_shards"]

@@ -27,8 +27,8 @@ PAPER_MIN_LR_RATE = 0.1
 NOT_DECAYED = KEPT_IN_FLOAT32
 
 
-def chosen_later(text: str, **metadata) -> Any:
-    """A field that, left out, gets its value in `__post_init__`: its type is that value's, never None."""
+def recipe_field(text: str, **metadata) -> Any:
+    """A field that gets its default in `__post_init__`: its type is that of the value, never None."""
     return field(default=None, metadata={"help": text} | metadata)
 
 
@@ -37,7 +37,7 @@ class RecipeArguments(TrainingArguments):
     """`TrainingArguments` with a `recipe` for what is left out: what the arguments for text and for images have in common."""
 
     recipe: str | None = None
-    bf16: bool = chosen_later(
+    bf16: bool = recipe_field(
         "Whether to compute in bfloat16. Default: with a recipe, if the device has it; otherwise no.",
         nargs="?",  # so that a plain --bf16 still means true
         const=True,
@@ -45,7 +45,7 @@ class RecipeArguments(TrainingArguments):
     resume_from_checkpoint: str | None = field(
         default=None,
         metadata={
-            "help": "The folder of the checkpoint to go on from; the flag alone means the last one in output_dir.",
+            "help": "The checkpoint folder to resume from; the flag alone means the newest one in output_dir.",
             "nargs": "?",
             "const": "true",
         },
@@ -93,7 +93,7 @@ class ToSTTrainingArguments(RecipeArguments):
     - A batch size given without `gradient_accumulation_steps` is not accumulated. With neither, a step has 60 x 8 sequences
       whatever the number of processes (the authors used 30 x 16 for tost-medium, 20 x 24 for tost-large).
     - Warm-up takes 2,000 steps, or a tenth of a shorter run.
-    - The floor of the learning rate belongs to the recipe's schedule; another `lr_scheduler_type` has its own arguments.
+    - The floor of the learning rate belongs to the recipe's schedule; another `lr_scheduler_type` has no floor.
     - fp16 or Accelerate's `mixed_precision` take the place of bf16.
     """
 
@@ -106,20 +106,20 @@ class ToSTTrainingArguments(RecipeArguments):
         metadata={"help": "Weight decay of the tensors of two or more dimensions, other than temp and denom_bias."},
     )
     adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
-    lr_scheduler_type: SchedulerType | str = chosen_later(  # noqa: RUF009  immutable, whatever ruff makes of the union
+    lr_scheduler_type: SchedulerType | str = recipe_field(  # noqa: RUF009  immutable, whatever ruff makes of the union
         "The learning rate's schedule. Default: linear; with the paper's recipe a cosine that ends at a tenth."
     )
-    warmup_steps: float = chosen_later(
+    warmup_steps: float = recipe_field(
         "Steps of linear warm-up, or a share of the run if below 1. Default: 0; with the paper's recipe 2,000 or a tenth."
     )
-    max_steps: int = chosen_later(
+    max_steps: int = recipe_field(
         "Number of optimizer steps; wins over num_train_epochs. Default: -1; with the paper's recipe 600,000."
     )
-    num_train_epochs: float = chosen_later("Number of passes over the training data, in place of max_steps. Default: 3.")
-    per_device_train_batch_size: int = chosen_later(
+    num_train_epochs: float = recipe_field("Number of passes over the training data, in place of max_steps. Default: 3.")
+    per_device_train_batch_size: int = recipe_field(
         "Sequences of one device's micro-batch. Default: 8; with the paper's recipe 60."
     )
-    gradient_accumulation_steps: int = chosen_later(
+    gradient_accumulation_steps: int = recipe_field(
         "Micro-batches of a step. Default: 1; with the paper's recipe 8 shared by the processes if no batch size is given."
     )
     fuse_linear_cross_entropy: bool = field(
@@ -200,7 +200,7 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
         if getattr(self.args, "context_parallel_size", 1) > 1 and self.context_mesh is None:
             raise ValueError(
                 "context_parallel_size is for tost_hf.ContextParallelTrainer; a "
-                f"{type(self).__name__} gives each process texts of its own."
+                f"{type(self).__name__} gives each process other texts."
             )
         if getattr(self.args, "fuse_linear_cross_entropy", False):
             fused = [m for m in self.model.modules() if isinstance(m, ToSTForCausalLM)]

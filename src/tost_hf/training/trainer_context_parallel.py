@@ -20,7 +20,7 @@ TRAINER_DIVIDES_BY_CP_SIZE = "get_cp_size" in Trainer._get_num_items_in_batch.__
 class ContextParallelTrainer(ToSTTrainer):
     """`ToSTTrainer` of which `args.context_parallel_size` processes share each text; see `tost_hf.parallel.parallelize`.
 
-    Evaluation then returns the loss alone: each process has the logits of its own tokens.
+    Evaluation then returns only the loss: each process has only the logits of its shard.
     """
 
     context_mesh: DeviceMesh | None = None  # data-parallel groups x the processes of a group
@@ -29,7 +29,7 @@ class ContextParallelTrainer(ToSTTrainer):
         super().__init__(*args, **kwargs)
         if self.context_mesh is not None and (self.args.label_smoothing_factor or self.compute_loss_func is not None):
             raise ValueError(
-                "With context_parallel_size the model computes the loss, as a process has the logits of its own tokens only: "
+                "With context_parallel_size the model computes the loss, as a process has only the logits of its shard: "
                 "leave label_smoothing_factor and compute_loss_func out."
             )
         if self.model_init is None:
@@ -77,7 +77,7 @@ class ContextParallelTrainer(ToSTTrainer):
         try:
             yield
         finally:
-            state.device_mesh = before  # FSDP would take it for a mesh of its own
+            state.device_mesh = before  # FSDP would take it for its mesh
 
     def _get_num_items_in_batch(self, batch_samples, device):
         """Each process counts the tokens of whole texts, `get_cp_size` times too many in all."""
@@ -96,7 +96,7 @@ class ContextParallelTrainer(ToSTTrainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
         if self.context_mesh is not None and not prediction_loss_only:
-            warnings.warn("With context_parallel_size, evaluation gives the loss alone and no other metrics.", stacklevel=2)
+            warnings.warn("With context_parallel_size, evaluation returns the loss and no other metrics.", stacklevel=2)
             prediction_loss_only = True
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 

@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trainer's pushes to the Hub: single commits with code and card, no pickle that nobody needs, no failure unseen.
+"""Trainer's pushes to the Hub: single commits with code and card, no needless pickle, failures reported.
 
-transformers' own pushes lack the source files while training goes on, publish `training_args.bin` (a pickle) and a form to
-fill in as the card, and one that failed in the background leaves no trace.
+transformers' own pushes lack the source files during training, publish `training_args.bin` (a pickle) and a card to be filled
+in, and do not report one that failed in the background.
 """
 
 import os
@@ -143,7 +143,7 @@ class PublishingTrainer(Trainer):
         self._pushes = []
         if failed:
             raise OSError(
-                f"{len(failed)} pushes to {self.hub_model_id} failed while training went on; the last one with: {failed[-1]}. "
+                f"{len(failed)} pushes to {self.hub_model_id} failed during training; the last one with: {failed[-1]}. "
                 f"Nothing is lost: the checkpoints are in {output_folder(self).absolute()}. Push again with "
                 "trainer.push_to_hub(), or run the same command again."
             ) from failed[-1]

@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Training on a stream of text, whose place every checkpoint stores, so that a resumed run sees the same batches.
+"""Training on a stream of text, whose position every checkpoint stores, so that a resumed run sees the same batches.
 
-transformers' own Trainer reads the stream again from its beginning to find that place, and finds another one once the stream
-has begun anew.
+transformers' own Trainer reads the stream again from its beginning to find that position, and finds another one from the
+second epoch on.
 """
 
 import json
@@ -15,23 +15,23 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ..files import staged_file
-from .streams import PLACE, PackedStream, StreamCollator
+from .streams import POSITION, PackedStream, StreamCollator
 from .trainer import ToSTTrainer
 
 
 class StreamLoader(DataLoader):
-    """Batches of a `PackedStream`, which notes the place after each one that it hands out."""
+    """Batches of a `PackedStream`, which records the position after each one that it returns."""
 
     dataset: PackedStream
 
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
         for batch in super().__iter__():
-            self.dataset.record(batch.pop(PLACE))
+            self.dataset.record(batch.pop(POSITION))
             yield batch
 
 
 class StreamingTrainer(ToSTTrainer):
-    """`ToSTTrainer` that can train on a `PackedStream`: each process and each of its workers reads files of its own.
+    """`ToSTTrainer` that can train on a `PackedStream`: each process and each of its workers reads its own files.
 
     With `ignore_data_skip` a resumed run starts the stream over.
     """
@@ -46,11 +46,11 @@ class StreamingTrainer(ToSTTrainer):
         return self.train_dataset if isinstance(self.train_dataset, PackedStream) else None
 
     @property
-    def _place_file(self) -> str:
+    def _position_file(self) -> str:
         return f"stream_{self.args.process_index}.json"
 
     def required_files(self) -> list[str]:
-        return super().required_files() + [self._place_file] * (self._stream is not None and not self.args.ignore_data_skip)
+        return super().required_files() + [self._position_file] * (self._stream is not None and not self.args.ignore_data_skip)
 
     def get_train_dataloader(self) -> DataLoader:
         stream, args = self._stream, self.args
@@ -71,21 +71,21 @@ class StreamingTrainer(ToSTTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self._stream is not None:  # a step has trained on every batch that was handed out
-            with staged_file(Path(output_dir, self._place_file)) as file:
+            with staged_file(Path(output_dir, self._position_file)) as file:
                 file.write_text(json.dumps(self._stream.state_dict()), encoding="utf-8")
 
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
-        """Resumes the stream at its place, so that no batch is to be read and thrown away."""
+        """Resumes the stream at its position, so that no batch is read only to be skipped."""
         epochs_trained, skipped_batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if self._stream is None:
             return epochs_trained, skipped_batches
         if resume_from_checkpoint is not None and not self.args.ignore_data_skip:
-            place = Path(resume_from_checkpoint, self._place_file).read_text(encoding="utf-8")
-            self._stream.load_state_dict(json.loads(place))
+            position = Path(resume_from_checkpoint, self._position_file).read_text(encoding="utf-8")
+            self._stream.load_state_dict(json.loads(position))
         return epochs_trained, 0
 
 

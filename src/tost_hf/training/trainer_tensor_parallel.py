@@ -54,7 +54,7 @@ class TensorParallelTrainer(ToSTTrainer):
     def _full_optimizer_state(self, state: dict[str, Any] | None = None) -> Iterator[None]:
         """Within it the optimizer returns `state` as its own, and loads that of the whole model."""
         before = self.optimizer
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # which have files of their own
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # which save other files
             self.optimizer = _FullStateOptimizer(self, state)
         try:
             yield

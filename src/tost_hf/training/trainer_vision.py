@@ -17,7 +17,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .checkpoints import output_folder
-from .trainer import RecipeArguments, ToSTTrainer, chosen_later
+from .trainer import RecipeArguments, ToSTTrainer, recipe_field
 
 
 RECIPES = {
@@ -60,7 +60,7 @@ EMA_FOLDER = "ema"
 
 def _by_recipe(text: str) -> Any:
     """A field that the recipe fills where it is left out."""
-    return chosen_later(f"{text} Default: the recipe's.")
+    return recipe_field(f"{text} Default: the recipe's.")
 
 
 @dataclass

@@ -1,5 +1,5 @@
 // Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-// The page: a language model that writes, or a vision model that classifies, run by ONNX Runtime in the browser.
+// The page: text generation or image classification by ONNX Runtime in the browser.
 import * as ort from "./vendor/ort.wasm.bundle.min.mjs";
 
 const $ = (id) => document.getElementById(id);
@@ -7,7 +7,7 @@ const number = (x) => Math.round(x).toLocaleString("en");
 const percent = (x) => `${(100 * x).toFixed(1)}\u00a0%`;
 const bytes = (x) => `${number(x)} bytes`;
 const local = (name) => new URL(name, import.meta.url).href;
-const say = (sentence) => { $("status").textContent = sentence; };
+const setStatus = (text) => { $("status").textContent = text; };
 
 ort.env.wasm.numThreads = 1; // more need headers that static hosts do not send
 ort.env.wasm.wasmPaths = { wasm: local("vendor/ort-wasm-simd-threaded.wasm") };
@@ -20,21 +20,21 @@ async function readJson(name) {
 }
 
 function element(tag, fields = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), fields);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(tag), fields);
+  node.append(...children);
+  return node;
 }
 
-/** A row of a bar chart: what, how much of it, and its share in figures. */
-function bar(what, share, color) {
+/** An item of a bar chart: its label, a bar, and the percentage. */
+function bar(label, share, color) {
   const line = element("i");
   line.style.width = `${100 * share}%`;
   if (color) line.style.setProperty("--head", color);
-  return element("li", {}, element("span", { textContent: what }), element("span", {}, line),
+  return element("li", {}, element("span", { textContent: label }), element("span", {}, line),
     element("b", { textContent: percent(share) }));
 }
 
-/** A choice of layers, by their numbers from 0; its value is the place in the list. */
+/** Options for the layers with these numbers from 0; the value is the index in the list. */
 function fillLayers(select, numbers, redraw) {
   numbers.forEach((layer, i) => select.append(new Option(layer + 1, i)));
   select.value = numbers.length - 1;
@@ -43,8 +43,8 @@ function fillLayers(select, numbers, redraw) {
 
 // Language ----------------------------------------------------------------------------------------------------------
 
-/** The model with its state, all that it keeps of the tokens before. */
-class Reader {
+/** The model and its state after the tokens so far. */
+class StatefulModel {
   constructor(session, facts) {
     Object.assign(this, { session, facts });
     this.inputs = Object.fromEntries(facts.inputs.map(({ name, shape }) => [name, shape]));
@@ -65,12 +65,12 @@ class Reader {
     return Object.values(this.state).reduce((sum, tensor) => sum + tensor.data.byteLength, 0);
   }
 
-  /** Reads tokens; gives the logits of the next one, and the memberships (layers, heads, tokens) of these. */
+  /** Reads tokens; returns the logits of the next one, and the memberships (layers, heads, tokens) of these. */
   async read(ids) {
-    const whole = this.inputs.attention_mask.includes("cached+tokens"); // layers of attention see the tokens before, too
+    const hasCachedTokens = this.inputs.attention_mask.includes("cached+tokens"); // softmax attention masks them, too
     const values = {
       input_ids: ids,
-      attention_mask: Array(ids.length + (whole ? this.seen : 0)).fill(1),
+      attention_mask: Array(ids.length + (hasCachedTokens ? this.seen : 0)).fill(1),
       position_ids: ids.map((_, i) => this.seen + i),
     };
     const feeds = { ...this.state };
@@ -85,8 +85,8 @@ class Reader {
   }
 }
 
-/** The next token: the likeliest at temperature 0, else drawn at random. */
-function choose(logits, temperature) {
+/** The next token: the most probable one at temperature 0, else sampled. */
+function sampleToken(logits, temperature) {
   let best = 0;
   for (let i = 1; i < logits.length; i++) if (logits[i] > logits[best]) best = i;
   if (!(temperature > 0)) return best;
@@ -95,8 +95,8 @@ function choose(logits, temperature) {
   return Math.max(weights.findIndex((weight) => (rest -= weight) < 0), 0);
 }
 
-/** Turns tokens into the pieces of text they stand for; "" for a token that ends amid a character. */
-class Pieces {
+/** Decodes tokens one by one; "" for a token that ends within a character. */
+class TokenDecoder {
   constructor(tokenizer) {
     Object.assign(this, { tokenizer, before: [], open: [] });
   }
@@ -117,13 +117,13 @@ class Pieces {
   }
 }
 
-/** The text as coloured tokens, one of which may be chosen. */
-class Text {
+/** The text as coloured tokens, one of which may be selected. */
+class TokenView {
   constructor(facts) {
     Object.assign(this, { facts, box: $("text"), tokens: [], chosen: -1 });
     fillLayers($("layer"), facts.statistics_layers, () => this.recolor());
     this.box.addEventListener("click", (event) => this.choose(this.tokens.findIndex((t) => t.span === event.target)));
-    this.box.addEventListener("keydown", (event) => this.key(event));
+    this.box.addEventListener("keydown", (event) => this.handleKey(event));
     this.clear();
   }
 
@@ -172,7 +172,7 @@ class Text {
     this.choose(this.chosen);
   }
 
-  key(event) {
+  handleKey(event) {
     const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
     if (!(event.key in steps) || !this.tokens.length) return;
     event.preventDefault();
@@ -191,17 +191,17 @@ class Text {
     const layer = Number($("layer").value);
     const { heads, statistics_layers: layers } = this.facts;
     const { head } = this.strongest(token, layer);
-    $("token").textContent = `Token ${index + 1}, “${token.piece}”: most of it in head ${head + 1} of layer ${layers[layer] + 1}`;
+    $("token").textContent = `Token ${index + 1}, “${token.piece}”: strongest head ${head + 1} of layer ${layers[layer] + 1}`;
     heads.forEach(({ color }, h) => {
       $("shares").append(bar(`Head ${h + 1}`, token.shares[layer * heads.length + h], color));
     });
   }
 }
 
-/** What the user does with a language model. */
-class Writing {
+/** The controls of a language model. */
+class LanguagePage {
   constructor(session, tokenizer, facts) {
-    Object.assign(this, { facts, tokenizer, reader: new Reader(session, facts), text: new Text(facts), running: false });
+    Object.assign(this, { facts, tokenizer, reader: new StatefulModel(session, facts), text: new TokenView(facts), running: false });
     $("language").hidden = false;
     $("ask").addEventListener("submit", (event) => { event.preventDefault(); this.start(); });
     $("more").addEventListener("click", () => this.write());
@@ -212,7 +212,7 @@ class Writing {
     });
     this.show();
     this.buttons();
-    say("Ready.");
+    setStatus("Ready.");
   }
 
   async start() {
@@ -220,13 +220,13 @@ class Writing {
     const ids = this.tokenizer.encode($("prompt").value).ids;
     const { bos_token_id: bos, max_position_embeddings: positions } = this.facts;
     if (!ids.length && bos !== null) ids.push(bos);
-    if (!ids.length) return say("Type a few words first.");
+    if (!ids.length) return setStatus("Type a few words first.");
     if (positions !== null && ids.length >= positions) {
-      return say(`This text has ${number(ids.length)} tokens; the model reads up to ${number(positions - 1)}. Shorten it.`);
+      return setStatus(`This text has ${number(ids.length)} tokens; the model reads up to ${number(positions - 1)}. Shorten it.`);
     }
     this.reader.reset();
     this.text.clear();
-    this.pieces = new Pieces(this.tokenizer);
+    this.pieces = new TokenDecoder(this.tokenizer);
     let read = 0;
     await this.guard(async () => {
       for (; read < ids.length && this.running; read += 64) await this.read(ids.slice(read, read + 64), true);
@@ -247,7 +247,7 @@ class Writing {
           why = ` That is the model's last position (${number(positions)}).`;
           break;
         }
-        const id = choose(this.logits, temperature);
+        const id = sampleToken(this.logits, temperature);
         await this.read([id], false);
         written += 1;
         $("speed").textContent = (1000 * written / (performance.now() - began)).toFixed(1);
@@ -256,17 +256,17 @@ class Writing {
           break;
         }
       }
-      say(`Wrote ${number(written)} tokens.${why}`);
+      setStatus(`Generated ${number(written)} tokens.${why}`);
     });
   }
 
-  /** Reads tokens, shows them and what they left, and gives the browser time to draw. */
+  /** Reads tokens, shows them and the state, and gives the browser time to draw. */
   async read(ids, given) {
     const { logits, memberships } = await this.reader.read(ids);
     this.logits = logits;
-    const rows = memberships.length / ids.length;
+    const size = memberships.length / ids.length; // layers times heads
     ids.forEach((id, t) => {
-      const shares = Float32Array.from({ length: rows }, (_, row) => memberships[row * ids.length + t]);
+      const shares = Float32Array.from({ length: size }, (_, i) => memberships[i * ids.length + t]);
       this.text.add(id, this.pieces.next(id), shares, given);
     });
     this.show();
@@ -286,12 +286,12 @@ class Writing {
   async guard(run) {
     this.running = true;
     this.buttons();
-    say("Writing …");
+    setStatus("Generating …");
     try {
       await run();
     } catch (error) {
       this.logits = null;
-      say(`The model stopped: ${error.message}`);
+      setStatus(`The model stopped: ${error.message}`);
     } finally {
       this.running = false;
       this.buttons();
@@ -307,7 +307,7 @@ class Writing {
 
 // Vision ------------------------------------------------------------------------------------------------------------
 
-const FILTERS = { // as Pillow's, with how far they reach
+const FILTERS = { // of Pillow, with their supports
   bilinear: [1, (x) => Math.max(1 - Math.abs(x), 0)],
   bicubic: [2, (x) => {
     const d = Math.abs(x);
@@ -316,14 +316,14 @@ const FILTERS = { // as Pillow's, with how far they reach
   }],
 };
 
-/** For each pixel of a resized line: the first pixel it is made of, and their weights. */
-function weights(before, after, [reach, filter]) {
+/** For each pixel of a resized line: the first of its source pixels, and their weights. */
+function weights(before, after, [support, filter]) {
   const scale = before / after;
   const wide = Math.max(scale, 1);
   return Array.from({ length: after }, (_, i) => {
     const center = (i + 0.5) * scale;
-    const first = Math.max(Math.trunc(center - reach * wide + 0.5), 0);
-    const last = Math.min(Math.trunc(center + reach * wide + 0.5), before);
+    const first = Math.max(Math.trunc(center - support * wide + 0.5), 0);
+    const last = Math.min(Math.trunc(center + support * wide + 0.5), before);
     const found = Array.from({ length: last - first }, (_, k) => filter((k + first - center + 0.5) / wide));
     const sum = found.reduce((total, weight) => total + weight, 0);
     return [first, found.map((weight) => weight / sum)];
@@ -345,7 +345,7 @@ function resizeLines(pixels, lines, stride, step, taps, newStride, newStep) {
   return resized;
 }
 
-/** A resized image as Pillow makes it, which canvases do not. */
+/** Resizes as Pillow does, unlike a canvas. */
 function resize({ data, width, height }, newWidth, newHeight, filter) {
   if (newWidth !== width) {
     data = resizeLines(data, height, width, 1, weights(width, newWidth, filter), newWidth, 1);
@@ -356,7 +356,7 @@ function resize({ data, width, height }, newWidth, newHeight, filter) {
   return new ImageData(data, newWidth, newHeight);
 }
 
-/** The picture as the model sees it: resized, and its centre cut out. */
+/** The picture as the model sees it: resized and center-cropped. */
 function prepare(picture, { shortest_edge, resized, filter, height, width }) {
   let sides = resized;
   if (!sides) {
@@ -364,25 +364,25 @@ function prepare(picture, { shortest_edge, resized, filter, height, width }) {
     const long = Math.trunc(shortest_edge * Math.max(w, h) / Math.min(w, h));
     sides = h <= w ? [shortest_edge, long] : [long, shortest_edge];
   }
-  const whole = resize(picture, sides[1], sides[0], FILTERS[filter]);
+  const resizedPicture = resize(picture, sides[1], sides[0], FILTERS[filter]);
   const canvas = element("canvas", { width, height });
-  const [left, top] = [Math.floor((sides[1] - width) / 2), Math.floor((sides[0] - height) / 2)];
+  const [left, top] = [(sides[1] - width) >> 1, (sides[0] - height) >> 1];
   const context = canvas.getContext("2d", { willReadFrequently: true });
-  context.fillRect(0, 0, width, height); // black where the picture does not reach
-  context.putImageData(whole, -left, -top);
+  context.fillRect(0, 0, width, height); // black outside the picture
+  context.putImageData(resizedPicture, -left, -top);
   return context.getImageData(0, 0, width, height);
 }
 
-/** Colours from dark to bright for shares from 0 to 1 (viridis, in five steps). */
-function shade(share) {
+/** The viridis colour of a share from 0 to 1, interpolated between five colours. */
+function viridis(share) {
   const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
   const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
-  const below = Math.min(Math.floor(place), stops.length - 2);
+  const below = Math.min(Math.trunc(place), stops.length - 2);
   return stops[below].map((from, i) => from + (place - below) * (stops[below + 1][i] - from));
 }
 
-/** What the user does with a vision model. */
-class Seeing {
+/** The controls of a vision model. */
+class VisionPage {
   constructor(session, facts) {
     Object.assign(this, { session, facts });
     $("vision").hidden = false;
@@ -390,30 +390,30 @@ class Seeing {
     this.maps = facts.outputs.some(({ name }) => name === "memberships");
     $("membership").hidden = !this.maps;
     fillLayers($("depth"), [...Array(facts.depth).keys()], () => this.showMaps());
-    $("file").addEventListener("change", () => this.take($("file").files[0]));
-    addEventListener("paste", (event) => this.take(event.clipboardData.files[0]));
+    $("file").addEventListener("change", () => this.openFile($("file").files[0]));
+    addEventListener("paste", (event) => this.openFile(event.clipboardData.files[0]));
     for (const kind of ["dragover", "dragleave", "drop"]) {
       addEventListener(kind, (event) => {
         event.preventDefault();
         $("drop").classList.toggle("over", kind === "dragover");
-        if (kind === "drop") this.take(event.dataTransfer.files[0]);
+        if (kind === "drop") this.openFile(event.dataTransfer.files[0]);
       });
     }
-    say("Ready.");
+    setStatus("Ready.");
   }
 
-  async take(file) {
+  async openFile(file) {
     if (!file) return;
-    say("Looking …");
+    setStatus("Classifying …");
     try {
-      await this.classify(await this.open(file));
-      say(`${file.name}: ${this.facts.labels[this.best]}`);
+      await this.classify(await this.decodeImage(file));
+      setStatus(`${file.name}: ${this.facts.labels[this.best]}`);
     } catch (error) {
-      say(`${file.name} cannot be classified: ${error.message}`);
+      setStatus(`${file.name} cannot be classified: ${error.message}`);
     }
   }
 
-  async open(file) {
+  async decodeImage(file) {
     let bitmap;
     try {
       bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" });
@@ -433,7 +433,7 @@ class Seeing {
     for (let i = 0; i < height * width; i++) {
       for (let c = 0; c < 3; c++) values[c * height * width + i] = (seen.data[4 * i + c] * scale - mean[c]) / std[c];
     }
-    await new Promise((resolve) => setTimeout(resolve)); // time to draw what was said
+    await new Promise((resolve) => setTimeout(resolve)); // time to draw the status
     const results = await this.session.run({ pixel_values: new ort.Tensor("float32", values, [1, 3, height, width]) });
     this.memberships = results.memberships?.data;
     $("found").hidden = false;
@@ -444,8 +444,8 @@ class Seeing {
   }
 
   showClasses(logits) {
-    const most = Math.max(...logits);
-    const odds = Array.from(logits, (x) => Math.exp(x - most));
+    const largest = Math.max(...logits);
+    const odds = Array.from(logits, (x) => Math.exp(x - largest));
     const sum = odds.reduce((total, x) => total + x, 0);
     const order = [...odds.keys()].sort((a, b) => odds[b] - odds[a]);
     this.best = order[0];
@@ -456,19 +456,19 @@ class Seeing {
     if (!this.memberships) return;
     const { image: { height, width }, patch_size: patch, heads: { length: heads } } = this.facts;
     const layer = Number($("depth").value);
-    const [rows, columns] = [height / patch, width / patch];
-    const size = rows * columns;
+    const [gridHeight, gridWidth] = [height / patch, width / patch];
+    const size = gridHeight * gridWidth;
     const shares = this.memberships.subarray(layer * heads * size, (layer + 1) * heads * size);
-    const least = shares.reduce((a, b) => Math.min(a, b)), most = shares.reduce((a, b) => Math.max(a, b));
+    const low = shares.reduce((a, b) => Math.min(a, b)), high = shares.reduce((a, b) => Math.max(a, b));
     $("maps").replaceChildren(...Array.from({ length: heads }, (_, head) => {
-      const own = shares.subarray(head * size, (head + 1) * size);
-      const image = new ImageData(columns, rows);
-      own.forEach((share, i) => image.data.set([...shade((share - least) / Math.max(most - least, 1e-12)), 255], 4 * i));
-      const canvas = element("canvas", { width: columns, height: rows, role: "img" });
+      const map = shares.subarray(head * size, (head + 1) * size);
+      const image = new ImageData(gridWidth, gridHeight);
+      map.forEach((share, i) => image.data.set([...viridis((share - low) / Math.max(high - low, 1e-12)), 255], 4 * i));
+      const canvas = element("canvas", { width: gridWidth, height: gridHeight, role: "img" });
       canvas.getContext("2d").putImageData(image, 0, 0);
-      const words = `Head ${head + 1}: ${percent(own.reduce((a, b) => Math.min(a, b)))} to ${percent(own.reduce((a, b) => Math.max(a, b)))}`;
-      canvas.ariaLabel = `${words} of a patch, in layer ${layer + 1}`;
-      return element("figure", {}, canvas, element("figcaption", { textContent: words }));
+      const caption = `Head ${head + 1}: ${percent(Math.min(...map))} to ${percent(Math.max(...map))}`;
+      canvas.ariaLabel = `${caption} of a patch, in layer ${layer + 1}`;
+      return element("figure", {}, canvas, element("figcaption", { textContent: caption }));
     }));
   }
 }
@@ -483,10 +483,10 @@ async function main() {
   if (facts.kind === "language") {
     const { Tokenizer } = await import("./vendor/tokenizers.min.mjs");
     const files = await Promise.all(["model/tokenizer.json", "model/tokenizer_config.json"].map(readJson));
-    new Writing(session, new Tokenizer(...files), facts);
+    new LanguagePage(session, new Tokenizer(...files), facts);
   } else {
-    new Seeing(session, facts);
+    new VisionPage(session, facts);
   }
 }
 
-main().catch((error) => say(`This page does not work: ${error.message}`));
+main().catch((error) => setStatus(`This page does not work: ${error.message}`));

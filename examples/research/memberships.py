@@ -1,0 +1,142 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What memberships know about photographs: their agreement with k-means on colour and place, trained and untrained.
+
+    python examples/benchmarks/run.py memberships --model model_cards/trained/tost-cifar10-1m
+
+The photographs, by default those of examples/photos and scikit-learn's two, are cropped to squares and resized to a multiple
+of the side that the model was trained on. The patches of each are clustered by k-means on colour and place, with as many
+clusters as a layer has heads, and compared with
+
+- *layers*: each patch's strongest head, by adjusted mutual information (`membership_clusters_score`), beside two controls: the
+  memberships shuffled over the patches, and those of the next photograph, which agree by place alone;
+- *heads*: each head's membership, by the share of its variance over the patches that lies between the clusters.
+
+The same is measured for untrained models of the same configuration, one for each seed. With --picture it draws the first
+photographs beside their clusters and the memberships of the heads that agree most; with --maps every layer and head, trained
+and untrained.
+"""
+
+from pathlib import Path
+
+import sklearn.datasets
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from registry import training_benchmark
+from training import Results
+from transformers import AutoModelForImageClassification, PreTrainedModel, ViTImageProcessorPil, set_seed
+
+from tost_hf import ToSTForImageClassification
+from tost_hf.files import staged_file
+from tost_hf.interpret import membership_clusters_score, membership_maps, trace_model
+from tost_hf.interpret.plots import plot_membership_maps
+from tost_hf.interpret.quantities import cluster_patches
+
+
+PHOTOS = Path(__file__).resolve().parents[1] / "photos"
+SHOWN_PHOTOS = SHOWN_HEADS = 3
+TASK = "photographs"
+
+
+def sample_photos() -> list[Path]:
+    """Photographs that may be redistributed: those of examples/photos and scikit-learn's two (CC BY 2.0)."""
+    return [*sorted(PHOTOS.glob("*.jpg")), *sorted(Path(sklearn.datasets.__file__).with_name("images").glob("*.jpg"))]
+
+
+def load_photos(files: list[Path], processor: ViTImageProcessorPil, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Square crops: `pixel_values` (B, 3, side, side), and pictures to show, (B, side, side, 3) from 0 to 1."""
+    size = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    images = [Image.open(file).convert("RGB") for file in files]
+    pixels = processor(images, return_tensors="pt", **size)["pixel_values"]
+    mean, std = (torch.tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std))
+    return pixels, (pixels * std + mean).clamp(0, 1).permute(0, 2, 3, 1).double()
+
+
+def explained_variance(maps: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
+    """The share of a membership's variance over the patches that lies between clusters.
+
+    Args:
+        maps: (L, H, T) memberships of one image.
+        clusters: (T,) cluster of each patch.
+
+    Returns:
+        (L, H), from 0 to 1; 0 for a constant membership.
+    """
+    members = torch.nn.functional.one_hot(clusters.long()).to(maps)  # (T, clusters)
+    counts = members.sum(0).clamp_min(1)
+    centered = maps - maps.mean(-1, keepdim=True)
+    between = ((centered @ members) ** 2 / counts).sum(-1)
+    return between / (centered**2).sum(-1).clamp_min(1e-30)
+
+
+def measure(model: PreTrainedModel, pixels: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
+    """The metrics by layer and head, means over photographs, and the explained variance (L, H)."""
+    metrics = {}
+    for name, values in membership_clusters_score(model, pixels)._asdict().items():
+        name = {"score": "own", "other_image": "another photograph's"}.get(name, name)
+        metrics |= {f"mutual information, {name}, layer {i}": x for i, x in enumerate(values.mean(0).tolist(), 1)}
+    trace = trace_model(model, pixel_values=pixels)
+    assert trace.grid is not None  # as of all images
+    clusters = cluster_patches(pixels, trace.grid, trace.memberships.shape[2])
+    shares = torch.stack([explained_variance(maps, labels) for maps, labels in zip(trace.memberships, clusters)]).mean(0)
+    for layer, heads in enumerate(shares.tolist(), 1):
+        metrics |= {f"explained variance, layer {layer}, head {head}": x for head, x in enumerate(heads, 1)}
+    return metrics, shares
+
+
+def draw(model: PreTrainedModel, pixels: torch.Tensor, pictures: torch.Tensor, shares: torch.Tensor) -> Figure:
+    """Each photograph beside its clusters and the memberships of the heads with the largest `shares` (L, H), one per layer."""
+    trace = trace_model(model, pixel_values=pixels)
+    assert trace.grid is not None
+    clusters = cluster_patches(pixels, trace.grid, shares.shape[1]).unflatten(-1, trace.grid)
+    chosen = sorted(shares.max(1).values.topk(min(SHOWN_HEADS, len(shares))).indices.tolist())
+    heads = [(layer, int(shares[layer].argmax())) for layer in chosen]
+    figure = Figure(figsize=(1.5 * (2 + len(heads)), 1.5 * len(pixels) + 0.3), layout="constrained")
+    axes = figure.subplots(len(pixels), 2 + len(heads), squeeze=False)
+    titles = ["photograph", "k-means", *(f"layer {layer + 1}, head {head + 1}" for layer, head in heads)]
+    for panels, picture, labels, maps in zip(axes, pictures, clusters, membership_maps(trace)):
+        panels[0].imshow(picture.numpy())
+        panels[1].imshow(labels.numpy(), cmap="tab10", vmax=9)
+        for axis, (layer, head) in zip(panels[2:], heads):
+            axis.imshow(maps[layer, head].numpy(), cmap="viridis")
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    for axis, title in zip(axes[0], titles):
+        axis.set_title(title, fontsize=9)
+    return figure
+
+
+def save(figure: Figure, file: Path) -> None:
+    with staged_file(file) as staged:
+        figure.savefig(staged, format="png", dpi=100)
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--model", required=True, help="the folder of a vision model with TSSA")
+    parser.add_argument("--photos", type=Path, nargs="+", metavar="PHOTOS", help="image files; default: see above")
+    parser.add_argument("--scale", type=int, default=4, help="times the side that the model was trained on")
+    parser.add_argument("--picture", type=Path, help="a PNG file to draw the heads that agree most to")
+    parser.add_argument("--maps", type=Path, help="a folder for pictures of every layer and head")
+
+
+@training_benchmark("memberships", __doc__, add_arguments, steps=None, learning_rates=(), file="memberships")
+def run(args, results: Results) -> None:
+    files = args.photos or sample_photos()
+    model = AutoModelForImageClassification.from_pretrained(args.model, dtype=torch.float32).eval()
+    side = args.scale * model.config.image_size
+    pixels, pictures = load_photos(files, ViTImageProcessorPil.from_pretrained(args.model), side)
+    models = {("trained", None): model}
+    for seed in args.seeds:
+        set_seed(seed)
+        models["untrained", seed] = ToSTForImageClassification(model.config).eval()
+
+    patches = (side // model.config.patch_size) ** 2
+    for (state, seed), network in models.items():
+        metrics, shares = measure(network, pixels)
+        results.add(metrics, task=TASK, model=state, network=network, steps=None, batch=len(files), context=patches, seed=seed)
+        if args.maps and seed in (None, args.seeds[0]):
+            for file, picture, maps in zip(files, pictures, membership_maps(trace_model(network, pixel_values=pixels))):
+                save(plot_membership_maps(maps, picture, range(1, len(maps) + 1)), args.maps / f"{file.stem}-{state}.png")
+        if args.picture and state == "trained":
+            save(draw(network, pixels[:SHOWN_PHOTOS], pictures, shares), args.picture)
+    results.print_means()

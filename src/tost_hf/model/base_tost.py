@@ -1,0 +1,366 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What all ToST models share: base configuration and model, source files published with the weights, checks of fields."""
+
+import functools
+import os
+import shutil
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.utils import cached_file
+
+
+# Source files ---------------------------------------------------------------------------------------------------------
+
+
+OPERATOR_FILES = (
+    "tssa.py",
+    "tssa_reference.py",
+    "tssa_chunked.py",
+    "tssa_triton.py",
+)
+_SHARED_FILES = ("base_tost.py", "layers_tost.py", *OPERATOR_FILES)
+CODE_FILES = {  # by model type; siblings of this file, here and in every published folder
+    "tost": (*_SHARED_FILES, "configuration_tost.py", "modeling_tost.py", "cache_tost.py", "inputs_tost.py"),
+    "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
+}
+AUTO_MAPS = {  # by model type; the package registers the same classes
+    "tost": {
+        "AutoConfig": "configuration_tost.ToSTConfig",
+        "AutoModel": "modeling_tost.ToSTModel",
+        "AutoModelForCausalLM": "modeling_tost.ToSTForCausalLM",
+        "AutoModelForMaskedLM": "modeling_tost.ToSTForMaskedLM",
+        "AutoModelForQuestionAnswering": "modeling_tost.ToSTForQuestionAnswering",
+        "AutoModelForSequenceClassification": "modeling_tost.ToSTForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_tost.ToSTForTokenClassification",
+    },
+    "tost_vision": {
+        "AutoConfig": "configuration_tost_vision.ToSTVisionConfig",
+        "AutoBackbone": "modeling_tost_vision.ToSTBackbone",
+        "AutoModel": "modeling_tost_vision.ToSTVisionModel",
+        "AutoModelForImageClassification": "modeling_tost_vision.ToSTForImageClassification",
+    },
+}
+
+
+def source_file(name: str) -> Path:
+    """Path of a remote-code file beside this one."""
+    return Path(__file__).with_name(name)
+
+
+def code_files(model_type: str, origin: str | os.PathLike | None = None) -> dict[str, Path]:
+    """Name and path of each source file that is published with a model of this type.
+
+    Args:
+        origin: folder or repository that has the files which are not beside this one: transformers copies the code of a local
+            folder into one folder per class, with only the files that the class imports.
+
+    Raises:
+        OSError: a file is in neither place.
+    """
+    files = {}
+    for name in CODE_FILES[model_type]:
+        path = source_file(name)
+        files[name] = path if path.is_file() else Path(str(cached_file(origin or path.parent, name)))
+    return files
+
+
+# Configurations -------------------------------------------------------------------------------------------------------
+
+
+INHERITED_FIELDS = {  # of every configuration; transformers does not check their types
+    "architectures": (list, tuple),
+    "attn_implementation": (str,),
+    "auto_map": (dict,),
+    "dtype": (str, torch.dtype),
+    "id2label": (dict,),
+    "label2id": (dict,),
+    "quantization_config": (dict,),
+    "torch_dtype": (str, torch.dtype),
+}
+MAX_LABELS = 2**20  # transformers makes a name for each of them
+MAX_SIZES = {  # far above any model: larger sizes in a file are damage or an attack, and must not be allocated
+    "vocab_size": 2**31 - 1,
+    "max_position_embeddings": 2**31 - 1,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_attention_heads": 2**20,
+    "num_hidden_layers": 1024,
+    "num_class_attention_layers": 1024,
+    "num_channels": 1024,
+}
+MAX_FLOAT = 2.0**127  # of a float32
+MLP_TYPES = ("mlp", "ista")
+ABLATIONS = {"mlp_type": "mlp", "ista_step_size": 0.1, "ista_threshold": 0.1, "normalize_scores": True}
+
+
+class ToSTBaseConfig(PreTrainedConfig):
+    """A configuration that is saved with the source files of its models where its `auto_map` is set.
+
+    Loading one from a file runs no code that the file names, and raises ValueError for any damage.
+    """
+
+    attribute_map = {  # dropout under its names in BERT, ViT and GPT-2
+        "attention_probs_dropout_prob": "attention_dropout",
+        "attn_pdrop": "attention_dropout",
+        "dropout": "hidden_dropout",
+        "embd_pdrop": "embedding_dropout",
+        "hidden_dropout_prob": "hidden_dropout",
+        "resid_pdrop": "hidden_dropout",
+    }
+    option_defaults: ClassVar[dict[str, Any]] = ABLATIONS  # options and their values in the published models
+
+    def __post_init__(self, **kwargs):
+        labels = kwargs.get("num_labels")
+        if labels is not None and not (isinstance(labels, int) and 0 <= labels <= MAX_LABELS):
+            raise ValueError(f"num_labels must be a whole number from 0 to {MAX_LABELS:,}, got {_shorten(labels)}.")
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:  # set under the field's name, so that its type is checked
+                setattr(self, name, kwargs.pop(alias))
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As `PreTrainedConfig.from_dict`; raises ValueError, with the field's name, for any impossible value."""
+        _check_inherited_fields(cls, config_dict)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except Exception as error:  # transformers raises many types of errors for fields of a wrong type
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            reason = f"{kind}{error}".splitlines()[-1].strip()
+            raise ValueError(f"The configuration of this {cls.model_type} model is wrong: {reason[:300]}") from error
+
+    def options(self) -> dict[str, object]:
+        """The options that differ from the published model."""
+        return {name: value for name, value in self.to_dict().items() if name in self.option_defaults}
+
+    def to_dict(self) -> dict:
+        """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
+        fields, defaults = super().to_dict(), self.option_defaults
+        return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Has no effect: `auto_map` decides whether the source files are saved. transformers calls it for remote code."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
+        """As `PreTrainedConfig.save_pretrained`, with the source files beside `config.json` where `auto_map` is set."""
+        if getattr(self, "auto_map", None):
+            self.auto_map = dict(AUTO_MAPS[self.model_type])  # a loaded one may name older files, or their repository
+            os.makedirs(save_directory, exist_ok=True)
+            for name, source in code_files(self.model_type, self._name_or_path).items():
+                target = Path(save_directory, name)
+                if source.resolve() != target.resolve():
+                    shutil.copyfile(source, target)
+        super().save_pretrained(save_directory)
+        if push_to_hub:  # the base class would upload config.json alone
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+
+def _check_inherited_fields(config_class: type, fields: dict) -> None:
+    """Rejects wrong values that transformers accepts in fields of every configuration, and references to code."""
+    for name, value in fields.items():
+        if name.startswith("__") or callable(getattr(config_class, name, None)):
+            raise ValueError(f"{_shorten(name)} is not a field of a configuration but the name of a method.")
+        if isinstance(derived := getattr(config_class, name, None), property) and derived.fset is None:
+            raise ValueError(f"{name} follows from other fields, so it cannot be given.")
+        if value is not None and not isinstance(value, INHERITED_FIELDS.get(name, object)):
+            raise ValueError(f"{name} must be a {INHERITED_FIELDS[name][0].__name__}, got {_shorten(value)}.")
+    parts = [name for name in ("decoder", "generator", "text_config", "text_encoder") if fields.get(name) is not None]
+    if parts:
+        raise ValueError(f"{parts[0]} belongs to models composed of several models; a ToST model is not one.")
+    if not all(isinstance(name, str) for name in fields.get("architectures") or ()):
+        raise ValueError(f"architectures must be names of classes, got {_shorten(fields['architectures'])}.")
+    if not all(str(key).isdecimal() for key in fields.get("id2label") or ()):
+        raise ValueError(f"id2label must name labels by number, got {_shorten(fields['id2label'])}.")
+    for name in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+        if "/" in str(fields.get(name) or ""):
+            raise ValueError(
+                f"{name} is {_shorten(fields[name])}, code on the Hub, which ToST does not need; remove that field."
+            )
+    for dtype in (fields.get("dtype"), fields.get("torch_dtype")):
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
+            raise ValueError(f"dtype must be one of floating-point numbers, such as 'float32', got {_shorten(dtype)}.")
+
+
+def _shorten(value: object) -> str:
+    return repr(value)[:100]
+
+
+def check_max_sizes(config: PreTrainedConfig) -> None:
+    """Rejects (ValueError) sizes above `MAX_SIZES`."""
+    for name, most in MAX_SIZES.items():
+        if (getattr(config, name, None) or 0) > most:
+            raise ValueError(f"{name} must be at most {most:,}, got {str(getattr(config, name))[:40]}.")
+
+
+def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilities: tuple[str, ...]) -> None:
+    """Rejects (ValueError) impossible values in fields of text and vision configurations."""
+    # models reject a width of 0, not configurations: transformers' tools create such ones to test the fields
+    for name, least in (dict.fromkeys(counts, 1) | {"hidden_size": 0, "intermediate_size": 0}).items():
+        if getattr(config, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)}.")
+    check_max_sizes(config)
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size ({config.hidden_size}) must be a multiple of num_attention_heads ({config.num_attention_heads})."
+        )
+    for name in probabilities:
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(config, name)}.")
+    for name in ("layer_norm_eps", "ista_step_size"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} must be above 0, got {getattr(config, name)}.")
+    for name in ("initializer_range", "ista_threshold"):
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name} must not be negative, got {getattr(config, name)}.")
+    numbers = "layer_norm_eps layer_scale_init_value initializer_range initializer_factor ista_step_size ista_threshold"
+    for name in numbers.split():
+        if not abs(getattr(config, name, 0)) < MAX_FLOAT:  # true of NaN as well
+            raise ValueError(f"{name} must be a finite number that float32 can hold, got {str(getattr(config, name))[:40]}.")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = getattr(config, name, None)
+        if any(i < 0 for i in (ids if isinstance(ids, list) else [ids or 0])):
+            raise ValueError(f"{name} must not be negative, got {ids}; write null for none.")
+    if config.mlp_type not in MLP_TYPES:
+        raise ValueError(f"mlp_type must be one of {', '.join(MLP_TYPES)}, got {config.mlp_type[:40]!r}.")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act {config.hidden_act!r} is not an activation that transformers knows, such as 'gelu'.")
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+ADAPTER_TARGETS = ("in_proj", "out_proj")  # the projections of TSSA
+
+
+def _register_adapter_targets(model_type: str) -> None:
+    """Registers LoRA's default target modules with PEFT, if it is imported and has none for this model type."""
+    constants = sys.modules.get("peft.utils.constants")  # PEFT has no function to register them
+    if constants is not None:
+        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, list(ADAPTER_TARGETS))
+
+
+class ToSTBaseModel(PreTrainedModel):
+    """Checks configurations, loads weights from safetensors files only, and saves source files with them on request."""
+
+    _save_code = False  # by default
+
+    def __init__(self, config, *inputs, **kwargs):
+        wanted = type(self).config_class
+        assert wanted is not None  # transformers takes it from the annotation of `config`
+        if getattr(config, "model_type", None) != wanted.model_type:
+            raise ValueError(
+                f"{type(self).__name__} needs a {wanted.__name__} (model type {wanted.model_type!r}), got a "
+                f"{type(config).__name__} of model type {getattr(config, 'model_type', None)!r}."
+            )
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}.")
+        super().__init__(config, *inputs, **kwargs)
+        _register_adapter_targets(wanted.model_type)
+
+    def post_init(self):
+        # only parameters that this model has: transformers' shared tests look for each
+        names = (getattr(module, "float32_parameters", ()) for module in self.modules())
+        self._keep_in_fp32_modules_strict = set(chain(*names))
+        super().post_init()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """From now on models of this class are saved with their source files, unless `with_code=False`.
+
+        transformers calls it for models that it loads by remote code. All of ToST's Auto classes are named in `auto_map`.
+        """
+        cls._save_code = True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool | None = None, **kwargs):
+        """As `PreTrainedModel.from_pretrained`, from safetensors files only: weights are never unpickled.
+
+        Raises:
+            ValueError: `use_safetensors=False`, or a `distributed_config` with pipeline parallelism.
+            OSError: there are no safetensors weights, or they are damaged.
+        """
+        if use_safetensors is False:
+            raise ValueError("ToST models load safetensors weights only; convert pickled ones with `tost-hf convert`.")
+        _reject_pipeline_parallelism(kwargs.get("distributed_config"))
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs)
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {str(pretrained_model_name_or_path)!r} are damaged or incomplete ({error}); fetch or copy "
+                "them again."
+            ) from error
+
+    def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
+        """As `PreTrainedModel.save_pretrained`.
+
+        Args:
+            with_code: whether source files and `auto_map` are saved with the weights, so that the folder loads with
+                `trust_remote_code=True` where this package is not installed. None: if the model was loaded from a folder that
+                has them.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        fields = self.config.__dict__
+        auto_map, origin = fields.pop("auto_map", None), fields["_name_or_path"]
+        if with_code if with_code is not None else (auto_map or self._save_code):
+            fields["auto_map"] = AUTO_MAPS[self.config.model_type]
+            fields["_name_or_path"] = str(
+                Path(__file__).parent
+            )  # has every file, which the folder of the configuration's class may not
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        except SafetensorError as error:  # for example on a full disk
+            raise OSError(
+                f"The weights could not be written to {os.fspath(save_directory)!r}; is the disk full? ({error})"
+            ) from error
+        finally:
+            fields.pop("auto_map", None)  # transformers does not expect None as its value
+            fields |= {"_name_or_path": origin} | ({"auto_map": auto_map} if auto_map else {})
+
+    def push_to_hub(self, repo_id: str, *, with_code: bool | None = None, **kwargs) -> str:  # type: ignore[override]
+        """As `PreTrainedModel.push_to_hub`, in one commit, with `with_code` as in `save_pretrained`.
+
+        The repository's card is kept. `tost-hf publish` checks what it uploads; this does not.
+        """
+        # transformers calls it without options of ours
+        self.save_pretrained = functools.partial(self.save_pretrained, with_code=with_code)  # type: ignore[method-assign]
+        try:
+            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]  # its decorator hides `self`
+        finally:
+            del self.save_pretrained
+
+
+def _reject_pipeline_parallelism(distributed_config) -> None:
+    """Rejects transformers' pipeline parallelism: its later stages would embed hidden states, and add positions."""
+    is_dict = isinstance(distributed_config, dict)  # which transformers accepts, too
+    size = distributed_config.get("pp_size") if is_dict else getattr(distributed_config, "pp_size", None)
+    if (size or 1) > 1:
+        raise ValueError(
+            "A ToST model cannot be cut by layers, that is, by pipeline parallelism (pp_size of distributed_config): use "
+            "tp_size, which shards the heads, or fully_shard."
+        )
+
+
+__all__ = [
+    "ABLATIONS",
+    "AUTO_MAPS",
+    "CODE_FILES",
+    "OPERATOR_FILES",
+    "ToSTBaseConfig",
+    "ToSTBaseModel",
+    "check_fields",
+    "check_max_sizes",
+    "code_files",
+    "source_file",
+]

@@ -1,0 +1,182 @@
+"""Texts that are read once: files of their state, the commands `cache` and `generate`, chunked prefill of long prompts."""
+
+import pytest
+import torch
+from conftest import randomize, small_config
+from hub_clients import save_tokenizer
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import GenerationMixin, pipeline
+
+from tost_hf import (
+    CausalStatisticsCache,
+    ToSTForCausalLM,
+    load_cache,
+    load_prefix,
+    prefill_cache,
+    save_cache,
+)
+from tost_hf.cli import main
+from tost_hf.model import modeling_tost
+
+
+OPTIONS = {"vocab_size": 320, "max_position_embeddings": None, "bos_token_id": 0, "eos_token_id": None, "conv_kernel": 3}
+LAYERS = ["tost_causal_statistics", "full_attention", "sliding_attention"]
+HYBRID = {"layer_types": LAYERS, "num_hidden_layers": 3, "sliding_window": 8}
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture
+def model():
+    return randomize(ToSTForCausalLM(small_config(**OPTIONS))).eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, 320, (1, 150), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def file(model, tokens, tmp_path):
+    path = tmp_path / "prefix.safetensors"
+    save_cache(prefill_cache(model, tokens, chunk_size=40), path, model=model, input_ids=tokens)
+    return path
+
+
+def test_a_prefix_is_continued_as_if_it_had_been_read(model, tokens, file):
+    prefix = load_prefix(file, model)
+    assert torch.equal(prefix.input_ids, tokens)
+    whole = prefix.continued_by([5, 6])
+    assert whole[0].tolist() == [*tokens[0].tolist(), 5, 6]
+    assert torch.equal(model.generate(whole, past_key_values=prefix.cache, **GREEDY), model.generate(whole, **GREEDY))
+    assert load_cache(file, model.config).get_seq_length() == 150
+    begun = prefix._replace(input_ids=torch.tensor([[0, 7]]))
+    assert begun.continued_by([0, 8], bos_token_id=0).tolist() == [[0, 7, 8]]
+
+
+CHANGES = {
+    "temp": lambda model: model.model.layers[0].self_attn.temp.data.mul_(1.01),
+    "one number": lambda model: model.model.embed_tokens.weight.data[7, 3].add_(1e-3),
+    "dtype": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_prefix_of_another_model_is_rejected(model, file, change):
+    change(model)
+    with pytest.raises(ValueError, match=r"was written with other weights.*write it again by `tost-hf cache`"):
+        load_prefix(file, model)
+
+
+def rewrite(file, change) -> None:
+    with safe_open(file, "pt") as opened:
+        metadata, tensors = opened.metadata(), {key: opened.get_tensor(key) for key in opened.keys()}
+    change(metadata, tensors)
+    save_file(tensors, file, metadata=metadata)
+
+
+DAMAGE = {
+    "a number": (lambda metadata, tensors: tensors["layers.0.sum_sq"][0, 0, 0].add_(1e-3), "is damaged: its numbers"),
+    "a token": (lambda metadata, tensors: tensors["input_ids"][0, 0].add_(1), "is damaged: its numbers"),
+    "no tokens": (lambda metadata, tensors: tensors.pop("input_ids"), "does not name its text"),
+    "its length": (lambda metadata, tensors: metadata.update(seq_length="9"), "is not the cache of one text"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_prefix_is_rejected(model, file, change, message):
+    rewrite(file, change)
+    with pytest.raises(ValueError, match=message):
+        load_prefix(file, model)
+
+
+def test_wrong_arguments(model, tokens, tmp_path):
+    cache = prefill_cache(model, tokens)
+    with pytest.raises(ValueError, match="together"):
+        save_cache(cache, tmp_path / "x", model=model)
+    with pytest.raises(ValueError, match="has seen 150 tokens"):
+        save_cache(cache, tmp_path / "x", model=model, input_ids=tokens[:, 1:])
+    with pytest.raises(ValueError, match="at least one token"):
+        prefill_cache(model, tokens[:, :0])
+    assert not list(tmp_path.iterdir())
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    model.save_pretrained(tmp_path / "tiny")
+    save_tokenizer(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def test_commands_read_a_text_once(model, folder, tmp_path, capsys):
+    text = "import os\n" * 200
+    (tmp_path / "text.txt").write_text(text)
+    written = tmp_path / "text.safetensors"
+    command = ["cache", str(folder), str(tmp_path / "text.txt"), str(written)]
+    assert main(command) == 0
+    assert "2,000 tokens in" in capsys.readouterr().out
+    assert main(command) == 1 and "exists already" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    capsys.readouterr()
+    options = ["--max-new-tokens", "12"]
+    assert main(["generate", str(folder), text + "import sys", *options]) == 0
+    whole = capsys.readouterr().out
+    assert main(["generate", str(folder), "import sys", "--prefix", str(written), *options]) == 0
+    assert capsys.readouterr().out == whole != "\n"
+    model.lm_head.weight.data.mul_(2)
+    model.save_pretrained(folder)
+    assert main(["generate", str(folder), "x", "--prefix", str(written)]) == 1
+    assert "was written with other weights" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("")
+    assert main([*command, "--overwrite"]) == 1 and "has no text" in capsys.readouterr().err
+
+
+def test_sampling_at_the_terminal_is_reproducible(folder, capsys):
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", str(folder), "x", "--temperature", "1", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+# Long prompts in generate ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, HYBRID], ids=["ToST", "hybrid"])
+@pytest.mark.parametrize("kwargs", [{}, {"num_beams": 2}], ids=str)
+def test_long_prompts_are_read_in_chunks(options, kwargs, monkeypatch):
+    assert hasattr(GenerationMixin, "_prefill"), "transformers has renamed the hook that chunks long prompts."
+    monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
+    model = randomize(ToSTForCausalLM(small_config(**OPTIONS | options))).eval()
+    prompt = torch.randint(1, 320, (2 if not kwargs else 1, 200))
+    mask = torch.ones_like(prompt)
+    mask[0, :70] = 0
+    sizes = []
+    model.register_forward_pre_hook(lambda _, args, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True)
+    chunked = model.generate(prompt, attention_mask=mask, **GREEDY, **kwargs)
+    assert sizes[:4] == [64, 64, 64, 8] and max(sizes[4:]) <= 3
+    sizes.clear()
+    whole = model.generate(prompt, attention_mask=mask, prefill_chunk_size=1000, **GREEDY, **kwargs)
+    assert sizes[0] == 200 and torch.equal(chunked, whole)
+
+
+def test_a_long_prompt_of_the_pipeline(folder, monkeypatch):
+    monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
+    generator, sizes = pipeline("text-generation", str(folder)), []
+    generator.model.register_forward_pre_hook(
+        lambda _, args, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    (answer,) = generator("import os\n" * 20, max_new_tokens=3, do_sample=False)
+    assert sizes[:4] == [64, 64, 64, 8] and answer["generated_text"].startswith("import os\n" * 20)
+
+
+def test_long_prompts_show_a_progress_bar(model, tokens, monkeypatch, capsys):
+    monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
+    monkeypatch.setattr(modeling_tost, "PROGRESS_DELAY", 0)
+    model.generate(tokens, **GREEDY)
+    assert "Prefill" in (shown := capsys.readouterr().err) and "150/150" in shown
+    model.generate(tokens[:, :60], past_key_values=CausalStatisticsCache(model.config), **GREEDY)
+    assert capsys.readouterr().err == ""
