@@ -387,7 +387,7 @@ def test_compare_vision_and_ablations_run(tmp_path, images):
     ablations_of_32 = [f"32 channels a head, {name}" for name in ("raw scores", "ISTA", "raw scores, ISTA")]
     models = list(dict.fromkeys(x["model"] for x in records))
     assert models == ["16 channels a head", "64 channels a head", *ablations_of_32]
-    with pytest.raises(SystemExit, match="cannot be split into heads of 64 channels"):
+    with pytest.raises(SystemExit, match="cannot be split into heads of 32 channels"):
         run("ablations", tmp_path, *TOY, *data, "--width", "48")
 
 
