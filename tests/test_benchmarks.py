@@ -1,10 +1,10 @@
-"""The speed benchmarks: their statistics, that they refuse wrong results, and that each runs to its end and writes its rows.
+"""The speed benchmarks: their statistics, that they reject wrong results, and that each runs to its end and writes records.
 
-No figure is asserted: nothing here depends on how fast the machine is.
+No speed is asserted: nothing here depends on how fast the machine is.
 """
 
-import csv
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,18 +14,17 @@ import torch
 
 
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # and it stays: processes that the scripts start take it over
+sys.path.append(str(BENCHMARKS))  # permanently: processes that the benchmarks start inherit it
 
 import decode  # noqa: E402
 import op  # noqa: E402
-import options  # noqa: E402
 import prefix_caching  # noqa: E402
 import registry  # noqa: E402
-import resolution  # noqa: E402
+import run as runner  # noqa: E402
 import scaling  # noqa: E402
-import serving  # noqa: E402
 import timing  # noqa: E402
 import train_lm  # noqa: E402
+from records import ORIGIN_COLUMNS, VALUE_COLUMNS, read_records  # noqa: E402
 
 from tost_hf.model import tssa_reference  # noqa: E402
 
@@ -36,35 +35,48 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Sizes that are constants of the scripts."""
+    """Sizes that are constants of the benchmarks."""
     monkeypatch.setattr(op, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(decode, "VOCABULARY", 512)
     monkeypatch.setattr(prefix_caching, "VOCABULARY", 512)
 
 
-def rows_of(folder, script):
-    """A script's rows, after checking the columns every CSV promises."""
-    with open(folder / f"{script}.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    columns = list(rows[0])
-    assert columns[:5] == ["date", "machine", "versions", "script", "command"]
-    assert columns[-4:] == [
-        "metric",
-        "value",
-        "low",
-        "high",
-    ]
-    for row in rows:
-        assert row["script"] == f"{script}.py" and row["date"] and row["machine"] and "torch" in row["versions"]
-        assert row["command"].startswith(f"python examples/benchmarks/{script}.py")
-        assert float(row["low"]) <= float(row["value"]) <= float(row["high"])
-    return rows
+def records_of(folder, name):
+    """A benchmark's records, after checking the columns that every CSV promises."""
+    found = read_records(folder / f"{name}.csv")
+    assert tuple(found[0])[:5] == ORIGIN_COLUMNS and tuple(found[0])[-4:] == VALUE_COLUMNS
+    for record in found:
+        assert record["script"] == f"{name}.py" and record["date"] and record["machine"] and "torch" in record["versions"]
+        assert record["command"].startswith(f"python examples/benchmarks/run.py {name}")
+        assert float(record["low"]) <= float(record["value"]) <= float(record["high"])
+    return found
 
 
-def run(script, tmp_path, *args):
-    """Runs a script's main on the CPU, two rounds; returns its rows."""
-    script.main(["--device", "cpu", "--repeats", "2", "--results", str(tmp_path), *map(str, args)])
-    return rows_of(tmp_path, script.__name__)
+def run(name, tmp_path, *args):
+    """Runs a benchmark on the CPU, two rounds; returns its records."""
+    runner.main([name, "--device", "cpu", "--repeats", "2", "--results", str(tmp_path), *map(str, args)])
+    return records_of(tmp_path, name)
+
+
+def test_every_benchmark_is_registered_and_has_a_description():
+    for name in registry.BENCHMARKS:
+        assert runner.make_parser(name, registry.load_benchmark(name)).description
+
+
+def test_a_process_without_the_environment_is_replaced(monkeypatch):
+    """Once: the new one has it."""
+    started = []
+    monkeypatch.setattr(os, "execve", lambda path, argv, environment: started.append(environment))
+    monkeypatch.setattr(registry, "load_benchmark", lambda name: None)
+    benchmark = registry.Benchmark(
+        lambda args, report: 0, "", lambda parser: None, False, {}, environment=lambda args: {"TOST_TEST_ENVIRONMENT": "1"}
+    )
+    monkeypatch.setattr(runner, "load_benchmark", lambda name: benchmark)
+    for may_restart in (True, False):
+        assert runner.main(["op", "--device", "cpu"], may_restart) == 0
+    monkeypatch.setenv("TOST_TEST_ENVIRONMENT", "1")
+    assert runner.main(["op", "--device", "cpu"], True) == 0
+    assert [environment["TOST_TEST_ENVIRONMENT"] for environment in started] == ["1"]
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
@@ -98,14 +110,8 @@ def test_runs_take_turns(monkeypatch):
     order, durations = [], {"short": iter([9, 0.05, 1, 2, 3, 5]), "long": iter([9, 0.3, 7, 8])}
     monkeypatch.setattr(timing, "seconds_on_cpu", lambda run: run())
 
-    def prepare(name):
-        def inner():
-            order.append(name)
-            return lambda: next(durations[name])
-
-        return inner
-
-    seconds = timing.measure({name: prepare(name) for name in durations}, 2, warm_up=2)
+    runs = {name: lambda name=name: next(durations[name]) for name in durations}
+    seconds = timing.measure(runs, 2, warm_up=2, reset=order.append)
     assert order == ["short", "long"] * 2 + ["short", "short", "long"] * 2
     assert seconds == {"short": [1.5, 4], "long": [7, 8]}
 
@@ -151,7 +157,7 @@ def test_peak_memory():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_literal_is_the_formulas(causal):
+def test_literal_is_the_reference(causal):
     w, temp, *bias = registry.OPERATORS["literal"].make_inputs((2, 37, 3, 5), causal, torch.float64, "cpu")
     expected = tssa_reference.causal(w, temp, *bias) if causal else tssa_reference.bidirectional(w, temp)
     assert torch.equal(registry.literal(w, temp, *bias, causal=causal), expected[0])
@@ -166,20 +172,24 @@ def test_literal_computes_in_float32_as_under_autocast(causal):
 
 def test_op(tmp_path, capsys):
     variants = ["triton", "eager", "literal", "sdpa", "fla hgrn"]
-    rows = run(op, tmp_path, "--shape", 2, 40, 3, 8, "--variants", *variants)
-    measured = {(row["variant"], row["form"], row["pass"]) for row in rows if row["metric"] == "ms"}
+    records = run("op", tmp_path, "--shape", 2, 40, 3, 8, "--variants", *variants)
+    measured = {(record["variant"], record["form"], record["pass"]) for record in records if record["metric"] == "ms"}
     assert measured == {
         (v, f, p) for v in ("eager", "literal", "sdpa") for f in ("causal", "bidirectional") for p in registry.PASSES
     }
-    own = [row for row in rows if row["variant"] == "literal" and row["metric"] == "literal / this"]
-    assert {row["value"] for row in own} == {"1"}
+    own = [record for record in records if record["variant"] == "literal" and record["metric"] == "literal / this"]
+    assert {record["value"] for record in own} == {"1"}
     printed = capsys.readouterr().out
     assert printed.count("triton: not available here") == 2
     assert "causal, forward: ToST is faster than sdpa" in printed
 
     # the floor is 2 and 5 times w over the copy's speed
     for which, tensors in (("forward", 2), ("forward + backward", 5)):
-        found = {row["metric"]: float(row["value"]) for row in rows if row["variant"] == "eager" and row["pass"] == which}
+        found = {
+            record["metric"]: float(record["value"])
+            for record in records
+            if record["variant"] == "eager" and record["pass"] == which
+        }
         assert found["GB/s"] == pytest.approx(tensors * 2 * 40 * 3 * 8 * 4 / found["ms"] * 1e-6, rel=0.5)
 
 
@@ -203,8 +213,8 @@ def test_a_wrong_operator_is_not_timed(tmp_path, monkeypatch, capsys, what):
 
     monkeypatch.setitem(registry.OPERATORS, "eager", registry.Operator(lambda: wrong))
     args = ["--device", "cpu", "--repeats", "1", "--results", str(tmp_path), "--shape", "1", "40", "2", "8"]
-    assert op.main([*args, "--form", "causal", "--pass", "forward", "--variants", "eager", "literal"]) == 1
-    assert {row["variant"] for row in rows_of(tmp_path, "op")} == {"literal", "copy"}
+    assert runner.main(["op", *args, "--form", "causal", "--pass", "forward", "--variants", "eager", "literal"]) == 1
+    assert {record["variant"] for record in records_of(tmp_path, "op")} == {"literal", "copy"}
     printed = capsys.readouterr().out
     assert "eager: WRONG" in printed and ("output" if what == "NaN" else f" of its {what};") in printed
 
@@ -216,21 +226,23 @@ def test_an_operator_that_fails_without_gradients_is_left_out(tmp_path, monkeypa
         return registry.literal(w, temp, denom_bias, causal=causal)
 
     monkeypatch.setitem(registry.OPERATORS, "eager", registry.Operator(lambda: failing))
-    rows = run(op, tmp_path, "--shape", 1, 40, 2, 8, "--form", "causal", "--variants", "eager", "literal")
-    assert {row["variant"] for row in rows} == {"literal", "copy"}
+    records = run("op", tmp_path, "--shape", 1, 40, 2, 8, "--form", "causal", "--variants", "eager", "literal")
+    assert {record["variant"] for record in records} == {"literal", "copy"}
     assert "eager: not available here (RuntimeError: cannot be compiled)" in capsys.readouterr().out
 
 
 def test_op_memory(tmp_path):
-    rows = run(op, tmp_path, "--memory", "--shape", 1, 16384, 4, 64)
-    peaks = {row["variant"]: float(row["value"]) for row in rows if row["metric"] == "peak / bytes of w"}
+    records = run("op", tmp_path, "--memory", "--shape", 1, 16384, 4, 64)
+    peaks = {record["variant"]: float(record["value"]) for record in records if record["metric"] == "peak / bytes of w"}
     assert 1 <= peaks["eager"] < 2  # the output, the memberships and one chunk
     assert peaks["literal"] > 3
 
 
 def test_options_beside_the_plain(tmp_path):
-    rows = run(options, tmp_path, "--shape", 1, 40, 2, 8, "--code", "eager")
-    quotients = {(row["what"], row["option"], row["pass"]) for row in rows if row["metric"] == "this / plain"}
+    records = run("options", tmp_path, "--shape", 1, 40, 2, 8, "--code", "eager")
+    quotients = {
+        (record["what"], record["option"], record["pass"]) for record in records if record["metric"] == "this / plain"
+    }
     kinds = {"operator": ("none", "head", "token"), "layer": ("none", "convolution of 4")}
     assert quotients == {(what, kind, which) for what in kinds for kind in kinds[what] for which in registry.PASSES}
 
@@ -241,23 +253,25 @@ def test_options_beside_the_plain(tmp_path):
 @pytest.mark.parametrize("static", [False, True])
 def test_decode(tmp_path, static):
     flags = ["--static", "--steps", "2"] if static else []
-    rows = run(decode, tmp_path, "--layers", 1, "--positions", 5, 9, "--batch", 1, 3, *flags)
+    records = run("decode", tmp_path, "--layers", 1, "--positions", 5, 9, "--batch", 1, 3, *flags)
     sizes = {
-        (row["model"], row["batch"], row["position"]): float(row["value"]) for row in rows if row["metric"] == "cache bytes"
+        (record["model"], record["batch"], record["position"]): float(record["value"])
+        for record in records
+        if record["metric"] == "cache bytes"
     }
     assert len(sizes) == 8
     for (name, batch, position), size in sizes.items():
-        room = int(position) + (2 if static else 0)
+        slots = int(position) + (2 if static else 0)
         # ToST: three sums, two of them in float64
-        expected = 4 * int(batch) * (3 * 768 + 2 * 12 if name == "ToST" else 2 * 768 * room)
+        expected = 4 * int(batch) * (3 * 768 + 2 * 12 if name == "ToST" else 2 * 768 * slots)
         assert size == expected, (name, batch, position)
-    assert {row["cache"] for row in rows} == {"static" if static else "dynamic"}
-    assert {"ms a step", "tokens/s", "GPT-2 / this"} <= {row["metric"] for row in rows}
+    assert {record["cache"] for record in records} == {"static" if static else "dynamic"}
+    assert {"ms a step", "tokens/s", "GPT-2 / this"} <= {record["metric"] for record in records}
 
 
 @pytest.mark.parametrize("trouble", ["skipped CUDA graphs", "a failing first step"])
 def test_decode_leaves_out_a_model_whose_first_step_fails(tmp_path, monkeypatch, capsys, trouble):
-    """The other model's rows are written all the same."""
+    """The other model's records are written all the same."""
 
     def step(self):
         if self.cache.layers[0].__class__.__name__ == "StaticLayer":
@@ -267,8 +281,8 @@ def test_decode_leaves_out_a_model_whose_first_step_fails(tmp_path, monkeypatch,
 
     monkeypatch.setattr(decode.StaticSteps, "step", step)
     monkeypatch.setattr(decode, "counters", {"inductor": {"cudagraph_skips": 2}})
-    rows = run(decode, tmp_path, "--layers", 1, "--positions", 5, "--static", "--compile")
-    assert {row["model"] for row in rows} == {"ToST"}
+    records = run("decode", tmp_path, "--layers", 1, "--positions", 5, "--static", "--compile")
+    assert {record["model"] for record in records} == {"ToST"}
     reason = "cudagraph_skips is 3; not timed" if trouble == "skipped CUDA graphs" else "the compiler gave up"
     printed = capsys.readouterr().out
     assert "GPT-2: not available here (RuntimeError: " in printed and reason in printed
@@ -277,8 +291,8 @@ def test_decode_leaves_out_a_model_whose_first_step_fails(tmp_path, monkeypatch,
 @pytest.mark.slow
 def test_prefix_caching(tmp_path):
     sizes = ("--system", 100, "--chats", 2, "--turns", 2, "--tokens", 2, "--prefixes", 1000)
-    rows = run(prefix_caching, tmp_path, "--layers", 2, *sizes, "--repeats", 1, "--prefix-cache-bytes", 2**22)
-    values = {(row["case"], row["model"], row["sampling"], row["metric"]): float(row["value"]) for row in rows}
+    records = run("prefix_caching", tmp_path, "--layers", 2, *sizes, "--repeats", 1, "--prefix-cache-bytes", 2**22)
+    values = {(x["case"], x["model"], x["sampling"], x["metric"]): float(x["value"]) for x in records}
     assert {case[:2] for case in values} == {
         *(("questions", model) for model in prefix_caching.MODELS),
         ("chats", "ToST"),
@@ -293,15 +307,15 @@ def test_prefix_caching(tmp_path):
 @pytest.mark.slow
 def test_serving(tmp_path):
     pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
-    rows = run(serving, tmp_path, "--layers", 1, "--clients", 1, 3, "--prompt", 5, "--tokens", 4)
-    rates = {(row["clients"], row["metric"]): float(row["value"]) for row in rows}
+    records = run("serving", tmp_path, "--layers", 1, "--clients", 1, 3, "--prompt", 5, "--tokens", 4)
+    rates = {(record["clients"], record["metric"]): float(record["value"]) for record in records}
     assert set(rates) == {(clients, metric) for clients in "13" for metric in ("tokens/s", "this / 1 client")}
     assert rates["1", "this / 1 client"] == 1 and min(rates.values()) > 0
 
 
-def test_decode_refuses_compiling_a_growing_cache(tmp_path):
+def test_decode_rejects_compiling_a_growing_cache(tmp_path):
     with pytest.raises(SystemExit):
-        decode.main(["--device", "cpu", "--compile", "--results", str(tmp_path)])
+        run("decode", tmp_path, "--compile")
 
 
 def test_static_steps_all_begin_at_the_position():
@@ -309,41 +323,42 @@ def test_static_steps_all_begin_at_the_position():
     with torch.no_grad():
         steps = decode.StaticSteps(model, torch.zeros(2, 1, dtype=torch.long), 10, 3, compiled=False)
         for _ in range(2):
-            steps()()
+            steps.reset()
+            steps()
             assert int(steps.cache.get_seq_length()) == 13
 
 
 @pytest.mark.slow
 def test_resolution(tmp_path, capsys):
-    rows = run(resolution, tmp_path, "--sizes", 32, 64, "--layers", 1)
-    assert {(row["model"], row["pixels"], row["tokens"]) for row in rows} == {
+    records = run("resolution", tmp_path, "--sizes", 32, 64, "--layers", 1)
+    assert {(record["model"], record["pixels"], record["tokens"]) for record in records} == {
         (name, *size) for name in ("ToST", "ViT") for size in (("32", "4"), ("64", "16"))
     }
-    assert all(float(row["value"]) > 0 for row in rows)
+    assert all(float(record["value"]) > 0 for record in records)
     assert "four times the tokens" in capsys.readouterr().out
 
 
 def test_training_on_images(tmp_path):
-    rows = run(resolution, tmp_path, "--training", "--preset", "tiny", "--sizes", 32, "--layers", 1, "--repeats", 1)
+    records = run("resolution", tmp_path, "--training", "--preset", "tiny", "--sizes", 32, "--layers", 1, "--repeats", 1)
     metrics = ("training images/s", "ViT / this", "matrix products %", "convolutions %")
     expected = {(f"{name}-tiny", metric) for name in ("ToST", "XCA", "softmax", "ViT") for metric in metrics}
-    assert {(row["model"], row["metric"]) for row in rows} == expected | {("ToST-tiny", "TSSA %")}
-    assert all(float(row["value"]) > 0 for row in rows)
-    assert all(float(row["value"]) < 100 for row in rows if row["metric"].endswith(" %"))
+    assert {(x["model"], x["metric"]) for x in records} == expected | {("ToST-tiny", "TSSA %")}
+    assert all(float(x["value"]) > 0 for x in records)
+    assert all(float(x["value"]) < 100 for x in records if x["metric"].endswith(" %"))
 
 
 @pytest.mark.slow
 def test_scaling(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scaling, "SLOPE_FROM", 32)
-    rows = run(scaling, tmp_path, "--tokens", 16, 32, 64, "--softmax_limit", 32)
-    assert {(row["kind"], row["tokens"]) for row in rows if row["metric"] == "ms"} == {
+    records = run("scaling", tmp_path, "--tokens", 16, 32, 64, "--softmax_limit", 32)
+    assert {(record["kind"], record["tokens"]) for record in records if record["metric"] == "ms"} == {
         ("ToST", "16"), ("ToST", "32"), ("ToST", "64"), ("softmax", "16"), ("softmax", "32")
     }  # fmt: skip
-    assert {(row["kind"], row["tokens"]) for row in rows if row["metric"] == "softmax / ToST"} == {
+    assert {(record["kind"], record["tokens"]) for record in records if record["metric"] == "softmax / ToST"} == {
         ("softmax", "16"), ("softmax", "32")
     }  # fmt: skip
-    assert len([row for row in rows if row["metric"] == "peak MiB"]) == 5
-    assert [row["kind"] for row in rows if row["metric"] == "exponent"] == ["ToST"]
+    assert len([record for record in records if record["metric"] == "peak MiB"]) == 5
+    assert [record["kind"] for record in records if record["metric"] == "exponent"] == ["ToST"]
     assert "softmax: fewer than two lengths" in capsys.readouterr().out
 
 
@@ -357,8 +372,8 @@ def test_scaling_keeps_what_it_has_when_the_rest_fails(tmp_path, monkeypatch, ca
     monkeypatch.setattr(scaling, "LAYERS", 1)
     monkeypatch.setattr(scaling.SoftmaxAttention, "forward", fail)
     monkeypatch.setattr(scaling, "measure_peaks", fail)
-    rows = run(scaling, tmp_path, "--tokens", 16, 32)
-    assert [(row["kind"], row["tokens"], row["metric"]) for row in rows] == [
+    records = run("scaling", tmp_path, "--tokens", 16, 32)
+    assert [(record["kind"], record["tokens"], record["metric"]) for record in records] == [
         ("ToST", "16", "ms"), ("ToST", "32", "ms"), ("ToST", "32", "exponent")
     ]  # fmt: skip
     assert capsys.readouterr().out.count("not available here (RuntimeError: out of memory)") == 3
@@ -377,9 +392,9 @@ def test_scaling_layers_are_layers_of_attention():
 
 
 def test_train_lm(tmp_path, capsys):
-    rows = run(train_lm, tmp_path, "--size", "toy", "--lengths", 32, 16, "--tokens", 64)
-    assert list(dict.fromkeys(row["T"] for row in rows)) == ["32", "16"]  # in the order given
-    assert {(row["model"], row["T"], row["batch"], row["sizes"]) for row in rows} == {
+    records = run("train_lm", tmp_path, "--size", "toy", "--lengths", 32, 16, "--tokens", 64)
+    assert list(dict.fromkeys(record["T"] for record in records)) == ["32", "16"]  # in the order given
+    assert {(record["model"], record["T"], record["batch"], record["sizes"]) for record in records} == {
         (name, *length, f"equal {equal}")
         for name in train_lm.MODELS
         for length in (("16", "4"), ("32", "2"))
@@ -426,7 +441,7 @@ def test_a_compiled_training_step_is_one_graph(name):
 @pytest.mark.parametrize("name", ["ToST", "Mamba-2"])
 def test_equal_parameters_are_the_nearest(name):
     target = train_lm.count_parameters("GPT-2", "base", 12, 1024)
-    assert target == 124_475_904  # the published model's 124,439,808 and 47 more rows of vocabulary
+    assert target == 124_475_904  # the published model's 124,439,808 and 47 more records of vocabulary
     layers = train_lm.layers_for(name, "base", 1024, target)
     misses = {n: abs(train_lm.count_parameters(name, "base", n, 1024) - target) for n in (layers - 1, layers, layers + 1)}
     assert min(misses, key=misses.get) == layers > 12
@@ -444,13 +459,13 @@ def test_a_training_step_trains():
 @pytest.mark.slow
 @needs_compiler
 def test_compiled(tmp_path, capsys):
-    rows = run(op, tmp_path, "--shape", 1, 40, 2, 8, "--variants", "compiled", "--form", "causal", "--pass", "forward")
-    assert {row["variant"] for row in rows} == {"compiled", "copy"}
+    records = run("op", tmp_path, "--shape", 1, 40, 2, 8, "--variants", "compiled", "--form", "causal", "--pass", "forward")
+    assert {record["variant"] for record in records} == {"compiled", "copy"}
     case = ["--layers", 1, "--positions", 9, "--static", "--compile", "--steps", 2, "--models", "ToST"]
-    assert {row["code"] for row in run(decode, tmp_path, *case)} == {"compiled"}
+    assert {record["code"] for record in run("decode", tmp_path, *case)} == {"compiled"}
     case = ["--size", "toy", "--lengths", 16, "--tokens", 32, "--models", "ToST", "--equal", "width"]
-    rows = run(train_lm, tmp_path, "--compile", "--dtype", "bfloat16", *case)
-    assert {(row["code"], row["dtype"]) for row in rows} == {("compiled", "bfloat16")}
+    records = run("train_lm", tmp_path, "--compile", "--dtype", "bfloat16", *case)
+    assert {(record["code"], record["dtype"]) for record in records} == {("compiled", "bfloat16")}
     assert "not available" not in capsys.readouterr().out
 
 

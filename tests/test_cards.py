@@ -98,7 +98,7 @@ def test_what_is_not_known_is_left_out(bare_folder):
     ]
     assert "trust_remote_code" not in card.text and "holds no source files" in card.text
     assert "licence of the weights" not in card.text
-    assert "None" not in card.text and "benchmarks/decode" not in card.text  # measured on another size
+    assert "None" not in card.text and "run.py decode" not in card.text  # measured on another size
 
 
 def test_metadata_and_model_index(trained_folder):

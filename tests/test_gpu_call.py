@@ -14,7 +14,7 @@ sys.path.append(str(BENCHMARKS))
 
 import gpu  # noqa: E402
 import kernel_cases  # noqa: E402
-from rows import append_rows  # noqa: E402
+from records import append_records  # noqa: E402
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -24,28 +24,28 @@ def test_gpu_says_that_there_is_none(tmp_path, capsys):
 
 
 def test_gpu_targets():
-    op_row = {"variant": "triton", "form": "causal", "pass": "forward", "B": "8", "T": "8192", "dtype": "bfloat16"}
-    rows = {
+    case = {"variant": "triton", "form": "causal", "pass": "forward", "B": "8", "T": "8192", "dtype": "bfloat16"}
+    records = {
         "op": [
-            op_row | {"metric": "x floor", "value": "1.6", "low": "1.4", "high": "1.7"},
-            op_row | {"metric": "literal / this", "value": "12", "low": "11", "high": "13"},
-            op_row | {"variant": "eager", "metric": "literal compiled / this", "value": "9", "low": "9", "high": "9"},
+            case | {"metric": "x floor", "value": "1.6", "low": "1.4", "high": "1.7"},
+            case | {"metric": "literal / this", "value": "12", "low": "11", "high": "13"},
+            case | {"variant": "eager", "metric": "literal compiled / this", "value": "9", "low": "9", "high": "9"},
         ],
         "scaling": [
             {"kind": kind, "tokens": "131072", "metric": "exponent", "value": value, "low": value, "high": value}
             for kind, value in (("ToST", "0.9"), ("softmax", "1.0"))
         ],
     }
-    verdicts = [verdict for *_, verdict in gpu.judge(rows)]
+    verdicts = [verdict for *_, verdict in gpu.judge(records)]
     assert verdicts == ["missed", "reached"] + ["not measured"] * 8 + ["missed", "reached"]
 
 
 def test_gpu_lists_peaks_of_memory_side_by_side():
     case = {"date": "now", "command": "x", "T": "1024", "sizes": "equal width", "size": "", "metric": "peak MiB"}
-    rows = {"train_lm": [case | {"model": model, "value": value} for model, value in (("ToST", "12"), ("GPT-2", "34.5"))]}
-    rows["decode"] = [{"model": "ToST", "batch": "64", "metric": "forward peak MiB", "value": "5"}]
-    rows["op"] = [{"variant": "triton", "metric": "ms", "value": "3"}]
-    assert gpu.peaks(rows) == {
+    records = {"train_lm": [case | {"model": model, "value": value} for model, value in (("ToST", "12"), ("GPT-2", "34.5"))]}
+    records["decode"] = [{"model": "ToST", "batch": "64", "metric": "forward peak MiB", "value": "5"}]
+    records["op"] = [{"variant": "triton", "metric": "ms", "value": "3"}]
+    assert gpu.peaks(records) == {
         "train_lm, T 1024, sizes equal width": {"ToST": 12, "GPT-2": 34.5},
         "decode, batch 64": {"ToST": 5},
     }
@@ -76,8 +76,8 @@ def test_gpu_shares_of_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "print_header", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     total = 60 * gpu.MINUTES
-    own = {name: seconds for name, seconds, *_ in gpu.PARTS}
-    assert sum(own.values()) + gpu.LEAST_SECONDS <= total
+    own = {part.name: part.seconds for part in gpu.PARTS}
+    assert sum(own.values()) + gpu.MIN_SECONDS <= total
     assert list(own)[:3] == ["smoke", "tests", "kernels"]
     assert gpu.main(["--results", str(tmp_path)], started=980) == 0  # 20 seconds were gone before
     expected = [(name, total - 20 - 10 * i - sum(list(own.values())[i + 1 :])) for i, name in enumerate(own)]
@@ -103,21 +103,21 @@ def test_gpu_tests_exist_and_run_side_by_side_where_they_can():
 
 def test_benchmarks_import_without_optional_packages():
     missing = ["datasets", "matplotlib", "accelerate", "evaluate", "PIL", "peft", "sklearn", "kornia", "jinja2", "triton"]
-    scripts = "decode, gpu, kernel_times, op, resolution, scaling, train_lm"
+    scripts = "decode, gpu, kernel_times, op, resolution, run, scaling, train_lm"
     code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import {scripts}"
     assert gpu.run_part("import", ["-c", f"import sys; sys.path.append({str(BENCHMARKS)!r}); {code}"], 300)
 
 
-def test_gpu_reads_the_rows_of_this_run_only(tmp_path):
+def test_gpu_reads_the_records_of_this_run_only(tmp_path):
     for day in (1, 2):
-        append_rows(tmp_path / "op.csv", [{"date": f"2026-01-0{day}T00:00:00+00:00", "value": day}])
-    found = gpu.rows_since(tmp_path, "2026-01-01T12:00:00+00:00")
-    assert [row["value"] for row in found["op"]] == ["2"]
+        append_records(tmp_path / "op.csv", [{"date": f"2026-01-0{day}T00:00:00+00:00", "value": day}])
+    found = gpu.records_since(tmp_path, "2026-01-01T12:00:00+00:00")
+    assert [record["value"] for record in found["op"]] == ["2"]
 
 
 @pytest.mark.parametrize("H, p, T, form", [(3, 16, 1000, "causal"), (12, 64, 65, "bidirectional"), (20, 8, 1, "causal")])
 def test_tolerances_hold_for_rounding_and_find_a_token_left_out(H, p, T, form):
-    """The formulas in float32 stand for kernels that are right, and without one token of one row for wrong ones."""
+    """The reference in float32 stands for correct kernels, and without one token of one sequence for wrong ones."""
     torch.manual_seed(0)
     case = {"causal": form == "causal"}
     leaves = kernel_cases.make(2, T, H, p, **case)
@@ -133,7 +133,7 @@ def test_tolerances_hold_for_rounding_and_find_a_token_left_out(H, p, T, form):
 
 @pytest.mark.slow
 def test_gpu_rehearsal(tmp_path, capsys):
-    """Every part in a process of its own, as a user starts it."""
+    """Every part in its process, as a user starts it."""
     assert gpu.main(["--rehearse", "--minutes", "20", "--repeats", "1", "--results", str(tmp_path)]) == 0
     assert {path.stem for path in tmp_path.glob("*.csv")} == {
         "kernel_times",

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Two experiments: local against global interactions, and how tight the bound is in training; what they measure is right."""
+"""Two studies: local against global interactions, and the tightness of the bound in training; what they measure is right."""
 
 import math
 
@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 import test_experiments
 import torch
-from test_experiments import TOY, rows_of, write_text
+from test_experiments import SMALL_IMAGES, TOY, run, write_text
 
 
 import interactions  # isort: skip  (found once test_experiments has named its folder)
-import tightness  # isort: skip
 
 
 images = test_experiments.images  # a fixture
 
 
-@pytest.mark.parametrize("share", interactions.DIAL)
-def test_tokens_follow_the_dial(share):
+@pytest.mark.parametrize("share", interactions.LOCAL_SHARES)
+def test_the_share_of_local_tokens(share):
     batch = interactions.make_mixed_batch(np.random.default_rng(1), share / 100, 200, 96)
     tokens = batch["input_ids"]
     follows, purely_local = {}, interactions.make_mixed_batch(np.random.default_rng(2), 1.0, 200, 96)["input_ids"]
@@ -29,7 +28,7 @@ def test_tokens_follow_the_dial(share):
     local = sum(after in follows.get(before, ()) for before, _, after in triples) / len(triples)
     by_chance = interactions.FOLLOWERS / interactions.VOCAB_SIZE
     assert local == pytest.approx(share / 100 + (1 - share / 100) * by_chance, abs=0.02)
-    assert (share == 0) == all(len(row.unique()) <= interactions.PREFERRED for row in tokens)
+    assert (share == 0) == all(len(sequence.unique()) <= interactions.PREFERRED for sequence in tokens)
     ends = {0: math.log(interactions.PREFERRED), 100: math.log(interactions.FOLLOWERS)}
     if share in ends:
         assert batch["known"].item() == pytest.approx(ends[share], abs=1e-6)
@@ -67,28 +66,25 @@ def test_patches_stay_in_their_squares(side):
 
 
 def test_interactions_run(tmp_path, images, monkeypatch):
-    monkeypatch.setattr(interactions, "DIAL", (50,))
+    monkeypatch.setattr(interactions, "LOCAL_SHARES", (50,))
     monkeypatch.setattr(interactions, "WORDS", (1, 4))
-    size = ["--width", "16", "--heads", "2", "--layers", "1", "--batch", "4", "--patch_size", "2", "--test_texts", "2"]
-    data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--results", str(tmp_path)]
-    interactions.main([*TOY, *size, *data])
-    rows = rows_of(tmp_path / "results.csv")
-    tasks = {f"synthetic, {share} % local" for share in interactions.DIAL} | {"text", "images"}
-    assert {row["task"] for row in rows} == tasks and {row["seed"] for row in rows} == {"0", "1"}
-    metrics = {task: {row["metric"] for row in rows if row["task"] == task} - {"learning_rate"} for task in tasks}
+    data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_texts", "2"]
+    arguments = [*TOY, *SMALL_IMAGES, "--layers", "1", *data]
+    records = run("interactions", tmp_path, *arguments)
+    tasks = {"synthetic, 50 % local", "text", "images"}
+    assert {x["task"] for x in records} == tasks and {x["seed"] for x in records} == {"0", "1"}
+    metrics = {task: {x["metric"] for x in records if x["task"] == task} - {"learning_rate"} for task in tasks}
     assert metrics["images"] == {f"accuracy, window {side}" for side in (1, 2, 4)}
     assert metrics["text"] == {f"loss, window {window}" for window in interactions.WORDS}
-    interactions.main([*TOY, *size, *data])
-    assert rows_of(tmp_path / "results.csv") == rows  # nothing is measured twice
+    assert run("interactions", tmp_path, *arguments) == records  # nothing is measured twice
 
 
 def test_tightness_runs(tmp_path, images):
-    size = ["--width", "16", "--heads", "2", "--layers", "2", "--batch", "4", "--patch_size", "2", "--test_images", "3"]
-    data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_texts", "2"]
-    tightness.main([*TOY, *size, *data, "--every", "1", "--results", str(tmp_path)])
-    rows = [row for row in rows_of(tmp_path / "results.csv") if row["metric"] != "learning_rate"]
-    assert len(rows) == 2 * 2 * 3 * 2 * 2  # tasks, seeds, steps, normalisations, layers
-    assert all(float(row["value"]) >= 1 - 1e-9 for row in rows)  # a bound from above
-    values = {(row["task"], row["seed"], row["metric"]): row["value"] for row in rows}
-    assert len(values) == len(rows)
+    data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_images", "3", "--test_texts", "2"]
+    records = run("tightness", tmp_path, *TOY, *SMALL_IMAGES, "--layers", "2", *data, "--every", "1")
+    records = [x for x in records if x["metric"] != "learning_rate"]
+    assert len(records) == 2 * 2 * 3 * 2 * 2  # tasks, seeds, steps, normalisations, layers
+    assert all(float(x["value"]) >= 1 - 1e-9 for x in records)  # a bound from above
+    values = {(x["task"], x["seed"], x["metric"]): x["value"] for x in records}
+    assert len(values) == len(records)
     assert values["text", "0", "step 0, unit tokens, layer 1"] != values["text", "0", "step 2, unit tokens, layer 1"]

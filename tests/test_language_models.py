@@ -10,9 +10,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 import compare_lm
-import experiments
 import language_models
-import locality
+import synthetic
+import training
 
 
 @pytest.mark.parametrize("name", language_models.MODELS)
@@ -22,14 +22,12 @@ def test_models_have_the_asked_size_and_learn(name):
     assert (model.config.hidden_size, model.config.num_hidden_layers) == (32, 2)
 
     def make(rng):
-        return locality.make_locality_batch(rng, "copy 0", 8, 16)
+        return synthetic.make_locality_batch(rng, "copy 0", 8, 16)
 
-    held_out = list(experiments.Batches(make, 2, 99))
-    trainer = experiments.train(
-        model, experiments.Batches(make, 60, 0), steps=60, learning_rate=1e-2, seed=0, data_collator=experiments.first
-    )
+    held_out = list(training.Batches(make, 2, 99))
+    trainer = training.train(model, training.Batches(make, 60, 0), steps=60, learning_rate=1e-2, seed=0)
     assert trainer.state.global_step == 60
-    assert experiments.label_accuracy(model, held_out) > 0.9
+    assert training.label_accuracy(model, held_out) > 0.9
 
 
 @pytest.mark.parametrize("size", ["small", "large"])

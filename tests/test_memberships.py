@@ -7,11 +7,13 @@ import pytest
 import torch
 
 
-sys.path.append(str(Path(__file__).parents[1] / "examples/research"))
+sys.path.append(str(Path(__file__).parents[1] / "examples/benchmarks"))
+
+import run as runner  # isort: skip  (names the folder of the others)
 
 import memberships
 from PIL import Image
-from rows import read_rows
+from records import read_records
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 from tost_hf.image_processing import save_image_processor
@@ -35,13 +37,13 @@ def test_photographs_of_a_new_model(tmp_path):
     save_image_processor(config, tmp_path / "model")
     picture, maps, results = tmp_path / "picture.png", tmp_path / "maps", tmp_path / "results"
     command = ["--model", str(tmp_path / "model"), "--scale", "2", "--seeds", "0", "--picture", str(picture)]
-    memberships.main([*command, "--maps", str(maps), "--results", str(results)])
+    runner.main(["memberships", *command, "--maps", str(maps), "--results", str(results)])
     files = memberships.sample_photos()
     assert {"cat", "coffee", "rocket", "china", "flower"} == {file.stem for file in files}
     assert {file.stem for file in maps.iterdir()} == {f"{f.stem}-{state}" for f in files for state in ("trained", "untrained")}
     with Image.open(picture) as image:
         assert image.width > 300 and image.height > 300
-    rows = read_rows(results / "memberships.csv")
+    rows = read_records(results / "memberships.csv")
     values = {(row["model"], row["metric"]): float(row["value"]) for row in rows}
     metrics = [f"explained variance, layer {layer}, head {head}" for layer in (1, 2) for head in (1, 2, 3, 4)]
     kinds = ("own", "shuffled", "another photograph's")

@@ -31,7 +31,7 @@ PAGES = (
     ".github/CHANGELOG.md",
     "examples/README.md",
     "examples/accelerate/README.md",
-    "examples/benchmarks/README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples/benchmarks").glob("*.md")),
     "examples/research/lra/README.md",
     "model_cards/trained/README.md",
     *GUIDES,
@@ -112,12 +112,12 @@ def test_blocks_have_a_language_that_is_tested(name):
 
 
 @cache
-def help_of(script: str) -> str:
+def help_of(script: str, *subcommand: str) -> str:
     """What `python SCRIPT --help` prints, run in this process, which has the libraries imported already."""
     shown, folder = StringIO(), str((ROOT / script).parent)
-    as_started = patch.object(sys, "argv", [script, "--help"]), patch.object(sys, "path", [folder, *sys.path])
-    stay = patch("os.execve")  # by which some benchmarks start themselves again in another environment
-    with as_started[0], as_started[1], stay, redirect_stdout(shown), pytest.raises(SystemExit) as end:
+    argv = [script, *subcommand, "--help"]
+    as_started = patch.object(sys, "argv", argv), patch.object(sys, "path", [folder, *sys.path])
+    with as_started[0], as_started[1], redirect_stdout(shown), pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     assert not end.value.code, script
     return shown.getvalue()
@@ -150,7 +150,8 @@ def check_python(words: list[str]) -> None:
         assert words[1] in ("http.server", "pytest", "venv")
     else:
         assert (ROOT / words[0]).is_file(), words[0]
-        check_flags(words[1:], help_of(words[0]))
+        has_subcommands = words[0] == "examples/benchmarks/run.py"
+        check_flags(words[1:], help_of(*words[: 1 + has_subcommands]))
 
 
 def check_make(words: list[str]) -> None:
@@ -183,6 +184,7 @@ def test_a_wrong_command_is_found():
     for words in (
         ["python", "examples/none.py"],
         ["python", "examples/demo.py", "--output-folder", "x"],
+        ["python", "examples/benchmarks/run.py", "decode", "--speed", "1"],
         ["tost-hf", "publish", "x", "--licence", "mit"],
         ["tost-hf", "serve", "x", "--doors", "8000"],
         ["make", "coffee"],

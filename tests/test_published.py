@@ -143,7 +143,8 @@ def test_lm_eval(hub, without_package, tmp_path):  # noqa: F811
     command = [sys.executable, *without_package["options"], "-m", "lm_eval", "--model", "hf"]
     command += ["--model_args", "pretrained=tost/causal,trust_remote_code=True", "--tasks", "tost_texts"]
     command += ["--include_path", "tests/fixtures/evaluation", "--device", "cpu", "--output_path", str(tmp_path / "out")]
-    environment = hub.environment(tmp_path / "home", PYTHONPATH=without_package["PYTHONPATH"])
+    options = {"PYTHONPATH": without_package["PYTHONPATH"], "DISABLE_MULTIPROC": "1"}  # one process for standard errors
+    environment = hub.environment(tmp_path / "home", **options)
     done = subprocess.run(
         command,
         env=environment,

@@ -1,4 +1,4 @@
-"""The rows and what is cited of them: every table, plot and figure stands as `make results` would write it."""
+"""The records and what is cited of them: every table, plot and number stands as `make results` would write it."""
 
 import argparse
 import csv
@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 
 
-ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-import rows  # noqa: E402
-import table_builder  # noqa: E402
+import records  # noqa: E402
+import run  # noqa: E402
 import tables  # noqa: E402
 
 from tost_hf.hub.cards import preset_card  # noqa: E402
 
 
-PAGE = (BENCHMARKS / "README.md").read_text()
+TEXT = "\n".join(path.read_text() for path in sorted(BENCHMARKS.glob("*.md")))
 ALLOWED = {  # numbers in the page's own words, and what they are
     "6.25": "chance of one in 16 symbols",
     "96": "tokens of a text to copy in",
@@ -54,54 +53,48 @@ ALLOWED = {  # numbers in the page's own words, and what they are
 
 @pytest.fixture(scope="module")
 def measured():
-    return rows.Measured()
+    return records.Records()
 
 
-# Rows -----------------------------------------------------------------------------------------------------------------
+# Records --------------------------------------------------------------------------------------------------------------
 
 
-def test_every_row_says_where_it_comes_from(measured):
-    speed = {
-        "decode",
-        "exported_state",
-        "exports",
-        "kernel_costs",
-        "lra",
-        "op",
-        "options",
-        "prefix_caching",
-        "quantised",
-        "resolution",
-        "scaling",
-        "serving",
-        "train_lm",
-    }
-    assert set(measured.rows) == {"results", "memberships", *speed}
-    for name, found in measured.rows.items():
-        assert tuple(found[0])[: len(rows.ORIGIN_COLUMNS)] == rows.ORIGIN_COLUMNS
-        for row in found:
-            assert all(row[column] for column in (*rows.ORIGIN_COLUMNS, "metric", "value")), name
-            assert re.match(rf"python examples/(benchmarks|research)/(lra/)?{row['script']}( |$)", row["command"])
-            assert (ROOT / rows.script_path(row["script"])).is_file()
+def test_every_record_says_where_it_comes_from(measured):
+    for name, found in measured.files.items():
+        assert tuple(found[0])[: len(records.ORIGIN_COLUMNS)] == records.ORIGIN_COLUMNS
+        for record in found:
+            assert all(record[column] for column in (*records.ORIGIN_COLUMNS, "metric", "value")), name
+            assert record["script"].removesuffix(".py") in run.BENCHMARKS
 
 
-def test_commands_in_rows_name_arguments_that_exist(measured):
-    """A flag of a recorded command stands in its script, or in what the scripts share."""
-    sharing = ("experiments.py", "timing.py", "compare_vision.py", "observations.py")
-    shared = "".join((ROOT / rows.script_path(name)).read_text() for name in sharing)
-    for command in {rows.repeat_command(row) for found in measured.rows.values() for row in found}:
-        script, *arguments = shlex.split(command)[1:]
-        source = (ROOT / script).read_text() + shared
-        assert all(f'"{flag}"' in source for flag in arguments if flag.startswith("--")), command
+def test_commands_of_records_run_today(measured):
+    """Their arguments are those of a benchmark."""
+    for command in {records.repeat_command(record) for found in measured.files.values() for record in found}:
+        assert command.startswith(f"{records.RUNNER} ")
+        name, *arguments = shlex.split(command.removeprefix(records.RUNNER))
+        run.make_parser(name, run.load_benchmark(name)).parse_args(arguments)
 
 
-def test_csv_rows_are_appended(tmp_path):
+@pytest.mark.parametrize(
+    ("recorded", "today"),
+    [
+        ("python examples/benchmarks/decode.py", "decode"),
+        ("python examples/benchmarks/decode.py --models 'ToST head' --batch 2", "decode --models 'ToST head' --batch 2"),
+        ("python examples/benchmarks/run.py decode --batch 2", "decode --batch 2"),
+        ("python examples/benchmarks/run.py decode", "decode"),
+    ],
+)
+def test_repeat_command(recorded, today):
+    assert records.repeat_command({"script": "decode.py", "command": recorded}) == f"{records.RUNNER} {today}"
+
+
+def test_records_are_appended(tmp_path):
     path = tmp_path / "new" / "x.csv"
-    rows.append_rows(path, [{"a": 1, "b": "x, y"}])
-    rows.append_rows(path, [{"a": 2, "b": "z"}, {"a": 3, "b": ""}])
+    records.append_records(path, [{"a": 1, "b": "x, y"}])
+    records.append_records(path, [{"a": 2, "b": "z"}, {"a": 3, "b": ""}])
     assert path.read_text() == 'a,b\n1,"x, y"\n2,z\n3,\n'
     with pytest.raises(ValueError, match="move it away"):
-        rows.append_rows(path, [{"a": 1, "c": 2}])
+        records.append_records(path, [{"a": 1, "c": 2}])
     assert [x.name for x in path.parent.iterdir()] == ["x.csv"]
 
 
@@ -126,22 +119,20 @@ def test_the_command_names_what_differs_from_the_defaults(arguments, command):
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--form", nargs="+", default=("causal", "bidirectional"))
     parser.add_argument("--shape", nargs=2, type=int, action="append", metavar=("B", "T"))
-    args = rows.parse_arguments(parser, arguments, str(BENCHMARKS / "recall.py"))
-    assert args.command == "python examples/benchmarks/recall.py" + command
-    assert args.script == "recall.py"
+    args = parser.parse_args(arguments)
+    assert records.command_of(parser, args, "recall") == f"{records.RUNNER} recall{command}"
 
 
 def test_numbers_over_seeds():
-    assert rows.plus_minus([10, 20, 60]) == "30.0 ± 26.5"
-    assert rows.plus_minus([0.25], ".2f") == "0.25" and rows.plus_minus([]) == ""
-    assert rows.around_mean([1, 2, 3]) == (2, 1, 3) and rows.around_mean([4]) == (4, 4, 4)
-    assert rows.markdown(["a", ""], [["1", "2"], ["", "3"]]) == "| a | |\n|---|---|\n| 1 | 2 |\n| | 3 |"
+    assert records.plus_minus([10, 20, 60]) == "30.0 ± 26.5" and records.plus_minus([0.25], ".2f") == "0.25"
+    assert RECORDS.spread("results", model="A", T=8) == pytest.approx((1.625, 1.448, 1.802), abs=1e-3)
+    assert records.markdown(["a", ""], [["1", "2"], ["", "3"]]) == "| a | |\n|---|---|\n| 1 | 2 |\n| | 3 |"
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-class Records(rows.Measured):
+class SomeRecords(records.Records):
     """Records of a test: (model, T, metric) to values, one for each seed, or to the median and range of a speed."""
 
     def __init__(self, found: dict):
@@ -153,16 +144,16 @@ class Records(rows.Measured):
             "width": "64",
             "layers": "6",
         }
-        self.rows = {"results": [], "speed": []}
+        self.files = {"results": [], "speed": []}
         for (model, length, metric), values in found.items():
             case = origin | {"model": model, "T": str(length), "metric": metric, "steps": "400"}
             if isinstance(values, list):
-                self.rows["results"] += [case | {"value": str(x), "seed": str(seed)} for seed, x in enumerate(values)]
+                self.files["results"] += [case | {"value": str(x), "seed": str(seed)} for seed, x in enumerate(values)]
             else:
-                self.rows["speed"].append(case | dict(zip(("value", "low", "high"), map(str, values))))
+                self.files["speed"].append(case | dict(zip(("value", "low", "high"), map(str, values))))
 
 
-RECORDS = Records(
+RECORDS = SomeRecords(
     {
         ("A", 8, "step 1, loss"): [1.5, 1.75],
         ("A", 16, "step 1, loss"): [1.25, 1.25],
@@ -182,13 +173,13 @@ TABLE = {
 def test_a_sparse_table_leaves_empty_what_was_not_measured():
     expected = ["| model | step | 8 tokens | 16 tokens |", "|---|---|---|---|"]
     expected += ["| ours | 1 | 1.62 ± 0.18 | 1.25 ± 0.00 |", "| theirs | 1 | 0.50 ± 0.00 | |"]
-    assert table_builder.make_body(TABLE | {"sparse": True}, RECORDS).splitlines() == expected
-    with pytest.raises(LookupError, match=r"no row with .*'T': 16, 'model': 'B'"):
-        table_builder.make_body(TABLE, RECORDS)
-    whole = table_builder.make_table(TABLE | {"sparse": True, "settings": True}, RECORDS)
+    assert tables.make_body(TABLE | {"sparse": True}, RECORDS).splitlines() == expected
+    with pytest.raises(LookupError, match=r"no record with .*'T': 16, 'model': 'B'"):
+        tables.make_body(TABLE, RECORDS)
+    whole = tables.make_table(TABLE | {"sparse": True, "settings": True}, RECORDS)
     assert (
         whole.startswith("Width 64, 6 layers, 400 steps, 2 seeds.\n\n| model")
-        and "```bash\npython examples/benchmarks/op.py --repeats 3\n```" in whole
+        and "```bash\npython examples/benchmarks/run.py op --repeats 3\n```" in whole
     )
 
 
@@ -198,30 +189,30 @@ def test_a_sparse_table_leaves_empty_what_was_not_measured():
 )
 def test_formats_of_speeds(show, metric, text):
     cell = {"file": "speed", "model": "A", "metric": metric, "show": show, "after": " (GPT-2)"}
-    assert table_builder.make_number(cell, RECORDS) == text + " (GPT-2)"
+    assert tables.make_number(cell, RECORDS) == text + " (GPT-2)"
     row = {"cells": ["as it is", cell]}
-    assert table_builder.make_body({"rows": [row]}, RECORDS).endswith(f"| as it is | {text} (GPT-2) |")
+    assert tables.make_body({"rows": [row]}, RECORDS).endswith(f"| as it is | {text} (GPT-2) |")
 
 
 def test_lines_of_plots():
     panel = {"xlabel": "T", "ylabel": "loss", "x": ["T", "(\\d+)"], "above": 0.6, "where": {"metric": "step 1, loss"}}
-    (found,) = table_builder.make_panels([panel | {"lines": [{"title": "{model}", "model": ["A", "B"]}]}], RECORDS)
+    (found,) = tables.make_panels([panel | {"lines": [{"title": "{model}", "model": ["A", "B"]}]}], RECORDS)
     assert found.lines["A"][16] == (1.25, 1.25, 1.25) and list(found.lines["A"]) == [8, 16] and not found.lines["B"]
 
 
 # What is cited --------------------------------------------------------------------------------------------------------
 
 
-def test_pages_stand_as_the_rows_make_them(measured):
+def test_pages_are_up_to_date(measured):
     for path, text in tables.pages(measured).items():
-        assert path.read_text() == text, f"{path} is not what its rows say: run `make results`"
+        assert path.read_text() == text, f"{path} is not what its records say: run `make results`"
 
 
 @pytest.mark.parametrize("name", tables.PLOTS)
-def test_plots_show_the_rows_as_they_are(measured, name):
-    picture = (rows.RESULTS / f"{name}.png").read_bytes()
+def test_plots_are_up_to_date(measured, name):
+    picture = (records.RESULTS / f"{name}.png").read_bytes()
     assert tables.fingerprint(tables.PLOTS[name](measured)).encode() in picture, "run `make results`"
-    assert f"results/{name}.png" in PAGE
+    assert f"results/{name}.png" in TEXT
 
 
 def test_cards_cite_the_figures():
@@ -238,33 +229,33 @@ def test_every_table_and_figure_is_cited():
 
 
 @pytest.mark.parametrize("name", ["decode", "results"])
-def test_a_figure_without_its_rows_is_an_error(tmp_path, name):
-    """Whichever file of rows is cut short."""
-    folder = shutil.copytree(rows.RESULTS, tmp_path / "results")
+def test_a_number_without_its_records_is_an_error(tmp_path, name):
+    """Whichever file of records is cut short."""
+    folder = shutil.copytree(records.RESULTS, tmp_path / "results")
     head, *lines = (folder / f"{name}.csv").read_text().splitlines(keepends=True)
     (folder / f"{name}.csv").write_text("".join([head, *lines[:3]]))
-    with pytest.raises(LookupError, match=f"results/{name}.csv has no row with"):
-        tables.pages(rows.Measured(folder))
+    with pytest.raises(LookupError, match=f"results/{name}.csv has no record with"):
+        tables.pages(records.Records(folder))
 
 
-def test_another_value_in_a_row_changes_the_page(tmp_path):
-    folder = shutil.copytree(rows.RESULTS, tmp_path / "results")
+def test_another_value_changes_the_page(tmp_path):
+    folder = shutil.copytree(records.RESULTS, tmp_path / "results")
     with open(folder / "decode.csv", newline="") as file:
         found = list(csv.DictReader(file))
     found[0]["value"] = "99.9"
     (folder / "decode.csv").unlink()
-    rows.append_rows(folder / "decode.csv", found)
-    changed = {path for path, text in tables.pages(rows.Measured(folder)).items() if path.read_text() != text}
-    assert {BENCHMARKS / "README.md", tables.CARD_FIGURES} <= changed
+    records.append_records(folder / "decode.csv", found)
+    changed = {path for path, text in tables.pages(records.Records(folder)).items() if path.read_text() != text}
+    assert {BENCHMARKS / "speed.md", tables.CARD_FIGURES} <= changed
 
 
-def test_two_rows_of_one_case_are_not_cited(tmp_path):
-    folder = shutil.copytree(rows.RESULTS, tmp_path / "results")
+def test_two_records_of_one_case_are_not_cited(tmp_path):
+    folder = shutil.copytree(records.RESULTS, tmp_path / "results")
     for name in ("decode", "results"):
-        first = rows.read_rows(folder / f"{name}.csv")[0]
-        rows.append_rows(folder / f"{name}.csv", [first])
-    measured = rows.Measured(folder)
-    with pytest.raises(LookupError, match="has 2 rows"):
+        first = records.read_records(folder / f"{name}.csv")[0]
+        records.append_records(folder / f"{name}.csv", [first])
+    measured = records.Records(folder)
+    with pytest.raises(LookupError, match="has 2 records"):
         tables.KINDS["results"]["decode"](measured)
     with pytest.raises(LookupError, match="cite one, or one for each seed"):
         tables.KINDS["results"]["copying"](measured)
@@ -275,16 +266,9 @@ def test_a_name_that_does_not_exist_is_an_error(measured):
         tables.fill("<!-- figure: speed of light -->1<!-- end -->", measured)
 
 
-def test_numbers_in_the_pages_own_words_are_allowed_ones():
+def test_numbers_in_the_text_are_allowed_ones():
     """Everything else stands between marks, in a command, or in a name (GPT-2, float32)."""
-    words = tables.MARKED.sub("", PAGE)
+    words = tables.MARKED.sub("", TEXT)
     words = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", words, flags=re.DOTALL)
     found = set(re.findall(r"(?<![\w.,-])\d[\d.,]*\d|(?<![\w.,-])\d(?!\w)", words))
     assert found == set(ALLOWED)
-
-
-def test_the_page_names_scripts_that_exist():
-    for name in re.findall(r"`(\w+\.py)`", PAGE):
-        assert rows.script_path(name), name
-    for path in re.findall(r"\]\((results[^)]*)\)", PAGE):
-        assert (BENCHMARKS / path).exists(), path

@@ -15,33 +15,33 @@ from scripts import command_line, losses
 from transformers import AutoModelForSequenceClassification
 
 
-sys.path.append(str(Path(__file__).parents[1] / "examples" / "research" / "lra"))
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+
+import run as runner  # isort: skip  (names the folder of the others)
 
 import lra
 import lra_models
 import lra_tasks
 import run_lra
-import tables
-from rows import Measured
+from records import Records, repeat_command
 
 from tost_hf import LRA_PRESETS, ToSTConfig, ToSTForSequenceClassification
 
 
 TINY = "num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=32"
-SENTENCES = ["good and short", "bad", "a longer one, good as well", "é, bad"]
+TEXTS = ["good and short", "bad", "a longer one, good as well", "é, bad"]
 
 
-def rows_of(task: str) -> Dataset:
+def examples_of(task: str) -> Dataset:
     labels = [0, 1, 0, 1]
     if task == "listops":
         return Dataset.from_dict(
             {"Source": ["( ( ( [MAX 2 ) 9 ) ] )", "7", "3", "( ( ( [MIN 2 ) 9 ) ] )"], "Target": [9, 7, 3, 2]}
         )
     if task == "text":
-        return Dataset.from_dict({"text": SENTENCES, "label": labels})
+        return Dataset.from_dict({"text": TEXTS, "label": labels})
     if task == "retrieval":
-        return Dataset.from_dict({"label": labels, "text1": SENTENCES, "text2": SENTENCES[::-1]})
+        return Dataset.from_dict({"label": labels, "text1": TEXTS, "text2": TEXTS[::-1]})
     pictures = [PILImage.fromarray(np.full((8, 8, 3), 40 * number, dtype=np.uint8)) for number in range(4)]
     features = Features({"img": Image(), "label": ClassLabel(names=["a", "b"]), "fine": Value("int64")})
     return Dataset.from_dict({"img": pictures, "label": labels, "fine": labels}, features)
@@ -53,7 +53,7 @@ def lra_args(tmp_path):
 
     def make(task: str = "text", **changes) -> list[str]:
         for split in ("train", "test"):
-            rows_of(task).to_parquet(tmp_path / task / f"{split}.parquet")
+            examples_of(task).to_parquet(tmp_path / task / f"{split}.parquet")
         values = {
             "task": task,
             "dataset_name": tmp_path / task,
@@ -82,7 +82,7 @@ def make_model(attention: str, preset: str = "tost-lra-text", **fields):
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
-def test_the_rivals_attention_is_the_formula(attention):
+def test_other_attention_is_as_published(attention):
     layer = make_model(attention).model.layers[0].self_attn.double()
     x, mask = torch.randn(2, 7, 16, dtype=torch.float64), torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
@@ -114,7 +114,7 @@ def test_padding_changes_nothing_and_models_come_back(tmp_path, attention, prese
     assert (type(model) is ToSTForSequenceClassification) == (attention == "tost" and not pairs)
 
 
-def test_rivals_differ_from_tost_in_their_attention_alone():
+def test_other_models_differ_from_tost_in_their_attention_alone():
     names = {kind: set(dict(make_model(kind).named_parameters())) for kind in lra_models.ATTENTION}
     assert names["softmax"] == names["linear"]
     assert all(".self_attn." in name for name in names["tost"] ^ names["softmax"])
@@ -141,7 +141,7 @@ def test_every_task_trains(tmp_path, lra_args, task, attention):
         assert type(model) is ToSTForSequenceClassification and model.config.max_position_embeddings == 16
 
 
-def test_a_run_goes_on(tmp_path, lra_args):
+def test_a_run_resumes(tmp_path, lra_args):
     """From its last checkpoint, with the same losses, for a model that only this folder knows."""
     args = lra_args(attention="linear", max_steps=4, save_steps=2, eval_strategy="no")
     run_lra.main(args)
@@ -176,11 +176,11 @@ def test_defaults_are_the_papers(tmp_path, task):
 
 
 def test_the_small_comparison(tmp_path, monkeypatch, capsys):
-    """Rows that a table can be made of, and the commands of the full runs, whose arguments exist."""
-    monkeypatch.setattr(lra, "ROWS", {"train": 20, "test": 10})
+    """Records, and the commands of the full runs, whose arguments exist."""
+    monkeypatch.setattr(lra, "EXAMPLES", {"train": 20, "test": 10})
     folders = ["--data", str(tmp_path / "data"), "--results", str(tmp_path / "results")]
     arguments = ["--tasks", "listops", "--models", "tost", "linear", "--steps", "2", "--seeds", "0", "1", *folders]
-    lra.main(arguments)
+    runner.main(["lra", *arguments])
     printed = capsys.readouterr().out
     assert lra.full_command("listops") in printed and printed.count("seed 1") == 2
     for task in lra_tasks.TASKS:
@@ -189,12 +189,10 @@ def test_the_small_comparison(tmp_path, monkeypatch, capsys):
             words, run_lra.ModelArguments, run_lra.DataArguments, run_lra.LRATrainingArguments
         )
         assert training.task == task and data.max_length is None and model.attention == "tost" and training.do_train
-    lra.main(arguments)
-    assert "seed 1" not in capsys.readouterr().out  # what is there is not measured again
-    measured = Measured(tmp_path / "results")
-    assert len(measured.find("lra", metric="accuracy")) == 4
-    table = tables.KINDS["results"]["long range arena"](measured)
-    assert "| listops | 64 | 2 | " in table and "python examples/research/lra/lra.py" in table
+    runner.main(["lra", *arguments])
+    assert "seed 1" not in capsys.readouterr().out  # known seeds are not run again
+    records = Records(tmp_path / "results").find("lra", metric="accuracy")
+    assert len(records) == 4 and repeat_command(records[0]) == records[0]["command"]
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
@@ -223,7 +221,7 @@ def test_aans_own_files(tmp_path):
 
 def test_where_validation_rows_come_from(tmp_path, caplog):
     for name in ("train", "test"):
-        rows_of("image").to_parquet(tmp_path / "data" / f"{name}.parquet")
+        examples_of("image").to_parquet(tmp_path / "data" / f"{name}.parquet")
     options = {"cache_dir": str(tmp_path / "cache")}
     image = lra_tasks.load_splits(str(tmp_path / "data"), lra_tasks.TASKS["image"], **options)
     assert {split: len(rows) for split, rows in image.items()} == {"train": 3, "validation": 1, "test": 4}
@@ -231,11 +229,11 @@ def test_where_validation_rows_come_from(tmp_path, caplog):
     assert len(pathfinder["train"]) == len(pathfinder["validation"]) == 4 and "test rows stand in" in caplog.text
 
 
-def test_data_of_another_task_is_refused(tmp_path):
+def test_data_of_another_task_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="The data has no column image or img; its columns are text, label"):
-        lra_tasks.Examples(rows_of("text"), lra_tasks.TASKS["image"], 16, "The data")
+        lra_tasks.Examples(examples_of("text"), lra_tasks.TASKS["image"], 16, "The data")
     with pytest.raises(ValueError, match="The label 9 is none of the 8 classes"):
-        lra_tasks.Examples(rows_of("listops"), lra_tasks.TASKS["listops"], 16, "The data").check_labels(8)
+        lra_tasks.Examples(examples_of("listops"), lra_tasks.TASKS["listops"], 16, "The data").check_labels(8)
 
 
 @pytest.mark.parametrize("columns", [["0.0", "a", "b"], ["0.0", "A", "B", "a", "b", "c"]])
@@ -264,7 +262,7 @@ def test_labels_that_are_not_integers_are_rejected(label):
 
 
 @pytest.mark.parametrize(
-    ("task", "changes", "sentence"),
+    ("task", "changes", "message"),
     [
         ("text", {"config_overrides": "speed=9"}, "does not understand 'speed=9'"),
         ("image", {"max_length": 15}, "15 is no square"),
@@ -280,7 +278,7 @@ def test_labels_that_are_not_integers_are_rejected(label):
         ),
     ],
 )
-def test_wrong_input_is_refused(tmp_path, lra_args, task, changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_wrong_input_is_rejected(tmp_path, lra_args, task, changes, message):
+    with pytest.raises(ValueError, match=message):
         run_lra.main(lra_args(task, **changes))
     assert not (tmp_path / "out" / "config.json").exists()

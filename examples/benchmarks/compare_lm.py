@@ -1,19 +1,18 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """ToST, its options beyond the paper, GPT-2 and Mamba-2 trained alike on a folder of text, with equal parameters.
 
-    python examples/benchmarks/compare_lm.py --text TEXT_FOLDER
-    python examples/benchmarks/compare_lm.py --text TEXT_FOLDER --models "ToST conv token" GPT-2 --jobs 2
-    python examples/benchmarks/compare_lm.py --text TEXT_FOLDER --size large  # about 25 M parameters: for a GPU
+    python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER
+    python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER --models "ToST conv token" GPT-2 --jobs 2
+    python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER --size large  # about 25 M parameters: for a GPU
 
 A folder of .txt files, or of parquet or JSON files with a column "text" (one document per row), or a dataset's Hub id. Where
 there is no validation split, the last tenth of the characters is held out. A byte-level BPE tokenizer is trained on the
 training text; that of the small size has no merges, so that each token is one byte. Every model has the parameters of a GPT-2
 of so many layers within 1 %, by its number of layers and the width of its MLP (`equal_size`). `bigram` counts which token
-follows which in the training text and looks at nothing but the current token: a model that does not beat it makes no use of
-its context.
+follows which in the training text: a model that does not beat it makes no use of its context.
 
-The rows hold the loss at ten steps of a run, all of one learning-rate schedule: "loss at step 400" is that of a run of 2,000
-steps under way. Rows that are there are not measured again, so that a run that was stopped goes on when started again.
+The records have the loss at ten steps of a run with one learning-rate schedule: "loss at step 400" is an intermediate loss of
+a run of 2,000 steps. Seeds that have records are not run again, so that an interrupted run resumes.
 """
 
 import functools
@@ -26,10 +25,11 @@ from pathlib import Path
 
 import torch
 from datasets import DatasetDict, load_dataset
-from experiments import Clock, Results, make_parser, train
 from language_models import MODELS, equal_size, make_language_model
-from rows import parse_arguments, read_rows, select
+from records import read_records, select
+from registry import training_benchmark
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from training import Clock, Results, train
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -95,28 +95,23 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
-    """The tokens of all texts in a row, each text ended by the end-of-text token."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    pieces = [piece for text in texts for piece in text.splitlines(keepends=True)]  # long texts are slow to encode whole
-    ids = [encoding.ids for encoding in tokenizer.encode_batch(pieces)]
-    tokens, done = [], 0
+    """The concatenated tokens of all texts, each followed by the end-of-text token."""
+    tokens = []
     for text in texts:
-        count = len(text.splitlines(keepends=True))
-        for line in ids[done : done + count]:
-            tokens.extend(line)
-        tokens.append(end)
-        done += count
+        for encoding in tokenizer.encode_batch(text.splitlines(keepends=True)):  # long texts are slow to encode whole
+            tokens += encoding.ids
+        tokens.append(tokenizer.token_to_id(END_OF_TEXT))
     return torch.tensor(tokens)
 
 
-def cut(tokens: torch.Tensor, context: int) -> list[dict[str, torch.Tensor]]:
+def split_into_examples(tokens: torch.Tensor, context: int) -> list[dict[str, torch.Tensor]]:
     """Examples of `context` tokens each."""
     blocks = tokens[: len(tokens) // context * context].view(-1, context)
     return [{"input_ids": block, "labels": block} for block in blocks]
 
 
 def bigram_loss(training: torch.Tensor, blocks: list[dict], vocab_size: int, smoothing: float = 0.1) -> float:
-    """Mean cross-entropy (nats per token) of the counted pairs of neighbours, over the same targets as the models'."""
+    """Mean cross-entropy (nats per token) of counted pairs of adjacent tokens, over the same targets as the models'."""
     counts = torch.bincount(training[:-1] * vocab_size + training[1:], minlength=vocab_size**2).view(vocab_size, vocab_size)
     unigram = (torch.bincount(training, minlength=vocab_size) + smoothing) / (len(training) + smoothing * vocab_size)
     prior = smoothing * vocab_size
@@ -127,7 +122,7 @@ def bigram_loss(training: torch.Tensor, blocks: list[dict], vocab_size: int, smo
 
 @dataclass(frozen=True)
 class Data:
-    """A text cut into examples of `context` tokens, and the loss of a table of pairs of neighbours on the held-out ones."""
+    """Examples of `context` tokens, and the loss of a bigram table on the held-out ones."""
 
     examples: list[dict[str, torch.Tensor]]
     held_out: list[dict[str, torch.Tensor]]
@@ -137,16 +132,16 @@ class Data:
 
 @functools.cache
 def prepare(text: str, size: Size) -> Data:
-    """Loads a text, trains its tokenizer, cuts it into examples."""
+    """Loads a text, trains its tokenizer, splits it into examples."""
     training, validation = load_texts(text)
     training = shorten(training, size.train_characters)
     tokenizer = train_tokenizer(shorten(training, 4_000_000), size.vocab_size)
     vocab_size = tokenizer.get_vocab_size()
     tokens = encode(tokenizer, training)
-    held_out = cut(encode(tokenizer, shorten(validation, size.validation_characters)), size.context)
+    held_out = split_into_examples(encode(tokenizer, shorten(validation, size.validation_characters)), size.context)
     baseline = bigram_loss(tokens, held_out, vocab_size)
     print(f"{len(tokens):,} training tokens, {len(held_out) * size.context:,} to validate; bigram {baseline:.3f}", flush=True)
-    return Data(cut(tokens, size.context), held_out, vocab_size, baseline)
+    return Data(split_into_examples(tokens, size.context), held_out, vocab_size, baseline)
 
 
 def train_language_model(name: str, data: Data, size: Size, *, steps: int, learning_rate: float, seed: int) -> tuple:
@@ -175,7 +170,7 @@ def train_language_model(name: str, data: Data, size: Size, *, steps: int, learn
 
 
 def measure(name: str, args: Namespace) -> None:
-    """Adds the rows of one model: those of all its seeds that are not there yet."""
+    """Adds the records of one model: those of all its seeds that are missing."""
     size = SIZES[args.size]
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
@@ -185,23 +180,24 @@ def measure(name: str, args: Namespace) -> None:
     def run(seed, learning_rate):
         model, metrics = train_language_model(name, data, size, steps=args.steps, learning_rate=learning_rate, seed=seed)
         tried[learning_rate] = metrics["loss"]
-        print(f"{name}, seed {seed}, learning rate {learning_rate}: {metrics['loss']:.3f}", flush=True)
         return model, metrics | {f"loss with learning rate {rate:g}": loss for rate, loss in tried.items()}
 
-    case = {"task": args.name, "model": name, "steps": args.steps, "batch": size.batch, "context": size.context}
-    Results(args).add_missing(run, args, lambda metrics: -metrics["loss"], width=size.width, **case)
+    case = {"task": args.name, "model": name, "batch": size.batch, "context": size.context}
+    Results(args).add_missing(run, lambda metrics: -metrics["loss"], width=size.width, **case)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser(__doc__, steps=None, learning_rates=(3e-3, 1e-2))
+def add_arguments(parser) -> None:
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
-    parser.add_argument("--name", default="text", help="what the text is called in the rows")
+    parser.add_argument("--name", default="text", help="what the text is called in the records")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="in this order")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--jobs", type=int, default=1, help="models trained at the same time, on the CPU each by one thread")
-    args = parse_arguments(parser, arguments, __file__)
-    if args.steps is None:
-        args.steps = SIZES[args.size].steps
+    parser.add_argument("--jobs", type=int, default=1, help="models trained at the same time, on a CPU with one thread each")
+
+
+@training_benchmark("compare_lm", __doc__, add_arguments, steps=None, learning_rates=(3e-3, 1e-2))
+def run(args: Namespace, results: Results) -> None:
+    size = SIZES[args.size]
+    args.steps = args.steps or size.steps
     if args.jobs == 1:
         for name in args.models:
             measure(name, args)
@@ -209,11 +205,6 @@ def main(arguments: list[str] | None = None) -> None:
         with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as processes:
             for job in [processes.submit(measure, name, args) for name in args.models]:
                 job.result()
-    size, results = SIZES[args.size], Results(args)
-    case = {"script": args.script, "task": args.name, "steps": args.steps, "width": size.width, "context": size.context}
-    results.rows = select(read_rows(results.file), **case, model=args.models)  # measured now or before
+    case = {"script": "compare_lm.py", "task": args.name, "steps": args.steps, "width": size.width, "context": size.context}
+    results.records = select(read_records(results.path), **case, model=args.models)  # measured now or before
     results.print_means()
-
-
-if __name__ == "__main__":
-    main()

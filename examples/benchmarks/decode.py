@@ -1,16 +1,16 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What a new token costs: a ToST-base-sized model beside transformers' GPT-2 of equal width.
 
-    python examples/benchmarks/decode.py                                        # CPU: positions 10, 100 and 1,000
-    python examples/benchmarks/decode.py --models ToST "ToST conv token" --positions 10 10000  # options beyond the paper
-    python examples/benchmarks/decode.py --static --compile --batch 1 64 1024   # as fast as both go (the default on a GPU)
+    python examples/benchmarks/run.py decode                                     # CPU: positions 10, 100 and 1,000
+    python examples/benchmarks/run.py decode --models ToST "ToST conv token" --positions 10 10000
+    python examples/benchmarks/run.py decode --static --compile --batch 1 64 1024   # the fastest of both (default on a GPU)
 
-Random weights (they do not change the cost). Single-token steps from a cache that holds the text up to the position; the
-models take turns. `--static` gives both their static cache, of which GPT-2's is as long as this position needs; `--compile`
-compiles the step (CUDA graphs on a GPU; a model for which they are skipped is not timed). Over a static cache GPT-2's
-attention always gets an explicit mask, so never PyTorch's flash kernel: that is what transformers itself does. Prints the time
-of a step (for the whole batch), tokens per second, the bytes of the cache, and without `--static` the peak memory of a forward
-pass over one sequence up to the position, beyond the loaded model.
+Random weights (they do not change the cost). One-token steps from a cache that holds the text up to the position; the
+models take turns. `--static` uses the static caches of both, GPT-2's just long enough for the position; `--compile`
+compiles the step (CUDA graphs on a GPU; a model for which they are skipped is not timed). Over a static cache transformers
+gives GPT-2's attention an explicit mask, so never PyTorch's flash kernel. Reports the time of a step (for the whole batch),
+tokens per second, the bytes of the cache, and without `--static` the peak memory of a forward pass over one sequence up to
+the position, beyond the loaded model.
 """
 
 import argparse
@@ -18,18 +18,9 @@ import copy
 
 import torch
 from language_models import NO_STATISTICS, OPTIONS, make_language_model
-from rows import Spread
-from timing import (
-    Report,
-    attempt,
-    benchmark,
-    describe,
-    dtype_name,
-    measure,
-    peak_bytes,
-    ratio,
-    spread,
-)
+from records import Spread
+from registry import benchmark
+from timing import Report, attempt, describe, dtype_name, measure, peak_bytes, ratio, spread
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, StaticCache
 
@@ -39,40 +30,39 @@ MODELS = (*(name for name in OPTIONS if name != NO_STATISTICS), "GPT-2")
 
 
 def build(name: str, layers: int, positions: int):
-    """Models of width 768 with 12 heads."""
+    """A model of width 768 with 12 heads."""
     sizes = {"width": 768, "layers": layers, "head_dim": 64, "context": positions}
     return make_language_model(name, vocab_size=VOCABULARY, **sizes).eval()
 
 
 def cache_tensors(cache) -> list[torch.Tensor]:
-    """All numbers that the layers keep of a text, its length aside."""
-    kept = (x for layer in cache.layers for x in vars(layer).values())
-    return [x for x in kept if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    """All numbers that the layers store of a text, without its length."""
+    stored = (x for layer in cache.layers for x in vars(layer).values())
+    return [x for x in stored if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
 class DynamicSteps:
-    """Steps of an ordinary cache; each timed run begins with a copy of it."""
+    """Steps with a dynamic cache; `reset` makes a new copy of it."""
 
     def __init__(self, model, token, position: int, steps: int, compiled: bool):
         self.model, self.token, self.steps = model, token, steps
         model(token[:1])  # what the first pass allocates once
-        self.cache = DynamicCache(config=model.config)
+        self.prefilled = DynamicCache(config=model.config)
         prefix = torch.randint(0, VOCABULARY, (1, position), device=token.device)
-        self.peak = peak_bytes(lambda: model(prefix, past_key_values=self.cache, logits_to_keep=1), token.device)
-        self.cache.batch_repeat_interleave(len(token))
+        self.peak = peak_bytes(lambda: model(prefix, past_key_values=self.prefilled, logits_to_keep=1), token.device)
+        self.prefilled.batch_repeat_interleave(len(token))
+        self.reset()
+
+    def reset(self):
+        self.cache = copy.deepcopy(self.prefilled)
 
     def __call__(self):
-        cache = copy.deepcopy(self.cache)
-
-        def run():
-            for _ in range(self.steps):
-                self.model(self.token, past_key_values=cache)
-
-        return run
+        for _ in range(self.steps):
+            self.model(self.token, past_key_values=self.cache)
 
 
 class StaticSteps:
-    """Steps of a static cache; each timed run begins by setting its length back.
+    """Steps with a static cache; `reset` sets its length back.
 
     The cache is filled with random numbers instead of a text: the cost is the same, and no prefill has to fit into memory.
     """
@@ -82,37 +72,35 @@ class StaticSteps:
     def __init__(self, model, token, position: int, steps: int, compiled: bool):
         self.token, self.position, self.steps = token, position, steps
         self.cache = StaticCache(config=model.config, max_cache_len=position + steps)
-        model(token, past_key_values=self.cache)  # lays out the cache; not compiled, as in generate()
+        model(token, past_key_values=self.cache)  # allocates the cache; not compiled, as in generate()
         for tensor in cache_tensors(self.cache):
             tensor.uniform_(0.5, 1)
-        # CUDA graphs on a GPU
-        mode = "reduce-overhead" if token.is_cuda else "default"
+        mode = "reduce-overhead" if token.is_cuda else "default"  # the former uses CUDA graphs
         self.call = torch.compile(model.forward, mode=mode, dynamic=False) if compiled else model
+        self.reset()
 
     def step(self):
         torch.compiler.cudagraph_mark_step_begin()
         self.call(self.token, past_key_values=self.cache)
 
-    def __call__(self):
+    def reset(self):
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.position)
 
-        def run():
-            for _ in range(self.steps):
-                self.step()
-
-        return run
+    def __call__(self):
+        for _ in range(self.steps):
+            self.step()
 
 
 def start(name: str, kind, model, token, position: int, args):
-    """A model's steps after a first run of them, in which they compile and show whether they can run.
+    """A model's steps, run once, so that they are compiled and shown to run.
 
     Raises:
         RuntimeError: CUDA graphs were skipped, so that a step would time the host's launches.
     """
     before = counters["inductor"]["cudagraph_skips"]
     steps = kind(model, token, position, args.steps, args.compile)
-    steps()()
+    steps()
     skips = counters["inductor"]["cudagraph_skips"] - before
     if args.compile and token.is_cuda:
         print(f"{name}: cudagraph_skips {skips}", flush=True)
@@ -133,13 +121,14 @@ def benchmark_batch(models, batch: int, positions, args, report: Report) -> dict
             steps = attempt(name, start, name, kind, model, token, position, args)
             if steps is not None:
                 runs[name, position] = steps
-    seconds = measure(runs, args.repeats, device=args.device)
+    seconds = measure(runs, args.repeats, device=args.device, reset=lambda name: runs[name].reset())
     for (name, position), steps in runs.items():
         case = {"model": name, "position": position, "batch": batch, "layers": args.layers}
         case["dtype"] = dtype_name(args.dtype)
         case |= {"cache": "static" if args.static else "dynamic", "code": "compiled" if args.compile else "eager"}
         step = spread(seconds[name, position]) * (1 / args.steps)
         rival = seconds.get(("GPT-2", position))
+        steps.reset()  # its cache then holds the text up to the position
         metrics = {
             "ms a step": step * 1e3,
             "tokens/s": Spread(batch / step.value, batch / step.high, batch / step.low),
@@ -158,11 +147,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--positions", type=int, nargs="+", help="default: 10 100 1000; 1024 on a GPU")
     parser.add_argument("--batch", type=int, nargs="+", help="default: 1; 1 64 1024 on a GPU")
-    parser.add_argument("--steps", type=int, help="tokens in a row in one timed run; default: 1; 16 on a GPU")
+    parser.add_argument("--steps", type=int, help="consecutive tokens in one timed run; default: 1; 16 on a GPU")
     parser.add_argument("--static", action=argparse.BooleanOptionalAction, help=gpu_default)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=gpu_default)
 
 
+@benchmark("decode", __doc__, add_arguments, dtype=True, labels=2)
 def run(args: argparse.Namespace, report: Report) -> None:
     on_gpu = args.device == "cuda"
     args.static = on_gpu if args.static is None else args.static
@@ -183,9 +173,3 @@ def run(args: argparse.Namespace, report: Report) -> None:
                 first, last = min(times), max(times)
                 growth = ratio(times[last], times[first])
                 print(f"{name}: time at {last:,} / time at {first:,}: {describe(growth)}")
-
-
-main = benchmark(__doc__, __file__, run, add_arguments, dtype=True, labels=2)
-
-if __name__ == "__main__":
-    main()

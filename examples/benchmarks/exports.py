@@ -1,38 +1,42 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Which models transformers' exporters write in which format, and what runs on from there: ToST beside GPT-2, Mamba-2 and ViT.
-
-    pip install "tost-hf[export]" openvino executorch
-    python examples/benchmarks/exports.py
-    python examples/benchmarks/exports.py --formats onnx --models ToST GPT-2
-
-Small models of random weights. Each is exported from sample inputs of two rows, of which one begins with padding, and run on
-the sample and, where its dimensions are free, on inputs of other shapes; the difference is the largest of the logits at real
-tokens, relative to the model's own. transformers' exporters cast the float64 sums of a ToST cache to float32 in the sample, so
-that those of a cache to be given must be cast as well (`tost-hf export` has a float32 state from the start). OpenVINO's
-programs are made with `stateful=False`: the exporters' own runner expects the cache among the outputs. Each case is a process
-of its own, ended after ten minutes; what a runtime prints before an error is taken for its cause. Cases that have rows are not
-tried again.
+"""Exports: which models transformers' exporters write in which format (`exports`), and the drift of a float32 state
+(`exported_state`). Both need `pip install "tost-hf[export]"`, the first also openvino and executorch for their formats.
 """
 
 import contextlib
 import copy
 import importlib.util
+import json
 import multiprocessing
 import os
 import re
 import tempfile
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from language_models import make_language_model
-from rows import read_rows, select
-from timing import Report, benchmark
+from records import read_records, select
+from registry import benchmark
+from timing import Report
 from transformers import DynamicCache, StaticCache, ViTConfig, ViTForImageClassification
 
 import tost_hf
+from tost_hf.exporting.runtime import LanguageModel, load
+from tost_hf.files import EXPORT_DESCRIPTION
 
 
+EXPORTS = """Which models transformers' exporters write in which format: ToST beside GPT-2, Mamba-2 and ViT.
+
+Small models of random weights. Each is exported from a sample of two sequences, one of which begins with padding, and run
+on the sample and, where its dimensions are dynamic, on inputs of other shapes; the difference is the largest of the logits
+at real tokens, relative to the model's own. transformers' exporters cast the float64 sums of a ToST cache to float32 in the
+sample, so that those of a given cache must be cast as well (`tost-hf export` has a float32 state). OpenVINO's programs are
+made with `stateful=False`, since the exporters' own runner expects the cache among the outputs. Each case is a separate
+process, ended after ten minutes; a runtime's first printed error is taken for the cause. Cases that have records are not
+run again.
+"""
 FORMATS = {  # the exporter, its configuration, and the package it needs
     "torch": ("DynamoExporter", "DynamoConfig", "torch"),
     "onnx": ("OnnxExporter", "OnnxConfig", "onnxruntime"),
@@ -44,15 +48,10 @@ VISION_MODELS = ("ToST vision", "ViT")
 
 
 class Case(NamedTuple):
-    """What is given to a language model: the cache, and (cached tokens, tokens) of the sample and of what is tried besides."""
+    """Inputs of a language model: the kind of cache, and (cached tokens, tokens) of the sample and of other shapes."""
 
     cache: str
     shapes: list[tuple[int, int]]
-
-    @property
-    def is_free(self) -> bool:
-        """Whether all dimensions are free, rather than the sample's."""
-        return len(self.shapes) > 1
 
 
 CASES = {
@@ -102,7 +101,7 @@ def make_case(name: str, case: str):
 
 @torch.no_grad()
 def try_case(kind: str, name: str, case: str) -> tuple[str, float]:
-    """What came of it, and the largest difference."""
+    """The outcome, and the largest difference."""
     exporter, config, package = FORMATS[kind]
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed", float("inf")
@@ -121,7 +120,7 @@ def try_case(kind: str, name: str, case: str) -> tuple[str, float]:
             logits = torch.as_tensor(found["logits"] if isinstance(found, dict) else found.logits)
             real = given["attention_mask"][:, -expected.shape[1] :].bool() if "attention_mask" in given else ...
             worst = max(worst, ((logits - expected)[real].abs().max() / expected.abs().max()).item())
-    except Exception as error:  # whatever a library raises is what this row is to tell
+    except Exception as error:  # whatever a library raises is what the record is to say
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"{stage}: {cause(printed, lines or [type(error).__name__])}", float("inf")
     return (note if worst < ALLOWED else "differs"), worst
@@ -152,17 +151,17 @@ def printed_lines(lines: list[str]):
 
 
 def cause(printed: list[str], lines: list[str]) -> str:
-    """The line that tells most, as one short line: the first that was printed, or one of the error's."""
+    """The most informative line, shortened: the first that was printed, or one of the error's."""
     lines = [line for line in lines if not re.match(r"Exception from|\[AUTO\]|Check '", line)] or lines
     telling = [line for line in lines if re.search(r"[Ee]xpected|not support|Unsupported|must|cannot|Error|fail", line)]
     return re.sub(r"\s+", " ", (printed or telling or lines)[0])[:140]
 
 
-def in_process(kind: str, name: str, case: str) -> tuple[str, float]:
-    """`try_case` in a process that may crash or never end."""
+def try_in_process(*case: str) -> tuple[str, float]:
+    """`try_case` in a process that may crash or hang."""
     context = multiprocessing.get_context("fork")
     answers, queue = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: queue.send(try_case(kind, name, case)))
+    process = context.Process(target=lambda: queue.send(try_case(*case)))
     started = time.monotonic()
     process.start()
     queue.close()
@@ -183,19 +182,56 @@ def add_arguments(parser) -> None:
     parser.add_argument("--models", nargs="+", choices=models, default=list(models))
 
 
-def run(args, report: Report) -> None:
+@benchmark("exports", EXPORTS, add_arguments, repeats=1)
+def run_exports(args, report: Report) -> None:
     torch.set_num_threads(1)  # threads do not survive the fork of a process
-    done = read_rows(report.path) if report.path.exists() else []
+    done = read_records(report.path)
     for kind in args.formats:
         for name in args.models:
             for case in IMAGES if name in VISION_MODELS else CASES:
                 columns = {"model": name, "format": kind, "case": case}
                 if not select(done, **columns):
-                    outcome, difference = in_process(kind, name, case)
+                    outcome, difference = try_in_process(kind, name, case)
                     report.add(columns | {"outcome": outcome}, {"difference": difference})
 
 
-main = benchmark(__doc__, __file__, run, add_arguments, repeats=1)
+# Drift of the state ---------------------------------------------------------------------------------------------------
 
-if __name__ == "__main__":
-    main()
+EXPORTED_STATE = """How far a float32 state drifts: an ONNX program that reads a long text token by token, beside the model.
+
+Small models of random weights and random tokens. The program's state is float32 after every token; the model, whose sums are
+float64, reads the same text in chunks of 1,000. The difference is the largest of the logits at the 100 tokens before each
+position, in standard deviations of the model's.
+"""
+POSITIONS = (100, 1_000, 10_000, 100_000)
+COMPARED, CHUNK = 100, 1_000
+
+
+@torch.no_grad()
+def find_drift(name: str, tokens: int) -> dict[int, float]:
+    """Difference at each position up to `tokens`."""
+    torch.manual_seed(0)
+    model = make_language_model(name, vocab_size=VOCABULARY, width=64, layers=2, head_dim=16, context=None).eval()
+    ids = torch.randint(VOCABULARY, (1, tokens))
+    cache = tost_hf.CausalStatisticsCache(model.config)
+    expected = torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split(CHUNK, 1)], 1)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "model"), Path(folder, "onnx")
+        model.save_pretrained(source)
+        tost_hf.export_model(source, target)
+        facts = json.loads((target / EXPORT_DESCRIPTION).read_text(encoding="utf-8"))
+        exported = LanguageModel(load(target, facts), facts)
+        found = torch.cat([torch.from_numpy(exported.read(token.numpy())[0]) for token in ids.split(1, 1)])
+    errors = (found - expected).abs().amax(-1) / expected.std()
+    return {n: errors[n - COMPARED : n].max().item() for n in POSITIONS if n <= tokens}
+
+
+def add_state_arguments(parser) -> None:
+    parser.add_argument("--tokens", type=int, default=max(POSITIONS))
+
+
+@benchmark("exported_state", EXPORTED_STATE, add_state_arguments, repeats=1)
+def run_exported_state(args, report: Report) -> None:
+    for name in ("ToST", "ToST token"):
+        for position, difference in find_drift(name, args.tokens).items():
+            report.add({"model": name, "position": position}, {"difference": difference})

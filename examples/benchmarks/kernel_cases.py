@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Inputs for the Triton kernels, and how far their results may be from the float64 formulas: the tests' and gpu.py's measure.
+"""Inputs for the Triton kernels, and the tolerance of their results against the float64 reference, for the tests and gpu.py.
 
 A sum of n numbers that is rounded at each step is off by about eps sqrt(n) times their size, where results cancel as well. So
-a result may differ from the formulas in float64 by `SLACK` eps sqrt(tokens) times the sum of two sizes: its own, and how much
+a result may differ from the float64 reference by `SLACK` eps sqrt(tokens) times the sum of two sizes: its own, and how much
 it moves, in multiples of eps, where every number that goes in moves by eps. What is stored in 16 bits is rounded once more.
 """
 
@@ -34,13 +34,13 @@ def make(
 ) -> dict[str, torch.Tensor]:
     """w, temp and, for the causal form, bias, initial state and log decays, as float32 leaves (w in dtype).
 
-    The bias has `bias_rows` rows, else B, or is one of `positions` positions. `decay` gives the weakest and the strongest -log
-    of a factor; those of the tokens are spread evenly in log between them.
+    The bias has a batch size of `bias_rows`, else B, or is one of `positions` positions. `decay` gives the minimum and maximum
+    -log of a factor; those of the tokens are spread evenly in log between them.
     """
     leaves = {"w": torch.randn(B, T, H, p).to(dtype), "temp": torch.rand(H) * 3 + 0.5}
     if causal:
-        rows = B if bias_rows is None else bias_rows
-        leaves["bias"] = 0.3 * (torch.randn(rows, T, H) if positions is None else torch.randn(H, positions).t())
+        batch = B if bias_rows is None else bias_rows
+        leaves["bias"] = 0.3 * (torch.randn(batch, T, H) if positions is None else torch.randn(H, positions).t())
         if state:
             leaves |= {"sum_sq": torch.rand(B, H, p) + 0.5, "sum_weighted_sq": torch.rand(B, H, p)}
             leaves["sum_membership"] = torch.rand(B, H) + 0.5
@@ -58,7 +58,7 @@ def run_kernels(leaves, mask=None, seq_idx=None, causal=True, positions=None, mo
 
 
 def run_exact(leaves, mask=None, seq_idx=None, causal=True, positions=None, softmax=None):
-    """As `run_kernels`, by the reference in the leaves' dtype; by the formulas where the `softmax` is another one."""
+    """As `run_kernels`, by the reference in the leaves' dtype, with another `softmax` if given."""
     state = [leaves[name] for name in TSSAState._fields if name in leaves]
     w, temp, bias, log_decay = (leaves.get(name) for name in ("w", "temp", "bias", "log_decay"))
     given = {"causal": causal, "mask": mask, "seq_idx": seq_idx, "positions": positions, "log_decay": log_decay}
@@ -95,7 +95,7 @@ def patch_interpreter_for_speed() -> None:
 
 
 def _scan_first_axis(self, inputs):
-    """A scan over the first axis, row by row, where the interpreter goes number by number."""
+    """A vectorised scan over the first axis; the interpreter's is elementwise."""
     outputs, as_arrays = [x.handle.data.copy() for x in inputs], "_scan_combine_log" not in self.combine_fn.fn.__name__
     for i in range(1, len(outputs[0])):
         pair = [x[j] for j in (i - 1, i) for x in outputs]

@@ -1,23 +1,22 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What the Triton kernels cost on a GPU, read off their machine code: compiled ahead of time, without one.
 
-    python examples/benchmarks/kernel_costs.py
+    python examples/benchmarks/run.py kernel_costs
 
 For each kernel, at 12 heads of 64 channels in bfloat16, for sm_80 and sm_90: a thread's registers, its instructions, and its
-bytes by wide loads and stores, per element of w. A loop counts as often as it runs. Bytes are those requested; what a cache
-holds is not read again from memory.
+bytes by wide loads and stores, per element of w. A loop counts as often as it runs. Bytes are those requested, from whatever
+cache.
 """
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rows import parse_arguments
-from timing import Report, arguments, print_header
+from registry import benchmark
+from timing import Report
 
 from tost_hf.model import tssa_triton
 
@@ -116,19 +115,11 @@ def cost(name: str, capability: int, folder: Path) -> tuple[Cost, int]:
     return Cost(registers, instructions / launched.elements, requested * launched.used / launched.elements), spilled
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(arguments(__doc__), argv, __file__)
-    args.device = "cpu"
-    print_header()
-    report = Report(args)
+@benchmark("kernel_costs", __doc__, repeats=1)
+def run(args, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for capability in CAPABILITIES:
             for name in KERNELS:
                 found, _ = cost(name, capability, Path(folder))
                 case = {"kernel": name.removesuffix("_kernel"), "H": HEADS, "p": CHANNELS}
                 report.add(case | {"dtype": "bfloat16", "target": f"sm_{capability}"}, found._asdict())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

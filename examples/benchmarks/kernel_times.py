@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The Triton kernels one by one: whether they are right, how long each takes, and which sizes suit the GPU.
 
-    python examples/benchmarks/kernel_times.py --smoke   # masks, packing, states, steps, dtypes, against float64
-    python examples/benchmarks/kernel_times.py           # time of every kernel, forward and backward
-    python examples/benchmarks/kernel_times.py --sweep   # tokens of a tile x warps of a program, kernel by kernel
+    python examples/benchmarks/run.py kernel_times --smoke   # masks, packing, states, steps, dtypes, against float64
+    python examples/benchmarks/run.py kernel_times           # time of every kernel, forward and backward
+    python examples/benchmarks/run.py kernel_times --sweep   # tokens of a tile x warps of a program, kernel by kernel
 
 `x copy` is a kernel's time over that of a large copy of as many bytes as the kernel must read and write: w, the gradient, the
 output, each once. It takes turns with the kernels. The sweep rejects sizes whose results differ from those of the default
@@ -12,20 +12,13 @@ Without a GPU the kernels run in Triton's interpreter, to see that everything he
 """
 
 import itertools
-import os
-import sys
 import time
 from collections import defaultdict
 
-import torch
-
-
-if __name__ == "__main__" and (not torch.cuda.is_available() or ("--device", "cpu") in zip(sys.argv, sys.argv[1:])):
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-
 import kernel_cases
-from rows import parse_arguments
-from timing import AHEAD_CYCLES, FLUSH_BYTES, Report, arguments, attempt, print_header, ratio, spread
+import torch
+from registry import benchmark
+from timing import AHEAD_CYCLES, FLUSH_BYTES, Report, attempt, dtype_name, ratio, spread
 
 from tost_hf.model import tssa_triton
 
@@ -196,9 +189,8 @@ def time_kernels(shape, form: str, dtype: torch.dtype, repeats: int, device: str
 
 
 def case_of(form: str, shape, dtype: torch.dtype, tile: int | str = "", warps: int | str = "") -> dict[str, object]:
-    """Columns of a row; no tile and warps stand for those that the kernels choose."""
-    dtype = str(dtype).removeprefix("torch.")
-    return {"form": form, **dict(zip("BTHp", shape)), "dtype": dtype, "tile": tile, "warps": warps}
+    """Columns of a record; no tile and warps stand for those that the kernels choose."""
+    return {"form": form, **dict(zip("BTHp", shape)), "dtype": dtype_name(dtype), "tile": tile, "warps": warps}
 
 
 def report_times(args, shapes, dtype: torch.dtype, report: Report) -> None:
@@ -234,7 +226,7 @@ def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tuple[in
             got = attempt(f"tile {tile}, {warps} warps", run, leaves, case)
             pairs = zip(got[0] if got else (), expected)
             errors = [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in pairs]
-            if got is None or not max(errors) < SAME[str(dtype).removeprefix("torch.")]:
+            if got is None or not max(errors) < SAME[dtype_name(dtype)]:
                 print(f"tile {tile}, {warps} warps: rejected", *errors, flush=True)
                 continue
             seconds = time_kernels(shape, "causal", dtype, args.repeats, args.device)
@@ -242,8 +234,8 @@ def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tuple[in
             del tssa_triton.TUNED[device]
         for name in TENSORS.keys() & seconds.keys():
             found = spread(seconds[name])
-            row = {"kernel": name.removesuffix("_kernel")} | case_of("causal", shape, dtype, tile, warps)
-            report.add(row, {"ms": found * 1e3, "x copy": None})
+            record = {"kernel": name.removesuffix("_kernel")} | case_of("causal", shape, dtype, tile, warps)
+            report.add(record, {"ms": found * 1e3, "x copy": None})
             if name not in best or found.value < best[name][0]:
                 best[name] = found.value, (tile, warps)
     if known is not None:
@@ -251,13 +243,18 @@ def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tuple[in
     return {name: sizes for name, (_, sizes) in best.items()}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = arguments(__doc__)
-    parser.add_argument("--smoke", action="store_true", help="whether they are right, in seconds, and nothing else")
+def add_arguments(parser) -> None:
+    parser.add_argument("--smoke", action="store_true", help="whether they are correct, in seconds, and nothing else")
     parser.add_argument("--sweep", action="store_true", help="times at several sizes of tiles and programs instead")
     parser.add_argument("--seconds", type=float, default=60, help="after which a sweep starts no other size")
-    args = parse_arguments(parser, argv, __file__)
-    print_header(args.device)
+
+
+def environment(args) -> dict[str, str]:
+    return {"TRITON_INTERPRET": "1"} if args.device == "cpu" else {}
+
+
+@benchmark("kernel_times", __doc__, add_arguments, environment=environment)
+def main(args, report: Report) -> int:
     if not tssa_triton.is_available():
         print("Triton is not installed: there are no kernels to run.")
         return 1
@@ -266,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.smoke:
         return int(smoke(args.device) > 0)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    shapes, report = SHAPES if args.device == "cuda" else TOY_SHAPES, Report(args)
+    shapes = SHAPES if args.device == "cuda" else TOY_SHAPES
     if not args.sweep:
         report_times(args, shapes, dtype, report)
         return 0
@@ -274,7 +271,3 @@ def main(argv: list[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     print(f"best, (tokens of a tile, warps), as a line for TUNED in tssa_triton.py:\n    {name!r}: {best!r},", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

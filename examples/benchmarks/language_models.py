@@ -36,7 +36,7 @@ def make_language_model(
 
     Args:
         name: one of `MODELS`.
-        context: rows of the learned position tables (Mamba-2 has none); None is the position-free ToST.
+        context: length of the learned position tables (Mamba-2 has none); None is the position-free ToST.
         inner: the size inside a block that can be chosen freely: the MLP's width (default 4 * `width`), in Mamba-2, which
             has no MLP, the size of the state (default 32).
 

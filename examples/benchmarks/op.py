@@ -1,40 +1,39 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The TSSA operator on the machine at hand: this package, the formulas written down literally, and attention.
+"""The TSSA operator beside its reference implementation and attention (`op`), and the cost of its options (`options`)."""
 
-    python examples/benchmarks/op.py               # forward and backward, causal and bidirectional
-    python examples/benchmarks/op.py --memory      # peak memory of a forward pass over 131,072 tokens
-
-`literal` is the reference implementation with autograd's backward, as the authors' eager code computes it: in
-float32 inside whatever the input's dtype, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention (flash
-where the GPU has it) on queries, keys and values of the same shape, and `fla ...` are operators of flash-linear-attention
-where it is installed.
-
-`x floor` is the time over that of the least memory traffic: w read and the output written, and in the backward pass w and
-the gradient read and w's gradient written, at the bandwidth of a large copy that takes turns with the operators. Every TSSA
-variant must equal the reference in float64, outputs and gradients, before it is timed; one that does not is refused, and the
-script ends with status 1. On a GPU the times are the device's own, without the host's time to launch, but
-for `eager`, whose thousands of launches at long lengths are more than the host can queue ahead.
-"""
-
-import sys
+from dataclasses import replace
 
 import torch
-from registry import OPERATORS, PASSES, literal, make_grad, make_run
-from rows import Spread
+from records import Spread
+from registry import DECAYS, OPERATORS, PASSES, benchmark, literal, make_grad, make_run
 from timing import (
+    KEEP_FREED_MEMORY,
     Report,
     attempt,
-    benchmark,
     describe_crossover,
     dtype_name,
     measure,
     peak_bytes,
     ratio,
-    restart_keeping_freed_memory,
     spread,
 )
 
+from tost_hf import TokenStatisticsSelfAttention
 
+
+OP = """The TSSA operator: this package, the reference implementation, and attention; forward and backward, causal and
+bidirectional; with --memory the peak memory of a forward pass over 131,072 tokens.
+
+`literal` is the reference implementation with autograd's backward, as the authors' eager code computes it: in float32
+whatever the input's dtype, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention (flash on a GPU) on
+queries, keys and values of the same shape, and `fla ...` are operators of flash-linear-attention where it is installed.
+
+`x floor` is the time over that of the least memory traffic: w read and the output written, and in the backward pass w and
+the gradient read and w's gradient written, at the bandwidth of a large copy that is timed in turns with the operators. A TSSA
+variant that differs from the reference in float64, in outputs or gradients, is not timed, and the exit status is 1. On a GPU
+the times are the device's own, without the host's time to launch, except for `eager`, whose thousands of launches at long
+lengths are more than the host can queue ahead.
+"""
 CPU_SHAPES = [(4, 1024, 12, 64)]
 GPU_SHAPES = [(max(16384 // T, 1), T, 12, 64) for T in (512, 1024, 2048, 4096, 16384, 32768, 131072)] + [(8, 8192, 12, 64)]
 LONG_SHAPE = (1, 131072, 12, 64)
@@ -54,7 +53,7 @@ def exact(inputs, grad, causal) -> list[torch.Tensor]:
 def run_once(variant: str, inputs, grad, causal: bool, device: str):
     """The operator, and its output without and with gradients, and the gradients.
 
-    The first is what the forward pass times: compiled code of its own, which must compile and be right as well.
+    The output without gradients is separately compiled code, which must compile and be correct as well.
     """
     op = OPERATORS[variant].make(causal, device)
     with torch.no_grad():
@@ -64,7 +63,7 @@ def run_once(variant: str, inputs, grad, causal: bool, device: str):
 
 
 def find_error(results, expected, dtype) -> str | None:
-    """What is wrong with an operator's results, in words."""
+    """Which of an operator's results is wrong; None if none is."""
     for index, (result, reference) in enumerate(zip(results, expected, strict=True)):
         error = ((result.double() - reference).norm() / reference.norm()).item()
         if not error <= TOLERANCE[dtype][min(index // 2, 1)]:  # NaN is wrong too
@@ -74,7 +73,7 @@ def find_error(results, expected, dtype) -> str | None:
 
 
 def check_operators(variants, shape, causal: bool, dtype, device: str) -> tuple[dict, list[str]]:
-    """{variant: (operator, inputs)} of those that exist here and are right, and the names of the wrong ones."""
+    """{variant: (operator, inputs)} of those that are available and correct, and the names of the wrong ones."""
     operators, wrong, expected = {}, [], None
     grad = make_grad(shape, dtype, device)
     for variant in variants:
@@ -99,7 +98,7 @@ def time_operators(operators, shape, causal: bool, which: str, args, report: Rep
     runs = {variant: make_run(op, inputs, grad, which) for variant, (op, inputs) in operators.items()}
     source = torch.empty(COPY_BYTES[args.device], dtype=torch.uint8, device=args.device).random_()
     target = torch.empty_like(source)
-    timed = {variant: lambda run=run: run for variant, run in runs.items()} | {"copy": lambda: lambda: target.copy_(source)}
+    timed = runs | {"copy": lambda: target.copy_(source)}
     seconds = measure(timed, args.repeats, device=args.device, ahead=True)
     copy = seconds.pop("copy")
     floor_bytes = FLOOR_TENSORS[which] * grad.nbytes
@@ -121,36 +120,31 @@ def time_operators(operators, shape, causal: bool, which: str, args, report: Rep
 
 
 def report_memory(shape, args, report: Report) -> None:
-    """Peak of a forward pass beyond its inputs, without the wrong results' check: it would need several times the memory."""
+    """Peak of a forward pass beyond its inputs; results are not checked, which would need several times the memory."""
+    case = {"form": "causal", "pass": "forward", **dict(zip("BTHp", shape)), "dtype": dtype_name(args.dtype)}
     for variant in args.variants:
         inputs = OPERATORS[variant].make_inputs(shape, True, args.dtype, args.device)
         op = attempt(variant, OPERATORS[variant].make, True, args.device)
-        if op is None:
-            continue
-        peak = peak_bytes(make_run(op, inputs, None, "forward"), args.device)
-        case = {
-            "variant": variant,
-            "form": "causal",
-            "pass": "forward",
-            **dict(zip("BTHp", shape)),
-            "dtype": dtype_name(args.dtype),
-        }
-        report.add(case, {"peak MiB": peak / 2**20, "peak / bytes of w": peak / inputs[0].nbytes})
+        if op is not None:
+            peak = peak_bytes(make_run(op, inputs, None, "forward"), args.device)
+            report.add({"variant": variant} | case, {"peak MiB": peak / 2**20, "peak / bytes of w": peak / inputs[0].nbytes})
 
 
-def add_arguments(parser) -> None:
-    parser.add_argument(
-        "--shape", type=int, nargs=4, action="append", metavar=("B", "T", "H", "p"), help="repeat it for several shapes"
-    )
+def add_op_arguments(parser) -> None:
+    shape = {"nargs": 4, "action": "append", "metavar": ("B", "T", "H", "p"), "help": "repeat it for several shapes"}
+    parser.add_argument("--shape", type=int, **shape)
     parser.add_argument("--form", nargs="+", choices=("causal", "bidirectional"), default=("causal", "bidirectional"))
     parser.add_argument("--pass", nargs="+", choices=PASSES, default=PASSES, dest="passes")
-    parser.add_argument(
-        "--variants", nargs="+", choices=OPERATORS, help="all, or with --memory eager and literal, unless given"
-    )
+    parser.add_argument("--variants", nargs="+", choices=OPERATORS, help="default: all; with --memory eager and literal")
     parser.add_argument("--memory", action="store_true", help="peak memory of a long forward pass instead of times")
 
 
-def run(args, report: Report) -> int:
+def op_environment(args) -> dict[str, str]:
+    return {} if args.memory else KEEP_FREED_MEMORY
+
+
+@benchmark("op", OP, add_op_arguments, dtype=True, environment=op_environment)
+def run_op(args, report: Report) -> int:
     args.variants = args.variants or (("eager", "literal") if args.memory else OPERATORS)
     if args.memory:
         for shape in args.shape or [LONG_SHAPE]:
@@ -173,9 +167,58 @@ def run(args, report: Report) -> int:
     return 1 if all_wrong else 0
 
 
-main = benchmark(__doc__, __file__, run, add_arguments, dtype=True)
+# Options beyond the paper ---------------------------------------------------------------------------------------------
 
-if __name__ == "__main__":
-    if "--memory" not in sys.argv:
-        restart_keeping_freed_memory()
-    sys.exit(main())
+OPTIONS = """The cost of the options beyond the paper: the operator with decay beside the one without, and a layer with the
+short convolution beside one without.
+
+What is compared takes turns in one run; `this / plain` is a quotient of each round. Decay factors are those of a new model,
+and per token scattered around them.
+"""
+CODES = ("eager", "compiled")
+CONV_KERNEL = 4
+
+
+def operator_runs(compiled: bool, which: str, shape, device: str) -> dict:
+    """What is timed for each kind of decay."""
+    runs = {}
+    for kind, operator in DECAYS.items():
+        inputs = operator.make_inputs(shape, True, torch.float32, device)
+        op = replace(operator, compiled=compiled).make(True, device)
+        runs[kind] = make_run(op, inputs, make_grad(shape, torch.float32, device), which)
+    return runs
+
+
+def layer_runs(compiled: bool, which: str, shape, device: str) -> dict:
+    """What is timed with and without the convolution, of one attention layer."""
+    B, T, H, p = shape
+    runs = {}
+    for kind, kernel in {"none": None, f"convolution of {CONV_KERNEL}": CONV_KERNEL}.items():
+        torch.manual_seed(0)
+        layer = TokenStatisticsSelfAttention(H * p, H, causal=True, conv_kernel=kernel, backend="reference").to(device)
+        tokens = torch.randn(B, T, H * p).to(device).requires_grad_()
+
+        def attend(tokens, *parameters, layer=layer):
+            return layer(tokens)[0]
+
+        function = torch.compile(attend, dynamic=False) if compiled else attend
+        runs[kind] = make_run(function, [tokens, *layer.parameters()], make_grad((B, T, H * p), torch.float32, device), which)
+    return runs
+
+
+def add_options_arguments(parser) -> None:
+    parser.add_argument("--shape", type=int, nargs=4, default=CPU_SHAPES[0], metavar=("B", "T", "H", "p"))
+    parser.add_argument("--code", nargs="+", choices=CODES, default=CODES)
+
+
+@benchmark("options", OPTIONS, add_options_arguments, repeats=15, environment=lambda args: KEEP_FREED_MEMORY)
+def run_options(args, report: Report) -> None:
+    shape = tuple(args.shape)
+    for what, make_runs in {"operator": operator_runs, "layer": layer_runs}.items():
+        for code in args.code:
+            torch.compiler.reset()
+            for which in PASSES:
+                seconds = measure(make_runs(code == "compiled", which, shape, args.device), args.repeats, device=args.device)
+                for kind, times in seconds.items():
+                    case = {"option": kind, "what": what, "code": code, "pass": which, **dict(zip("BTHp", shape))}
+                    report.add(case, {"ms": spread(times) * 1e3, "this / plain": ratio(times, seconds["none"])})

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from rows import markdown
+from records import markdown
 
 from tost_hf import PRESETS, ToSTConfig, ToSTForCausalLM, ToSTModel
 
@@ -26,7 +26,7 @@ WAYS = ("DDP", "FSDP2", "tp", "cp")
 TRAINED_BYTES = 16  # per parameter in float32: itself, its gradient, two moments of AdamW
 
 
-class Counts(NamedTuple):
+class ModelCosts(NamedTuple):
     """What a model is made of and keeps for the backward pass; of kept tensors, bytes."""
 
     parameters: int
@@ -49,12 +49,12 @@ def make_config(name: str) -> ToSTConfig:
 
 
 @cache
-def count(name: str) -> Counts:
+def count(name: str) -> ModelCosts:
     config = make_config(name)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in ToSTForCausalLM(config).parameters())
     one, two = (kept_bytes(config, layers=layers) for layers in (1, 2))
-    return Counts(parameters, one + (config.num_hidden_layers - 1) * (two - one))
+    return ModelCosts(parameters, one + (config.num_hidden_layers - 1) * (two - one))
 
 
 def kept_bytes(config: ToSTConfig, layers: int, tokens: int = 64, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -127,20 +127,20 @@ def amount(size: float) -> str:
 def memory_table(_=None) -> str:
     """Memory per GPU, of one text on one GPU or cut along its tokens."""
     head = ["model, parameters", "GPUs", "DDP, cp", "FSDP2, tp", *(f"kept, {length}" for length in TOKENS)]
-    rows = []
+    lines = []
     for name in SIZES:
         parameters, per_token = count(name)
         for gpus in GPUS:
             trained = [amount(held(parameters, way, gpus)) for way in ("DDP", "FSDP2")]
             kept = [amount(per_token * tokens / gpus) for tokens in TOKENS.values()]
-            rows.append([f"{name}, {parameters / 1e6:,.0f} M" if gpus == 1 else "", f"{gpus:,}", *trained, *kept])
-    return markdown(head, rows)
+            lines.append([f"{name}, {parameters / 1e6:,.0f} M" if gpus == 1 else "", f"{gpus:,}", *trained, *kept])
+    return markdown(head, lines)
 
 
 def exchange_table(_=None, gpus: int = 8) -> str:
     """Bytes that each of 8 GPUs sends in a step, and the share of time at each speed if nothing overlaps."""
     head = ["model", "way", *(f"{length}: sent; share at {', '.join(map(str, SPEEDS))} GB/s" for length in TOKENS)]
-    rows = []
+    lines = []
     for name in SIZES:
         config, parameters = make_config(name), count(name).parameters
         for way in WAYS:
@@ -153,8 +153,8 @@ def exchange_table(_=None, gpus: int = 8) -> str:
                 compute = seconds_of_compute(parameters, way, gpus, tokens)
                 shares = [sent / speed / 1e9 / (sent / speed / 1e9 + compute) for speed in SPEEDS]
                 cells.append(f"{amount(sent)}; {', '.join(f'{share:.0%}' for share in shares)}")
-            rows.append([name if way == WAYS[0] else "", way, *cells])
-    return markdown(head, rows)
+            lines.append([name if way == WAYS[0] else "", way, *cells])
+    return markdown(head, lines)
 
 
 TABLES = {"plan memory": memory_table, "plan exchange": exchange_table}

@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What prefix caching saves: questions after one system prompt, chats of many turns, and the bytes of 10,000 prefixes.
 
-    python examples/benchmarks/prefix_caching.py                       # all three, on a CPU
-    python examples/benchmarks/prefix_caching.py --cases questions --models ToST GPT-2 --system 100 2000
+    python examples/benchmarks/run.py prefix_caching                       # all three, on a CPU
+    python examples/benchmarks/run.py prefix_caching --cases questions --models ToST GPT-2 --system 100 2000
 
 Random weights (they do not change the cost), models of width 768. All requests go through transformers' manager of continuous
 batching: ToST's own scheduler, and for GPT-2 transformers' paged one, whose blocks of 16 tokens are shared.
@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 from language_models import HYBRID, make_language_model
-from timing import Report, benchmark, ratio, spread
+from registry import benchmark
+from timing import Report, ratio, spread
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 
@@ -166,15 +167,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-cache-bytes", type=int, default=2**26, help="of the case prefixes")
 
 
+@benchmark("prefix_caching", __doc__, add_arguments, labels=3, repeats=3)
 def run(args: argparse.Namespace, report: Report) -> None:
     random.seed(0)
     with torch.no_grad():
         for name in args.cases:
             CASES[name](args, report)
-
-
-main = benchmark(__doc__, __file__, run, add_arguments, labels=3, repeats=3)
-
-
-if __name__ == "__main__":
-    main()

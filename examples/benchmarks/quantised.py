@@ -2,16 +2,15 @@
 """What quantisation costs and gains on a CPU: loss on real texts and images, bytes, time of a token.
 
     make demo && python examples/digits.py                                     # the two models
-    python examples/benchmarks/quantised.py                                    # their losses and bytes, saved and loaded again
-    python examples/benchmarks/quantised.py --speed                            # a token of tost-base
+    python examples/benchmarks/run.py quantised           # their losses and bytes, saved and loaded again
+    python examples/benchmarks/run.py quantised --speed   # a token of tost-base
 
-`tost-demo` reads the validation text of the demo (the interpreter's standard library), `tost-digits` the digits kept aside.
-Each method loads the folder through `from_pretrained`, as users do. "saved" says whether `save_pretrained` wrote it and
-`from_pretrained` read it again with the same loss. Statistics' parameters (`temp`, `denom_bias`) must be float32 as they were.
-Speed is of one step of one row from a cache of 64 tokens, random weights; the methods take turns.
+`tost-demo` is evaluated on the demo's validation text (the interpreter's standard library), `tost-digits` on held-out
+digits. Each method loads the folder through `from_pretrained`, as users do. "saved" says whether `save_pretrained` and
+`from_pretrained` reproduce the loss. The parameters of the statistics (`temp`, `denom_bias`) must stay in float32. Speed is
+that of one-token steps at batch 1 from a cache of 64 tokens, random weights; the methods take turns.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from demo import write_texts
 from PIL import Image
-from rows import read_rows, select
+from records import read_records, select
+from registry import benchmark
+from scoring import score, tokenize
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from timing import Report, benchmark, measure, ratio, spread
+from timing import Report, measure, ratio, spread
 from torch.nn import functional as F
 from transformers import (
     AutoImageProcessor,
@@ -37,11 +39,6 @@ from transformers import (
 )
 
 import tost_hf
-
-
-sys.path.append(str(Path(__file__).parents[1]))  # the scripts for users
-from demo import write_texts
-from scoring import score, tokenize
 
 
 WINDOW, WINDOWS = 256, 64  # tokens, and how many windows of the validation text
@@ -88,9 +85,9 @@ def text_subject(folder: Path) -> Subject:
 
 def image_subject(folder: Path) -> Subject:
     processor, digits = AutoImageProcessor.from_pretrained(folder), load_digits()
-    _, kept_aside = train_test_split(range(len(digits.target)), test_size=0.2, stratify=digits.target, random_state=0)
-    pictures = [Image.fromarray((digits.images[i] * (255 / 16)).round().astype(np.uint8)) for i in kept_aside]
-    pixels, labels = processor(pictures, return_tensors="pt")["pixel_values"], torch.tensor(digits.target[kept_aside])
+    _, held_out = train_test_split(range(len(digits.target)), test_size=0.2, stratify=digits.target, random_state=0)
+    pictures = [Image.fromarray((digits.images[i] * (255 / 16)).round().astype(np.uint8)) for i in held_out]
+    pixels, labels = processor(pictures, return_tensors="pt")["pixel_values"], torch.tensor(digits.target[held_out])
 
     @torch.inference_mode()
     def loss(model) -> float:
@@ -100,7 +97,7 @@ def image_subject(folder: Path) -> Subject:
 
 
 def load(auto_class, folder: Path | str, options: dict[str, Any]):
-    """The quantised model, after a look at its statistics' parameters.
+    """The quantised model, with the parameters of its statistics checked.
 
     Raises:
         ValueError: one of them is not in float32, or not what it was.
@@ -109,9 +106,9 @@ def load(auto_class, folder: Path | str, options: dict[str, Any]):
     whole = auto_class.from_pretrained(folder, dtype=torch.float32)
     for name, parameter in whole.named_parameters():
         if name.endswith((".temp", ".denom_bias")):
-            kept = model.get_parameter(name)
-            if kept.dtype != torch.float32 or not torch.equal(kept, parameter):
-                raise ValueError(f"{name} is {kept.dtype}, or was changed")
+            found = model.get_parameter(name)
+            if found.dtype != torch.float32 or not torch.equal(found, parameter):
+                raise ValueError(f"{name} is {found.dtype}, or was changed")
     return model
 
 
@@ -123,7 +120,7 @@ def saved(subject: Subject, model, loss: float) -> tuple[str, float | None]:
             again = subject.auto_class.from_pretrained(scratch).eval()
             size = sum(file.stat().st_size for file in Path(scratch).iterdir() if "model" in file.name) / 2**20
             off = abs(subject.loss(again) - loss)
-        except Exception as error:  # whatever a library raises is what this row is to tell
+        except Exception as error:  # whatever a library raises is what the record is to say
             return reason(error), None
     return ("yes" if off < 1e-4 else f"no: the loss differs by {off:.2g}"), size
 
@@ -135,7 +132,7 @@ def reason(error: Exception) -> str:
 
 def losses(args, report: Report) -> None:
     subjects = {"tost-demo": text_subject, "tost-digits": image_subject}
-    done = read_rows(report.path) if report.path.exists() else []
+    done = read_records(report.path)
     for name, prepare in subjects.items():
         subject = prepare(Path(args.models) / name)
         for method, options in METHODS.items():
@@ -152,48 +149,46 @@ def losses(args, report: Report) -> None:
             report.add(case | {"saved": verdict}, {"loss": loss, "saved MiB": size})
 
 
+class Steps:
+    """One-token steps; `reset` makes a new cache of the prefix."""
+
+    def __init__(self, model):
+        self.model, self.token = model, torch.ones(1, 1, dtype=torch.long)
+        self.reset()
+
+    def reset(self):
+        self.cache = DynamicCache(config=self.model.config)
+        self.model(self.token.expand(1, POSITION), past_key_values=self.cache, logits_to_keep=1)
+
+    def __call__(self):
+        self.model(self.token, past_key_values=self.cache)
+
+
 @torch.inference_mode()
 def speed(args, report: Report) -> None:
     torch.manual_seed(0)
-    token, prefix = torch.ones(1, 1, dtype=torch.long), torch.ones(1, POSITION, dtype=torch.long)
     runs = {}
     with tempfile.TemporaryDirectory() as scratch:
         tost_hf.ToSTForCausalLM(tost_hf.ToSTConfig.from_preset("tost-base")).save_pretrained(scratch)
         for method, options in METHODS.items():
             try:
                 model = AutoModelForCausalLM.from_pretrained(scratch, **({"dtype": torch.float32} | options())).eval()
-                runs[method] = steps(model, token, prefix)
-                runs[method]()()
+                steps = Steps(model)
+                steps()
+                runs[method] = steps
             except Exception as error:
                 print(f"{method}: {reason(error)}", flush=True)
-                runs.pop(method, None)
-                continue
-    seconds = measure(runs, args.repeats, warm_up=1)
-    for method in runs:
-        metrics = {
-            "ms a token": spread(seconds[method]) * 1e3,
-            "float32 / this": ratio(seconds["float32"], seconds[method]),
-        }
+    seconds = measure(runs, args.repeats, warm_up=1, reset=lambda method: runs[method].reset())
+    for method, times in seconds.items():
+        metrics = {"ms a token": spread(times) * 1e3, "float32 / this": ratio(seconds["float32"], times)}
         report.add({"model": "tost-base", "method": method, "saved": ""}, metrics)
 
 
-def steps(model, token: torch.Tensor, prefix: torch.Tensor) -> Callable[[], Callable[[], object]]:
-    """Steps on from a text, each from a cache of its own."""
-
-    def prepare():
-        cache = DynamicCache(config=model.config)
-        model(prefix, past_key_values=cache, logits_to_keep=1)
-        return lambda: model(token, past_key_values=cache)
-
-    return prepare
-
-
 def add_arguments(parser) -> None:
-    parser.add_argument("--models", default=".", metavar="FOLDER", help="where tost-demo and tost-digits are")
+    parser.add_argument("--models", default=".", metavar="FOLDER", help="the folder with tost-demo and tost-digits")
     parser.add_argument("--speed", action="store_true", help="time tost-base in place of the losses")
 
 
-main = benchmark(__doc__, __file__, lambda *run: (speed if run[0].speed else losses)(*run), add_arguments, labels=2)
-
-if __name__ == "__main__":
-    main()
+@benchmark("quantised", __doc__, add_arguments, labels=2)
+def run(args, report: Report) -> None:
+    (speed if args.speed else losses)(args, report)

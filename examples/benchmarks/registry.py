@@ -1,9 +1,25 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The operators that benchmarks compare: how each is called, and on what. To compare another one, add it to `OPERATORS`."""
+"""The benchmarks that run.py runs, and the operators that they compare; the models are in language_models.py.
 
+To add a benchmark, write a function of the parsed arguments and the report, register it with `@benchmark` (speed) or
+`@training_benchmark` in a module here or in ../research, and list its name and module in `BENCHMARKS`:
+
+    def add_arguments(parser): parser.add_argument("--layers", type=int, default=12)
+
+    @benchmark("prefill", __doc__, add_arguments)
+    def run(args, report):
+        seconds = measure({"ToST": step}, args.repeats, device=args.device)  # timing.py: interleaved rounds
+        report.add({"model": "ToST", "layers": args.layers}, {"ms": spread(seconds["ToST"]) * 1e3})
+
+Its records are appended to results/prefill.csv. To publish them, describe a table in cited.toml, name it between marks on a
+page and run `make results`. To compare another operator, add it to `OPERATORS`.
+"""
+
+import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -12,6 +28,100 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tost_hf import tssa
 from tost_hf.model import tssa_reference
 from tost_hf.model.layers_tost import initial_forget_bias
+
+
+# Benchmarks -----------------------------------------------------------------------------------------------------------
+
+BENCHMARKS = {  # name to the module that registers it
+    "ablations": "compare_vision",
+    "compare_lm": "compare_lm",
+    "compare_vision": "compare_vision",
+    "decode": "decode",
+    "exported_state": "exports",
+    "exports": "exports",
+    "interactions": "interactions",
+    "kernel_costs": "kernel_costs",
+    "kernel_times": "kernel_times",
+    "locality": "synthetic",
+    "long_context": "long_context",
+    "lra": "lra",
+    "memberships": "memberships",
+    "observations": "observations",
+    "op": "op",
+    "options": "op",
+    "prefix_caching": "prefix_caching",
+    "quantised": "quantised",
+    "recall": "synthetic",
+    "resolution": "resolution",
+    "scaling": "scaling",
+    "serving": "serving",
+    "tightness": "tightness",
+    "train_lm": "train_lm",
+}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A registered benchmark.
+
+    Args:
+        run: measures; returns an exit status, or None for 0.
+        description: for `--help`.
+        add_arguments: adds its own arguments to the parser.
+        trains: whether it trains models (arguments --steps, --seeds, --learning_rates) or times them (--device, --repeats).
+        defaults: of the shared arguments.
+        dtype: whether there is `--dtype`; `run` gets it as a torch dtype.
+        labels: of `timing.Report`.
+        file: for one that trains, the file of its records.
+        environment: from the parsed arguments, the variables that its process must be started with.
+    """
+
+    run: Callable[[argparse.Namespace, Any], int | None]
+    description: str | None
+    add_arguments: Callable[[argparse.ArgumentParser], object]
+    trains: bool
+    defaults: dict[str, object]
+    dtype: bool = False
+    labels: int = 1
+    file: str = "results"
+    environment: Callable[[argparse.Namespace], dict[str, str]] = lambda args: {}
+
+
+_REGISTERED: dict[str, Benchmark] = {}
+
+
+def benchmark(name: str, description: str | None, add_arguments: Callable = lambda parser: None, repeats: int = 5, **fields):
+    """Registers a speed benchmark, `run(args, report)` with a `timing.Report`; `fields` are those of `Benchmark`."""
+
+    def register(run):
+        _REGISTERED[name] = Benchmark(run, description, add_arguments, False, {"repeats": repeats}, **fields)
+        return run
+
+    return register
+
+
+def training_benchmark(
+    name: str,
+    description: str | None,
+    add_arguments: Callable,
+    *,
+    steps: int | None,
+    learning_rates: Sequence[float],
+    file: str = "results",
+):
+    """Registers a benchmark that trains, `run(args, results)` with a `training.Results`."""
+
+    def register(run):
+        defaults = {"steps": steps, "learning_rates": list(learning_rates)}
+        _REGISTERED[name] = Benchmark(run, description, add_arguments, True, defaults, file=file)
+        return run
+
+    return register
+
+
+def load_benchmark(name: str) -> Benchmark:
+    importlib.import_module(BENCHMARKS[name])
+    return _REGISTERED[name]
 
 
 # Inputs ---------------------------------------------------------------------------------------------------------------

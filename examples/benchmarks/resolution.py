@@ -1,14 +1,13 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What an image costs at 224 to 2,048 pixels per side: ToST-small beside transformers' ViT-small, both with 16-pixel patches.
 
-    python examples/benchmarks/resolution.py
-    python examples/benchmarks/resolution.py --training --preset tiny --sizes 96 224  # images per second of training steps
+    python examples/benchmarks/run.py resolution
+    python examples/benchmarks/run.py resolution --training --preset tiny --sizes 96 224  # images per second of training steps
 
 Random weights (they do not change the cost), batch 1, eager, forward only; ViT with PyTorch's scaled dot product attention,
-and an `image_size` of its own at every resolution. The two models take turns, with a C library that keeps freed memory.
-Prints the time of a forward pass, its peak memory beyond the loaded model (on a CPU measured in a process of its own, with
-an ordinary C library), the first size from which on ToST is the faster, and the ratios of times at four times the
-tokens: 4 is linear growth, 16 quadratic.
+and the `image_size` of every resolution. The models take turns, with a C library that keeps freed memory. Reports the time
+of a forward pass, its peak memory beyond the loaded model (on a CPU measured in a separate process), the first size from
+which on ToST is the faster, and the ratios of times at four times the tokens: 4 is linear growth, 16 quadratic.
 
 With --training it is steps on batches of 8 images (forward, backward, AdamW), of the XCA and softmax trunks as well, and the
 shares of a step that the profiler finds for matrix products and convolutions. TSSA's share is the time of its operator alone,
@@ -18,17 +17,17 @@ forward and backward, in all layers.
 import argparse
 
 import torch
+from registry import benchmark
 from timing import (
+    KEEP_FREED_MEMORY,
     Report,
-    benchmark,
     describe,
     describe_crossover,
     dtype_name,
-    in_own_process,
+    in_new_process,
     measure,
     peak_bytes,
     ratio,
-    restart_keeping_freed_memory,
     spread,
 )
 from transformers import ViTConfig, ViTModel
@@ -81,7 +80,7 @@ def find_peaks(name: str, sides, layers: int, device: str, dtype) -> dict[int, i
 def find_seconds(side: int, layers: int, repeats: int, device: str, dtype) -> dict[str, list[float]]:
     pixels = torch.randn(1, 3, side, side, device=device, dtype=dtype)
     models = {name: build(name, side, layers, device, dtype) for name in MODELS}
-    runs = {name: lambda model=model: lambda: model(pixels) for name, model in models.items()}
+    runs = {name: lambda model=model: model(pixels) for name, model in models.items()}
     return measure(runs, repeats, device=device, warm_up=1 if device == "cpu" else 3)
 
 
@@ -130,14 +129,8 @@ def profile_shares(step, device: str) -> dict[str, float]:
 def report_training(sides, args, report: Report) -> None:
     for side in sides:
         steps = {name: make_training_step(name, side, args) for name in (*TRUNKS, "ViT")}
-        runs = {name: lambda step=step: step for name, step in steps.items()}
-        operator = make_operator_step(side, args)
-        seconds = measure(
-            runs | {"TSSA": lambda step=operator: step},
-            args.repeats,
-            device=args.device,
-            warm_up=1 if args.device == "cpu" else 3,
-        )
+        runs = steps | {"TSSA": make_operator_step(side, args)}
+        seconds = measure(runs, args.repeats, device=args.device, warm_up=1 if args.device == "cpu" else 3)
         for name, step in steps.items():
             times = seconds[name]
             metrics = {
@@ -170,6 +163,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--training", action="store_true", help="images per second of training steps instead")
 
 
+@benchmark("resolution", __doc__, add_arguments, dtype=True, environment=lambda args: KEEP_FREED_MEMORY)
 def run(args, report: Report) -> None:
     sides = sorted(set(args.sizes))
     if args.training:
@@ -178,7 +172,7 @@ def run(args, report: Report) -> None:
     peaks = {}
     for name in MODELS:
         where = (name, sides, args.layers, args.device, args.dtype)
-        peaks[name] = find_peaks(*where) if args.device == "cuda" else in_own_process(find_peaks, *where)
+        peaks[name] = find_peaks(*where) if args.device == "cuda" else in_new_process(find_peaks, *where)
     seconds, gains = {}, {}
     for side in sides:
         seconds[side] = find_seconds(side, args.layers, args.repeats, args.device, args.dtype)
@@ -192,10 +186,3 @@ def run(args, report: Report) -> None:
         if 2 * side in seconds:
             growth = (f"{name} {describe(ratio(seconds[2 * side][name], seconds[side][name]))}" for name in MODELS)
             print(f"time at {2 * side} / time at {side} pixels, four times the tokens: {', '.join(growth)}")
-
-
-main = benchmark(__doc__, __file__, run, add_arguments, dtype=True)
-
-if __name__ == "__main__":
-    restart_keeping_freed_memory()
-    main()

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Growth with the number of tokens: the paper's figure, 12 attention layers alone (width 384, 8 heads), batch 1, forward.
 
-    python examples/benchmarks/scaling.py
+    python examples/benchmarks/run.py scaling
 
 ToST's bidirectional TSSA layers beside softmax attention layers (one projection to queries, keys and values, PyTorch's scaled
 dot product attention, one projection back); each layer's output is added to its input. ToST is measured first, all lengths
@@ -11,17 +11,17 @@ the exponent of time over tokens from 8,192 on: 1 is linear growth, 2 quadratic.
 """
 
 import torch
+from registry import benchmark
 from timing import (
+    KEEP_FREED_MEMORY,
     Report,
     attempt,
-    benchmark,
     describe_crossover,
     dtype_name,
-    in_own_process,
+    in_new_process,
     measure,
     peak_bytes,
     ratio,
-    restart_keeping_freed_memory,
     slope,
     spread,
 )
@@ -87,14 +87,14 @@ def peaks(kind: str, lengths, dtype, device: str) -> dict[int, int]:
 def measure_peaks(kind: str, lengths, dtype, device: str) -> dict[int, int]:
     if device == "cuda":
         return peaks(kind, lengths, dtype, device)
-    return in_own_process(peaks, kind, lengths, dtype, device)
+    return in_new_process(peaks, kind, lengths, dtype, device)
 
 
 def measure_times(kinds, lengths, args) -> dict[str, dict[int, list[float]]]:
     """Seconds of each round, {kind: {length: seconds}}; all take turns."""
     models = {kind: Layers(kind).to(args.device, args.dtype) for kind in kinds}
     tokens = {n: make_tokens(n, args.dtype, args.device) for n in lengths}
-    runs = {(kind, n): lambda model=models[kind], x=tokens[n]: lambda: model(x) for n in lengths for kind in kinds}
+    runs = {(kind, n): lambda model=models[kind], x=tokens[n]: model(x) for n in lengths for kind in kinds}
     warm_up = 1 if args.device == "cpu" else 3
     seconds = measure(runs, args.repeats, device=args.device, warm_up=warm_up, ahead=True)
     return {kind: {n: seconds[kind, n] for n in lengths} for kind in kinds}
@@ -117,6 +117,7 @@ def add_arguments(parser) -> None:
     )
 
 
+@benchmark("scaling", __doc__, add_arguments, dtype=True, labels=2, environment=lambda args: KEEP_FREED_MEMORY)
 def run(args, report: Report) -> None:
     limit = args.softmax_limit or (131072 if args.device == "cuda" else 8192)
     lengths = {"ToST": sorted(set(args.tokens))}
@@ -140,10 +141,3 @@ def run(args, report: Report) -> None:
     for kind in KINDS:
         for n, peak in (attempt(kind, measure_peaks, kind, lengths[kind], args.dtype, args.device) or {}).items():
             report.add({"kind": kind, "tokens": n} | case, {"peak MiB": peak / 2**20})
-
-
-main = benchmark(__doc__, __file__, run, add_arguments, dtype=True, labels=2)
-
-if __name__ == "__main__":
-    restart_keeping_freed_memory()
-    main()

@@ -1,12 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What a server gives its clients: tokens per second of `tost-hf serve`, asked by 1, 8 and 32 clients at once.
 
-    python examples/benchmarks/serving.py    # CPU: a ToST-base-sized model, answers of 32 tokens to prompts of 16
-    python examples/benchmarks/serving.py --models "ToST conv token"  # options beyond the paper
+    python examples/benchmarks/run.py serving    # CPU: a ToST-base-sized model, answers of 32 tokens to prompts of 16
+    python examples/benchmarks/run.py serving --models "ToST conv token"  # options beyond the paper
 
-Random weights (they do not change the cost). The server is another process; each client is a thread that sends a request
+Random weights (they do not change the cost). The server is a separate process; each client is a thread that sends a request
 and waits for the whole greedy answer. The numbers of clients take turns, and a ratio is taken round by round. The time is that
-from the first request to the last answer, so reading the prompts counts.
+from the first request to the last answer, prefill included.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from pathlib import Path
 
 from decode import build
 from language_models import NO_STATISTICS, OPTIONS
-from rows import parse_arguments
-from timing import Report, arguments, choose_dtype, dtype_argument, print_header, ratio, spread
+from registry import benchmark
+from timing import Report, dtype_name, ratio, spread
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +39,7 @@ def write_folder(folder: Path, name: str, args: argparse.Namespace) -> None:
     """A model with a tokenizer whose tokens are words: w0, w1, ..."""
     model = build(name, args.layers, args.prompt + args.tokens)
     model.generation_config.eos_token_id = None  # all answers are of one length
-    model.to(choose_dtype(args)).save_pretrained(folder)
+    model.to(args.dtype).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
@@ -56,7 +56,7 @@ def running_server(folder: Path, device: str):
         process = subprocess.Popen([*command, "--host", "127.0.0.1"], stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + START_SECONDS
-        while not _answers(port):
+        while not is_healthy(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"The server did not start: {(folder / 'log.txt').read_text()[-2000:]}")
             time.sleep(0.2)
@@ -66,7 +66,7 @@ def running_server(folder: Path, device: str):
         process.wait()
 
 
-def _answers(port: int) -> bool:
+def is_healthy(port: int) -> bool:
     try:
         return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
     except OSError:
@@ -90,7 +90,7 @@ def ask(port: int, prompt: str, tokens: int) -> None:
 
 
 def seconds_of(port: int, clients: int, args: argparse.Namespace) -> float:
-    """From the first request to the last answer, all asked at once."""
+    """From the first request to the last answer, all sent at once."""
     prompts = [" ".join(f"w{random.randrange(1000)}" for _ in range(args.prompt)) for _ in range(clients)]
     with ThreadPoolExecutor(clients) as pool:
         start = time.perf_counter()
@@ -98,18 +98,16 @@ def seconds_of(port: int, clients: int, args: argparse.Namespace) -> float:
         return time.perf_counter() - start
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = arguments(__doc__, repeats=3)
-    dtype_argument(parser)
+def add_arguments(parser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["ToST"])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
-    args = parse_arguments(parser, argv, __file__)
-    print_header(args.device)
-    report = Report(args, labels=2)
-    dtype = str(choose_dtype(args)).removeprefix("torch.")
+
+
+@benchmark("serving", __doc__, add_arguments, repeats=3, dtype=True, labels=2)
+def run(args: argparse.Namespace, report: Report) -> None:
     random.seed(0)
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
@@ -120,13 +118,9 @@ def main(argv: list[str] | None = None) -> None:
                 for _ in range(args.repeats):
                     for clients, measured in rates.items():
                         measured.append(clients * args.tokens / seconds_of(port, clients, args))
+        fewest = min(args.clients)
         for clients, measured in rates.items():
             case = {"model": name, "clients": clients, "prompt": args.prompt, "tokens": args.tokens}
-            case |= {"layers": args.layers, "dtype": dtype}
-            fewest = min(args.clients)
+            case |= {"layers": args.layers, "dtype": dtype_name(args.dtype)}
             metrics = {"tokens/s": spread(measured), f"this / {fewest} client": ratio(measured, rates[fewest])}
             report.add(case, metrics)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What every speed benchmark here shares: interleaved timing on CPU and GPU, its statistics, memory, what it prints.
+"""What the speed benchmarks share: interleaved timing on CPU and GPU, its statistics, memory, the report.
 
-A figure is the median of several rounds, given with the smallest and the largest. What is compared takes turns within a
-round, and a ratio is taken round by round, so that whatever else the machine does falls on all alike.
+A time is the median of several rounds, with the minimum and the maximum. What is compared takes turns within a round, and a
+ratio is taken round by round, so that other load on the machine affects all alike.
 """
 
 import argparse
@@ -12,20 +12,19 @@ import math
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from rows import RESULTS, Spread, append_rows, machine, origin, output_of, parse_arguments, versions
+from records import VALUE_COLUMNS, Spread, append_records, machine, origin, output_of, versions
 
 
 FLUSH_BYTES = 2**28  # more than the last-level cache of any GPU
 AHEAD_CYCLES = 20_000_000  # about 10 ms on a GPU
 ROUND_SECONDS = 0.1
 MAX_CALLS = 20
-VALUE_COLUMNS = ("metric", "value", "low", "high")
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
@@ -96,44 +95,45 @@ def cuda_clock(device: torch.device, ahead: bool = False) -> Callable[[Callable[
 
 
 def measure(
-    runs: Mapping[object, Callable[[], Callable[[], object]]],
+    runs: Mapping[object, Callable[[], object]],
     repeats: int,
     *,
     device: torch.device | str = "cpu",
     warm_up: int = 3,
     ahead: bool = False,
+    reset: Callable[[object], object] = lambda name: None,
 ) -> dict[object, list[float]]:
     """Seconds of each run in each of `repeats` rounds, after `warm_up` (at least 1) rounds that do not count.
 
-    Each run is a function that prepares and returns the function to time. A round's figure is the median of as many calls as
-    fit into a tenth of a second, from 1 to 20. On a GPU `ahead` leaves out the host's time to launch (`cuda_clock`).
+    A round's time is the median of as many calls as fit into a tenth of a second, from 1 to 20.
+
+    Args:
+        runs: what is timed, by name.
+        ahead: on a GPU, whether the host's time to launch is left out (`cuda_clock`).
+        reset: called with a run's name before each of its calls, untimed.
     """
     device = torch.device(device)
     clock = cuda_clock(device, ahead) if device.type == "cuda" else seconds_on_cpu
+
+    def time_once(name) -> float:
+        reset(name)
+        return clock(runs[name])
+
     for _ in range(warm_up):
-        calls = {name: min(max(round(ROUND_SECONDS / clock(prepare())), 1), MAX_CALLS) for name, prepare in runs.items()}
+        calls = {name: min(max(round(ROUND_SECONDS / time_once(name)), 1), MAX_CALLS) for name in runs}
     seconds = {name: [] for name in runs}
     for _ in range(repeats):
-        for name, prepare in runs.items():
-            seconds[name].append(statistics.median(clock(prepare()) for _ in range(calls[name])))
+        for name in runs:
+            seconds[name].append(statistics.median(time_once(name) for _ in range(calls[name])))
     return seconds
 
 
-KEEP_FREED_MEMORY = {
+KEEP_FREED_MEMORY = {  # environment in which glibc keeps freed memory
+    # by default it returns tensors over 32 MB to the kernel, and large sizes would mostly measure page faults
     "MALLOC_MMAP_THRESHOLD_": str(2**33),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "MALLOC_TOP_PAD_": str(2**30),
 }
-
-
-def restart_keeping_freed_memory() -> None:
-    """Starts the script again with a C library (glibc) that keeps memory once freed.
-
-    By default it gives tensors over 32 MB back to the kernel, and large sizes would mostly measure the page faults of getting
-    them again.
-    """
-    if not KEEP_FREED_MEMORY.keys() <= os.environ.keys():
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_FREED_MEMORY)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -161,29 +161,17 @@ def _resident_kilobytes(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def in_own_process(function: Callable, *args):
-    """The result of a module's function, run in a fresh process with an ordinary C library."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, function, args))
+def in_new_process(function: Callable, *args):
+    """The result of a module's function, run in a fresh process without `KEEP_FREED_MEMORY`."""
     kept = {name: os.environ.pop(name) for name in KEEP_FREED_MEMORY if name in os.environ}
-    process.start()
-    os.environ.update(kept)
-    sender.close()
     try:
-        result = receiver.recv()
-    except EOFError:
-        raise RuntimeError(f"The process that ran {function.__name__} ended without a result.") from None
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function, *args).result()
     finally:
-        process.join()
-    return result
+        os.environ.update(kept)
 
 
-def _send_result(sender, function, args) -> None:
-    sender.send(function(*args))
-
-
-# Where figures come from and go to ------------------------------------------------------------------------------------
+# Report ---------------------------------------------------------------------------------------------------------------
 
 
 def print_header(device: torch.device | str = "cpu") -> None:
@@ -200,33 +188,29 @@ def print_header(device: torch.device | str = "cpu") -> None:
 
 
 class Report:
-    """The tables of one script: each case is printed, and its metrics are appended to `<results>/<script>.csv`, as it comes.
+    """The records of a speed benchmark: each case is printed and appended to `<results>/<benchmark>.csv` as it comes.
 
-    A case's first `labels` columns name the row; the others stand above the table.
+    The first `labels` columns of a case name the line of the printed table; the others are its heading.
     """
 
     def __init__(self, args: argparse.Namespace, labels: int = 1):
-        self.path = (args.results / args.script).with_suffix(".csv")
-        self.origin = origin(args, args.device)
-        self.labels = labels
-        self.heading = None
+        self.path = args.results / f"{args.benchmark}.csv"
+        self.origin, self.labels, self.heading = origin(args), labels, None
 
     def add(self, case: Mapping[str, object], metrics: Mapping[str, Spread | float | None]) -> None:
-        """One case (its columns are the same throughout a script) and what was measured of it; None where nothing was."""
+        """One case (its columns are the same throughout a benchmark) and its metrics; None for what was not measured."""
         columns = list(case.items())
         label = " ".join(digits(x) if isinstance(x, int) else x for _, x in columns[: self.labels])
-        others = columns[self.labels :]
-        heading = ", ".join(x if isinstance(x, str) else f"{name} {x:,}" for name, x in others)
+        heading = ", ".join(x if isinstance(x, str) else f"{name} {x:,}" for name, x in columns[self.labels :])
         if (heading, list(metrics)) != self.heading:
             self.heading = (heading, list(metrics))
             print(f"\n{heading}\n{'':20}" + "".join(f"{name:>27}" for name in metrics))
         print(f"{label:20}" + "".join(f"{describe(x):>27}" for x in metrics.values()), flush=True)
-        rows = []
-        for name, x in metrics.items():
-            if x is not None:
-                values = x if isinstance(x, Spread) else (x, x, x)
-                rows.append({**self.origin, **case, **dict(zip(VALUE_COLUMNS, (name, *(f"{v:.6g}" for v in values))))})
-        append_rows(self.path, rows)
+        spreads = {name: x if isinstance(x, Spread) else Spread(x, x, x) for name, x in metrics.items() if x is not None}
+        values = {name: [f"{value:.6g}" for value in x] for name, x in spreads.items()}
+        append_records(
+            self.path, [{**self.origin, **case, **dict(zip(VALUE_COLUMNS, (name, *x)))} for name, x in values.items()]
+        )
 
 
 def describe(x: Spread | float | None) -> str:
@@ -242,62 +226,8 @@ def digits(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.3g}"
 
 
-# Command lines --------------------------------------------------------------------------------------------------------
-
-
-def arguments(doc: str, repeats: int = 5) -> argparse.ArgumentParser:
-    """A parser with what all scripts take."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=repeats, help="rounds; a figure is their median (smallest..largest)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV that rows are appended to")
-    return parser
-
-
-def dtype_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 on a CPU unless given")
-
-
-def choose_dtype(args: argparse.Namespace) -> torch.dtype:
-    return getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def benchmark(
-    doc: str,
-    script: str,
-    run: Callable[[argparse.Namespace, Report], int | None],
-    add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
-    *,
-    dtype: bool = False,
-    labels: int = 1,
-    repeats: int = 5,
-) -> Callable[[Sequence[str] | None], int]:
-    """The main function of a script: it parses a command line, prints what it runs on, and measures.
-
-    Args:
-        doc, script: the script's `__doc__` and `__file__`.
-        run: measures; takes the arguments and the report, and returns an exit status, or None for 0.
-        add_arguments: adds the script's own arguments to the parser.
-        dtype: whether there is an argument `--dtype`, which `run` then gets as torch's dtype.
-        labels, repeats: as for `Report` and `arguments`.
-    """
-
-    def main(argv: Sequence[str] | None = None) -> int:
-        parser = arguments(doc, repeats)
-        if dtype:
-            dtype_argument(parser)
-        add_arguments(parser)
-        args = parse_arguments(parser, argv, script)
-        if dtype:
-            args.dtype = choose_dtype(args)
-        print_header(args.device)
-        return run(args, Report(args, labels)) or 0
-
-    return main
 
 
 def attempt(label: str, run: Callable, *args):

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Training speed: ToST beside transformers' GPT-2 (PyTorch's attention) and Mamba-2, over the length of a text.
 
-    python examples/benchmarks/train_lm.py
+    python examples/benchmarks/run.py train_lm
 
 Random tokens, no dropout, forward, backward and a step of AdamW, as many sequences as make up the tokens of a step; on a GPU
 ToST-base's width and depth, compiled, under bfloat16 autocast with float32 weights, and on a CPU small models in float32.
@@ -17,18 +17,9 @@ import importlib.util
 
 import torch
 from language_models import make_language_model
-from rows import Spread
-from timing import (
-    Report,
-    attempt,
-    benchmark,
-    describe_crossover,
-    dtype_name,
-    measure,
-    peak_bytes,
-    ratio,
-    spread,
-)
+from records import Spread
+from registry import benchmark
+from timing import Report, attempt, describe_crossover, dtype_name, measure, peak_bytes, ratio, spread
 from torch.nn import functional as F
 from transformers import AttentionInterface, Mamba2Config, Mamba2ForCausalLM
 
@@ -128,7 +119,7 @@ def benchmark_length(length: int, equal: str, args, report: Report) -> dict[str,
         step = attempt(name, TrainingStep, name, layers, length, args)
         if step is not None:
             steps[name] = (step, layers)
-    seconds = measure({name: lambda run=step.run: run for name, (step, _) in steps.items()}, args.repeats, device=args.device)
+    seconds = measure({name: step.run for name, (step, _) in steps.items()}, args.repeats, device=args.device)
     for name, (step, layers) in steps.items():
         batch = len(step.tokens)
         case = {"model": name, "T": length, "batch": batch, "sizes": f"equal {equal}", "size": args.size}
@@ -156,6 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
 
 
+@benchmark("train_lm", __doc__, add_arguments, dtype=True)
 def run(args: argparse.Namespace, report: Report) -> None:
     on_gpu = args.device == "cuda"
     args.size = args.size or ("base" if on_gpu else "small")
@@ -171,9 +163,3 @@ def run(args: argparse.Namespace, report: Report) -> None:
                 gains[length] = steps["GPT-2"].value / steps["ToST"].value
         if gains:
             print(f"equal {equal}: " + describe_crossover(gains, "GPT-2", "tokens"))
-
-
-main = benchmark(__doc__, __file__, run, add_arguments, dtype=True)
-
-if __name__ == "__main__":
-    main()

@@ -1,39 +1,34 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Local against global interactions, as a dial: how much of what a model learns lies in the order of neighbours.
+"""Local against global interactions: how much of what a model learns depends on the order of adjacent tokens.
 
-    python examples/research/interactions.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+    python examples/benchmarks/run.py interactions --images CIFAR10_FOLDER --text TEXT_FOLDER
 
-- *Synthetic*: every token of a sequence is drawn, with the probability on the dial, from what follows the token two places
-  before it (one table for all sequences: local, and not to be had from the current token alone), else from the few tokens that
-  its sequence prefers (global). A model is trained at each setting of the dial; its loss stands beside GPT-2's and that of who
-  knows table, dial and preferences.
+- *Synthetic*: every token of a sequence is drawn, with a given probability, from the successors of the token two positions
+  before it (one table for all sequences: local, and not predictable from the current token alone), else from the few tokens
+  that its sequence prefers (global). A model is trained at each probability; its loss is compared with GPT-2's and with that
+  of the true distribution.
 - *Text*: the words of the held-out text are shuffled within windows of so many words, for models trained on the text as it is.
 - *Images*: so are the patches of test images, within squares of so many patches on a side.
 
-Windows of 1 leave everything in place. Rows that are there are not measured again.
+Windows of 1 leave everything in place. Seeds that have records are not run again.
 """
 
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
+import observations
 import torch
+from compare_lm import SIZES, encode, split_into_examples
+from compare_vision import Images, accuracy, load_images, make_classifier, train_classifier
+from language_models import make_language_model
+from observations import CONTEXT, load_text, make_reader, train_reader
+from registry import training_benchmark
 from torch.nn import functional as F
+from training import Batches, Results, train
 from transformers import PreTrainedModel
 
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-from compare_lm import SIZES, cut, encode
-from compare_vision import Images, accuracy, load_images, make_classifier, train_classifier
-from experiments import Batches, Results, first, train
-from language_models import make_language_model
-from observations import CONTEXT, load_text, make_parser_of_both, make_reader, train_reader
-from rows import parse_arguments
-
-
-DIAL = (0, 25, 50, 75, 100)  # % of the tokens that follow from the one two places before
+LOCAL_SHARES = (0, 25, 50, 75, 100)  # % of the tokens that follow from the one two positions before
 VOCAB_SIZE, PREFERRED, FOLLOWERS, DISTANCE = 32, 4, 2, 2
 LENGTH, SYNTHETIC_BATCH, SYNTHETIC_RATE = 96, 8, 1e-2
 READERS = ("ToST", "GPT-2")
@@ -59,17 +54,17 @@ def make_mixed_batch(rng: np.random.Generator, local: float, batch: int, length:
     """Sequences of which the share `local` of the tokens follows from the token `DISTANCE` before, the others from a topic.
 
     Returns:
-        `input_ids` and `labels`, (batch, length); `known`, the mean loss of who knows everything but what is drawn next.
+        `input_ids` and `labels`, (batch, length); `known`, the mean loss of the true distribution.
     """
     followers = np.random.default_rng(0).permuted(np.tile(np.arange(VOCAB_SIZE), (VOCAB_SIZE, 1)), axis=1)[:, :FOLLOWERS]
     preferred = rng.permuted(np.tile(np.arange(VOCAB_SIZE), (batch, 1)), axis=1)[:, :PREFERRED]
     probabilities = mixed_probabilities(local, followers, preferred)
-    tokens, known, rows = np.empty((batch, length), dtype=np.int64), [], np.arange(batch)
+    tokens, known, sequences = np.empty((batch, length), dtype=np.int64), [], np.arange(batch)
     tokens[:, :DISTANCE] = preferred[:, :DISTANCE]
-    for place in range(DISTANCE, length):
-        now = probabilities[rows, tokens[:, place - DISTANCE]]
-        tokens[:, place] = (now.cumsum(1) > rng.random((batch, 1)) * now.sum(1, keepdims=True)).argmax(1)
-        known.append(-np.log(now[rows, tokens[:, place]]).mean())
+    for i in range(DISTANCE, length):
+        now = probabilities[sequences, tokens[:, i - DISTANCE]]
+        tokens[:, i] = (now.cumsum(1) > rng.random((batch, 1)) * now.sum(1, keepdims=True)).argmax(1)
+        known.append(-np.log(now[sequences, tokens[:, i]]).mean())
     ids = torch.from_numpy(tokens)
     return {"input_ids": ids, "labels": ids, "known": torch.tensor(np.mean(known))}
 
@@ -81,7 +76,7 @@ def mean_loss(model: PreTrainedModel, batches) -> float:
 
 
 def synthetic(args, results: Results) -> None:
-    for share in DIAL:
+    for share in LOCAL_SHARES:
         for name in READERS:
 
             def run(seed, learning_rate, share=share, name=name):
@@ -95,13 +90,12 @@ def synthetic(args, results: Results) -> None:
                 test = list(Batches(make, 16, TEST_SEED))
                 return model, {"loss": mean_loss(model, test), "known": float(np.mean([x["known"] for x in test]))}
 
-            case = {"steps": args.steps, "batch": SYNTHETIC_BATCH, "context": LENGTH}
-            case |= {"width": SIZES["small"].width, "task": f"synthetic, {share} % local", "model": name}
-            results.add_missing(run, args, learning_rate=SYNTHETIC_RATE, **case)
+            case = {"task": f"synthetic, {share} % local", "model": name, "batch": SYNTHETIC_BATCH, "context": LENGTH}
+            results.add_missing(run, width=SIZES["small"].width, learning_rate=SYNTHETIC_RATE, **case)
 
 
-def without_known(items: list) -> dict[str, torch.Tensor]:
-    return {name: x for name, x in first(items).items() if name != "known"}
+def without_known(batches: list[dict]) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in batches[0].items() if name != "known"}
 
 
 # Text and images ------------------------------------------------------------------------------------------------------
@@ -129,7 +123,9 @@ def shuffle_patches(pixels: torch.Tensor, patch_size: int, side: int, generator:
 def texts(args, results: Results) -> None:
     text = load_text(args)
     held_out = {
-        window: cut(encode(text.tokenizer, [shuffle_words(text.held_out, window, np.random.default_rng(0))]), CONTEXT)
+        window: split_into_examples(
+            encode(text.tokenizer, [shuffle_words(text.held_out, window, np.random.default_rng(0))]), CONTEXT
+        )
         for window in WORDS
     }
     batches = {window: torch.utils.data.DataLoader(blocks[: args.test_texts], 50) for window, blocks in held_out.items()}
@@ -140,8 +136,8 @@ def texts(args, results: Results) -> None:
             train_reader(model, text, args, seed=seed)
             return model, {f"loss, window {window}": mean_loss(model, shuffled) for window, shuffled in batches.items()}
 
-        case = {"task": "text", "model": name, "steps": args.steps, "batch": args.text_batch, "context": CONTEXT}
-        results.add_missing(run, args, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
+        case = {"task": "text", "model": name, "batch": args.text_batch, "context": CONTEXT}
+        results.add_missing(run, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
 
 
 def images(args, results: Results) -> None:
@@ -159,19 +155,17 @@ def images(args, results: Results) -> None:
             model, _ = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed)
             return model, {f"accuracy, window {side}": accuracy(model, found) for side, found in shuffled.items()}
 
-        case = {"task": "images", "model": name, "steps": args.steps, "batch": args.batch, "context": grid**2}
-        results.add_missing(run, args, width=args.width, **case)
+        case = {"task": "images", "model": name, "batch": args.batch, "context": grid**2}
+        results.add_missing(run, width=args.width, **case)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser_of_both(__doc__)
-    parser.set_defaults(steps=300, layers=2, test_images=2000)
-    args = parse_arguments(parser, arguments, __file__)
-    results = Results(args)
+def add_arguments(parser) -> None:
+    observations.add_arguments(parser)
+    parser.set_defaults(layers=2, test_images=2000)
+
+
+@training_benchmark("interactions", __doc__, add_arguments, steps=300, learning_rates=(1e-3,))
+def run(args, results: Results) -> None:
     for part in (synthetic, texts, images):
         part(args, results)
     results.print_means()
-
-
-if __name__ == "__main__":
-    main()

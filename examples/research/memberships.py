@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What memberships know about photographs: their agreement with k-means on colour and place, trained and untrained.
 
-    python examples/research/memberships.py --model model_cards/trained/tost-cifar10-1m
+    python examples/benchmarks/run.py memberships --model model_cards/trained/tost-cifar10-1m
 
 The photographs, by default those of examples/photos and scikit-learn's two, are cropped to squares and resized to a multiple
 of the side that the model was trained on. The patches of each are clustered by k-means on colour and place, with as many
@@ -16,21 +16,15 @@ photographs beside their clusters and the memberships of the heads that agree mo
 and untrained.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 import sklearn.datasets
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
+from registry import training_benchmark
+from training import Results
 from transformers import AutoModelForImageClassification, PreTrainedModel, ViTImageProcessorPil, set_seed
-
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-from experiments import Results
-from rows import RESULTS, parse_arguments
 
 from tost_hf import ToSTForImageClassification
 from tost_hf.files import staged_file
@@ -117,16 +111,16 @@ def save(figure: Figure, file: Path) -> None:
         figure.savefig(staged, format="png", dpi=100)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser) -> None:
     parser.add_argument("--model", required=True, help="the folder of a vision model with TSSA")
     parser.add_argument("--photos", type=Path, nargs="+", metavar="PHOTOS", help="image files; default: see above")
     parser.add_argument("--scale", type=int, default=4, help="times the side that the model was trained on")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the untrained models")
     parser.add_argument("--picture", type=Path, help="a PNG file to draw the heads that agree most to")
     parser.add_argument("--maps", type=Path, help="a folder for pictures of every layer and head")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of memberships.csv")
-    args = parse_arguments(parser, arguments, __file__)
+
+
+@training_benchmark("memberships", __doc__, add_arguments, steps=None, learning_rates=(), file="memberships")
+def run(args, results: Results) -> None:
     files = args.photos or sample_photos()
     model = AutoModelForImageClassification.from_pretrained(args.model, dtype=torch.float32).eval()
     side = args.scale * model.config.image_size
@@ -136,7 +130,6 @@ def main(arguments: list[str] | None = None) -> None:
         set_seed(seed)
         models["untrained", seed] = ToSTForImageClassification(model.config).eval()
 
-    results = Results(args, "memberships")
     patches = (side // model.config.patch_size) ** 2
     for (state, seed), network in models.items():
         metrics, shares = measure(network, pixels)
@@ -147,7 +140,3 @@ def main(arguments: list[str] | None = None) -> None:
         if args.picture and state == "trained":
             save(draw(network, pixels[:SHOWN_PHOTOS], pictures, shares), args.picture)
     results.print_means()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The authors' observations, asked of small models before and after training: what TSSA's layers compress and group.
 
-    python examples/research/observations.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+    python examples/benchmarks/run.py observations --images CIFAR10_FOLDER --text TEXT_FOLDER
 
-An image model and a language model are trained as compare_vision.py and compare_lm.py do, with as many layers as here, and
-measured on held-out images and text by `tost_hf.interpret`:
+An image model and a language model are trained as by compare_vision and compare_lm, with as many layers as here, and measured
+on held-out images and text by `tost_hf.interpret`:
 
 - *Does the compression term fall with depth?* Its variational form under both normalisations, and the coding rate that it
   bounds, in nats, layer by layer.
@@ -13,24 +13,18 @@ measured on held-out images and text by `tost_hf.interpret`:
 - *Does the membership flatten with position?* Its distance from uniform, 1 - entropy / ln H, by position in the text.
 """
 
-import argparse
 import math
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from tokenizers import Tokenizer
-from transformers import PreTrainedModel, set_seed
-
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
 import compare_lm
-from compare_vision import load_images, make_classifier, make_parser_of_images, normalize, train_classifier
-from experiments import Results, train
+import torch
+from compare_vision import add_arguments as add_image_arguments
+from compare_vision import load_images, make_classifier, normalize, train_classifier
 from language_models import make_language_model
-from rows import parse_arguments
+from registry import training_benchmark
+from tokenizers import Tokenizer
+from training import Results, train
+from transformers import PreTrainedModel, set_seed
 
 from tost_hf.interpret import (
     NORMALIZATIONS,
@@ -90,12 +84,12 @@ def observe_images(args, results: Results) -> None:
 
 
 class Text(NamedTuple):
-    """A text to train on, in pieces of `CONTEXT` bytes, and held-out pieces to measure on."""
+    """Examples of `CONTEXT` bytes to train on, and held-out ones to measure on."""
 
     tokenizer: Tokenizer
     examples: list[dict[str, torch.Tensor]]
-    held_out: str  # enough for the pieces and one more
-    input_ids: torch.Tensor  # (pieces, CONTEXT)
+    held_out: str
+    input_ids: torch.Tensor  # (examples, CONTEXT), of the held-out text
 
     @property
     def vocab_size(self) -> int:
@@ -108,7 +102,9 @@ def load_text(args) -> Text:
     training = compare_lm.shorten(training, size.train_characters)
     tokenizer = compare_lm.train_tokenizer(training, size.vocab_size)
     validation = compare_lm.shorten(validation, CONTEXT * (args.test_texts + 1))
-    examples, held_out = (compare_lm.cut(compare_lm.encode(tokenizer, texts), CONTEXT) for texts in (training, validation))
+    examples, held_out = (
+        compare_lm.split_into_examples(compare_lm.encode(tokenizer, texts), CONTEXT) for texts in (training, validation)
+    )
     input_ids = torch.stack([block["input_ids"] for block in held_out[: args.test_texts]])
     return Text(tokenizer, examples, "".join(validation), input_ids)
 
@@ -149,32 +145,24 @@ def report(results, task, state, network, metrics, args, context, seed) -> None:
     print(f"{task}, {state}, seed {seed}: done", flush=True)
 
 
-def make_parser_of_both(description: str | None) -> argparse.ArgumentParser:
-    """A parser of what the experiments with images and text take."""
-    parser = make_parser_of_images(description, steps=400)
-    parser.set_defaults(learning_rates=[1e-3], layers=4, test_images=200)
+def add_arguments(parser) -> None:
+    """Those of the benchmarks with images and text."""
+    add_image_arguments(parser)
+    parser.set_defaults(layers=4, test_images=200)
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
-    parser.add_argument("--test_texts", type=int, default=100, help=f"pieces of {CONTEXT} bytes to measure on")
+    parser.add_argument("--test_texts", type=int, default=100, help=f"examples of {CONTEXT} bytes to measure on")
     parser.add_argument("--text_learning_rate", type=float, default=1e-2)
     parser.add_argument("--text_batch", type=int, default=8)
-    return parser
 
 
-def parse_one_rate(parser: argparse.ArgumentParser, arguments: list[str] | None, script: str) -> argparse.Namespace:
-    """`parse_arguments`, refusing several learning rates."""
-    args = parse_arguments(parser, arguments, script)
+def check_one_rate(args) -> None:
     if len(args.learning_rates) > 1:
-        parser.error("--learning_rates takes one value here: nothing is chosen")
-    return args
+        raise SystemExit("--learning_rates accepts one value here: nothing is chosen.")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    args = parse_one_rate(make_parser_of_both(__doc__), arguments, __file__)
-    results = Results(args)
+@training_benchmark("observations", __doc__, add_arguments, steps=400, learning_rates=(1e-3,))
+def run(args, results: Results) -> None:
+    check_one_rate(args)
     observe_images(args, results)
     observe_text(args, results)
     results.print_means()
-
-
-if __name__ == "__main__":
-    main()

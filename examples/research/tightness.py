@@ -1,27 +1,22 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """How tight the bound that TSSA lowers is while a model learns: the compression term over the coding rate, layer by layer.
 
-    python examples/research/tightness.py --images CIFAR10_FOLDER --text TEXT_FOLDER
+    python examples/benchmarks/run.py tightness --images CIFAR10_FOLDER --text TEXT_FOLDER
 
 The variational form bounds the coding rate from above and equals it where the channels of a head are uncorrelated, so that
-their ratio is 1 where the bound is tight and grows with what it leaves out. The models, the data and both quantities are those
-of observations.py, measured on held-out images and text before training and after every so many steps. Rows that are there
-are not measured again.
+their ratio is 1 where the bound is tight. The models, the data and both quantities are those of observations, measured on
+held-out images and text before training and at regular steps. Seeds that have records are not run again.
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from transformers import PreTrainedModel, TrainerCallback
-
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
+import observations
 from compare_lm import SIZES
 from compare_vision import load_images, make_classifier, normalize, train_classifier
-from experiments import Results
-from observations import CONTEXT, load_text, make_parser_of_both, make_reader, parse_one_rate, train_reader
+from observations import CONTEXT, check_one_rate, load_text, make_reader, train_reader
+from registry import training_benchmark
+from training import Results
+from transformers import PreTrainedModel, TrainerCallback
 
 from tost_hf.interpret import NORMALIZATIONS, compression_terms, trace_model
 
@@ -42,17 +37,17 @@ class Watch(TrainerCallback):
     def __init__(self, measure: Callable[[PreTrainedModel], dict[str, float]], every: int):
         self.measure, self.every, self.found = measure, every, {}
 
-    def look(self, step: int, model: PreTrainedModel) -> None:
+    def record(self, step: int, model: PreTrainedModel) -> None:
         training = model.training
         self.found |= {f"step {step}, {name}": value for name, value in self.measure(model.eval()).items()}
         model.train(training)
 
     def on_train_begin(self, args, state, control, model, **kwargs):
-        self.look(0, model)
+        self.record(0, model)
 
     def on_step_end(self, args, state, control, model, **kwargs):
         if state.global_step % self.every == 0:
-            self.look(state.global_step, model)
+            self.record(state.global_step, model)
 
 
 def watch_images(args, results: Results) -> None:
@@ -66,8 +61,8 @@ def watch_images(args, results: Results) -> None:
         return model, watch.found
 
     patches = (pixels.shape[-1] // args.patch_size) ** 2
-    case = {"task": "images", "model": "ToST", "steps": args.steps, "batch": args.batch, "context": patches}
-    results.add_missing(run, args, width=args.width, **case)
+    case = {"task": "images", "model": "ToST", "batch": args.batch, "context": patches}
+    results.add_missing(run, width=args.width, **case)
 
 
 def watch_text(args, results: Results) -> None:
@@ -79,19 +74,18 @@ def watch_text(args, results: Results) -> None:
         train_reader(model, text, args, seed=seed, callbacks=[watch])
         return model, watch.found
 
-    case = {"task": "text", "model": "ToST", "steps": args.steps, "batch": args.text_batch, "context": CONTEXT}
-    results.add_missing(run, args, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
+    case = {"task": "text", "model": "ToST", "batch": args.text_batch, "context": CONTEXT}
+    results.add_missing(run, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser_of_both(__doc__)
+def add_arguments(parser) -> None:
+    observations.add_arguments(parser)
     parser.set_defaults(every=50)
-    args = parse_one_rate(parser, arguments, __file__)
-    results = Results(args)
+
+
+@training_benchmark("tightness", __doc__, add_arguments, steps=400, learning_rates=(1e-3,))
+def run(args, results: Results) -> None:
+    check_one_rate(args)
     watch_images(args, results)
     watch_text(args, results)
     results.print_means()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,35 +1,29 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Long Range Arena in small: ToST, softmax and linear attention on one trunk, on shortened tasks, for minutes.
 
-    python examples/research/lra/lra.py --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
+    python examples/benchmarks/run.py lra --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
 
 ListOps has expressions of fewer than 64 tokens here, Text the first 128 bytes of a review, Image 10 x 10 grey pixels,
 Pathfinder 12 x 12 pixels with paths of 2 dashes, and Retrieval asks of two excerpts of 64 characters whether both are of
-WikiText-2, both of reviews, or one of each. What is learned here says that everything works, and nothing about long ranges:
-the tasks themselves are trained by the commands that are printed at the end. Rows that are there are not measured again.
+WikiText-2, both of reviews, or one of each. This shows that all parts work, and nothing about long ranges: the full tasks are
+trained by the commands that are printed at the end. Seeds that have records are not run again.
 """
 
 import statistics
-import sys
 from collections import Counter
 from pathlib import Path
 
-import torch
-
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import make_data
-from experiments import Results, make_parser, train
+import torch
 from lra_models import ATTENTION, make_config, make_model
 from lra_tasks import TASKS, Examples, collate, load_splits
-from rows import parse_arguments
+from registry import training_benchmark
 from scripting import override_config
+from training import Results, train
 
 
 LENGTHS = {"listops": 64, "text": 128, "retrieval": 64, "image": 100, "pathfinder": 144}
-ROWS = {"train": 10_000, "test": 2_000}
+EXAMPLES = {"train": 10_000, "test": 2_000}
 MADE = {  # how the data is made that is made here
     "listops": "--min_length 3 --max_length 64 --max_depth 4 --max_arguments 5",
     "pathfinder": "--side 12 --dashes 2 --seed_distance 2.5 --distractors 1 --distractor_dashes 2",
@@ -45,15 +39,15 @@ FULL = {  # the data of the full tasks
 
 
 def load(task: str, args) -> dict[str, Examples]:
-    """Training and test examples of a shortened task, made first where they are made and are not there yet."""
+    """Training and test examples of a shortened task; generated ones are made first if they are missing."""
     given = {"text": args.imdb, "image": args.images}
     folder = Path(given.get(task) or args.data / task)
     if task in MADE and not (folder / "test.parquet").exists():
         texts = ["--texts", args.wikitext, args.imdb] if task == "retrieval" else []
-        counts = [f"--{split}_rows={ROWS.get(split, 0)}" for split in make_data.SPLITS]
+        counts = [f"--{split}_rows={EXAMPLES.get(split, 0)}" for split in make_data.SPLITS]
         make_data.main([task, "--output_dir", str(folder), *texts, *counts, *MADE[task].split()])
-    rows = load_splits(str(folder), TASKS[task])
-    parts = {split: rows[split].select(range(min(count, len(rows[split])))) for split, count in ROWS.items()}
+    splits = load_splits(str(folder), TASKS[task])
+    parts = {split: splits[split].select(range(min(count, len(splits[split])))) for split, count in EXAMPLES.items()}
     return {split: Examples(part, TASKS[task], LENGTHS[task], f"The {split} data of {task}") for split, part in parts.items()}
 
 
@@ -69,7 +63,7 @@ def accuracy(model, examples: Examples, batch: int = 100) -> float:
 
 
 def most_frequent(examples: Examples) -> float:
-    """The share of the most frequent label: what a guess without looking gets."""
+    """The share of the most frequent label."""
     return max(Counter(examples.labels).values()) / len(examples)
 
 
@@ -81,8 +75,7 @@ def full_command(task: str, attention: str = "tost") -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser(__doc__, steps=300, learning_rates=(1e-3,))
+def add_arguments(parser) -> None:
     parser.add_argument("--imdb", metavar="IMDB_FOLDER", help="a data set of reviews, for text and retrieval")
     parser.add_argument("--wikitext", metavar="WIKITEXT_FOLDER", help="a data set of articles, for the task retrieval")
     parser.add_argument("--images", metavar="CIFAR10_FOLDER", help="a data set of pictures, for the task image")
@@ -92,34 +85,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="texts per step")
-    args = parse_arguments(parser, arguments, __file__)
+
+
+@training_benchmark("lra", __doc__, add_arguments, steps=300, learning_rates=(1e-3,), file="lra")
+def run(args, results: Results) -> None:
     for task, name in (("text", "imdb"), ("retrieval", "wikitext"), ("retrieval", "imdb"), ("image", "images")):
         if task in args.tasks and getattr(args, name) is None:
-            parser.error(f"the task {task} needs --{name}")
-    results = Results(args, "lra")
-
+            raise SystemExit(f"The task {task} needs --{name}.")
     for task in args.tasks:
         examples = load(task, args)
         sizes = {"hidden_size": args.width, "num_hidden_layers": args.layers, "num_attention_heads": args.width // 16}
         sizes |= {"intermediate_size": 2 * args.width, "hidden_dropout": 0.0, "max_position_embeddings": LENGTHS[task]}
         for name in args.models:
 
-            def run(seed, learning_rate, task=task, name=name, examples=examples, sizes=sizes):
+            def train_one(seed, learning_rate, task=task, name=name, examples=examples, sizes=sizes):
                 model = make_model(override_config(make_config(f"tost-lra-{task}", name), None, **sizes))
                 options = {"batch_size": args.batch, "data_collator": collate, "learning_rate": learning_rate, "seed": seed}
                 trainer = train(model, examples["train"], steps=args.steps, **options)
                 loss = statistics.mean([log["loss"] for log in trainer.state.log_history if "loss" in log][-5:])
                 metrics = {"accuracy": accuracy(model, examples["test"]), "chance": most_frequent(examples["test"])}
                 metrics["training_loss"] = loss
-                print(f"{task}, {name}, seed {seed}, learning rate {learning_rate}: {metrics}", flush=True)
                 return model, metrics
 
-            case = {"task": task, "model": name, "steps": args.steps, "batch": args.batch, "context": LENGTHS[task]}
-            # by the training loss: the test rows choose nothing
-            results.add_missing(run, args, lambda metrics: -metrics["training_loss"], width=args.width, **case)
+            case = {"task": task, "model": name, "batch": args.batch, "context": LENGTHS[task]}
+            # by the training loss: the test examples choose nothing
+            results.add_missing(train_one, lambda metrics: -metrics["training_loss"], width=args.width, **case)
     results.print_means()
     print("\nThe tasks themselves, by the paper's recipes:\n\n" + "\n".join(map(full_command, args.tasks)))
-
-
-if __name__ == "__main__":
-    main()

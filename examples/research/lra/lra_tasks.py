@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A task: a row's token ids from its columns, what the paper trains by, and the share of training rows to validate on.
+    """A task: an example's token ids from its columns, the paper's recipe, and the share of training data to validate on.
 
     The published accuracies in % are the paper's, of the Transformer, the Linear Transformer and ToST.
     """
@@ -72,7 +72,7 @@ def encode_bytes(text: str, length: int) -> list[int]:
 
 
 def encode_pixels(picture: Image.Image, length: int) -> list[int]:
-    """Grey levels row by row, of the picture at `length` pixels."""
+    """Grey levels in raster order, of the picture at `length` pixels."""
     side = math.isqrt(length)
     picture = picture.convert("L")
     if picture.size != (side, side):

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Makes the data of Long Range Arena's tasks that have rules: parquet files, written as the rows are made.
+"""Makes the data of Long Range Arena's tasks that have rules: parquet files, written as the examples are made.
 
     python examples/research/lra/make_data.py listops --output_dir data/listops
     python examples/research/lra/make_data.py pathfinder --output_dir data/pathfinder --num_proc 8
@@ -35,7 +35,7 @@ from tost_hf.files import staged_file
 
 
 SPLITS = ("train", "validation", "test")
-BATCH = 500  # rows that are written at a time
+BATCH = 500  # examples that are written at a time
 PAIR_ROWS = {"train": 20_000, "validation": 2_000, "test": 2_000}
 
 
@@ -47,8 +47,8 @@ class MakeArguments:
     train_rows: int | None = field(default=None, metadata={"help": "Default: as many as published."})
     validation_rows: int | None = field(default=None, metadata={"help": "Default: as many as published."})
     test_rows: int | None = field(default=None, metadata={"help": "Default: as many as published."})
-    seed: int = field(default=0, metadata={"help": "The same seed gives the same rows."})
-    num_proc: int = field(default=1, metadata={"help": "Processes that make pictures; the rows do not depend on it."})
+    seed: int = field(default=0, metadata={"help": "The same seed gives the same examples."})
+    num_proc: int = field(default=1, metadata={"help": "Processes that make pictures; the examples do not depend on it."})
 
     def counts(self, published: dict[str, int]) -> dict[str, int]:
         """Rows of each split; ValueError if one is negative."""
@@ -76,23 +76,23 @@ class PairRules:
             raise ValueError(f"--excerpt must be at least 1, got {self.excerpt}.")
 
 
-def write_split(folder: Path, split: str, features: Features, rows: Iterable[dict], count: int) -> None:
-    """Writes the first `count` rows to the split's file, a few hundred at a time; no file for no rows."""
+def write_split(folder: Path, split: str, features: Features, examples: Iterable[dict], count: int) -> None:
+    """Writes the first `count` examples to the split's file, a few hundred at a time; no file for none."""
     if not count:
         return
-    rows = islice(rows, count)
+    examples = islice(examples, count)
     with staged_file(folder / f"{split}.parquet") as file, pq.ParquetWriter(file, features.arrow_schema) as writer:
-        with tqdm(total=count, desc=split, unit="rows") as bar:
-            while batch := [features.encode_example(row) for row in islice(rows, BATCH)]:
+        with tqdm(total=count, desc=split, unit="examples") as bar:
+            while batch := [features.encode_example(x) for x in islice(examples, BATCH)]:
                 writer.write_table(pa.Table.from_pylist(batch, schema=features.arrow_schema))
                 bar.update(len(batch))
 
 
 def make_listops(args: MakeArguments, rules: listops.ListOpsRules) -> None:
     features = Features({"Source": Value("string"), "Target": Value("int64"), "length": Value("int64")})
-    rows = listops.expressions(rules, args.seed)  # one after the other, so that no two splits share an expression
+    examples = listops.expressions(rules, args.seed)  # one after the other, so that no two splits share an expression
     for split, count in args.counts(listops.PUBLISHED_ROWS).items():
-        write_split(Path(args.output_dir), split, features, rows, count)
+        write_split(Path(args.output_dir), split, features, examples, count)
 
 
 def make_pathfinder(args: MakeArguments, rules: pathfinder.PathfinderRules) -> None:

@@ -98,7 +98,7 @@ def make_scene(rng: np.random.Generator, rules: PathfinderRules) -> Scene:
 
 
 def _two_paths(rng: np.random.Generator, rules: PathfinderRules) -> list[list[np.ndarray]] | None:
-    """Two paths that grow by turns from points `seed_distance` apart; None where there is no room for them."""
+    """Two paths that grow by turns from points `seed_distance` apart; None where they do not fit."""
     first = rng.uniform(2 * rules.seed_distance, rules.side - 1 - 2 * rules.seed_distance, 2)
     points = first, first + _step(rng.choice(DIRECTIONS), rules.seed_distance)
     one, two = ([np.stack([point, point + _step(rng.choice(DIRECTIONS), rules.dash_length)])] for point in points)
@@ -115,7 +115,7 @@ def _two_paths(rng: np.random.Generator, rules: PathfinderRules) -> list[list[np
 
 
 def _extend(rng: np.random.Generator, rules: PathfinderRules, path: list, others: list) -> bool:
-    """Adds a dash at the path's end, clear of all others and of its own path but for the last dash; whether there was room."""
+    """Adds a dash at the path's end, clear of all others and of its own path but for the last dash; whether it fits."""
     tail, head = path[-1]
     old = math.atan2(*(head - tail))
     turns = np.abs((DIRECTIONS - old + math.pi) % (2 * math.pi) - math.pi)
@@ -166,6 +166,6 @@ def _reduce(picture: Image.Image, side: int) -> np.ndarray:
 
 
 def make_row(rules: PathfinderRules, seed: int, split: int, number: int) -> dict:
-    """A row of `image` and `label`, made from (seed, split, number) alone."""
+    """An example, `image` and `label`, made from (seed, split, number) alone."""
     scene = make_scene(np.random.default_rng((seed, split, number)), rules)
     return {"image": Image.fromarray(draw(scene, rules)), "label": scene.label}

@@ -8,7 +8,7 @@
         --output_dir my-text
 
 Other arguments are the Trainer's; a .json or .yaml file of them may be given instead. Start it with `accelerate launch` to use
-several devices. The course of training is drawn at every evaluation (course.png), and a run that was stopped goes on when the
+several devices. The training curve is drawn at every evaluation (course.png), and an interrupted run resumes when the
 command is given again.
 """
 
@@ -72,7 +72,7 @@ class DataArguments:
 
     dataset_name: str = field(
         metadata={
-            "help": "A folder or a Hub id with training and test rows: Source and Target, text and label, image and label, or "
+            "help": "A folder or a Hub id with training and test data: Source and Target, text and label, image and label, or "
             "label, text1 and text2 (also a folder of AAN's own .tsv files)."
         }
     )
@@ -82,8 +82,8 @@ class DataArguments:
         default=None,
         metadata={"help": "Tokens at which a text is cut; pixels to which a picture is scaled. Default: the paper's."},
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use so many training rows only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use so many validation and test rows only."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use so many training examples only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use so many validation and test examples only."})
 
     def __post_init__(self):
         check_limits(self)
@@ -186,16 +186,16 @@ def load_examples(data_args: DataArguments, name: str, length: int, classes: int
     task = TASKS[name]
     splits = load_splits(data_args.dataset_name, task, data_args.dataset_config_name, cache_dir=data_args.cache_dir)
     examples = {}
-    for split, rows in splits.items():
+    for split, data in splits.items():
         limit = data_args.max_train_samples if split == "train" else data_args.max_eval_samples
-        rows = rows if limit is None else rows.select(range(min(limit, len(rows))))
-        examples[split] = Examples(rows, task, length, f"The {split} data of {data_args.dataset_name!r}")
+        data = data if limit is None else data.select(range(min(limit, len(data))))
+        examples[split] = Examples(data, task, length, f"The {split} data of {data_args.dataset_name!r}")
         examples[split].check_labels(classes)
     return examples
 
 
 def test(trainer: Trainer, examples: Examples, args: LRATrainingArguments, data_args: DataArguments) -> None:
-    """The accuracy on the test rows, for the log, the records and the card."""
+    """The accuracy on the test data, for the log, the records and the card."""
     metrics = trainer.evaluate(examples, metric_key_prefix="test")
     report(trainer, "test", metrics, len(examples))
     if not trainer.is_world_process_zero():

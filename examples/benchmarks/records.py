@@ -1,0 +1,217 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The records of results/*.csv, of which every table, plot and published number is made: where they come from, how they are
+written and read.
+
+A record is one metric of one case: its origin (date, machine, versions, script, command), the case's columns, the metric and
+its value. Speeds also have the minimum and the maximum of the rounds of which the value is the median. `script` is the name of
+the benchmark with `.py`; records keep the command of the day they were measured, `repeat_command` gives today's.
+"""
+
+import argparse
+import csv
+import datetime
+import fcntl
+import io
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+
+import tost_hf
+from tost_hf.files import staged_file
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parent / "results"
+RUNNER = "python examples/benchmarks/run.py"
+ORIGIN_COLUMNS = ("date", "machine", "versions", "script", "command")
+VALUE_COLUMNS = ("metric", "value", "low", "high")
+
+
+class Spread(NamedTuple):
+    """A value and its range: median, minimum and maximum of rounds, or mean -/+ standard deviation."""
+
+    value: float
+    low: float
+    high: float
+
+    def __mul__(self, factor: float) -> "Spread":
+        return Spread(*(x * factor for x in self))
+
+
+# Origin ---------------------------------------------------------------------------------------------------------------
+
+
+def output_of(*command: str) -> str:
+    """What a program prints; nothing where it does not exist."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def machine(device: torch.device | str = "cpu") -> str:
+    """Name of the GPU, or of the CPU and its number of compute threads."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    threads = torch.get_num_threads()
+    return f"{next(names, platform.processor() or platform.machine())}, {threads} thread{'s' * (threads > 1)}"
+
+
+def versions() -> str:
+    """Of this package with its commit (`-dirty` with uncommitted changes), and of what it runs on."""
+    commit = output_of("git", "describe", "--always", "--dirty", "--exclude=*") or "no commit"
+    return (
+        f"tost_hf {tost_hf.__version__} ({commit}), torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def command_of(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> str:
+    """The command that repeats a run: arguments that differ from their defaults, and data by its placeholder (metavar)."""
+    parts = [*RUNNER.split(), name]
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if not action.option_strings or action.dest in ("help", "results") or value == action.default:
+            continue
+        if isinstance(action.metavar, str):  # only data has one
+            parts += [action.option_strings[-1], action.metavar]
+        elif isinstance(value, bool):
+            parts.append(action.option_strings[0 if value else -1])
+        else:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            repeated = values if values and isinstance(values[0], (list, tuple)) else [values]
+            for one in repeated:
+                parts += [action.option_strings[-1], *map(str, one)]
+    return shlex.join(parts)
+
+
+def origin(args: argparse.Namespace) -> dict[str, str]:
+    """The columns that all records of a run share; `args` are those of the runner."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    place = machine(getattr(args, "device", "cpu"))
+    return dict(zip(ORIGIN_COLUMNS, (now, place, versions(), f"{args.benchmark}.py", args.command)))
+
+
+# Reading and writing --------------------------------------------------------------------------------------------------
+
+
+def append_records(path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    """Appends records of equal columns, under a lock; the file is written under a temporary name and moved.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
+        columns = list(records[0])
+        text = path.read_text() if path.exists() else ""
+        if text and text.splitlines()[0] != ",".join(columns):
+            raise ValueError(f"{path} has other columns than {', '.join(columns)}: move it away.")
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, columns, lineterminator="\n")
+        if not text:
+            writer.writeheader()
+        writer.writerows(records)
+        with staged_file(path) as staged:
+            staged.write_text(text + buffer.getvalue())
+    finally:
+        os.close(folder)
+
+
+def read_records(path: Path) -> list[dict[str, str]]:
+    """The records of a file; none where there is no file."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def select(records: Iterable[Mapping[str, object]], **wanted) -> list[Mapping[str, object]]:
+    """The records that have the wanted entries, compared as text; of a list or tuple, any of them."""
+    entries = {key: list(map(str, x)) if isinstance(x, list | tuple) else [str(x)] for key, x in wanted.items()}
+    return [record for record in records if all(str(record[key]) in entry for key, entry in entries.items())]
+
+
+class Records:
+    """All records of a folder, {name of a file: its records}; a query without an answer is a LookupError."""
+
+    def __init__(self, folder: Path = RESULTS):
+        self.files = {path.stem: read_records(path) for path in sorted(folder.glob("*.csv"))}
+
+    def has(self, file: str, **wanted) -> bool:
+        return bool(select(self.files.get(file, []), **wanted))
+
+    def find(self, file: str, **wanted) -> list[dict[str, str]]:
+        """The records of a file that have the wanted entries, at least one."""
+        found = select(self.files.get(file, []), **wanted)
+        if not found:
+            raise LookupError(f"results/{file}.csv has no record with {wanted}; measure it, or do not cite it.")
+        return found
+
+    def one(self, file: str, **wanted) -> list[dict[str, str]]:
+        """The records of one metric and case: a single one, or one for each seed."""
+        found = self.find(file, **wanted)
+        if len({record.get("seed") for record in found}) < len(found):
+            raise LookupError(f"results/{file}.csv has {len(found)} records with {wanted}; cite one, or one for each seed.")
+        return found
+
+    def spread(self, file: str, **wanted) -> Spread:
+        """Of a speed, or over the seeds."""
+        records = self.one(file, **wanted)
+        if "low" in records[0]:
+            return Spread(*(float(records[0][name]) for name in VALUE_COLUMNS[1:]))
+        values = [float(record["value"]) for record in records]
+        mean, deviation = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+        return Spread(mean, mean - deviation, mean + deviation)
+
+    def values(self, file: str, **wanted) -> list[float]:
+        return [float(record["value"]) for record in self.one(file, **wanted)]
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def plus_minus(values: Sequence[float], form: str = ".1f") -> str:
+    """ "mean ± standard deviation"; of one value the mean alone."""
+    mean = f"{statistics.mean(values):{form}}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{form}}"
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    first, *others = (f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|" for cells in (head, *lines))
+    return "\n".join([first, "|" + "---|" * len(head), *others])
+
+
+def repeat_command(record: Mapping[str, str]) -> str:
+    """The command that measures a record again today."""
+    _, _, arguments = re.sub(r"^python \S+/run\.py", "python", record["command"]).partition(" ")
+    _, _, arguments = arguments.partition(" ")
+    return " ".join(filter(None, (RUNNER, record["script"].removesuffix(".py"), arguments)))
+
+
+def describe_origin(records: Sequence[Mapping[str, str]]) -> str:
+    """The commands that measure records again, as a block of Markdown, and what they ran on."""
+    lines = "\n".join(dict.fromkeys(map(repeat_command, records)))
+    return f"```bash\n{lines}\n```\n\nOn {where(records)}."
+
+
+def where(records: Sequence[Mapping[str, str]]) -> str:
+    """Machines and versions of records."""
+    machines = dict.fromkeys(record["machine"] for record in records)
+    found = (re.findall(r"(?:torch|transformers) [\d.]+\d", record["versions"]) for record in records)
+    return ", ".join([*machines, *dict.fromkeys(x for names in found for x in names)])

@@ -1,0 +1,157 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Synthetic tasks: the copy task and majority (`locality`), and multi-query associative recall (`recall`)."""
+
+from functools import partial
+
+import numpy as np
+import torch
+from language_models import MODELS, make_language_model
+from registry import training_benchmark
+from training import Batches, Results, label_accuracy, over_seeds, train
+
+
+NO_LABEL = -100
+TEST_SEED = 1_000_000
+
+
+def add_arguments(parser) -> None:
+    """Those of both."""
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["ToST", "GPT-2", "Mamba-2"])
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+
+
+def make_model(args, name: str, vocab_size: int, context: int):
+    sizes = {"width": args.width, "layers": args.layers, "head_dim": 16}
+    return make_language_model(name, vocab_size=vocab_size, context=context, **sizes)
+
+
+# Locality -------------------------------------------------------------------------------------------------------------
+
+LOCALITY = """Where running second moments suffice, and where not: tasks with a configurable distance.
+
+`copy d`: random tokens; at every position the model is to predict the token d positions before (d = 0: the token itself).
+Only that token helps, so that any guess has the chance of 1 in 16. `majority`: at every position, whether the lower or the
+upper half of the vocabulary has been more frequent so far, which statistics of the whole past answer. Positions without an
+answer (the first d, or a tie) do not count. Seeds that have records are not run again.
+"""
+TASKS = ("copy 0", "copy 1", "copy 4", "copy 16", "copy 64", "majority")
+VOCAB_SIZE = 16
+
+
+def make_locality_batch(rng: np.random.Generator, task: str, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Random tokens and the answers.
+
+    Returns:
+        `input_ids` and `labels`, each (batch, length). A label stands one position after its token, where models shift it
+        back; it is -100 where there is none.
+    """
+    input_ids = rng.integers(VOCAB_SIZE, size=(batch, length))
+    answers = np.full((batch, length), NO_LABEL)
+    kind, _, distance = task.partition(" ")
+    if kind == "copy":
+        distance = int(distance)
+        if not 0 <= distance < length - 1:
+            raise ValueError(f"'{task}' needs sequences of more than {distance + 1} tokens, got {length}.")
+        answers[:, distance:] = input_ids[:, : length - distance]
+    elif kind == "majority":
+        lead = np.where(input_ids < VOCAB_SIZE // 2, -1, 1).cumsum(1)
+        answers[lead != 0] = (lead > 0)[lead != 0]
+    else:
+        raise ValueError(f"There is no task {task!r}; choose 'majority' or 'copy d' with a distance d.")
+    labels = np.full((batch, length), NO_LABEL)
+    labels[:, 1:] = answers[:, :-1]
+    return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+
+
+def add_locality_arguments(parser) -> None:
+    add_arguments(parser)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="'majority', or 'copy d' with a distance d")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--length", type=int, default=96, help="tokens of a sequence")
+
+
+@training_benchmark("locality", LOCALITY, add_locality_arguments, steps=300, learning_rates=(3e-3, 1e-2))
+def run_locality(args, results: Results) -> None:
+    for task in args.tasks:
+        make = partial(make_locality_batch, task=task, batch=args.batch, length=args.length)
+        for name in args.models:
+
+            def run(seed, learning_rate, make=make, name=name):
+                model = make_model(args, name, VOCAB_SIZE, args.length)
+                train(model, Batches(make, args.steps, seed), steps=args.steps, learning_rate=learning_rate, seed=seed)
+                return model, {"accuracy": label_accuracy(model, Batches(make, 16, TEST_SEED))}
+
+            case = {"task": task, "model": name, "batch": args.batch, "context": args.length}
+            results.add_missing(run, lambda metrics: metrics["accuracy"], width=args.width, **case)
+    results.print_means()
+
+
+# Recall ---------------------------------------------------------------------------------------------------------------
+
+RECALL = """Multi-query associative recall (Zoology, arXiv 2312.04927): what a model can look up in its context.
+
+A sequence lists n pairs of a key and a value, then asks for every key once, in random order (Zoology's power_a = 1), with a
+random token between two queries. The model is to predict the value right after a key it has seen. Models of equal width, depth
+and steps train on new sequences of all numbers of pairs mixed, and are tested on held-out ones of each number. Knowing only
+which values occurred gives an accuracy of 1 / n; models that learn the task stay there for long before they do.
+
+The default is for a GPU; `--pairs 4 8 --vocab_size 32 --steps 1200` takes two minutes or more per run on one core.
+"""
+TOKENS = 4096  # of a batch
+
+
+def make_recall_batch(rng: np.random.Generator, pairs: int, batch: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Sequences of 4 * `pairs` tokens and their labels.
+
+    Keys are the tokens from 1 to vocab_size / 2 - 1, values those from vocab_size / 2 on; neither repeats among the pairs.
+    The first half of a sequence is key, value, key, value, ...; the second half is key, random token, ...
+
+    Returns:
+        `input_ids` and `labels`, each (batch, 4 * pairs); a label stands one position after its key, and is -100 elsewhere.
+    """
+    half = vocab_size // 2
+    if pairs > half - 1:
+        raise ValueError(f"{pairs} pairs need {pairs} keys, but a vocabulary of {vocab_size} has {half - 1}.")
+    keys = rng.random((batch, half - 1)).argsort(1)[:, :pairs] + 1
+    values = rng.random((batch, half)).argsort(1)[:, :pairs] + half
+    slots = rng.random((batch, pairs)).argsort(1)  # where in the second half each key is asked for
+    input_ids = rng.integers(vocab_size, size=(batch, 4 * pairs))
+    labels = np.full((batch, 4 * pairs), NO_LABEL)
+    input_ids[:, 0 : 2 * pairs : 2], input_ids[:, 1 : 2 * pairs : 2] = keys, values
+    queries = 2 * pairs + 2 * slots
+    np.put_along_axis(input_ids, queries, keys, 1)
+    np.put_along_axis(labels, queries + 1, values, 1)
+    return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+
+
+def add_recall_arguments(parser) -> None:
+    add_arguments(parser)
+    parser.add_argument("--pairs", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--test_batches", type=int, default=16, help=f"of {TOKENS:,} tokens, for each number of pairs")
+    parser.add_argument("--vocab_size", type=int, default=256, help="half of it are keys, half values")
+
+
+@training_benchmark("recall", RECALL, add_recall_arguments, steps=20_000, learning_rates=(1e-3,))
+def run_recall(args, results: Results) -> None:
+    def make_batch(rng, pairs=None):
+        pairs = pairs or int(rng.choice(args.pairs))
+        return make_recall_batch(rng, pairs, TOKENS // (4 * pairs), args.vocab_size)
+
+    for name in args.models:
+
+        def run(seed, learning_rate, name=name):
+            model = make_model(args, name, args.vocab_size, 4 * max(args.pairs))
+            train(model, Batches(make_batch, args.steps, seed), steps=args.steps, learning_rate=learning_rate, seed=seed)
+            held_out = {n: Batches(partial(make_batch, pairs=n), args.test_batches, TEST_SEED + n) for n in args.pairs}
+            return model, {str(pairs): label_accuracy(model, batches) for pairs, batches in held_out.items()}
+
+        found = over_seeds(
+            run, args.seeds, args.learning_rates, lambda metrics: sum(metrics[str(n)] for n in args.pairs), name
+        )
+        for seed, (model, metrics) in found.items():
+            for pairs in args.pairs:
+                case = {"task": f"{pairs} pairs", "model": name, "steps": args.steps, "batch": TOKENS // (4 * pairs)}
+                accuracy = {"accuracy": metrics[str(pairs)], "learning_rate": metrics["learning_rate"]}
+                results.add(accuracy, network=model, context=4 * pairs, seed=seed, **case)
+    results.print_means()

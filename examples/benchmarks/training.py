@@ -1,0 +1,204 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""What the benchmarks that train share: one way to train, one file of records, one choice of learning rates.
+
+Every model of a comparison gets the same steps, batches, optimizer and learning rates to choose from.
+"""
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+import transformers
+from records import append_records, markdown, origin, plus_minus, read_records, select
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback, set_seed
+
+from tost_hf import ToSTTrainer, ToSTTrainingArguments
+
+
+Run = Callable[[int, float], tuple[nn.Module, dict[str, float]]]  # of a seed and a learning rate: the model and its metrics
+
+
+# Records --------------------------------------------------------------------------------------------------------------
+
+
+class Results:
+    """The records of a run, appended to `<results>/<file>.csv` as they come."""
+
+    def __init__(self, args: argparse.Namespace, file: str = "results"):
+        self.args, self.path, self.records = args, args.results / f"{file}.csv", []
+        self.origin = origin(args)
+
+    def add(
+        self, metrics: dict[str, float], *, task: str, model: str, network: nn.Module, steps, batch, context, seed
+    ) -> None:
+        """Adds one record per metric; width and layers are those of the network's configuration."""
+        case = {
+            "task": task,
+            "model": model,
+            "parameters": sum(parameter.numel() for parameter in network.parameters()),
+            "width": network.config.hidden_size,
+            "layers": network.config.num_hidden_layers,
+            "steps": steps,
+            "batch": batch,
+            "context": context,
+            "seed": seed,
+        }
+        records = [self.origin | case | {"metric": metric, "value": f"{value:.6g}"} for metric, value in metrics.items()]
+        self.records.extend(records)
+        append_records(self.path, records)
+
+    def add_missing(
+        self,
+        run: Run,
+        score: Callable[[dict[str, float]], float] = lambda metrics: 0.0,
+        *,
+        width: int,
+        learning_rate: float | None = None,
+        **case,
+    ) -> None:
+        """Runs the seeds of this case that have no records yet, and adds the records of each as it ends.
+
+        Args:
+            run, score: as in `over_seeds`.
+            learning_rate: in place of those of the arguments.
+            width, case: what tells the case from others; `case` is `add`'s other arguments, with `steps` those of the run.
+        """
+        args, case = self.args, {"steps": self.args.steps, **case}
+        wanted = {"script": f"{args.benchmark}.py", "width": width, **case}
+        known = select(read_records(self.path), **wanted)
+        self.records += known
+        for seed in args.seeds:
+            if any(record["seed"] == str(seed) for record in known):
+                continue
+            first = select(self.records, **wanted, seed=args.seeds[0], metric="learning_rate")
+            rates = [float(record["value"]) for record in first] or ([learning_rate] if learning_rate else args.learning_rates)
+            ((network, metrics),) = over_seeds(run, [seed], rates, score, f"{case['task']}, {case['model']}").values()
+            self.add(metrics, network=network, seed=seed, **case)
+
+    def print_means(self) -> None:
+        """Prints the mean ± standard deviation over the seeds of every metric, as a Markdown table."""
+        found: dict[tuple[str, ...], list[float]] = {}
+        for record in self.records:
+            case = tuple(str(record[name]) for name in ("task", "model", "metric"))
+            found.setdefault(case, []).append(float(record["value"]))
+        print(markdown(["task", "model", "metric", "mean"], [[*case, plus_minus(x, ".4g")] for case, x in found.items()]))
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+class Batches(torch.utils.data.Dataset):
+    """Batches of a synthetic task, each made from (seed, its index): new in every step, the same in every run."""
+
+    def __init__(self, make: Callable[[np.random.Generator], dict[str, torch.Tensor]], count: int, seed: int):
+        self.make, self.count, self.seed = make, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        if not 0 <= number < self.count:
+            raise IndexError(number)
+        return self.make(np.random.default_rng((self.seed, number)))
+
+
+class _StopAtNaN(TrainerCallback):
+    """Stops training when the loss is not finite: the learning rate was too high."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and not math.isfinite(logs.get("loss", 0.0)):
+            control.should_training_stop = True
+
+
+class Clock(TrainerCallback):
+    """The seconds of each step: forward, backward, the optimizer; no evaluation, no loading."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+def train(
+    model: PreTrainedModel, data, *, steps: int, learning_rate: float, seed: int, batch_size: int = 1, callbacks=(), **options
+):
+    """Trains with `ToSTTrainer` (AdamW, a tenth of warm-up, cosine to a tenth, clipping at 1), whatever the model.
+
+    Args:
+        data: a dataset for the trainer, or `Batches`.
+        options: `eval_dataset`, `data_collator` and the like for the trainer; any other is one of its arguments.
+
+    Returns:
+        The trainer, for its `evaluate()` and the history of its losses.
+    """
+    if isinstance(data, Batches):
+        options = {"data_collator": lambda items: items[0]} | options
+    for_trainer = {name: options.pop(name) for name in ("eval_dataset", "data_collator") if name in options}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ToSTTrainingArguments(
+            output_dir=folder,
+            recipe="paper",
+            max_steps=steps,
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            seed=seed,
+            save_strategy="no",
+            report_to="none",
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=True,
+            **({"logging_steps": max(1, steps // 50)} | options),
+        )
+        transformers.utils.logging.set_verbosity_error()
+        trainer = ToSTTrainer(model, arguments, train_dataset=data, callbacks=[_StopAtNaN(), *callbacks], **for_trainer)
+        trainer.pop_callback(transformers.PrinterCallback)
+        trainer.train()
+    return trainer
+
+
+@torch.no_grad()
+def label_accuracy(model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> float:
+    """The share of labelled positions whose most likely token is the label; labels are shifted, as in training."""
+    model.eval()
+    right = total = 0
+    for batch in batches:
+        guesses = model(input_ids=batch["input_ids"].to(model.device), use_cache=False).logits[:, :-1].argmax(-1).cpu()
+        labels = batch["labels"][:, 1:]
+        counted = labels != -100
+        right += int((guesses == labels)[counted].sum())
+        total += int(counted.sum())
+    return right / total
+
+
+def over_seeds(
+    run: Run, seeds: list[int], learning_rates: list[float], score: Callable[[dict[str, float]], float], label: str
+) -> dict[int, tuple[nn.Module, dict[str, float]]]:
+    """Runs every seed, with the learning rate that gave the highest score on the first one.
+
+    Args:
+        run: accepts a seed and a learning rate, builds a model, and returns what it trained and its metrics.
+        score: the metrics' quality; NaN counts as the worst.
+        label: what is printed before each run's metrics.
+
+    Returns:
+        What each seed's run returned, with "learning_rate" among the metrics.
+    """
+
+    def run_seeded(seed, rate):
+        set_seed(seed)
+        trained, metrics = run(seed, rate)
+        print(f"{label}, seed {seed}, learning rate {rate}: {metrics}", flush=True)
+        return trained, metrics | {"learning_rate": rate}
+
+    tried = {rate: run_seeded(seeds[0], rate) for rate in learning_rates}
+    scores = {rate: score(metrics) for rate, (_, metrics) in tried.items()}
+    best = max(scores, key=lambda rate: scores[rate] if math.isfinite(scores[rate]) else -math.inf)
+    return {seeds[0]: tried[best]} | {seed: run_seeded(seed, best) for seed in seeds[1:]}
