@@ -36,7 +36,7 @@ from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 import tost_hf  # noqa: F401 (makes ToST known to the Auto classes)
-from tost_hf.training.metrics import top_k_accuracy
+from tost_hf.training.metrics import TopKAccuracy
 
 
 logger = logging.getLogger("evaluate_image_classification")
@@ -157,7 +157,7 @@ def main(args: list[str] | None = None) -> None:
     predictions = predict(model, images, args.batch_size, args.dataloader_num_workers)
     height, width = images[0]["pixel_values"].shape[-2:]
     how = f"images made {height} x {width} by the model's processor, {len(names)} classes, {model.dtype}"
-    found = top_k_accuracy(predictions, rows["label"][:])
+    found = TopKAccuracy().compute(predictions=predictions.tolist(), references=rows["label"][:])
     measurements = [Measurement("accuracy", f"Accuracy (top-1{args.limit})", found["accuracy"], len(rows), how)]
     if predictions.shape[1] == 5:
         measurements.append(Measurement("accuracy", f"Accuracy (top-5{args.limit})", found["top5_accuracy"], len(rows), how))

@@ -38,7 +38,7 @@ from transformers import (
 
 from tost_hf import PRESETS, ContextParallelTrainer, ToSTConfig, ToSTTrainingArguments
 from tost_hf.training.callbacks import TrainingFilesCallback
-from tost_hf.training.metrics import perplexity, token_accuracy
+from tost_hf.training.metrics import TokenAccuracy, perplexity
 from tost_hf.training.streams import collate_blocks
 from tost_hf.training.trainer_stream import StreamingTrainer
 
@@ -152,7 +152,7 @@ def most_likely(logits, labels):
 
 def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
     predictions, labels = evaluated.predictions[:, :-1], evaluated.label_ids[:, 1:]
-    accuracy = token_accuracy(predictions, labels)
+    accuracy = TokenAccuracy().compute(predictions=predictions.ravel(), references=labels.ravel())
     return accuracy | {"perplexity": perplexity(float(evaluated.losses.mean()))}
 
 

@@ -46,7 +46,7 @@ from transformers import (
 from tost_hf import VISION_PRESETS, ToSTVisionConfig
 from tost_hf.image_processing import make_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
-from tost_hf.training.metrics import top_k_accuracy
+from tost_hf.training.metrics import TopKAccuracy
 from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 
@@ -364,7 +364,7 @@ def most_likely(logits, labels):
 
 
 def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
-    return top_k_accuracy(evaluated.predictions, evaluated.label_ids)
+    return TopKAccuracy().compute(predictions=evaluated.predictions, references=evaluated.label_ids)
 
 
 def select_samples(splits: dict[str, Dataset], data_args: DataTrainingArguments, training_args) -> None:

@@ -9,7 +9,7 @@ from PIL import Image as PILImage
 from tost_hf import ToSTVisionConfig
 from tost_hf.image_processing import make_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed, mix
-from tost_hf.training.metrics import top_k_accuracy
+from tost_hf.training.metrics import TopKAccuracy
 
 
 MEAN, STD = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
@@ -80,9 +80,11 @@ def test_the_collator_mixes_training_views_alone():
 
 
 def test_top_k_accuracy():
-    counted = top_k_accuracy([[5, 7, 9, 1, 2], [3, 1, 0, 2, 8], [1, 2, 3, 4, 5]], [5, 0, 9])
+    counted = TopKAccuracy().compute(predictions=[[5, 7, 9, 1, 2], [3, 1, 0, 2, 8], [1, 2, 3, 4, 5]], references=[5, 0, 9])
     assert counted == {"accuracy": pytest.approx(1 / 3), "top5_accuracy": pytest.approx(2 / 3)}
-    assert top_k_accuracy([[0, 1], [1, 0]], [0, 0]) == {"accuracy": 0.5, "top5_accuracy": 1.0}  # of two classes
+    metric = TopKAccuracy()  # with fewer classes than five
+    metric.add_batch(predictions=[[0, 1], [1, 0]], references=[0, 0])
+    assert metric.compute() == {"accuracy": 0.5, "top5_accuracy": 1.0}
 
 
 # The image processor -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
-from tost_hf.training.metrics import perplexity, token_accuracy
+from tost_hf.training.metrics import TokenAccuracy, perplexity
 
 
 # The recipe ----------------------------------------------------------------------------------------------------------
@@ -368,8 +368,13 @@ def test_fully_shard_equals_one_process(tmp_path, tiny_model):
 
 
 def test_metrics():
-    assert token_accuracy([[5, 7], [9, 1]], [[5, 8], [9, -100]]) == {"accuracy": pytest.approx(2 / 3)}
-    assert math.isnan(token_accuracy([1], [-100])["accuracy"])
+    counted = TokenAccuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
+    assert counted == {"accuracy": pytest.approx(2 / 3)}
+    metric = TokenAccuracy()
+    metric.add_batch(predictions=[1, 2], references=[1, 3])
+    metric.add_batch(predictions=[4], references=[4])
+    assert metric.compute() == {"accuracy": pytest.approx(2 / 3)}
+    assert math.isnan(TokenAccuracy().compute(predictions=[1], references=[-100])["accuracy"])
     assert perplexity(math.log(7)) == pytest.approx(7)
     assert perplexity(1e6) == math.inf and math.isnan(perplexity(math.nan))
 

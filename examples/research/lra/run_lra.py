@@ -41,7 +41,7 @@ from scripting import (
 
 from tost_hf import LRA_PRESETS, ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION, staged_file
-from tost_hf.training.metrics import token_accuracy
+from tost_hf.training.metrics import TokenAccuracy
 from tost_hf.training.trainer import recipe_field
 
 
@@ -178,7 +178,7 @@ def most_likely(logits, labels):
 
 
 def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
-    return token_accuracy(evaluated.predictions, evaluated.label_ids)
+    return TokenAccuracy().compute(predictions=evaluated.predictions, references=evaluated.label_ids)
 
 
 def load_examples(data_args: DataArguments, name: str, length: int, classes: int) -> dict[str, Examples]:
