@@ -64,8 +64,10 @@ COMMANDS = [(name, words) for name in PAGES for block in code_blocks(name, "bash
 
 @pytest.fixture
 def demo_folders(tmp_path, monkeypatch):
-    """./tost-demo and ./tost-digits as the pages' commands leave them, but with untrained weights."""
+    """./tost-demo and ./tost-digits as the pages' commands leave them, but with untrained weights; the trained models."""
     monkeypatch.chdir(tmp_path)
+    for name in ("examples", "model_cards"):
+        Path(name).symlink_to(ROOT / name)
     save_tokenizer(Path("tost-demo"))
     config = small_config(vocab_size=320, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0)
     randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")

@@ -42,7 +42,13 @@ class StateBytes(NamedTuple):
 
 
 class CachedPrefix(NamedTuple):
-    """A text that was read: its tokens, (1, T), and the cache after them."""
+    """A text that was read: its tokens, (1, T), and the cache after them; what `load_prefix` returns.
+
+    Example:
+        >>> prefix = load_prefix("manual.safetensors", model)
+        >>> input_ids = prefix.continued_by(tokenizer("How is it switched on?").input_ids)
+        >>> model.generate(input_ids, past_key_values=prefix.cache)
+    """
 
     input_ids: torch.Tensor
     cache: CausalStatisticsCache
@@ -75,6 +81,10 @@ def prefill_cache(
 
     Raises:
         ValueError: the text is empty, or not one sequence.
+
+    Example:
+        >>> cache = prefill_cache(model, input_ids, progress_bar=True)
+        >>> save_cache(cache, "manual.safetensors", model=model, input_ids=input_ids)
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or not input_ids.numel() or chunk_size < 1:
         raise ValueError(f"input_ids must be (1, T) with at least one token, got {tuple(input_ids.shape)}.")
@@ -119,6 +129,10 @@ def save_cache(
     Raises:
         ValueError: the cache is empty, or not a ToST model's, or not of these tokens.
         OSError: the file cannot be written.
+
+    Example:
+        >>> outputs = model(input_ids, use_cache=True)
+        >>> save_cache(outputs.past_key_values, "prompt.safetensors")
     """
     check_cache_kind(cache)
     if not cache.layers or not all(cast(Any, layer).is_initialized for layer in cache.layers):
@@ -165,6 +179,10 @@ def load_cache(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, is not a cache, or belongs to a model of other sizes.
+
+    Example:
+        >>> cache = load_cache("prompt.safetensors", model.config)
+        >>> model.generate(torch.cat([input_ids, more], 1), past_key_values=cache)
     """
     tensors, metadata = _read_file(filename, device)
     return _fill_cache(filename, tensors, metadata, config, static)
@@ -178,6 +196,9 @@ def load_prefix(filename: str | os.PathLike, model: Any) -> CachedPrefix:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, has no tokens, or was written with another model, other weights or another dtype.
+
+    Example:
+        >>> prefix = load_prefix("manual.safetensors", model)
     """
     tensors, metadata = _read_file(filename, model.device)
     if TOKENS not in tensors:

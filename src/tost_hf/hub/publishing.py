@@ -45,6 +45,9 @@ class Publication:
         deleted: weights and code of an earlier version that this one does not have.
         unchanged: names of the files that the repository had already.
         num_parameters: of the model; None of a Space.
+
+    Example:
+        >>> publish("./my-tost", "me/my-tost", dry_run=True).uploaded
     """
 
     repo_id: str
