@@ -117,7 +117,7 @@ def test_gpu_reads_the_rows_of_this_run_only(tmp_path):
 
 @pytest.mark.parametrize("H, p, T, form", [(3, 16, 1000, "causal"), (12, 64, 65, "bidirectional"), (20, 8, 1, "causal")])
 def test_tolerances_hold_for_rounding_and_find_a_token_left_out(H, p, T, form):
-    """The formulas in float32 stand for kernels that are right, and without one token of one row for wrong ones."""
+    """The reference in float32 stands for kernels that are right, and without one token for wrong ones."""
     torch.manual_seed(0)
     case = {"causal": form == "causal"}
     leaves = kernel_cases.make(2, T, H, p, **case)
@@ -133,7 +133,7 @@ def test_tolerances_hold_for_rounding_and_find_a_token_left_out(H, p, T, form):
 
 @pytest.mark.slow
 def test_gpu_rehearsal(tmp_path, capsys):
-    """Every part in a process of its own, as a user starts it."""
+    """Every part in a separate process, as a user starts it."""
     assert gpu.main(["--rehearse", "--minutes", "20", "--repeats", "1", "--results", str(tmp_path)]) == 0
     assert {path.stem for path in tmp_path.glob("*.csv")} == {
         "kernel_times",

@@ -4,7 +4,7 @@
     python examples/benchmarks/gpu.py
 
 Needs torch and transformers, and pytest for the tests; the package is taken from the repository's `src`, installed or not.
-The first half minute says whether the kernels are right at all. Each part is a process of its own with a share of the time,
+The first half minute says whether the kernels are right at all. Each part is a separate process with a share of the time,
 and with what the parts before it left unused; one that runs out of time keeps the rows it has written. Rows go to the CSV
 files of the scripts, in $OUT where that is set. At the end one table compares them with the targets.
 `--rehearse` runs every part on the CPU at toy sizes, to see that all of them run; its figures mean nothing.
@@ -46,12 +46,6 @@ PARTS = [  # name, seconds it may always have, arguments, arguments of a rehears
         80,
         ["op.py", "--shape", "8", "8192", "12", "64", "--form", "causal", "--variants", *OP_VARIANTS],
         ["op.py", "--shape", "1", "40", "2", "8", "--form", "causal", "--variants", "triton", "eager", "literal", "sdpa"],
-    ),
-    (
-        "sweep",
-        50,
-        ["kernel_times.py", "--sweep", "--seconds", "40"],
-        ["kernel_times.py", "--sweep", "--seconds", "1"],
     ),
     (
         "decode",
@@ -142,7 +136,7 @@ def run_part(name: str, arguments: list[str], seconds: float) -> bool:
     start = time.monotonic()
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    # a session of its own: what a compiler has started ends with it
+    # a new session: what a compiler has started ends with it
     process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=env, start_new_session=True)
     try:
         status = process.wait(timeout=seconds)

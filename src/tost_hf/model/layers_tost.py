@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .tssa import TSSAOutput, step_by_formulas, tssa, tssa_by_formulas, tssa_step
+from .tssa import TSSAOutput, tssa, tssa_step
 from .tssa_reference import TSSAState, compute_dtype, sequence_starts
 
 
@@ -178,8 +178,8 @@ class LayerOperators(NamedTuple):
 
 
 RAW_SCORES = LayerOperators(
-    tssa=functools.partial(tssa_by_formulas, normalize_scores=False),
-    step=functools.partial(step_by_formulas, normalize_scores=False),
+    tssa=functools.partial(tssa, normalize_scores=False),
+    step=functools.partial(tssa_step, normalize_scores=False),
 )
 
 
@@ -199,7 +199,7 @@ class TokenStatisticsSelfAttention(nn.Module):
             head); causal form only.
         conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
-            paper's ablation) the formulas of tssa_reference.py run, whatever the backend.
+            paper's ablation) the reference implementation runs, whatever the backend.
         backend: as in `tssa`; may be set later as well.
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
