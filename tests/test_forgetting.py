@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from test_tssa import F64, compiled, formulas, make, padding_mask, short_chunks  # noqa: F401 (a fixture)
+from test_tssa import F64, compiled, make, padding_mask, short_chunks, traced  # noqa: F401 (a fixture)
 
 from tost_hf import TSSAState, tssa, tssa_step
 from tost_hf.model import tssa_chunked, tssa_reference
 
 
-@pytest.fixture(params=["eager", "compiled", "formulas"])
+@pytest.fixture(params=["eager", "compiled", "traced"])
 def op(request):
-    return {"eager": tssa, "compiled": compiled(tssa), "formulas": formulas}[request.param]
+    return {"eager": tssa, "compiled": compiled(tssa), "traced": traced}[request.param]
 
 
 def make_decay(kind, B=2, T=70, H=3, dtype=torch.float64):

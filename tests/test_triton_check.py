@@ -51,7 +51,7 @@ class TestKernelsAreChecked:
         operator._warn_of_fallback.cache_clear()
 
     @pytest.mark.parametrize(
-        "form, forgets, dtype",
+        "form, decay, dtype",
         [
             ("bidirectional", False, torch.bfloat16),
             ("causal", False, torch.float16),
@@ -60,11 +60,11 @@ class TestKernelsAreChecked:
         ],
         ids=str,
     )
-    def test_right_kernels_pass(self, form, forgets, dtype):
+    def test_right_kernels_pass(self, form, decay, dtype):
         w = tokens(1, 3, 8, dtype=dtype)
         before = torch.random.get_rng_state()
         with torch.inference_mode():
-            assert tssa_triton.kernel_problem(w, form, forgets=forgets, gradients=form != "step") is None
+            assert tssa_triton.kernel_problem(w, form, decay=decay, gradients=form != "step") is None
         assert torch.equal(torch.random.get_rng_state(), before)
 
     @pytest.mark.parametrize(

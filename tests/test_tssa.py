@@ -1,4 +1,4 @@
-"""The operator against the plain formulas in float64: outputs, states, every gradient. The formulas against the definition."""
+"""The operator against the reference implementation in float64, and that against the definition."""
 
 import os
 import subprocess
@@ -17,7 +17,6 @@ from tost_hf import (
     tssa_step,
 )
 from tost_hf.model import tssa_chunked, tssa_reference
-from tost_hf.model.tssa import tssa_by_formulas
 
 
 F64 = {"rtol": 1e-10, "atol": 1e-12}
@@ -31,7 +30,7 @@ def short_chunks(monkeypatch):
 
 
 def make(B=2, T=70, H=3, p=5, dtype=torch.float64, dead=0):
-    """w (B, T, H, p), temp, bias (T, H); `dead` zero tokens, two tiny ones and one dead channel exercise the floors."""
+    """w (B, T, H, p), temp, bias (T, H); `dead` zero tokens, two tiny ones, a dead channel exercise the epsilon clamps."""
     w = torch.randn(B, T, H, p, dtype=dtype)
     if dead:
         w[:, :dead] = 0
@@ -55,7 +54,7 @@ def compiled(fn):
     return torch.compile(fn, backend="aot_eager", fullgraph=True)
 
 
-def formulas(*args, **kwargs):
+def traced(*args, **kwargs):
     """The path that torch.export and compilers for other devices see, its backward derived."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -63,9 +62,14 @@ def formulas(*args, **kwargs):
         return tssa(*args, **kwargs)
 
 
-@pytest.fixture(params=["eager", "compiled", "formulas"])
+def reference(*args, **kwargs):
+    """The reference implementation in eager mode, as the ablation and tensor parallelism run it."""
+    return tssa(*args, softmax=tssa_reference.membership_of, **kwargs)
+
+
+@pytest.fixture(params=["eager", "compiled", "traced"])
 def op(request):
-    return {"eager": tssa, "compiled": compiled(tssa), "formulas": formulas}[request.param]
+    return {"eager": tssa, "compiled": compiled(tssa), "traced": traced}[request.param]
 
 
 def by_definition(w, temp, bias, real, causal, log_decay=None):
@@ -94,23 +98,23 @@ def by_definition(w, temp, bias, real, causal, log_decay=None):
     return output, membership
 
 
-@pytest.mark.parametrize("causal, forgetting", [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("causal, decayed", [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("dead", [0, 3])
-def test_the_formulas_are_the_definition(causal, forgetting, dead):
+def test_reference_equals_the_definition(causal, decayed, dead):
     """With padding on both sides, and with packed sequences, each of which is computed alone."""
     w, temp, bias = (x.detach() for x in make(T=17, dead=dead))
-    decay = -torch.rand(2, 17, 3, dtype=torch.float64) if forgetting else None
+    decay = -torch.rand(2, 17, 3, dtype=torch.float64) if decayed else None
     mask, seq_idx = padding_mask(17), torch.arange(17).div(7, rounding_mode="floor").expand(2, 17)
     if causal:
-        decay_at_tokens = decay.masked_fill(~mask[..., None], 0) if forgetting else None
+        decay_at_tokens = decay.masked_fill(~mask[..., None], 0) if decayed else None
         output, membership, _ = tssa_reference.causal(w, temp, bias, ~mask, seq_idx, log_decay=decay_at_tokens)
     else:
         output, membership = tssa_reference.bidirectional(w, temp, ~mask, seq_idx)
-    for row in range(2):
+    for element in range(2):
         for part in (slice(0, 7), slice(7, 14), slice(14, 17)):
-            decay_of_part = decay[row, part] if forgetting else None
-            expected = by_definition(w[row, part], temp, bias[part], mask[row, part], causal, decay_of_part)
-            torch.testing.assert_close((output[row, part], membership[row, part]), expected, **F64)
+            decay_of_part = decay[element, part] if decayed else None
+            expected = by_definition(w[element, part], temp, bias[part], mask[element, part], causal, decay_of_part)
+            torch.testing.assert_close((output[element, part], membership[element, part]), expected, **F64)
 
 
 @pytest.mark.parametrize("T", [1, 8, 63, 64, 65, 150])
@@ -126,7 +130,7 @@ def test_causal_forward(op, T, H, p):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dead", [0, 3])
-def test_causal_gradients_are_those_of_the_formulas(op, masked, dead):
+def test_causal_gradients_equal_the_reference(op, masked, dead):
     w, temp, bias = make(dead=dead)
     mask = padding_mask(70) if masked else None
     g = torch.randn_like(w)
@@ -182,38 +186,36 @@ def test_gradcheck(causal, masked, packed):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("masked", [False, True])
-def test_packed_rows_are_the_sequences_alone(op, causal, masked):
-    """Rows with different borders, one-token sequences, and padding inside."""
-    rows = [(5, 1, 44, 20), (33, 36, 1)]
+def test_packed_sequences_equal_the_sequences_alone(op, causal, masked):
+    """Batch elements with different borders, one-token sequences, and padding inside."""
+    elements = [(5, 1, 44, 20), (33, 36, 1)]
     w, temp, _ = make(T=70, H=3)
     mask = torch.ones(2, 70, dtype=torch.bool)
     if masked:
         mask[0, 2:4] = mask[0, 40] = mask[1, :3] = mask[1, 69] = False
-    seq_idx = torch.stack([torch.repeat_interleave(torch.arange(len(r)), torch.tensor(r)) for r in rows])
+    seq_idx = torch.stack([torch.repeat_interleave(torch.arange(len(r)), torch.tensor(r)) for r in elements])
     bias = torch.randn(2, 70, 3, dtype=torch.float64) if causal else None
     out = op(w, temp, bias, causal=causal, mask=mask, seq_idx=seq_idx)
     grad = torch.autograd.grad(out.output.square().sum(), w)[0]
-    for row, lengths in enumerate(rows):
+    for element, lengths in enumerate(elements):
         start = 0
         for length in lengths:
-            part = (slice(row, row + 1), slice(start, start + length))
+            part = (slice(element, element + 1), slice(start, start + length))
             alone = tssa(w[part], temp, None if bias is None else bias[part], causal=causal, mask=mask[part])
             torch.testing.assert_close(out.output[part], alone.output, **F64)
-            torch.testing.assert_close(out.membership[row, :, part[1]], alone.membership[0], **F64)
+            torch.testing.assert_close(out.membership[element, :, part[1]], alone.membership[0], **F64)
             torch.testing.assert_close(grad[part], torch.autograd.grad(alone.output.square().sum(), w)[0][part], **F64)
             start += length
         if causal:  # the state left over is the last sequence's
-            torch.testing.assert_close([x[row] for x in out.final_state], [x[0] for x in alone.final_state], **F64)
+            torch.testing.assert_close([x[element] for x in out.final_state], [x[0] for x in alone.final_state], **F64)
 
 
 @pytest.mark.parametrize("decayed", [False, True])
-@pytest.mark.parametrize(
-    "op", [tssa, "compiled", tssa_by_formulas, formulas], ids=["eager", "compiled", "formulas", "exported"]
-)
+@pytest.mark.parametrize("op", [tssa, "compiled", reference, traced], ids=["eager", "compiled", "reference", "exported"])
 @pytest.mark.parametrize("source", ["w", "overflow", "denom_bias", "log_decay", "gradient"])
 def test_what_is_not_finite_stays_in_its_packed_sequence(op, decayed, source):
     """And behind its token there: outputs, final state and gradients of all else are those without it."""
-    if (source == "log_decay" and not decayed) or (source == "gradient" and op is formulas):
+    if (source == "log_decay" and not decayed) or (source == "gradient" and op is traced):
         pytest.skip("there is no such thing")
     operator = compiled(tssa) if op == "compiled" else op
     borders = [(0, 20), (20, 45), (45, 70)]
@@ -225,7 +227,7 @@ def test_what_is_not_finite_stays_in_its_packed_sequence(op, decayed, source):
     def run(values, gradient):
         inputs = {name: x.clone().requires_grad_() for name, x in values.items()}
         out = operator(temp=torch.ones(3), seq_idx=seq_idx, **inputs)
-        grads = [] if op is formulas else torch.autograd.grad(out.output, list(inputs.values()), gradient)
+        grads = [] if op is traced else torch.autograd.grad(out.output, list(inputs.values()), gradient)
         return [out.output, out.membership.transpose(1, 2)], grads, out.final_state
 
     clean = run(values, gradient)
@@ -248,8 +250,8 @@ def test_what_is_not_finite_stays_in_its_packed_sequence(op, decayed, source):
             assert source in ("gradient", "overflow") or not x[0, at].isfinite().all()
         for x, y in zip(got[1], clean[1]):
             torch.testing.assert_close(x[own], y[own], rtol=1e-4, atol=1e-6)
-        rows = slice(0 if stop < 70 or source == "gradient" else 1, 2)
-        torch.testing.assert_close([x[rows] for x in got[2]], [x[rows] for x in clean[2]], rtol=1e-5, atol=1e-6)
+        elements = slice(0 if stop < 70 or source == "gradient" else 1, 2)
+        torch.testing.assert_close([x[elements] for x in got[2]], [x[elements] for x in clean[2]], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("pieces", [(40, 30), (1, 2, 67), (69, 1)])
@@ -265,7 +267,7 @@ def test_state_carries_over(op, pieces):
     torch.testing.assert_close(state, whole.final_state, **F64)
 
 
-def test_a_state_that_cannot_be_updated_in_place_is_refused():
+def test_a_state_that_cannot_be_updated_in_place_is_rejected():
     state = TSSAState(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).double(), torch.zeros(2, 3).double())
     w, temp = torch.randn(2, 3, 4), torch.ones(3)
     assert all(x is y for x, y in zip(tssa_step(w, temp, None, state, in_place=True).final_state, state))
@@ -337,24 +339,24 @@ def test_prefix_invariance_and_determinism_bit_for_bit():
         assert torch.equal(tssa(changed, temp, bias).output[:, :41], first.output[:, :41])
     for T in (1, 9, 41, 64, 69):
         assert torch.equal(tssa(w[:, :T], temp, bias[:T]).output, first.output[:, :T])
-    big, _, _ = make(B=40, H=12, p=64, dtype=torch.float32)  # more rows than are worked on together
+    big, _, _ = make(B=40, H=12, p=64, dtype=torch.float32)  # more elements than are computed together
     with torch.no_grad():
         alone = tssa(big[33:34], torch.ones(12)).output
         assert torch.equal(tssa(big, torch.ones(12)).output[33:34], alone)
 
 
-def test_many_rows_with_other_borders():
-    """Rows worked on in several groups, packed and padded: the gradients are those of each row alone."""
+def test_many_batch_elements_with_different_packing():
+    """Batch elements computed in several groups, packed and padded: the gradients are those of each element alone."""
     B, T, H, p = 9, 70, 12, 64
     w, temp, bias = make(B, T, H, p)
     seq_idx = (torch.arange(T) // torch.arange(11, 11 + B)[:, None]).long()
     mask = torch.rand(B, T) > 0.1
     g = torch.randn_like(w)
     got = torch.autograd.grad(tssa(w, temp, bias, mask=mask, seq_idx=seq_idx).output, (w, temp, bias), g)
-    rows = [slice(row, row + 1) for row in range(B)]
+    elements = [slice(element, element + 1) for element in range(B)]
     alone = [
         torch.autograd.grad(tssa(w[r], temp, bias, mask=mask[r], seq_idx=seq_idx[r]).output, (w, temp, bias), g[r])
-        for r in rows
+        for r in elements
     ]
     torch.testing.assert_close(got, [sum(parts) for parts in zip(*alone)], **F64)
 
@@ -440,26 +442,6 @@ def test_a_million_tokens():
     assert layer.sum_membership.dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    "files, size",
-    [
-        ({}, 2**20),
-        ({"index0": ("1", "48K"), "index2": ("2", "1024K"), "index3": ("3", "32768K")}, 2**20),
-        ({"index0": ("1", "48K"), "index1": ("2", "2048K\n")}, 2**21),
-        ({"index0": ("2", "16K")}, 2**18),
-        ({"index0": ("2", "65536K")}, 2**22),
-        ({"index0": ("2", "unknown")}, 2**20),
-        ({"index0": ("1", "48K")}, 2**20),
-    ],
-)
-def test_chunks_fit_the_cache(tmp_path, files, size):
-    for name, (level, text) in files.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "level").write_text(f"{level}\n")
-        (tmp_path / name / "size").write_text(text)
-    assert tssa_reference.cache_bytes(tmp_path) == size
-
-
 # Bad input, and the layer --------------------------------------------------------------------------------------------
 
 
@@ -487,7 +469,7 @@ def test_bad_input(change, message):
         tssa(**arguments)
 
 
-def test_second_derivatives_are_refused():
+def test_second_derivatives_are_rejected():
     w, temp, bias = make(T=4)
     (grad,) = torch.autograd.grad(tssa(w, temp, bias).output.square().sum(), w, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):

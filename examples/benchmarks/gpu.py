@@ -61,7 +61,6 @@ PARTS = [  # from the cheapest answer to the most expensive
         "op --shape 8 8192 12 64 --form causal --variants triton compiled eager literal 'literal compiled' sdpa",
         "op --shape 1 40 2 8 --form causal --variants triton eager literal sdpa",
     ),
-    Part("sweep", 50, "kernel_times --sweep --seconds 40", "kernel_times --sweep --seconds 1"),
     Part("decode", 70, "decode --batch 64 1 --positions 1024", "decode --batch 2 --positions 16 --layers 1 --static"),
     Part(
         "train_lm",  # the ends of the range first, should the time run out

@@ -12,7 +12,7 @@ import torch
 
 from tost_hf import TSSAState, tssa
 from tost_hf.model import tssa_triton
-from tost_hf.model.tssa import tssa_by_formulas
+from tost_hf.model.tssa_reference import bias_of_tokens
 
 
 SLACK = 6  # rounding alone takes up to 3.1; one of 8,194 tokens that is left out, 23 and more
@@ -27,19 +27,19 @@ def make(
     dtype: torch.dtype = torch.float32,
     causal: bool = True,
     state: bool = True,
-    bias_rows: int | None = None,
+    bias_batch: int | None = None,
     positions: int | None = None,
     decay: tuple[float, float] | None = None,
     device: str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """w, temp and, for the causal form, bias, initial state and log decays, as float32 leaves (w in dtype).
 
-    The bias has a batch size of `bias_rows`, else B, or is one of `positions` positions. `decay` gives the minimum and maximum
-    -log of a factor; those of the tokens are spread evenly in log between them.
+    The bias has `bias_batch` batch elements, else B, or is one of `positions` positions. `decay` gives the weakest and the
+    strongest -log of a factor; those of the tokens are spread evenly in log between them.
     """
     leaves = {"w": torch.randn(B, T, H, p).to(dtype), "temp": torch.rand(H) * 3 + 0.5}
     if causal:
-        batch = B if bias_rows is None else bias_rows
+        batch = B if bias_batch is None else bias_batch
         leaves["bias"] = 0.3 * (torch.randn(batch, T, H) if positions is None else torch.randn(H, positions).t())
         if state:
             leaves |= {"sum_sq": torch.rand(B, H, p) + 0.5, "sum_weighted_sq": torch.rand(B, H, p)}
@@ -53,8 +53,12 @@ def run_kernels(leaves, mask=None, seq_idx=None, causal=True, positions=None, mo
     """The output, the membership (B, T, H) and, in the causal form, the three sums after the last token."""
     state = [leaves[name] for name in TSSAState._fields if name in leaves]
     w, temp, bias, log_decay = (leaves.get(name) for name in ("w", "temp", "bias", "log_decay"))
-    out = module.tssa_triton(w, temp, bias, mask, seq_idx, state or None, causal, log_decay, positions)
-    return out if causal else out[:2]
+    bias = bias_of_tokens(bias, positions, torch.float32)
+    if log_decay is not None and mask is not None:
+        log_decay = log_decay.masked_fill(~mask.bool().unsqueeze(-1), 0)
+    state = TSSAState(*state) if state else None
+    output, membership, final = module.tssa_triton(w, temp, bias, mask, seq_idx, log_decay, state, causal)
+    return output, membership, *(final or ())
 
 
 def run_exact(leaves, mask=None, seq_idx=None, causal=True, positions=None, softmax=None):
@@ -63,10 +67,7 @@ def run_exact(leaves, mask=None, seq_idx=None, causal=True, positions=None, soft
     w, temp, bias, log_decay = (leaves.get(name) for name in ("w", "temp", "bias", "log_decay"))
     given = {"causal": causal, "mask": mask, "seq_idx": seq_idx, "positions": positions, "log_decay": log_decay}
     given["initial_state"] = TSSAState(*state) if state else None
-    if softmax is None:
-        out = tssa(w, temp, bias, backend="reference", **given)
-    else:
-        out = tssa_by_formulas(w, temp, bias, softmax=softmax, **given)
+    out = tssa(w, temp, bias, backend="reference", softmax=softmax, **given)
     return out.output, out.membership.transpose(1, 2), *(out.final_state or ())
 
 

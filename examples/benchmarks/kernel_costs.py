@@ -23,7 +23,6 @@ from tost_hf.model import tssa_triton
 
 HEADS, CHANNELS = 12, 64
 CAPABILITIES = (80, 90)
-TOKENS = {"CHUNK": tssa_triton._CHUNK, "SPAN": tssa_triton._SPAN, "TILE": tssa_triton._TILE}
 KERNELS = (
     "chunk_state_kernel",
     "chunk_fwd_membership_kernel",
@@ -53,7 +52,8 @@ class Launch(NamedTuple):
 
 def launch(name: str, H: int, p: int) -> Launch:
     """How a kernel is launched. A loop runs over a chunk's tiles, one inside it over the earlier tiles of the same span."""
-    blocks, chunk, span, tile = (tssa_triton._blocks(H, p, name in ALL_HEADS), *TOKENS.values())
+    blocks = tssa_triton._blocks(H, p, name in ALL_HEADS)
+    chunk, span, tile = tssa_triton.CHUNK, tssa_triton.SPAN, tssa_triton.TILE
     warps = 4 if name == "state_passing_kernel" else blocks.warps
     used = H / blocks.heads if name in ALL_HEADS else 1
     trips = (1, chunk / tile, chunk / tile * (span / tile - 1) / 2)
@@ -67,13 +67,12 @@ def compile_ahead(name, H, p, dtype, capability, causal, absent, folder):
     from triton.compiler import ASTSource
 
     kernel, launched, blocks = getattr(tssa_triton, name), launch(name, H, p), tssa_triton._blocks(H, p, name in ALL_HEADS)
-    sizes = TOKENS | {"H": H, "P": p, "CAUSAL": causal, "REVERSE": False, "FROM": H * p, "TO": 2 * H * p + H}
-    sizes |= {"HEADS": blocks.heads, "BLOCK_H": blocks.heads, "BLOCK_P": blocks.channels}
-    sizes |= {"BLOCK_N": tssa_triton._SCAN_CHUNKS, "BLOCK_C": tssa_triton._SCAN_COLUMNS} | dict.fromkeys(absent)
+    sizes = {"H": H, "P": p, "CAUSAL": causal, "REVERSE": False, "FROM": H * p, "TO": 2 * H * p + H}
+    sizes |= {"HEADS": blocks.heads, "BLOCK_P": blocks.channels}
+    sizes |= {"BLOCK_N": tssa_triton.SCAN_CHUNKS, "BLOCK_C": tssa_triton.SCAN_COLUMNS} | dict.fromkeys(absent)
     if name == "chunk_state_kernel":
         sizes["membership"] = None
-    types = {"eps": "fp32", "floor": "fp32", "mask": "*u8"}
-    types |= dict.fromkeys(("T", "bias_tokens", "bias_stride", "decay_stride"), "i32")
+    types = {"mask": "*u8", "T": "i32"}
     types |= dict.fromkeys(("w", "grad", "output", "dw"), f"*{dtype}")
     types |= dict.fromkeys(("chunk_table", "sequence_table"), "*i64")
     names = [param.name for param in kernel.params]

@@ -1,17 +1,14 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The Triton kernels one by one: whether they are right, how long each takes, and which sizes suit the GPU.
+"""The Triton kernels one by one: whether they are right and how long each takes.
 
     python examples/benchmarks/run.py kernel_times --smoke   # masks, packing, states, steps, dtypes, against float64
     python examples/benchmarks/run.py kernel_times           # time of every kernel, forward and backward
-    python examples/benchmarks/run.py kernel_times --sweep   # tokens of a tile x warps of a program, kernel by kernel
 
 `x copy` is a kernel's time over that of a large copy of as many bytes as the kernel must read and write: w, the gradient, the
-output, each once. It takes turns with the kernels. The sweep rejects sizes whose results differ from those of the default
-sizes by more than rounding, and prints the best as a line for `TUNED` in src/tost_hf/model/tssa_triton.py.
+output, each once. It takes turns with the kernels.
 Without a GPU the kernels run in Triton's interpreter, to see that everything here runs; its times mean nothing.
 """
 
-import itertools
 import time
 from collections import defaultdict
 
@@ -38,7 +35,6 @@ SHAPES = {  # B, T, H, p
 }
 TOY_SHAPES = {"causal": [(1, 5, 2, 8)], "bidirectional": [(1, 5, 2, 8)]}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}
-TILES, WARPS = (4, 2, 8), (1, 2, 4, 8)
 SMOKE_SHAPES = {"cuda": (2, 130, 3, 16), "cpu": (2, 5, 2, 8)}
 SMOKE = [  # dtype, form, what is special
     ("bfloat16", "causal", "nothing"),
@@ -49,7 +45,6 @@ SMOKE = [  # dtype, form, what is special
     ("bfloat16", "decay", "mask"),
     ("bfloat16", "step", "mask"),
 ]
-SAME = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative RMS between two sizes of tiles
 
 
 # Right or wrong -------------------------------------------------------------------------------------------------------
@@ -81,7 +76,7 @@ def run_steps(leaves, mask):
     steps = []
     with torch.no_grad():
         for t in range(T):
-            now = leaves["w"][:, t], leaves["temp"], leaves["bias"][t : t + 1], mask[:, t]
+            now = leaves["w"][:, t], leaves["temp"], leaves["bias"][t].expand(B, H), mask[:, t], None
             steps.append(tssa_triton.tssa_step_triton(*now, *sums)[0])
     return [torch.stack(steps, 1)]
 
@@ -188,9 +183,9 @@ def time_kernels(shape, form: str, dtype: torch.dtype, repeats: int, device: str
     return seconds
 
 
-def case_of(form: str, shape, dtype: torch.dtype, tile: int | str = "", warps: int | str = "") -> dict[str, object]:
-    """Columns of a record; no tile and warps stand for those that the kernels choose."""
-    return {"form": form, **dict(zip("BTHp", shape)), "dtype": dtype_name(dtype), "tile": tile, "warps": warps}
+def case_of(form: str, shape, dtype: torch.dtype) -> dict[str, object]:
+    """Columns of a record."""
+    return {"form": form, **dict(zip("BTHp", shape)), "dtype": dtype_name(dtype)}
 
 
 def report_times(args, shapes, dtype: torch.dtype, report: Report) -> None:
@@ -199,7 +194,7 @@ def report_times(args, shapes, dtype: torch.dtype, report: Report) -> None:
             seconds = attempt(f"{form} {shape}", time_kernels, shape, form, dtype, args.repeats, args.device)
             if seconds is None:
                 continue
-            case = case_of(form, shape, dtype)
+            case = {"form": form, **dict(zip("BTHp", shape)), "dtype": str(dtype).removeprefix("torch.")}
             copy = seconds.pop("copy")
             for name, times in seconds.items():
                 least = [x * TENSORS[name] for x in copy] if name in TENSORS else None
@@ -207,46 +202,8 @@ def report_times(args, shapes, dtype: torch.dtype, report: Report) -> None:
                 report.add({"kernel": name.removesuffix("_kernel")} | case, metrics)
 
 
-# Which sizes ----------------------------------------------------------------------------------------------------------
-
-
-def sweep(args, shape, dtype: torch.dtype, report: Report) -> dict[str, tuple[int, int]]:
-    """The fastest sizes of each kernel; sizes that do not compile, or give other results, are none."""
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    leaves, best, end = make_leaves(shape, dtype, "causal", args.device), {}, time.monotonic() + args.seconds
-    known = tssa_triton.TUNED.pop(device, None)
-    case = case_arguments(leaves, "causal")
-    expected, _ = run(leaves, case)
-    for tile, warps in itertools.product(TILES, WARPS):
-        if best and time.monotonic() > end:
-            print(f"stopped after {args.seconds:.0f} s, before tiles of {tile} tokens, {warps} warps", flush=True)
-            break
-        tssa_triton.TUNED[device] = dict.fromkeys(TENSORS, (tile, warps))
-        try:
-            got = attempt(f"tile {tile}, {warps} warps", run, leaves, case)
-            pairs = zip(got[0] if got else (), expected)
-            errors = [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in pairs]
-            if got is None or not max(errors) < SAME[dtype_name(dtype)]:
-                print(f"tile {tile}, {warps} warps: rejected", *errors, flush=True)
-                continue
-            seconds = time_kernels(shape, "causal", dtype, args.repeats, args.device)
-        finally:
-            del tssa_triton.TUNED[device]
-        for name in TENSORS.keys() & seconds.keys():
-            found = spread(seconds[name])
-            record = {"kernel": name.removesuffix("_kernel")} | case_of("causal", shape, dtype, tile, warps)
-            report.add(record, {"ms": found * 1e3, "x copy": None})
-            if name not in best or found.value < best[name][0]:
-                best[name] = found.value, (tile, warps)
-    if known is not None:
-        tssa_triton.TUNED[device] = known
-    return {name: sizes for name, (_, sizes) in best.items()}
-
-
 def add_arguments(parser) -> None:
     parser.add_argument("--smoke", action="store_true", help="whether they are correct, in seconds, and nothing else")
-    parser.add_argument("--sweep", action="store_true", help="times at several sizes of tiles and programs instead")
-    parser.add_argument("--seconds", type=float, default=60, help="after which a sweep starts no other size")
 
 
 def environment(args) -> dict[str, str]:
@@ -263,11 +220,5 @@ def main(args, report: Report) -> int:
     if args.smoke:
         return int(smoke(args.device) > 0)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    shapes = SHAPES if args.device == "cuda" else TOY_SHAPES
-    if not args.sweep:
-        report_times(args, shapes, dtype, report)
-        return 0
-    best = sweep(args, shapes["causal"][min(1, len(shapes["causal"]) - 1)], dtype, report)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    print(f"best, (tokens of a tile, warps), as a line for TUNED in tssa_triton.py:\n    {name!r}: {best!r},", flush=True)
+    report_times(args, SHAPES if args.device == "cuda" else TOY_SHAPES, dtype, report)
     return 0

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .tssa import TSSAOutput, step_by_formulas, tssa, tssa_by_formulas, tssa_step
+from .tssa import TSSAOutput, tssa, tssa_step
 from .tssa_reference import TSSAState, compute_dtype, sequence_starts
 
 
@@ -178,8 +178,8 @@ class LayerOperators(NamedTuple):
 
 
 UNNORMALIZED_SCORES = LayerOperators(
-    tssa=functools.partial(tssa_by_formulas, normalize_scores=False),
-    step=functools.partial(step_by_formulas, normalize_scores=False),
+    tssa=functools.partial(tssa, normalize_scores=False),
+    step=functools.partial(tssa_step, normalize_scores=False),
 )
 
 

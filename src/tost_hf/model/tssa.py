@@ -14,22 +14,24 @@ devices other than the CPU run the reference implementation (tssa_reference.py).
 import functools
 import os
 import warnings
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from .tssa_chunked import causal as causal_by_chunks
+from .tssa_chunked import causal as causal_chunked
 from .tssa_reference import (
     TSSAState,
     as_state,
     bias_of_tokens,
     bidirectional,
     compute_dtype,
+    membership_of,
     state_shapes,
     step,
     zero_state,
 )
-from .tssa_reference import causal as causal_by_definition
+from .tssa_reference import causal as causal_reference
 
 
 BACKENDS = ("auto", "reference", "triton")
@@ -54,6 +56,8 @@ def tssa(
     seq_idx: torch.Tensor | None = None,
     initial_state: TSSAState | None = None,
     log_decay: torch.Tensor | None = None,
+    normalize_scores: bool = True,
+    softmax: Callable[..., torch.Tensor] | None = None,
     backend: str | None = None,
 ) -> TSSAOutput:
     """Token Statistics Self-Attention between the two projections (paper, section 3; causal form of the authors' code).
@@ -61,8 +65,8 @@ def tssa(
     Args:
         w: projected tokens, (B, T, H, p), as the input projection leaves them (no transpose needed).
         temp: one learned scalar per head, H numbers of any shape.
-        denom_bias: learned score bias of the tokens, (T, H) or (B, T, H), or of positions, (rows, H); causal form only.
-        positions: (B, T) or (1, T) integers, the tokens' rows of `denom_bias`, where it is one of positions.
+        denom_bias: learned score bias of the tokens, (T, H) or (B, T, H), or of positions, (positions, H); causal form only.
+        positions: (B, T) or (1, T) integers, the tokens' indices into `denom_bias`, where it is one of positions.
         causal: prefix sums over positions (language) or sums over all tokens (vision, encoders).
         mask: (B, T), true or 1 at real tokens. Padding adds nothing to any sum and its output is 0.
         seq_idx: (B, T) integers, packed sequences: the tokens of one are adjacent and share a number, and each is computed
@@ -70,6 +74,10 @@ def tssa(
         initial_state: running sums of the tokens before these; causal form only.
         log_decay: logarithm, at most 0, of the factor by which a head's sums are multiplied before a token is added to them,
             (H,), (T, H) or (B, T, H); causal form only. None, as 0, for no decay. There is none at padding.
+        normalize_scores: whether the squares in the scores are divided by their sums; without (the paper's ablation), the
+            reference implementation runs, whatever the backend.
+        softmax: computes the memberships in place of `tssa_reference.membership_of`, with its arguments, where these are not
+            all heads (tensor parallelism), by the reference implementation; None for that function and any backend.
         backend: "auto", "reference" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
 
     Returns:
@@ -83,36 +91,37 @@ def tssa(
     """
     temp = _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state)
     _check_log_decay(log_decay, w, causal)
+    dtype = compute_dtype(w.dtype)
     mask = None if mask is None else mask.bool()
-    log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], compute_dtype(w.dtype))
-    form, forgets = "causal" if causal else "bidirectional", log_decay is not None
+    log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], dtype)
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(initial_state or ()))
-    if _runs_on_kernels(w, backend, form, forgets=forgets, gradients=needs_grad):
+    is_reference = softmax is not None or not normalize_scores
+    temp, bias = temp.to(dtype), bias_of_tokens(denom_bias, positions, dtype)
+    form = "causal" if causal else "bidirectional"
+    if not is_reference and _runs_on_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad):
         from .tssa_triton import tssa_triton
 
-        options = mask, seq_idx, initial_state, causal, log_decay, positions
-        output, membership, *sums = tssa_triton(w, temp, denom_bias, *options)
-        after = TSSAState(*cast(list[torch.Tensor], sums)) if causal else None
-        return TSSAOutput(output, membership.transpose(1, 2), after)
-    dtype = compute_dtype(w.dtype)
-    temp, padding = temp.to(dtype), None if mask is None else ~mask
+        output, membership, final = tssa_triton(w, temp, bias, mask, seq_idx, log_decay, initial_state, causal)
+        return TSSAOutput(output, membership.transpose(1, 2), final)
+    padding, softmax = None if mask is None else ~mask, softmax or membership_of
     if not causal:
-        output, membership = bidirectional(w, temp, padding, seq_idx)
+        output, membership = bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores)
         return TSSAOutput(output, membership.transpose(1, 2), None)
-    bias = bias_of_tokens(denom_bias, positions, dtype)
     state = None if initial_state is None else as_state(initial_state, w)
-    output, membership, final = _causal(w, temp, bias, padding, seq_idx, state, log_decay)
+    if is_reference or _is_traced(w):
+        args = w, temp, bias, padding, seq_idx, state, log_decay
+        output, membership, final = causal_reference(*args, softmax, normalize_scores)
+    else:
+        bias = w.new_zeros(1, 1, 1, dtype=dtype) if bias is None else bias
+        state = zero_state(w) if state is None else state
+        output, membership, final = causal_chunked(w, temp, bias.expand(w.shape[:3]), padding, seq_idx, state, log_decay)
     return TSSAOutput(output, membership.transpose(1, 2), final)
 
 
-def _causal(w, temp, bias, padding, seq_idx, state, log_decay) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
-    """The chunked backend; the reference implementation under torch.export and jit.trace, and for compilers elsewhere."""
+def _is_traced(w: torch.Tensor) -> bool:
+    """Whether the reference implementation runs: under torch.export, jit.trace, and compilers for devices other than CPUs."""
     traced = torch.compiler.is_exporting() or torch.jit.is_tracing()
-    if traced or (torch.compiler.is_compiling() and w.device.type != "cpu"):
-        return causal_by_definition(w, temp, bias, padding, seq_idx, state, log_decay)
-    bias = w.new_zeros(1, 1, 1, dtype=temp.dtype) if bias is None else bias
-    state = zero_state(w) if state is None else state
-    return causal_by_chunks(w, temp, bias.expand(w.shape[:3]), padding, seq_idx, state, log_decay)
+    return traced or (torch.compiler.is_compiling() and w.device.type != "cpu")
 
 
 def tssa_step(
@@ -124,6 +133,8 @@ def tssa_step(
     positions: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     log_decay: torch.Tensor | None = None,
+    normalize_scores: bool = True,
+    softmax: Callable[..., torch.Tensor] | None = None,
     backend: str | None = None,
     in_place: bool = False,
 ) -> TSSAOutput:
@@ -137,6 +148,7 @@ def tssa_step(
         positions: (B,) integers; as in `tssa`.
         mask: (B,), true or 1 where the token is real; a padding token leaves the state as it was.
         log_decay: (H,) or (B, H); as in `tssa`.
+        normalize_scores, softmax: as in `tssa`.
         backend: as in `tssa`. The kernel has no gradient: where one is needed, the reference runs.
         in_place: whether the token is added to the tensors of `state` themselves, as decoding wants it. They must have the
             dtypes of a `TSSAState`, and nothing may need a gradient.
@@ -153,66 +165,21 @@ def tssa_step(
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(state or ()))
     if in_place and state is not None and (needs_grad or any(x is not y for x, y in zip(as_state(state, w), state))):
         raise ValueError("tssa_step cannot update a state in place that needs a gradient or has other dtypes than its own.")
-    if _runs_on_kernels(w, backend, "step", forgets=log_decay is not None) and not needs_grad:
+    is_reference = softmax is not None or not normalize_scores
+    dtype, mask = compute_dtype(w.dtype), None if mask is None else mask.bool()
+    temp, bias = temp.reshape(-1).to(dtype), bias_of_tokens(denom_bias, positions, dtype)
+    log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
+    state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
+    if not is_reference and _runs_on_kernels(w, backend, "step", decay=log_decay is not None) and not needs_grad:
         from .tssa_triton import tssa_step_triton
 
-        mask = None if mask is None else mask.bool()
-        bias = None if denom_bias is None else denom_bias.reshape(-1, w.shape[1])
-        log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], compute_dtype(w.dtype))
-        state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
         if not in_place:
             state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))  # the kernel adds in place
-        return TSSAOutput(*tssa_step_triton(w, temp.reshape(-1), bias, mask, *state, log_decay, positions), state)
-    return step_by_formulas(w, temp, denom_bias, state, positions=positions, mask=mask, log_decay=log_decay, in_place=in_place)
-
-
-def tssa_by_formulas(
-    w: torch.Tensor,
-    temp: torch.Tensor,
-    denom_bias: torch.Tensor | None = None,
-    *,
-    positions: torch.Tensor | None = None,
-    causal: bool = True,
-    mask: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    initial_state: TSSAState | None = None,
-    log_decay: torch.Tensor | None = None,
-    backend: str | None = None,
-    **variant,
-) -> TSSAOutput:
-    """`tssa` by the formulas of tssa_reference.py whatever the backend, without its checks.
-
-    `softmax` and `normalize_scores`, which only the formulas know, are passed on to them.
-    """
-    dtype, padding = compute_dtype(w.dtype), None if mask is None else ~mask.bool()
-    temp = temp.reshape(-1).to(dtype)
-    if not causal:
-        output, membership = bidirectional(w, temp, padding, seq_idx, **variant)
-        return TSSAOutput(output, membership.transpose(1, 2), None)
-    bias = bias_of_tokens(denom_bias, positions, dtype)
-    log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], dtype)
-    output, membership, final = causal_by_definition(w, temp, bias, padding, seq_idx, initial_state, log_decay, **variant)
-    return TSSAOutput(output, membership.transpose(1, 2), final)
-
-
-def step_by_formulas(
-    w: torch.Tensor,
-    temp: torch.Tensor,
-    denom_bias: torch.Tensor | None,
-    state: TSSAState | None,
-    *,
-    positions: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    log_decay: torch.Tensor | None = None,
-    backend: str | None = None,
-    **variant,
-) -> TSSAOutput:
-    """`tssa_step`, as `tssa_by_formulas` is `tssa`."""
-    dtype, padding = compute_dtype(w.dtype), None if mask is None else ~mask.bool()
-    temp, bias = temp.reshape(-1).to(dtype), bias_of_tokens(denom_bias, positions, dtype)
-    state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
-    log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
-    return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, **variant))
+        bias = None if bias is None else bias.expand(w.shape[:2])
+        output, membership = tssa_step_triton(w, temp, bias, mask, log_decay, *state)
+        return TSSAOutput(output, membership, state)
+    padding, softmax = None if mask is None else ~mask, softmax or membership_of
+    return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, softmax, normalize_scores, in_place))
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:
@@ -226,10 +193,27 @@ def _runs_on_kernels(w: torch.Tensor, backend: str | None, form: str, **parts: b
     from .tssa_triton import kernel_problem
 
     problem = kernel_problem(w, form, **parts)
-    if problem is None:
-        return True
+    return problem is None or _fall_back(problem, backend, RuntimeError)
+
+
+@torch.compiler.assume_constant_result
+def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str:
+    """The backend, "reference" or "triton", for tokens of a dtype on a kind of device; see `tssa`."""
+    wanted = backend or os.environ.get("TOST_HF_BACKEND") or "auto"
+    if wanted not in BACKENDS:
+        raise ValueError(f"There is no TSSA backend {wanted!r}; choose one of {', '.join(BACKENDS)}.")
+    if wanted == "reference" or (wanted == "auto" and (device != "cuda" or dtype == torch.float64)):
+        return "reference"
+    from .tssa_triton import find_unsupported
+
+    problem = find_unsupported(dtype, device)
+    return "triton" if problem is None or _fall_back(problem, backend, ValueError) else "reference"
+
+
+def _fall_back(problem: str, backend: str | None, error: type[Exception]) -> bool:
+    """False, with one warning per process, where the kernels cannot run; raises where they were asked for."""
     if (backend or os.environ.get("TOST_HF_BACKEND")) == "triton":
-        raise RuntimeError(f"The TSSA backend 'triton' cannot run: {problem}; choose 'auto' or 'reference'.")
+        raise error(f"The TSSA backend 'triton' cannot run: {problem}; choose 'auto' or 'reference'.")
     _warn_of_fallback(problem)
     return False
 
@@ -241,29 +225,6 @@ def _warn_of_fallback(reason: str) -> None:
         "TOST_HF_BACKEND=reference chooses it without this warning.",
         stacklevel=2,
     )
-
-
-@torch.compiler.assume_constant_result
-def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str:
-    """The backend, "reference" or "triton", for tokens of a dtype on a kind of device; see `tssa`."""
-    wanted = backend or os.environ.get("TOST_HF_BACKEND") or "auto"
-    if wanted not in BACKENDS:
-        raise ValueError(f"There is no TSSA backend {wanted!r}; choose one of {', '.join(BACKENDS)}.")
-    if wanted == "reference" or (wanted == "auto" and (device != "cuda" or dtype == torch.float64)):
-        return "reference"
-    from .tssa_triton import is_available, supports
-
-    problem = None
-    if not is_available():
-        problem = "Triton is not installed (pip install triton)"
-    elif not supports(torch.empty(0, dtype=dtype, device=device)):
-        problem = f"the Triton kernels do not take {dtype} tokens on {device}"
-    if problem is None:
-        return "triton"
-    if wanted == "triton":
-        raise ValueError(f"The TSSA backend 'triton' cannot run: {problem}; choose 'auto' or 'reference'.")
-    _warn_of_fallback(problem)
-    return "reference"
 
 
 def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state) -> torch.Tensor:
@@ -302,7 +263,7 @@ def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial
 
 
 def _check_positions(w: torch.Tensor, denom_bias: torch.Tensor | None, positions: torch.Tensor) -> None:
-    """Raises for positions that are not the tokens' rows of a `denom_bias`."""
+    """Raises for positions that are not indices into a `denom_bias`."""
     B, T, H, _ = w.shape
     if denom_bias is None or denom_bias.ndim != 2 or denom_bias.shape[1] != H:
         found = None if denom_bias is None else tuple(denom_bias.shape)
@@ -329,11 +290,11 @@ def _check_mask(mask: torch.Tensor | None) -> None:
 
 
 def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bool) -> None:
-    """Raises for factors that do not fit the tokens w (B, T, H, p) or (B, H, p), or that exceed 1 (checked on the CPU)."""
+    """Raises for decays that do not fit the tokens w (B, T, H, p) or (B, H, p), or that are above 0 (checked on the CPU)."""
     if log_decay is None:
         return
     if not causal:
-        raise ValueError("log_decay belongs to the causal form; bidirectional TSSA has no order in which to forget.")
+        raise ValueError("log_decay belongs to the causal form; bidirectional TSSA has no order in which to decay.")
     *tokens, _ = w.shape
     dims = log_decay.ndim
     if not 0 < dims <= len(tokens) or tuple(log_decay.shape) != tuple(tokens[-dims:]):

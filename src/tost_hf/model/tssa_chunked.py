@@ -23,7 +23,6 @@ from .tssa_reference import (
     EPS_MEMBERSHIP,
     EPS_SUM_SQ,
     TSSAState,
-    cache_bytes,
     custom_operator,
     sequence_starts,
     state_shapes,
@@ -32,7 +31,7 @@ from .tssa_reference import (
 
 CHUNK_TOKENS = 256
 VECTOR_HEADS = 16  # float32 numbers in the widest vectors of a CPU
-CHUNK_NUMBERS = cache_bytes()  # in a chunk's tensors, of several batch elements: the working set stays in the cache
+CHUNK_NUMBERS = 2**20  # in a chunk's tensors, of several batch elements: the working set stays in the cache
 
 
 def causal(
@@ -66,9 +65,9 @@ class _Inputs(NamedTuple):
     log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1), -inf where a packed sequence starts
     state: TSSAState
 
-    def sequence(self, row: int, tokens: slice) -> "_Inputs":
+    def sequence(self, element: int, tokens: slice) -> "_Inputs":
         """One packed sequence."""
-        part = slice(row, row + 1), tokens
+        part = slice(element, element + 1), tokens
         state = (x[part[0]] if tokens.start == 0 else torch.zeros_like(x[part[0]]) for x in self.state)
         bias, padding, log_decay = (None if x is None else x[part] for x in (self.bias, self.padding, self.log_decay))
         return _Inputs(self.w[part], self.temp, bias, padding, log_decay, TSSAState(*state))
@@ -98,15 +97,15 @@ def _slices(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _row_slices(w: torch.Tensor) -> list[slice]:
+def _element_slices(w: torch.Tensor) -> list[slice]:
     """Batch elements that are computed together."""
     return _slices(len(w), max(1, CHUNK_NUMBERS // (CHUNK_TOKENS * w.shape[2] * w.shape[3])))
 
 
 def _buffers(w: torch.Tensor, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Tensors for a chunk of the tokens w, reused by all chunks: allocating new ones would cost as much as filling them."""
-    rows, T, H, p = w.shape
-    return [w.new_empty(rows, _whole_blocks(min(T, CHUNK_TOKENS)), H, p, dtype=dtype) for _ in range(count)]
+    elements, T, H, p = w.shape
+    return [w.new_empty(elements, _whole_blocks(min(T, CHUNK_TOKENS)), H, p, dtype=dtype) for _ in range(count)]
 
 
 def _forward(inputs: _Inputs, keep: bool) -> tuple[torch.Tensor, TSSAState, _Kept]:
@@ -119,21 +118,21 @@ def _forward(inputs: _Inputs, keep: bool) -> tuple[torch.Tensor, TSSAState, _Kep
     score = torch.empty_like(membership) if keep else membership.new_empty(0)
     kept_sums = TSSAState(*(membership.new_empty(len(chunks) + 1 if keep else 0, *shape) for shape in state_shapes(w)))
     final = TSSAState(*(torch.empty_like(x) for x in state))
-    for rows in _row_slices(w):
-        buffers, sums = _buffers(w[rows], 3, temp.dtype), TSSAState(*(x[rows] for x in state))
+    for elements in _element_slices(w):
+        buffers, sums = _buffers(w[elements], 3, temp.dtype), TSSAState(*(x[elements] for x in state))
         for index, tokens in enumerate(chunks):
-            part = rows, tokens
+            part = elements, tokens
             if keep:
                 for kept, x in zip(kept_sums, sums):
-                    kept[index, rows] = x
+                    kept[index, elements] = x
             hidden, decay = None if padding is None else padding[part], _decay(log_decay, part)
             found, pi, sums = _forward_chunk(buffers, w[part], temp, bias[part], hidden, decay, sums, output[part])
             membership[part] = pi
             if keep:
                 score[part] = found
         for result, kept, x in zip(final, kept_sums, sums):
-            result[rows] = x
-            kept[len(chunks) :, rows] = x
+            result[elements] = x
+            kept[len(chunks) :, elements] = x
     return output, final, _Kept(membership, score, kept_sums)
 
 
@@ -149,17 +148,17 @@ def _backward(
     grad_score, grad_temp = torch.empty_like(kept.membership), torch.zeros_like(temp)
     grad_log_decay = torch.empty_like(kept.membership) if needs_decay_grad else temp.new_empty(0)
     grad_state = TSSAState(*(torch.zeros_like(x) if grad is None else grad.clone() for grad, x in zip(grads[2:], state)))
-    for rows in _row_slices(w):
-        buffers, grad_sums = _buffers(w[rows], 7, temp.dtype), TSSAState(*(x[rows] for x in grad_state))
+    for elements in _element_slices(w):
+        buffers, grad_sums = _buffers(w[elements], 7, temp.dtype), TSSAState(*(x[elements] for x in grad_state))
         for index, tokens in reversed(list(enumerate(chunks))):
-            part = rows, tokens
+            part = elements, tokens
             grad_score[part], by_decay, by_temp, grad_sums = _backward_chunk(
                 buffers,
                 w[part],
                 temp,
                 None if padding is None else padding[part],
                 _decay(log_decay, part),
-                TSSAState(*(x[index, rows] for x in kept.sums)),
+                TSSAState(*(x[index, elements] for x in kept.sums)),
                 kept.membership[part],
                 kept.score[part],
                 grad_output[part],
@@ -171,7 +170,7 @@ def _backward(
             if by_decay is not None and needs_decay_grad:
                 grad_log_decay[part] = by_decay
         for result, x in zip(grad_state, grad_sums):
-            result[rows] = x
+            result[elements] = x
     return grad_w, grad_temp, grad_score.mul_(w.shape[-1]), grad_log_decay, grad_state
 
 
@@ -181,9 +180,9 @@ def _sequences_to_separate(seq_idx: torch.Tensor | None, sums: TSSAState) -> lis
         return []
     finite = [x.isfinite().flatten(1).all(1) for x in sums]
     sequences = []
-    for row in (~(finite[0] & finite[1] & finite[2])).nonzero().flatten().tolist():
-        starts = sequence_starts(seq_idx[row : row + 1])[0].nonzero().flatten().tolist()
-        sequences += [(row, slice(start, stop)) for start, stop in zip(starts, [*starts[1:], seq_idx.shape[1]])]
+    for element in (~(finite[0] & finite[1] & finite[2])).nonzero().flatten().tolist():
+        starts = sequence_starts(seq_idx[element : element + 1])[0].nonzero().flatten().tolist()
+        sequences += [(element, slice(start, stop)) for start, stop in zip(starts, [*starts[1:], seq_idx.shape[1]])]
     return sequences
 
 
@@ -193,11 +192,13 @@ def _sequences_to_separate(seq_idx: torch.Tensor | None, sums: TSSAState) -> lis
 class _Decay(NamedTuple):
     """Factors of a chunk, each exp of a sum of logarithms that is at most 0. H is 1 where all heads share them."""
 
-    tokens: tuple[torch.Tensor, ...]  # BLOCK_TOKENS times (rows, blocks, H, 1), of each token
-    into: tuple[torch.Tensor, torch.Tensor]  # (rows, blocks, tokens, H, 1), from a block's start, or its end, to each token
-    blocks: tuple[torch.Tensor, ...]  # `blocks` times (rows, H, 1), through each block
-    to_blocks: tuple[torch.Tensor, torch.Tensor]  # (rows, blocks, H, 1), from the chunk's start, or its end, to each block
-    chunk: torch.Tensor  # (rows, H, 1), through the chunk
+    tokens: tuple[torch.Tensor, ...]  # BLOCK_TOKENS times (elements, blocks, H, 1), of each token
+    into: tuple[
+        torch.Tensor, torch.Tensor
+    ]  # (elements, blocks, tokens, H, 1), from a block's start, or its end, to each token
+    blocks: tuple[torch.Tensor, ...]  # `blocks` times (elements, H, 1), through each block
+    to_blocks: tuple[torch.Tensor, torch.Tensor]  # (elements, blocks, H, 1), from the chunk's start, or its end, to each block
+    chunk: torch.Tensor  # (elements, H, 1), through the chunk
 
 
 def _decay(log_decay: torch.Tensor | None, part: tuple[slice, slice]) -> _Decay | None:
@@ -226,7 +227,7 @@ def _sums_after(x: torch.Tensor, dim: int) -> torch.Tensor:
 def _scan(
     terms: torch.Tensor, carry: torch.Tensor, decay: _Decay | None, out: torch.Tensor, reverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Running sums over the tokens of `terms` (rows, tokens, H, p), continued from `carry` (rows, H, p).
+    """Running sums over the tokens of `terms` (elements, tokens, H, p), continued from `carry` (elements, H, p).
 
     In reverse they go from the gradients of running sums to those of their terms: they start at the last token, and a token's
     factor multiplies what leaves it. No sum includes anything of the tokens behind it, not even 0 times infinity.
@@ -235,7 +236,7 @@ def _scan(
         out: where the sums are written; may be `terms`.
 
     Returns:
-        The sum over all tokens, in the carry's dtype, and the sums from which each block continues, (rows, blocks, H, p).
+        The sum over all tokens, in the carry's dtype, and the sums from which each block continues, (elements, blocks, H, p).
     """
     order, way = (-1, 1) if reverse else (1, 0)
     blocks = out.unflatten(1, (-1, BLOCK_TOKENS))
@@ -248,8 +249,8 @@ def _scan(
         _add(value, before, factor, result)
     ends = sums[-1] if factors[-1] is None else sums[-1] * factors[-1]
 
-    rows, count, _, H, p = blocks.shape
-    totals = blocks.new_zeros(rows, count + 1, H, p)
+    elements, count, _, H, p = blocks.shape
+    totals = blocks.new_zeros(elements, count + 1, H, p)
     chain, through = totals.unbind(1)[::order], [None] * count if decay is None else decay.blocks[::order]
     for before, value, factor, result in zip(chain, ends.unbind(1)[::order], through, chain[1:]):
         _add(value, before, factor, result)
@@ -274,7 +275,7 @@ def _add(term: torch.Tensor, before: torch.Tensor, factor: torch.Tensor | None, 
 def _scan_heads(
     terms: torch.Tensor, carry: torch.Tensor, decay: _Decay | None, reverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_scan` of one number per head, (rows, tokens, H), in front of what it returns the sums."""
+    """`_scan` of one number per head, (elements, tokens, H), in front of what it returns the sums."""
     sums = torch.empty_like(terms, memory_format=torch.contiguous_format)
     total, before_blocks = _scan(terms.unsqueeze(-1), carry.unsqueeze(-1), decay, sums.unsqueeze(-1), reverse)
     return sums, total.squeeze(-1), before_blocks.squeeze(-1)
@@ -289,7 +290,7 @@ def _pad_tokens(x: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _block_ends(x: torch.Tensor) -> torch.Tensor:
-    """The last token of each block, (rows, blocks, ...)."""
+    """The last token of each block, (elements, blocks, ...)."""
     return x.unflatten(1, (-1, BLOCK_TOKENS))[:, :, -1]
 
 
@@ -306,7 +307,7 @@ def _load(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -
 
 
 def _is_clamped(sum_sq: torch.Tensor, decay: _Decay | None) -> bool:
-    """Whether running sums of squares may lie below their floor: checked where that does not wait for a device."""
+    """Whether running sums of squares may lie below their epsilon: checked where that does not wait for a device."""
     lowest = sum_sq if decay is not None else sum_sq[:, 0]  # without decay they only grow
     return sum_sq.device.type != "cpu" or not lowest.amin().item() >= EPS_SUM_SQ  # which NaN is not
 
@@ -451,13 +452,13 @@ def _forward_operator(
     """Output, membership, the three sums after the last token, score, and the sums before each chunk."""
     inputs = _Inputs(w, temp, bias, padding, log_decay, TSSAState(sum_sq, sum_weighted_sq, sum_membership))
     output, final, kept = _forward(inputs, keep)
-    for row, tokens in _sequences_to_separate(seq_idx, final):
-        output[row, tokens], state, alone = _forward(inputs.sequence(row, tokens), keep)
-        kept.membership[row, tokens] = alone.membership
+    for element, tokens in _sequences_to_separate(seq_idx, final):
+        output[element, tokens], state, alone = _forward(inputs.sequence(element, tokens), keep)
+        kept.membership[element, tokens] = alone.membership
         if keep:
-            kept.score[row, tokens] = alone.score
+            kept.score[element, tokens] = alone.score
         for result, x in zip(final, state):
-            result[row] = x[0]  # the last sequence's remains
+            result[element] = x[0]  # the last sequence's remains
     return output, kept.membership, *final, kept.score, *kept.sums
 
 
@@ -493,18 +494,18 @@ def _backward_operator(
     grads = [grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership]
     kept_tensors = _Kept(membership, score, TSSAState(*sums))
     grad_w, grad_temp, grad_bias, grad_log_decay, grad_state = _backward(inputs, kept_tensors, grads, needs_decay_grad)
-    for row, tokens in _sequences_to_separate(seq_idx, grad_state):
-        sequence, is_last = inputs.sequence(row, tokens), tokens.stop == w.shape[1]
-        part, rows = (slice(row, row + 1), tokens), slice(row, row + 1)
+    for element, tokens in _sequences_to_separate(seq_idx, grad_state):
+        sequence, is_last = inputs.sequence(element, tokens), tokens.stop == w.shape[1]
+        part, elements = (slice(element, element + 1), tokens), slice(element, element + 1)
         by_tokens = [None if x is None else x[part] for x in grads[:2]]
-        by_state = [x[rows] if x is not None and is_last else None for x in grads[2:]]
+        by_state = [x[elements] if x is not None and is_last else None for x in grads[2:]]
         alone = _backward(sequence, _forward(sequence, True)[2], by_tokens + by_state, needs_decay_grad)
         grad_w[part], _, grad_bias[part], by_decay, before = alone
         if needs_decay_grad:
             grad_log_decay[part] = by_decay
         if tokens.start == 0:
             for result, x in zip(grad_state, before):
-                result[rows] = x
+                result[elements] = x
     return grad_w, grad_temp, grad_bias, grad_log_decay, *grad_state
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Token Statistics Self-Attention written down: the formulas of every form, for autograd. Read this file first.
+"""Token Statistics Self-Attention: the reference implementation of every form in plain PyTorch. Read this file first.
 
 Each head is one subspace. A token's *membership* Pi in the heads is a softmax over them; a head's output is the token's own
 projection w, scaled down where the second moment of the head's tokens is large (arXiv 2412.17810, section 3; the causal form
@@ -31,7 +31,6 @@ dtype, 0 at padding.
 import functools
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,11 +39,9 @@ from torch.nn import functional as F
 
 BLOCK_TOKENS = 16  # whose decayed sums are formed together, a power of two
 MAX_SCAN_STEPS = 24  # over the blocks, in programs for sequences of any length
-DEFAULT_CACHE_BYTES = 2**20
-MIN_CACHE_BYTES, MAX_CACHE_BYTES = 2**18, 2**22  # beyond which a reading is no guide
 
-EPS_SUM_SQ = 1e-12  # floor of a causal running sum of squares
-EPS_NORM = 1e-12  # floor of a channel's norm over the tokens (bidirectional)
+EPS_SUM_SQ = 1e-12  # minimum of a causal running sum of squares
+EPS_NORM = 1e-12  # minimum of a channel's norm over the tokens (bidirectional)
 EPS_MEMBERSHIP = 1e-8  # keeps the mean over memberships finite when nothing has been counted yet
 
 
@@ -101,7 +98,9 @@ def bias_of_tokens(denom_bias: torch.Tensor | None, positions: torch.Tensor | No
     """The score bias of the tokens in `dtype`: `denom_bias` itself, or with positions its entries there."""
     if denom_bias is None:
         return None
-    # a look-up, not an index: the gradient of an index adds up in whatever order threads come
+    if positions is not None and positions.ndim == 2 and positions.stride(0) == 0:
+        positions = positions[:1]  # shared by the batch: one look-up, and one gradient
+    # an embedding, not an index: the gradient of an index adds up in whatever order threads come
     return (denom_bias if positions is None else F.embedding(positions, denom_bias)).to(dtype)
 
 
@@ -120,19 +119,9 @@ def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
 
 
-def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Size of a core's second-level cache, to which the CPU backend fits its chunks; 1 MiB where Linux does not report it."""
-    try:
-        level = next(index for index in sorted(folder.glob("index*")) if (index / "level").read_text().strip() == "2")
-        size = 1024 * int((level / "size").read_text().strip().removesuffix("K"))
-    except (OSError, StopIteration, ValueError):
-        return DEFAULT_CACHE_BYTES
-    return min(max(size, MIN_CACHE_BYTES), MAX_CACHE_BYTES)
-
-
 def _operator_namespace(package: str) -> str:
     # The installed package's is fixed wherever its files move: compiled and exported programs name it. Code loaded beside it
-    # (a model's own, an exported kernel) gets one of its own.
+    # (a model's own, an exported kernel) gets another one.
     return "tost_hf" if package == "tost_hf.model" else re.sub(r"\W", "_", package or __name__, flags=re.ASCII)
 
 
@@ -179,7 +168,7 @@ def causal(
     sum_membership = prefix_sums(membership, before[2])
     moment = sum_weighted_sq / (sum_membership + EPS_MEMBERSHIP).unsqueeze(-1)
     output = -(x * weight) / (1 + moment)
-    # a copy: compiled code that updates a cache in place must not see views of its own work buffers
+    # a copy: compiled code that updates a cache in place must not see views of its work buffers
     final = (s[:, -1].clone() for s in (sum_sq, sum_weighted_sq, sum_membership))
     return output.to(w.dtype), membership, as_state(final, w)
 
@@ -266,7 +255,7 @@ def _prefix_sums(seq_idx: torch.Tensor | None, log_decay: torch.Tensor | None) -
     """What sums tokens (B, T, H, ...) up to each one, on from a sum before the first (B, H, ...) or None."""
     if log_decay is not None:
         factor = log_decay.exp()
-        if seq_idx is not None:  # the first sequence goes on from the sums before it, a later one from none
+        if seq_idx is not None:  # the first sequence continues from the sums before it, a later one from none
             starts = sequence_starts(seq_idx)[:, 1:, None]
             factor = torch.cat([factor[:, :1], factor[:, 1:].masked_fill(starts, 0)], 1)
         return functools.partial(_decayed_sum, factor)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from ..model.tssa import step_by_formulas, tssa_by_formulas
+from ..model.tssa import tssa, tssa_step
 from ..model.tssa_reference import state_dtypes
 from .collectives import gather
 
@@ -41,7 +41,7 @@ class HeadwiseParallel(TensorParallelLayer):
         _check_heads("num_attention_heads", layer.num_heads, mesh)
         variant = {"softmax": functools.partial(membership_over_all_heads, mesh), "normalize_scores": layer.normalize_scores}
         layer.operators = layer.operators._replace(
-            tssa=functools.partial(tssa_by_formulas, **variant), step=functools.partial(step_by_formulas, **variant)
+            tssa=functools.partial(tssa, **variant), step=functools.partial(tssa_step, **variant)
         )
         return super().install_forward(module, mesh)
 
