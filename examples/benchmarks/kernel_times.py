@@ -183,18 +183,13 @@ def time_kernels(shape, form: str, dtype: torch.dtype, repeats: int, device: str
     return seconds
 
 
-def case_of(form: str, shape, dtype: torch.dtype) -> dict[str, object]:
-    """Columns of a record."""
-    return {"form": form, **dict(zip("BTHp", shape)), "dtype": dtype_name(dtype)}
-
-
 def report_times(args, shapes, dtype: torch.dtype, report: Report) -> None:
     for form, sizes in shapes.items():
         for shape in sizes:
             seconds = attempt(f"{form} {shape}", time_kernels, shape, form, dtype, args.repeats, args.device)
             if seconds is None:
                 continue
-            case = {"form": form, **dict(zip("BTHp", shape)), "dtype": str(dtype).removeprefix("torch.")}
+            case = {"form": form, **dict(zip("BTHp", shape)), "dtype": dtype_name(dtype)}
             copy = seconds.pop("copy")
             for name, times in seconds.items():
                 least = [x * TENSORS[name] for x in copy] if name in TENSORS else None
