@@ -13,7 +13,6 @@ import tost_hf
 
 REFERENCE = Path(__file__).parents[1] / "examples/guides/reference"
 PUBLIC = {name: value for name in tost_hf.__all__ if callable(value := getattr(tost_hf, name))}
-CLASSES = {name: value for name, value in PUBLIC.items() if isinstance(value, type)}
 
 
 def find_examples(docstring: str) -> list[str]:
@@ -23,7 +22,7 @@ def find_examples(docstring: str) -> list[str]:
 
 
 EXAMPLES = {name: find_examples(inspect.getdoc(value) or "") for name, value in PUBLIC.items()}
-RUNNABLE = [name for name in CLASSES if name.startswith(("ToST", "Causal", "Token")) and "Train" not in name]
+RUNNABLE = [name for name in PUBLIC if name.startswith(("ToST", "TSSA", "tssa", "Causal", "Token")) and "Train" not in name]
 
 
 def test_every_public_name_has_an_entry_and_an_example():

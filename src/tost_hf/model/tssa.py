@@ -38,7 +38,16 @@ BACKENDS = ("auto", "reference", "triton")
 
 
 class TSSAOutput(NamedTuple):
-    """What `tssa` returns."""
+    """What `tssa` and `tssa_step` return; of a single token without the dimension T.
+
+    Example:
+
+    ```python
+    >>> output, membership, final_state = tssa(torch.randn(1, 10, 4, 8), temp=torch.ones(4))
+    >>> output.shape, membership.shape
+    (torch.Size([1, 10, 4, 8]), torch.Size([1, 4, 10]))
+    ```
+    """
 
     output: torch.Tensor  # (B, T, H, p), dtype of the input
     membership: torch.Tensor  # (B, H, T), float32 or float64; 0 at padding
@@ -88,6 +97,16 @@ def tssa(
         ValueError: shapes disagree, `initial_state` / `denom_bias` / `log_decay` is given to the bidirectional form,
             `log_decay` is above 0, or the backend is unknown or cannot take these tokens.
         RuntimeError: the backend "triton" is asked for, and its kernels fail or are wrong on this device.
+
+    Example:
+
+    ```python
+    >>> w = torch.randn(2, 100, 4, 16)
+    >>> tssa(w, temp=torch.ones(4)).output.shape
+    torch.Size([2, 100, 4, 16])
+    >>> tssa(w, temp=torch.ones(4), causal=False).final_state is None
+    True
+    ```
     """
     temp = _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state)
     _check_log_decay(log_decay, w, causal)
@@ -160,6 +179,14 @@ def tssa_step(
         ValueError: `log_decay` has another shape or is above 0, or the backend is unknown or cannot take these tokens; `state`
             cannot be updated in place.
         RuntimeError: as in `tssa`.
+
+    Example:
+
+    ```python
+    >>> state = tssa(torch.randn(2, 100, 4, 16), temp=torch.ones(4)).final_state
+    >>> tssa_step(torch.randn(2, 4, 16), temp=torch.ones(4), state=state).output.shape
+    torch.Size([2, 4, 16])
+    ```
     """
     _check_log_decay(log_decay, w, causal=True)
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(state or ()))

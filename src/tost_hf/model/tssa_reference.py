@@ -54,6 +54,14 @@ class TSSAState(NamedTuple):
 
     The two sums whose quotient scales the output are float64: a float32 sum of a million terms, added one by one, is off by
     1e-3. The same error in `sum_sq` does not show, since it hardly moves the score of a late token.
+
+    Example:
+
+    ```python
+    >>> state = tssa(torch.randn(2, 100, 4, 16), temp=torch.ones(4)).final_state
+    >>> state.sum_weighted_sq.shape, state.sum_weighted_sq.dtype
+    (torch.Size([2, 4, 16]), torch.float64)
+    ```
     """
 
     sum_sq: torch.Tensor  # (B, H, p), float32 (float64 for float64 tokens)
