@@ -184,7 +184,7 @@ def tssa_step(
 
     ```python
     >>> state = tssa(torch.randn(2, 100, 4, 16), temp=torch.ones(4)).final_state
-    >>> tssa_step(torch.randn(2, 4, 16), temp=torch.ones(4), state=state).output.shape
+    >>> tssa_step(torch.randn(2, 4, 16), torch.ones(4), denom_bias=None, state=state).output.shape
     torch.Size([2, 4, 16])
     ```
     """
