@@ -414,15 +414,11 @@ def state_passing_kernel(
             carry = tl.load(initial + from_initial * width + column, mask=inside, other=0.0)
     for j0 in range(0, count + 1, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
-        if REVERSE:
-            chunk = first + count - 1 - j
-            previous = chunk + 1
-        else:
-            chunk = first + j
-            previous = chunk - 1
+        chunk = first + (count - 1 - j if REVERSE else j)
+        previous = chunk + (1 if REVERSE else -1)
         known = ((j > 0) & (j <= count))[:, None] & inside[None, :]
-        x = tl.load(totals + previous[:, None] * width + column[None, :], mask=known, other=0.0)
         offsets = chunk[:, None] * width + column[None, :]
+        x = tl.load(totals + (width if REVERSE else -width) + offsets, mask=known, other=0.0)
         is_carry = (j < count)[:, None] & inside[None, :]
         if total_decay is not None:
             head = tl.where(column < 2 * H * P, column // P % H, column - 2 * H * P)
