@@ -243,6 +243,7 @@ def test_inspect_path(photo, text_model, tokenizer, tmp_path):
         ({"hidden_size": "wide"}, "'hidden_size' expected int, got str"),
         ({"max_position_embeddings": 2**31 - 1}, r"asks for at least \d[\d,]+ bytes of weights; this machine has"),
         ({"hidden_size": 64}, "The model of .* cannot be loaded"),
+        ({"model_type": "unheard"}, "The configuration of .* cannot be loaded"),
         ({"model_type": "gpt2"}, "contains a model of type 'gpt2', not a ToST model"),
     ],
 )
