@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
-from tost_hf.model.configuration_tost import CODE_FILES
+from tost_hf.model.base_tost import CODE_FILES
 
 
 SOURCE = Path(__file__).parents[1] / "src" / "tost_hf"

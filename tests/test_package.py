@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import tost_hf
-from tost_hf.model.configuration_tost import AUTO_MAPS, CODE_FILES
+from tost_hf.model.base_tost import AUTO_MAPS, CODE_FILES
 
 
 ROOT = Path(__file__).parents[1]

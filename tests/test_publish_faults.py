@@ -13,7 +13,7 @@ import torch
 from hub_clients import CARD, Clients, contents, language_folder
 from safetensors.torch import load, save
 
-from tost_hf.model.configuration_tost import CODE_FILES
+from tost_hf.model.base_tost import CODE_FILES
 
 
 pytestmark = pytest.mark.slow

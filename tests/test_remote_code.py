@@ -14,7 +14,7 @@ from hub_clients import CARD, Client, Clients, language_folder, language_model, 
 from safetensors.torch import load_file, save_file
 
 import tost_hf
-from tost_hf.model.configuration_tost import CODE_FILES
+from tost_hf.model.base_tost import CODE_FILES
 
 
 TRUST = {"trust_remote_code": True}

@@ -12,7 +12,7 @@ from scripts import EXAMPLES, command_line
 from transformers import Trainer
 
 import tost_hf
-from tost_hf.model.configuration_tost import CODE_FILES
+from tost_hf.model.base_tost import CODE_FILES
 from tost_hf.training.checkpoints import CheckpointTrainer
 from tost_hf.training.trainer_context_parallel import ContextParallelTrainer
 from tost_hf.training.trainer_hub import PublishingTrainer

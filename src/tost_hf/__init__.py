@@ -13,8 +13,9 @@ from transformers import AutoConfig, GenerationMixin
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .cache_files import CachedPrefix, load_cache, load_prefix, prefill_cache, save_cache
+from .model.base_tost import AUTO_MAPS
 from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer
-from .model.configuration_tost import AUTO_MAPS, LRA_PRESETS, PRESETS, ToSTConfig
+from .model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .model.layers_tost import TokenStatisticsSelfAttention
 from .model.modeling_tost import (

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..model import modeling_tost, modeling_tost_vision
-from ..model.configuration_tost import AUTO_MAPS
+from ..model.base_tost import AUTO_MAPS
 from .records import CARD, Card, load_card, open_safetensors, read_json
 from .secrets import holds_hub_token, is_secret_name, redact, secrets_in_file
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..model.configuration_tost import AUTO_MAPS, CODE_FILES
+from ..model.base_tost import AUTO_MAPS, CODE_FILES
 
 
 # of this version, and of earlier ones: files that `publish` replaces or removes in a repository

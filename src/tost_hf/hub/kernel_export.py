@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from ..files import check_folder, staged_folder
-from ..model.configuration_tost import OPERATOR_FILES, source_file
+from ..model.base_tost import OPERATOR_FILES, source_file
 from ..version import __version__
 
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 from huggingface_hub.utils import validate_repo_id
 
 from ..files import is_weights_name
-from ..model.configuration_tost import AUTO_MAPS, code_files
+from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
 from .checks import check_card, check_space, check_weights, forbidden_file, load_config, points_outside
 from .code_references import CODE_NAMES, foreign_code

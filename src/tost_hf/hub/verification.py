@@ -14,7 +14,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ..cache_files import state_bytes
-from ..model.configuration_tost import AUTO_MAPS, CAUSAL_STATISTICS, code_files
+from ..model.base_tost import AUTO_MAPS, code_files
+from ..model.configuration_tost import CAUSAL_STATISTICS
 from ..version import __version__
 from .checks import check_card, check_weights, load_config, model_class, parameter_count, weight_files
 from .code_references import foreign_code

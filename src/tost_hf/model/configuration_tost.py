@@ -8,15 +8,9 @@ from huggingface_hub.dataclasses import strict
 
 from .base_tost import (
     ABLATIONS,
-    AUTO_MAPS,
-    CODE_FILES,
-    OPERATOR_FILES,
     ToSTBaseConfig,
-    ToSTBaseModel,
     check_fields,
     check_max_sizes,
-    code_files,
-    source_file,
 )
 
 
@@ -347,20 +341,12 @@ ToSTConfig.rope_parameters = property(_get_rope_parameters, _set_rope_parameters
 
 
 __all__ = [
-    "ABLATIONS",
-    "AUTO_MAPS",
     "BEYOND_PAPER",
     "CAUSAL_STATISTICS",
-    "CODE_FILES",
     "FULL_ATTENTION",
     "LRA_PRESETS",
-    "OPERATOR_FILES",
     "OPTION_DEFAULTS",
     "PRESETS",
     "SLIDING_ATTENTION",
-    "ToSTBaseConfig",
-    "ToSTBaseModel",
     "ToSTConfig",
-    "code_files",
-    "source_file",
 ]

@@ -21,7 +21,7 @@ from ..hub.cards import is_hub_id, write_card
 from ..hub.checks import forbidden_file
 from ..hub.publishing import STAGED, Commit, commit_files, model_files
 from ..hub.records import CARD, load_card, save_card
-from ..model.configuration_tost import AUTO_MAPS, ToSTBaseModel
+from ..model.base_tost import AUTO_MAPS, ToSTBaseModel
 from ..version import __version__
 from .checkpoints import MANIFEST, output_folder
 
