@@ -61,53 +61,53 @@ class ImageEvaluationArguments(EvaluationArguments):
         default=None,
         metadata={
             "help": "A JSON list with the right classes of each image (real.json of google-research/reassessed-imagenet), in "
-            "the order of ImageNet's file names where the images have them, else in the order of the rows."
+            "the order of ImageNet's file names where the images have them, else in the order of the examples."
         },
     )
     dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that read images."})
 
 
-def match_labels(rows: Dataset, split: str, names: list[str], data_args: DataTrainingArguments) -> Dataset:
-    """Rows "image", "label", "source" whose labels are numbers of the model's classes.
+def match_labels(examples: Dataset, split: str, names: list[str], data_args: DataTrainingArguments) -> Dataset:
+    """Examples with "image", "label" and "source" whose labels are numbers of the model's classes.
 
     Raises:
         ValueError: a label is none of them.
     """
-    rows = choose_columns(split, rows, data_args)
+    examples = choose_columns(split, examples, data_args)
     unnamed = all(name == f"LABEL_{number}" for number, name in enumerate(names))
-    feature = rows.features["label"]
+    feature = examples.features["label"]
     if unnamed and isinstance(feature, ClassLabel) and not set(feature.names) <= set(names):
         logger.warning("The model's classes have no names: the data's label numbers are used as the model's class numbers.")
-        rows = rows.cast_column("label", Value("int64"))
+        examples = examples.cast_column("label", Value("int64"))
     try:
-        return number_labels(split, rows, names, data_args)
+        return number_labels(split, examples, names, data_args)
     except ValueError as error:
         raise ValueError(f"{error} Give a column that holds the model's class numbers by --label_column_name.") from error
 
 
-def load_real_labels(file: str, rows: Dataset) -> list[list[int]]:
-    """The right classes of each row's image, from a JSON list of lists.
+def load_real_labels(file: str, examples: Dataset) -> list[list[int]]:
+    """The right classes of each example's image, from a JSON list of lists.
 
-    ImageNet's validation images are numbered by their file names, whatever the order of the rows.
+    ImageNet's validation images are numbered by their file names, whatever the order of the examples.
 
     Raises:
-        ValueError: the file is something else, or does not fit the rows.
+        ValueError: the file is something else, or does not fit the examples.
     """
     labels = json.loads(Path(file).read_text(encoding="utf-8"))
     if not isinstance(labels, list) or not all(
         isinstance(some, list) and all(isinstance(label, int) for label in some) for some in labels
     ):
         raise ValueError(f"{file} must be a JSON list with a list of class numbers for each image.")
-    paths = pyarrow.compute.struct_field(rows.with_format("arrow")["image"][:].combine_chunks(), "path").to_pylist()
+    paths = pyarrow.compute.struct_field(examples.with_format("arrow")["image"][:].combine_chunks(), "path").to_pylist()
     numbered = [IMAGENET_FILE.search(path or "") for path in paths]
     if all(numbered):
         places = [int(match[1]) - 1 for match in numbered]
-    elif len(labels) == len(rows):
-        places = list(range(len(rows)))
+    elif len(labels) == len(examples):
+        places = list(range(len(examples)))
     else:
         raise ValueError(
-            f"{file} has labels of {len(labels)} images, the data {len(rows)} rows whose file names are not ImageNet's: they "
-            "cannot be matched."
+            f"{file} has labels of {len(labels)} images, the data {len(examples)} examples whose file names are not "
+            "ImageNet's: they cannot be matched."
         )
     if max(places) >= len(labels):
         raise ValueError(f"{file} has labels of {len(labels)} images, but the data has an image number {max(places) + 1}.")
@@ -150,17 +150,19 @@ def main(args: list[str] | None = None) -> None:
     data_args = DataTrainingArguments(
         dataset_name=args.dataset, image_column_name=args.image_column_name, label_column_name=args.label_column_name
     )
-    rows = match_labels(source.rows, source.split or "evaluation", names, data_args)
-    real_labels = None if args.real_labels is None else load_real_labels(args.real_labels, rows)
+    examples = match_labels(source.examples, source.split or "evaluation", names, data_args)
+    real_labels = None if args.real_labels is None else load_real_labels(args.real_labels, examples)
 
-    images = EvaluationImages(rows, processor)
+    images = EvaluationImages(examples, processor)
     predictions = predict(model, images, args.batch_size, args.dataloader_num_workers)
     height, width = images[0]["pixel_values"].shape[-2:]
     how = f"images made {height} x {width} by the model's processor, {len(names)} classes, {model.dtype}"
-    found = TopKAccuracy().compute(predictions=predictions.tolist(), references=rows["label"][:])
-    measurements = [Measurement("accuracy", f"Accuracy (top-1{args.limit})", found["accuracy"], len(rows), how)]
+    found = TopKAccuracy().compute(predictions=predictions.tolist(), references=examples["label"][:])
+    measurements = [Measurement("accuracy", f"Accuracy (top-1{args.limit})", found["accuracy"], len(examples), how)]
     if predictions.shape[1] == 5:
-        measurements.append(Measurement("accuracy", f"Accuracy (top-5{args.limit})", found["top5_accuracy"], len(rows), how))
+        measurements.append(
+            Measurement("accuracy", f"Accuracy (top-5{args.limit})", found["top5_accuracy"], len(examples), how)
+        )
     if real_labels is not None:
         share, labelled = real_accuracy(predictions, real_labels)
         how = f"right if among the image's ReaL labels, images without any left out; {how}"

@@ -7,9 +7,9 @@
 
 Results go to the model's `evaluation.json`, by which they get into its card. Every number says by which protocol it was made:
 
-    sweep      all rows, end-of-text after each, as one stream; windows one stride apart, so that every token is scored once
-    windows    the ToST authors' figures: random windows of the same stream, drawn with replacement
-    documents  every text by itself, nothing appended: the numbers of lm-evaluation-harness where the stride is the context
+    sweep      all examples, end-of-text after each, as one stream; windows one stride apart: every token is scored once
+    windows    the ToST authors' protocol: random windows of the same stream, drawn with replacement
+    documents  each text independently, nothing appended: the numbers of lm-evaluation-harness where the stride is the context
 
 lm-evaluation-harness itself runs on ToST models with
 
@@ -55,17 +55,17 @@ PROTOCOLS = ("sweep", "windows", "documents")
 
 @dataclass(frozen=True)
 class Task:
-    """What is evaluated: its title, the Hub dataset it is by default, and whether a row is a line of one long text."""
+    """What is evaluated: its title, the Hub dataset it is by default, and whether an example is a line of one long text."""
 
     title: str
     dataset: str | None
-    rows_are_lines: bool = False
+    examples_are_lines: bool = False
 
 
 TASKS = {
-    "wikitext": Task("WikiText", "Salesforce/wikitext:wikitext-2-v1", rows_are_lines=True),
+    "wikitext": Task("WikiText", "Salesforce/wikitext:wikitext-2-v1", examples_are_lines=True),
     "lambada": Task("LAMBADA", "EleutherAI/lambada_openai"),
-    "ptb": Task("Penn Treebank", None, rows_are_lines=True),
+    "ptb": Task("Penn Treebank", None, examples_are_lines=True),
     "cbt_cn": Task("Children's Book Test, common nouns", "cam-cst/cbt:CN"),
     "cbt_ne": Task("Children's Book Test, named entities", "cam-cst/cbt:NE"),
     "text": Task("Text", None),
@@ -131,14 +131,14 @@ class LMEvaluationArguments(EvaluationArguments):
 # Loss ----------------------------------------------------------------------------------------------------------------
 
 
-def text_rows(rows: Dataset, column: str | None) -> list[str]:
+def select_texts(examples: Dataset, column: str | None) -> list[str]:
     """The column of text.
 
     Raises:
         ValueError: there is none, or it is not clear which.
     """
     strings = [
-        name for name, feature in rows.features.items() if getattr(feature, "dtype", None) in ("string", "large_string")
+        name for name, feature in examples.features.items() if getattr(feature, "dtype", None) in ("string", "large_string")
     ]
     if column is None:
         column = next((name for name in ("text", "sentence", "page") if name in strings), None)
@@ -146,7 +146,7 @@ def text_rows(rows: Dataset, column: str | None) -> list[str]:
             column = strings[0]
     if column not in strings:
         raise ValueError(f"Choose the column of text by --text_column_name, one of: {', '.join(strings) or 'none is there'}.")
-    return rows[column][:]
+    return examples[column][:]
 
 
 def measure_loss(
@@ -155,18 +155,18 @@ def measure_loss(
     texts: list[str],
     args: LMEvaluationArguments,
     context: int,
-    rows_are_lines: bool = False,
+    examples_are_lines: bool = False,
 ) -> list[Measurement]:
-    """Loss, perplexity, bits per byte and word-level perplexity of rows of text, by each of `args.protocols`."""
+    """Loss, perplexity, bits per byte and word-level perplexity of texts, by each of `args.protocols`."""
     stride = args.stride or max(1, context // 2)
     measurements = []
     for protocol in args.protocols:
-        rows = texts
-        if protocol == "documents" and rows_are_lines:
-            rows = ["".join(row if row.endswith("\n") else row + "\n" for row in texts)]
-        encoded = tokenize(tokenizer, rows)
-        num_bytes = sum(len(row.encode()) for row in rows)
-        num_words = sum(len(row.split()) for row in rows)
+        examples = texts
+        if protocol == "documents" and examples_are_lines:
+            examples = ["".join(text if text.endswith("\n") else text + "\n" for text in texts)]
+        encoded = tokenize(tokenizer, examples)
+        num_bytes = sum(len(example.encode()) for example in examples)
+        num_words = sum(len(example.split()) for example in examples)
         if protocol == "documents":
             prefix = prefix_token(tokenizer)
             documents = [torch.tensor([prefix, *ids]) for ids in encoded]
@@ -174,29 +174,31 @@ def measure_loss(
         else:
             if tokenizer.eos_token_id is None:
                 raise ValueError(
-                    "The tokenizer has no eos token to put after each row; set one, or use --protocols documents."
+                    "The tokenizer has no eos token to put after each example; set one, or use --protocols documents."
                 )
             stream = torch.tensor(
                 [prefix_token(tokenizer), *chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in encoded)]
             )
             documents = [stream]
             num_tokens = len(stream) - 1
-            num_words += len(rows)
+            num_words += len(examples)
         if num_bytes == 0:
             raise ValueError("The text is empty: there is nothing to score.")
 
-        num_examples = len(rows)
+        num_examples = len(examples)
         if protocol == "windows":
             nats, scored = windows_loss(
                 model, stream[1:], context=context, num_windows=args.num_windows, batch_size=args.batch_size, seed=args.seed
             )
             label = f"windows, context {context}"
-            how = f"{args.num_windows:,} windows of {context:,} tokens drawn with replacement, end-of-text after each row"
+            how = f"{args.num_windows:,} windows of {context:,} tokens drawn with replacement, end-of-text after each example"
             num_examples = args.num_windows
         else:
             nats, scored = sweep(model, documents, context, stride, args.batch_size)
             label = f"{protocol}, context {context}, stride {stride}"
-            whole = "all rows as one stream, end-of-text after each" if protocol == "sweep" else "each document by itself"
+            whole = (
+                "all examples as one stream, end-of-text after each" if protocol == "sweep" else "each document independently"
+            )
             how = f"{whole}; every token scored once, in windows of {context:,} tokens, {stride:,} apart"
         measurements += loss_measurements(
             nats / scored,
@@ -246,10 +248,10 @@ def evaluate_task(name: str, model, tokenizer, args: LMEvaluationArguments, cont
     task, source = TASKS[name], args.sources[name]
     if name.startswith("cbt_"):
         found = load_cbt(source, args)
-        return found, [cbt_accuracy(model, tokenizer, found.rows, context, args.batch_size)]
-    found = load_source(source, args, sample_by="line" if task.rows_are_lines else "document")
-    texts = text_rows(found.rows, args.text_column_name)
-    measurements = measure_loss(model, tokenizer, texts, args, context, task.rows_are_lines)
+        return found, [cbt_accuracy(model, tokenizer, found.examples, context, args.batch_size)]
+    found = load_source(source, args, sample_by="line" if task.examples_are_lines else "document")
+    texts = select_texts(found.examples, args.text_column_name)
+    measurements = measure_loss(model, tokenizer, texts, args, context, task.examples_are_lines)
     if name == "lambada":
         measurements += [
             measure(model, tokenizer, texts, context, args.batch_size) for measure in (lambada_exact, lambada_lenient)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the evaluation scripts share: arguments, rows of data, and results that model cards are made from."""
+"""What the evaluation scripts share: arguments, data, and results that model cards are made from."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from scripting import LOADERS, HubArguments, ending, load_pretrained, load_rows
+from scripting import LOADERS, HubArguments, ending, load_pretrained, read_dataset
 from transformers import PreTrainedModel
 
 from tost_hf.files import EVALUATION, staged_file
@@ -34,7 +34,7 @@ class EvaluationArguments(HubArguments):
     dataset_split: str | None = field(
         default=None, metadata={"help": "The split. Default: the test data, else the validation data, else the only split."}
     )
-    max_examples: int | None = field(default=None, metadata={"help": "Use so many rows only, from the first on."})
+    max_examples: int | None = field(default=None, metadata={"help": "Use only the first N examples."})
     batch_size: int = field(default=8, metadata={"help": "Examples run at once. It changes no result."})
     dtype: str = field(
         default="float32",
@@ -50,7 +50,7 @@ class EvaluationArguments(HubArguments):
     @property
     def limit(self) -> str:
         """What a metric's name says of `max_examples`."""
-        return "" if self.max_examples is None else f", first {self.max_examples} rows"
+        return "" if self.max_examples is None else f", first {self.max_examples} examples"
 
     def load_model(self, auto_class) -> PreTrainedModel:
         model = load_pretrained(auto_class, self.model, dtype=self.dtype, **self.hub_options)
@@ -59,9 +59,9 @@ class EvaluationArguments(HubArguments):
 
 @dataclass
 class Source:
-    """Rows to evaluate on, and what they are called."""
+    """Examples to evaluate on, and what they are called."""
 
-    rows: Dataset
+    examples: Dataset
     name: str
     config: str | None = None
     split: str | None = None
@@ -79,15 +79,15 @@ class Measurement:
 
 
 def load_source(source: str, args: EvaluationArguments, **file_options) -> Source:
-    """The rows of a file (txt, json, jsonl, csv, parquet), of a folder, or of a Hub dataset written NAME or NAME:CONFIG.
+    """The examples of a file (txt, json, jsonl, csv, parquet), of a folder, or of a Hub dataset written NAME or NAME:CONFIG.
 
     Args:
         source: the file, the folder or the dataset.
-        args: which split, how many rows, and how to get at the Hub.
+        args: which split, how many examples, and how to get at the Hub.
         file_options: options of the loader of txt files.
 
     Raises:
-        ValueError: the split does not exist or is not clear, the file is of an unknown kind, or there are no rows.
+        ValueError: the split does not exist or is not clear, the file is of an unknown kind, or there are no examples.
     """
     options = {"cache_dir": args.cache_dir, "token": args.token}
     name, config, split = source, None, args.dataset_split
@@ -98,23 +98,23 @@ def load_source(source: str, args: EvaluationArguments, **file_options) -> Sourc
             raise ValueError(f"The data file {source!r} has no splits to choose from: leave --dataset_split out.")
         if ending(source) == "txt":
             options |= file_options
-        rows = load_rows(LOADERS[ending(source)], data_files=source, split="train", **options)
+        examples = read_dataset(LOADERS[ending(source)], data_files=source, split="train", **options)
     else:
         if not os.path.isdir(source):
             name, _, config = source.partition(":")
-        found = load_rows(name, config or None, **options)
+        found = read_dataset(name, config or None, **options)
         wanted = [split] if split is not None else [*SPLITS, *(found if len(found) == 1 else ())]
         split = next((candidate for candidate in wanted if candidate in found), None)
         if split is None:
             raise ValueError(f"{source} has the splits {', '.join(found)}; choose one of them by --dataset_split.")
-        rows = found[split]
-    if len(rows) == 0:
-        raise ValueError(f"{source} has no rows to evaluate on.")
+        examples = found[split]
+    if len(examples) == 0:
+        raise ValueError(f"{source} has no examples to evaluate on.")
     if args.max_examples is not None:
-        rows = rows.select(range(min(args.max_examples, len(rows))))
+        examples = examples.select(range(min(args.max_examples, len(examples))))
     # a local path says nothing to the readers of a model card
     name = Path(name).resolve().name if os.path.exists(name) else name
-    return Source(rows, name, config or None, split)
+    return Source(examples, name, config or None, split)
 
 
 def make_results(

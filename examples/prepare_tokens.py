@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from scripting import HubArguments, load_pretrained, load_rows, parse_args, run
+from scripting import HubArguments, load_pretrained, parse_args, read_dataset, run
 from texts import TextArguments, choose_eos, encode, load_files, text_column
 from transformers import AutoTokenizer
 
@@ -50,7 +50,7 @@ def load_text(own_args: PreparationArguments, text_args: TextArguments):
     """The examples to read, as a stream."""
     options = {"cache_dir": own_args.cache_dir, "token": own_args.token, "streaming": True}
     if text_args.dataset_name is not None:
-        return load_rows(text_args.dataset_name, text_args.dataset_config_name, split=own_args.dataset_split, **options)
+        return read_dataset(text_args.dataset_name, text_args.dataset_config_name, split=own_args.dataset_split, **options)
     if text_args.train_file is None:
         raise ValueError("There is no text to work on: give --dataset_name or --train_file.")
     if is_prepared(text_args.train_file[0]):

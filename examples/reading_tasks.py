@@ -69,7 +69,9 @@ def lambada_lenient(
     """
     new_tokens = 10
     if context <= new_tokens:
-        raise ValueError(f"A context of {context} tokens has no room for a prompt and {new_tokens} new ones: raise --context.")
+        raise ValueError(
+            f"A context of {context} tokens has no space for a prompt and {new_tokens} new ones: raise --context."
+        )
     prompts, words, cut = [], [], 0
     for passage in passages:
         beginning, word = split_last_word(passage.translate(STRAIGHT_QUOTES))
@@ -100,15 +102,15 @@ def lambada_lenient(
 
 
 def parse_cbt(text: str) -> Dataset:
-    """Questions of a file in the original format, as rows `sentences`, `question`, `answer`, `options`.
+    """Questions of a file in the original format, as examples with the columns `sentences`, `question`, `answer`, `options`.
 
     A question has 21 numbered lines; the last one is `21 question<TAB>answer<TAB><TAB>option|option|...`. Empty lines stand
     between questions.
 
     Raises:
-        ValueError: a question that is not so; the sentence names its line.
+        ValueError: a malformed question; the message names its line.
     """
-    rows: dict[str, list] = {"sentences": [], "question": [], "answer": [], "options": []}
+    columns: dict[str, list] = {"sentences": [], "question": [], "answer": [], "options": []}
     sentences: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -124,26 +126,26 @@ def parse_cbt(text: str) -> Dataset:
         fields = content.split("\t")
         if len(fields) < 3 or not fields[-1]:
             raise ValueError(f"Line {number} should be a question, its answer and its options, with tabs between.")
-        for name, value in zip(rows, (sentences, fields[0], fields[1], fields[-1].split("|"))):
-            rows[name].append(value)
+        for name, value in zip(columns, (sentences, fields[0], fields[1], fields[-1].split("|"))):
+            columns[name].append(value)
         sentences = []
     if sentences:
         raise ValueError(f"The last question has {len(sentences)} lines instead of 21.")
-    return Dataset.from_dict(rows)
+    return Dataset.from_dict(columns)
 
 
 def load_cbt(source: str, args: EvaluationArguments) -> Source:
     """Questions of a file in the original format, or of a dataset with its columns."""
     if not source.lower().endswith(".txt"):
         found = load_source(source, args)
-        missing = {"sentences", "question", "answer", "options"} - set(found.rows.column_names)
+        missing = {"sentences", "question", "answer", "options"} - set(found.examples.column_names)
         if missing:
             raise ValueError(f"{source} lacks the columns {', '.join(sorted(missing))} of the Children's Book Test.")
         return found
-    rows = parse_cbt(Path(source).read_text(encoding="utf-8"))
-    if len(rows) == 0:
+    examples = parse_cbt(Path(source).read_text(encoding="utf-8"))
+    if len(examples) == 0:
         raise ValueError(f"{source} has no questions.")
-    return Source(rows.select(range(min(args.max_examples or len(rows), len(rows)))), Path(source).name)
+    return Source(examples.select(range(min(args.max_examples or len(examples), len(examples)))), Path(source).name)
 
 
 def cbt_accuracy(
@@ -152,20 +154,20 @@ def cbt_accuracy(
     """How often the passage with its question is most likely with the right one of the candidates in place of XXXXX."""
     prefix = prefix_token(tokenizer)
     sequences, cut = [], 0
-    for row in questions:
-        if PLACEHOLDER not in row["question"] or row["answer"] not in row["options"]:
-            raise ValueError(f"The question {row['question'][:60]!r} lacks {PLACEHOLDER}, or its answer is not an option.")
-        passage = " ".join([*row["sentences"], row["question"]])
-        encoded = tokenize(tokenizer, [passage.replace(PLACEHOLDER, option) for option in row["options"]])
+    for example in questions:
+        if PLACEHOLDER not in example["question"] or example["answer"] not in example["options"]:
+            raise ValueError(f"The question {example['question'][:60]!r} lacks {PLACEHOLDER}, or its answer is not an option.")
+        passage = " ".join([*example["sentences"], example["question"]])
+        encoded = tokenize(tokenizer, [passage.replace(PLACEHOLDER, option) for option in example["options"]])
         # the same words go for every candidate, or the sums would not be comparable
         excess = max(0, max(map(len, encoded)) - context)
         sequences += [torch.tensor([prefix, *ids[excess:]]) for ids in encoded]
         cut += excess > 0
     sums = iter([float(nats.double().sum()) for nats, _ in score(model, sequences, batch_size, "Children's Book Test")])
     right = 0
-    for row in questions:
-        losses = [next(sums) for _ in row["options"]]
-        right += row["options"][losses.index(min(losses))] == row["answer"]
+    for example in questions:
+        losses = [next(sums) for _ in example["options"]]
+        right += example["options"][losses.index(min(losses))] == example["answer"]
     how = f"of the candidates in place of {PLACEHOLDER}, the one that makes passage and question most probable"
     how += cut_note(cut, len(questions), "questions", context)
     return Measurement("accuracy", f"Accuracy (whole passage, context {context})", right / len(questions), len(questions), how)

@@ -25,9 +25,9 @@ from scripting import (
     HubArguments,
     check_limits,
     load_pretrained,
-    load_rows,
     override_config,
     parse_args,
+    read_dataset,
     run,
     set_up_logging,
     train_and_report,
@@ -136,7 +136,7 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token}
     found = {}
     if data_args.dataset_name is not None:
-        found = dict(load_rows(data_args.dataset_name, data_args.dataset_config_name, **options))
+        found = dict(read_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
         evaluation = next((name for name in EVALUATION_SPLITS if name in found), None)
         if evaluation is not None:
             logger.info(f"Evaluation is on the split {evaluation!r}.")
@@ -148,9 +148,9 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
         ):
             if folder is not None:
                 files = os.path.join(folder, "**")
-                found[split] = load_rows("imagefolder", data_files=files, split="train", drop_labels=False, **options)
+                found[split] = read_dataset("imagefolder", data_files=files, split="train", drop_labels=False, **options)
             elif file is not None:
-                found[split] = load_rows("parquet", data_files=file, split="train", **options)
+                found[split] = read_dataset("parquet", data_files=file, split="train", **options)
     splits = {split: choose_columns(split, found[split], data_args) for split in ("train", "validation") if split in found}
 
     names = label_names(next(iter(splits.values())), data_args)

@@ -59,10 +59,10 @@ def score(
     for places, batch in by_length(sequences, batch_size, what):
         inputs = {name: tensor.to(model.device) for name, tensor in pad([ids[:-1] for ids in batch], "right").items()}
         logits = model(**inputs, use_cache=False).logits
-        for place, ids, row in zip(places, batch, logits):  # one by one: a float32 copy of all would be large
-            row, targets = row[: len(ids) - 1], ids[1:].to(row.device)
-            nats = F.cross_entropy(row.to(torch.promote_types(row.dtype, torch.float32)), targets, reduction="none")
-            scores[place] = nats.cpu(), (row.argmax(-1) == targets).cpu()
+        for place, ids, sample in zip(places, batch, logits):  # one by one: a float32 copy of all would be large
+            sample, targets = sample[: len(ids) - 1], ids[1:].to(sample.device)
+            nats = F.cross_entropy(sample.to(torch.promote_types(sample.dtype, torch.float32)), targets, reduction="none")
+            scores[place] = nats.cpu(), (sample.argmax(-1) == targets).cpu()
     return scores
 
 

@@ -152,7 +152,7 @@ def ending(file: str) -> str:
     return file.rpartition(".")[2].lower()
 
 
-def load_rows(kind: str, config_name: str | None = None, **options):
+def read_dataset(kind: str, config_name: str | None = None, **options):
     """`datasets.load_dataset`.
 
     Raises:

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from datasets import Dataset
-from scripting import LOADERS, check_limits, load_rows
+from scripting import LOADERS, check_limits, read_dataset
 from scripting import ending as last_ending
 from transformers import PreTrainedTokenizerBase
 
@@ -163,7 +163,7 @@ def load_texts(model_args, data_args) -> dict:
     """
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token, "streaming": data_args.streaming}
     if data_args.dataset_name is not None:
-        texts = dict(load_rows(data_args.dataset_name, data_args.dataset_config_name, **options))
+        texts = dict(read_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
     else:
         texts = {}
         for split, files in (("train", data_args.train_file), ("validation", data_args.validation_file)):
@@ -180,7 +180,7 @@ def load_files(files: list[str], data_args: TextArguments, **options):
     if is_prepared(files[0]):
         return load_prepared(files[0])
     lines = {"keep_linebreaks": data_args.keep_linebreaks} if ending(files[0]) == "txt" else {}
-    return load_rows(LOADERS[ending(files[0])], data_files=files, split="train", **options, **lines)
+    return read_dataset(LOADERS[ending(files[0])], data_files=files, split="train", **options, **lines)
 
 
 def hold_out(dataset, percentage: int, column: str | None = None) -> tuple:

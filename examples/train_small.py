@@ -134,13 +134,13 @@ def evaluate(text: str, folder: str, context: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loss = bigram_loss(
         tokenize(load_dataset(text, split="train")["text"], tokenizer),
-        list(itertools.chain.from_iterable(tokenize(source.rows["text"], tokenizer))),
+        list(itertools.chain.from_iterable(tokenize(source.examples["text"], tokenizer))),
         len(tokenizer),
     )
     how = "bigrams of the training tokens, interpolated with unigrams (Witten-Bell); no neural network"
     measured = [
-        Measurement("loss", "Baseline: loss of bigrams, nats per token", loss, len(source.rows), how),
-        Measurement("perplexity", "Baseline: perplexity of bigrams, per token", perplexity(loss), len(source.rows), how),
+        Measurement("loss", "Baseline: loss of bigrams, nats per token", loss, len(source.examples), how),
+        Measurement("perplexity", "Baseline: perplexity of bigrams, per token", perplexity(loss), len(source.examples), how),
     ]
     results = make_results("text-generation", f"Text ({source.name})", source, measured, recorded_command(sys.argv))
     write_results(Path(folder, EVALUATION), results)

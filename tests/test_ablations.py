@@ -42,7 +42,7 @@ def test_ista_is_a_proximal_gradient_step():
     assert sum(p.numel() for p in step.parameters()) == 12 * 12
 
 
-def test_raw_scores_are_sums_of_squares():
+def test_unnormalised_scores_are_sums_of_squares():
     layer = randomize(TokenStatisticsSelfAttention(16, 2, causal=False, normalize_scores=False)).double()
     x = torch.randn(1, 5, 16, dtype=torch.float64)
     w, temp = layer.in_proj(x).view(5, 2, 8), layer.temp.flatten()
@@ -59,7 +59,7 @@ def test_raw_scores_are_sums_of_squares():
 @pytest.mark.parametrize("forgetting", ["none", "token"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @torch.no_grad()
-def test_raw_scores_through_a_cache_are_the_whole(forgetting, dtype):
+def test_unnormalised_scores_with_a_cache_match_the_full_pass(forgetting, dtype):
     model = randomize(ToSTForCausalLM(small_config(forgetting=forgetting, **BOTH))).eval().to(dtype)
     tokens, mask = torch.randint(1, 97, (2, 20)), torch.ones(2, 20, dtype=torch.long)
     mask[1, [0, 1, 7]] = 0
@@ -78,12 +78,12 @@ def test_raw_scores_through_a_cache_are_the_whole(forgetting, dtype):
 def test_an_encoder_with_both_leaves_padding_out(pre_norm, texts):
     model = randomize(ToSTModel(small_config(is_causal=False, pre_norm=pre_norm, **BOTH))).eval().double()
     out = model(**texts).last_hidden_state
-    for row, real in enumerate(texts["attention_mask"].bool()):
-        torch.testing.assert_close(out[row][real], model(texts["input_ids"][row][real][None])[0][0], **F64)
+    for index, real in enumerate(texts["attention_mask"].bool()):
+        torch.testing.assert_close(out[index][real], model(texts["input_ids"][index][real][None])[0][0], **F64)
 
 
 @pytest.mark.parametrize("mlp_type, normalize_scores", list(itertools.product(["mlp", "ista"], [True, False])))
-def test_vision_models_of_the_four_rows(mlp_type, normalize_scores, images, tmp_path):
+def test_vision_models_of_the_four_variants(mlp_type, normalize_scores, images, tmp_path):
     """They differ from each other, load again, and every weight has a gradient."""
     published = randomize(ToSTForImageClassification(small_vision_config()))
     model = randomize(ToSTForImageClassification(small_vision_config(mlp_type=mlp_type, normalize_scores=normalize_scores)))
@@ -127,7 +127,7 @@ def test_parameter_counts_with_ista(config_class, model_class, name, fields, cou
         (lambda: small_vision_config(attention_type="xca", normalize_scores=False), "is for TSSA; attention_type 'xca'"),
     ],
 )
-def test_impossible_values_are_refused(make, message):
+def test_impossible_values_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -148,7 +148,7 @@ def test_card_info_inspect_and_convert_know_them(kind, images, tmp_path):
         convert_to_original(tmp_path, tmp_path / "checkpoint.pth")
 
 
-def test_texts_of_raw_scores_are_not_cut():
+def test_texts_of_unnormalised_scores_are_not_cut():
     with pytest.raises(ValueError, match="does not support normalize_scores=False"):
         parallelize(ToSTModel(small_config(normalize_scores=False)), Mock(spec=DeviceMesh, ndim=1))
 

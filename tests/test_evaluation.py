@@ -37,19 +37,19 @@ def test_files_and_folders(tmp_path):
     args = make_args(cache_dir=str(tmp_path / "cache"))
     (tmp_path / "lines.txt").write_text("one\n\nthree\n", encoding="utf-8")
     found = evaluation.load_source(str(tmp_path / "lines.txt"), args, sample_by="line")
-    assert (found.rows["text"][:], found.name, found.split) == (["one", "", "three"], "lines.txt", None)
+    assert (found.examples["text"][:], found.name, found.split) == (["one", "", "three"], "lines.txt", None)
     found = evaluation.load_source(str(tmp_path / "lines.txt"), args, sample_by="document")
-    assert found.rows["text"][:] == ["one\n\nthree\n"]
+    assert found.examples["text"][:] == ["one\n\nthree\n"]
 
     folder = tmp_path / "folder"
     folder.mkdir()
     for split in ("train", "validation"):
         Dataset.from_dict({"page": [f"{split} {number}" for number in range(3)]}).to_parquet(folder / f"{split}.parquet")
     found = evaluation.load_source(str(folder), args)
-    assert (found.rows["page"][0], found.name, found.split) == ("validation 0", "folder", "validation")
+    assert (found.examples["page"][0], found.name, found.split) == ("validation 0", "folder", "validation")
     args.dataset_split, args.max_examples = "train", 2
     found = evaluation.load_source(str(folder), args)
-    assert found.rows["page"][:] == ["train 0", "train 1"]
+    assert found.examples["page"][:] == ["train 0", "train 1"]
     args.dataset_split = "test"
     with pytest.raises(ValueError, match="has the splits train, validation; choose one"):
         evaluation.load_source(str(folder), args)
@@ -61,13 +61,13 @@ def test_files_and_folders(tmp_path):
 
 
 def test_column_of_text():
-    rows = Dataset.from_dict({"number": [1], "sentence": ["s"], "title": ["t"]})
-    assert evaluate_lm.text_rows(rows, None) == ["s"]  # as Penn Treebank's is called
-    assert evaluate_lm.text_rows(rows, "title") == ["t"]
-    assert evaluate_lm.text_rows(rows.rename_column("sentence", "number_2").remove_columns("title"), None) == ["s"]
+    examples = Dataset.from_dict({"number": [1], "sentence": ["s"], "title": ["t"]})
+    assert evaluate_lm.select_texts(examples, None) == ["s"]  # as Penn Treebank's is called
+    assert evaluate_lm.select_texts(examples, "title") == ["t"]
+    assert evaluate_lm.select_texts(examples.rename_column("sentence", "number_2").remove_columns("title"), None) == ["s"]
     for column in (None, "number"):
         with pytest.raises(ValueError, match="--text_column_name, one of: other, title"):
-            evaluate_lm.text_rows(rows.rename_column("sentence", "other"), column)
+            evaluate_lm.select_texts(examples.rename_column("sentence", "other"), column)
 
 
 @pytest.mark.parametrize(
@@ -163,17 +163,17 @@ def test_evaluate_lm(tmp_path, tokenizer, make, capsys):
     results = json.loads((folder / "evaluation.json").read_text())["results"]
     assert len(results) == 3 * 4 + 1 + 3 * 4 + 2
     found = {(one["dataset_name"], one["metric_name"]): one for one in results}
-    sweep = found["Penn Treebank (lines.txt)", "Loss, nats per token (sweep, context 32, stride 16, first 3 rows)"]
-    rows = ["no it was n't <unk> but N years ago"] * 3
-    ids = tokenizer(EOS + "".join(row + EOS for row in rows))["input_ids"]
+    sweep = found["Penn Treebank (lines.txt)", "Loss, nats per token (sweep, context 32, stride 16, first 3 examples)"]
+    texts = ["no it was n't <unk> but N years ago"] * 3
+    ids = tokenizer(EOS + "".join(text + EOS for text in texts))["input_ids"]
     nats, scored = scoring.sweep_loss(make(), ids, context=32, stride=16, batch_size=1)
     if make is make_model:  # GPT-2's weights are random each time
         assert sweep["metric_value"] == pytest.approx(nats / scored, rel=1e-5)
     assert (sweep["num_examples"], sweep["seed"], sweep["dataset_type"]) == (3, 0, "lines.txt")
     assert sweep["command"].startswith("python examples/evaluate_lm.py --model ") and "float32" in sweep["protocol"]
-    assert ("LAMBADA (passages.jsonl)", "Accuracy (exact last word, context 32, first 3 rows)") in found
-    assert ("LAMBADA (passages.jsonl)", "Accuracy (lenient last word, context 32, first 3 rows)") in found
-    cbt = found["Children's Book Test, named entities (cbt.txt)", "Accuracy (whole passage, context 32, first 3 rows)"]
+    assert ("LAMBADA (passages.jsonl)", "Accuracy (exact last word, context 32, first 3 examples)") in found
+    assert ("LAMBADA (passages.jsonl)", "Accuracy (lenient last word, context 32, first 3 examples)") in found
+    cbt = found["Children's Book Test, named entities (cbt.txt)", "Accuracy (whole passage, context 32, first 3 examples)"]
     assert cbt["num_examples"] == 2
     assert sweep["metric_name"] in capsys.readouterr().out
 

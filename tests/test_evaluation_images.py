@@ -27,8 +27,8 @@ def pictures(tmp_path) -> Dataset:
     features = Features({"image": Image(), "label": ClassLabel(names=names), "model_label": Value("int16")})
     numbers = [int(number) for number in generator.integers(0, len(names), 30)]
     images = [PILImage.fromarray(generator.integers(0, 256, (16, 20, 3), dtype=np.uint8)) for _ in numbers]
-    rows = {"image": images, "label": numbers, "model_label": [len(names) - 1 - number for number in numbers]}
-    return Dataset.from_dict(rows, features)
+    columns = {"image": images, "label": numbers, "model_label": [len(names) - 1 - number for number in numbers]}
+    return Dataset.from_dict(columns, features)
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def test_evaluate_image_classification(tmp_path, pictures, classifier, column):
     real = [[], [0, 1], *([number % 7, 5] for number in range(28))]
     (tmp_path / "real.json").write_text(json.dumps(real))
     best, ranks = [], []
-    for row in pictures:  # one by one
+    for example in pictures:  # one by one
         with torch.no_grad():
-            logits = model(processor(row["image"], return_tensors="pt")["pixel_values"]).logits[0]
+            logits = model(processor(example["image"], return_tensors="pt")["pixel_values"]).logits[0]
         best.append(int(logits.argmax()))
-        ranks.append(int((logits > logits[row["model_label"]]).sum()))
+        ranks.append(int((logits > logits[example["model_label"]]).sum()))
 
     options = ["--label_column_name", column, "--real_labels", tmp_path / "real.json"]
     found = evaluate_images(folder, pictures, tmp_path, *options)
@@ -72,7 +72,7 @@ def test_evaluate_image_classification(tmp_path, pictures, classifier, column):
     assert 0 < on_real["metric_value"] < 1 and on_real["task_type"] == "image-classification"
 
     found = evaluate_images(folder, pictures, tmp_path, "--label_column_name", column, "--max_examples", 4)
-    limited = found["Accuracy (top-1, first 4 rows)"]
+    limited = found["Accuracy (top-1, first 4 examples)"]
     assert (limited["metric_value"], limited["num_examples"]) == (np.mean([rank < 1 for rank in ranks[:4]]), 4)
     assert "Accuracy (top-1)" in found
 
@@ -95,19 +95,21 @@ def test_real_labels_go_by_imagenet_file_names(tmp_path):
     file.write_text(json.dumps([[10], [], [12, 2], [13], [14]]))
     numbers = [4, 1, 3]
 
-    def rows(paths):
+    def make_examples(paths):
         images = [{"bytes": b"", "path": path} for path in paths]
         return Dataset.from_dict({"image": images}, Features({"image": Image(decode=False)}))
 
-    named = rows([f"ILSVRC2012_val_{number:08}_n01440764.JPEG" for number in numbers])
+    named = make_examples([f"ILSVRC2012_val_{number:08}_n01440764.JPEG" for number in numbers])
     assert evaluate_image_classification.load_real_labels(str(file), named) == [[13], [10], [12, 2]]
     assert evaluate_image_classification.load_real_labels(str(file), named.select([2, 0])) == [[12, 2], [13]]
-    in_order = evaluate_image_classification.load_real_labels(str(file), rows(["a.png", None, "c.png", "d.png", "e.png"]))
+    in_order = evaluate_image_classification.load_real_labels(
+        str(file), make_examples(["a.png", None, "c.png", "d.png", "e.png"])
+    )
     assert in_order == [[10], [], [12, 2], [13], [14]]
-    with pytest.raises(ValueError, match="labels of 5 images, the data 2 rows"):
-        evaluate_image_classification.load_real_labels(str(file), rows(["a.png", "b.png"]))
+    with pytest.raises(ValueError, match="labels of 5 images, the data 2 examples"):
+        evaluate_image_classification.load_real_labels(str(file), make_examples(["a.png", "b.png"]))
     with pytest.raises(ValueError, match="the data has an image number 6"):
-        evaluate_image_classification.load_real_labels(str(file), rows(["ILSVRC2012_val_00000006.JPEG"]))
+        evaluate_image_classification.load_real_labels(str(file), make_examples(["ILSVRC2012_val_00000006.JPEG"]))
     file.write_text('{"1": [2]}')
     with pytest.raises(ValueError, match="must be a JSON list"):
         evaluate_image_classification.load_real_labels(str(file), named)

@@ -95,7 +95,7 @@ def test_sweep_scores_each_token_once_with_the_context_its_stride_leaves(model, 
         assert nats == pytest.approx(expected, rel=1e-10)
 
 
-def test_sweep_refuses_a_stride_that_leaves_tokens_out(model):
+def test_sweep_rejects_a_stride_that_leaves_tokens_out(model):
     with pytest.raises(ValueError, match="between 1 and the context of 16, got 17"):
         scoring.sweep_loss(model, random_ids(50), context=16, stride=17, batch_size=4)
 
@@ -148,7 +148,7 @@ def test_units(model, tokenizer, protocol, tokens, words):
 
 
 def test_what_the_protocols_score(model, tokenizer):
-    """sweep: one stream, end-of-text after each row; documents: each by itself, of lines the text they make."""
+    """sweep: one stream, end-of-text after each example; documents: each independently, of lines the text they make."""
     model = model.double()
     texts = ["one\n", "", "two"]
     options = {"context": 6, "stride": 3, "batch_size": 4}
@@ -162,14 +162,14 @@ def test_what_the_protocols_score(model, tokenizer):
         return values(evaluate_lm.measure_loss(model, tokenizer, texts, args, context=6, **kwargs))["loss"]
 
     assert measured("sweep", texts) == pytest.approx(loss([f"one\n{EOS}{EOS}two{EOS}"]), rel=1e-12)
-    # with room for one window alone: nothing stands before the first row
+    # with space for only one window: nothing precedes the first example
     ids = tokenizer(f"three{EOS}")["input_ids"]
     nats, scored = scoring.sweep_loss(model, ids, context=5, stride=5, batch_size=1)
     args = make_args(protocols=["windows"], num_windows=3)
     windows = values(evaluate_lm.measure_loss(model, tokenizer, ["three"], args, context=5))
     assert windows["loss"] == pytest.approx(nats / scored, rel=1e-12)
     assert measured("documents", ["one", "two"]) == pytest.approx(loss(["one", "two"]), rel=1e-12)
-    assert measured("documents", texts, rows_are_lines=True) == pytest.approx(loss(["one\n\ntwo\n"]), rel=1e-12)
+    assert measured("documents", texts, examples_are_lines=True) == pytest.approx(loss(["one\n\ntwo\n"]), rel=1e-12)
 
 
 def test_context():
@@ -219,7 +219,7 @@ def test_lambada_batches(tokenizer):
             with torch.no_grad():
                 ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
         written = tokenizer.decode(ids[0, -10:])
-        word = next(piece for piece in re.findall(r"[!-~]+", written))  # of bytes that are text by themselves
+        word = next(piece for piece in re.findall(r"[!-~]+", written))  # of bytes that are valid text alone
         expected.append(number % 2 == 0)
         passages.append(f"{beginning} {word if expected[-1] else word + 'never'}")
     for batch_size in (1, 2, 5):
@@ -241,7 +241,7 @@ def test_lambada_cuts_the_beginning_and_says_so(tokenizer, caplog):
     assert "1 of 2 prompts are longer than the context of 10 tokens" in lenient.protocol
     assert exact.protocol.partition("; ")[2] in caplog.text
     assert "longer" not in reading_tasks.lambada_exact(model, tokenizer, passages, 64, 2).protocol
-    with pytest.raises(ValueError, match="no room for a prompt"):
+    with pytest.raises(ValueError, match="no space for a prompt"):
         reading_tasks.lambada_lenient(model, tokenizer, passages, 10, 2)
     with pytest.raises(ValueError, match="'Word' has no word before"):
         reading_tasks.lambada_exact(model, tokenizer, ["Word"], 20, 2)
@@ -290,9 +290,11 @@ def test_cbt(questions, tokenizer, context):
     """Against sums over the tokens one by one; the answers are changed so that one question is answered rightly."""
     model = make_model(max_position_embeddings=None).double()
     changed = []
-    for number, row in enumerate(questions):
+    for number, example in enumerate(questions):
         losses = []
-        texts = [" ".join([*row["sentences"], row["question"].replace("XXXXX", option)]) for option in row["options"]]
+        texts = [
+            " ".join([*example["sentences"], example["question"].replace("XXXXX", option)]) for option in example["options"]
+        ]
         too_many = max(0, max(len(text.encode()) for text in texts) - context)
         for text in texts:
             ids = [EOS_ID, *tokenizer(text)["input_ids"][too_many:]]
@@ -300,7 +302,7 @@ def test_cbt(questions, tokenizer, context):
                 logs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
             losses.append(-sum(float(logs[t - 1, ids[t]]) for t in range(1, len(ids))))
         order = sorted(range(10), key=losses.__getitem__)
-        changed.append(row | {"answer": row["options"][order[number]]})
+        changed.append(example | {"answer": example["options"][order[number]]})
     for batch_size in (3, 32):
         measured = reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list(changed), context, batch_size)
         assert (measured.value, measured.num_examples) == (0.5, 2)
@@ -310,8 +312,8 @@ def test_cbt(questions, tokenizer, context):
 def test_cbt_scores_what_follows_the_candidate(tokenizer):
     """The candidates themselves are equally likely; only y is likely to be followed by "!"."""
     model = successor_model(tokenizer, {"y": "!"})
-    row = {"sentences": ["."] * 20, "question": "See XXXXX!", "options": ["x", "y", "z"], "answer": "y"}
-    assert reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list([row]), 256, 3).value == 1
+    example = {"sentences": ["."] * 20, "question": "See XXXXX!", "options": ["x", "y", "z"], "answer": "y"}
+    assert reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list([example]), 256, 3).value == 1
 
 
 @pytest.mark.parametrize("change", [{"question": "Who ?"}, {"answer": "Nobody"}])

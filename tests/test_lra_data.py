@@ -55,25 +55,25 @@ def parsed(tokens: list[str]) -> list[str]:
 
 
 def test_a_thousand_expressions():
-    rules, rows = listops.ListOpsRules(), []
-    for row, _ in zip(listops.expressions(rules, seed=0), range(1000)):
-        tokens = [token for token in row["Source"].split() if token not in "()"]
-        assert parsed(row["Source"].split()) == tokens
-        assert value_of(tokens) == row["Target"]
-        assert len(tokens) == row["length"] and 500 < row["length"] < 2000
-        rows.append(row)
-    assert len({row["Source"] for row in rows}) == 1000
-    share = {label: count / 1000 for label, count in Counter(row["Target"] for row in rows).items()}
+    rules, examples = listops.ListOpsRules(), []
+    for example, _ in zip(listops.expressions(rules, seed=0), range(1000)):
+        tokens = [token for token in example["Source"].split() if token not in "()"]
+        assert parsed(example["Source"].split()) == tokens
+        assert value_of(tokens) == example["Target"]
+        assert len(tokens) == example["length"] and 500 < example["length"] < 2000
+        examples.append(example)
+    assert len({example["Source"] for example in examples}) == 1000
+    share = {label: count / 1000 for label, count in Counter(example["Target"] for example in examples).items()}
     assert all(0.13 < share[label] < 0.21 for label in (0, 9))  # of the published kind: about 17 %
     assert all(0.05 < share[label] < 0.12 for label in range(1, 9))
-    operators = Counter(token for row in rows for token in row["Source"].split() if token.startswith("["))
+    operators = Counter(token for example in examples for token in example["Source"].split() if token.startswith("["))
     assert set(operators) == set(listops.OPERATORS)
     assert all(0.22 < count / sum(operators.values()) < 0.28 for count in operators.values())
 
 
 def test_the_same_seed_gives_the_same_expressions():
     def first(seed):
-        return [row for row, _ in zip(listops.expressions(listops.ListOpsRules(max_length=600), seed), range(3))]
+        return [example for example, _ in zip(listops.expressions(listops.ListOpsRules(max_length=600), seed), range(3))]
 
     assert first(1) == first(1) != first(2)
 
@@ -170,25 +170,25 @@ def test_files_are_read_by_datasets_and_by_the_task(tmp_path, texts, task):
     own = ["--texts", *texts] if task == "retrieval" else []
     for folder in ("one", "two"):
         make_data.main([task, "--output_dir", str(tmp_path / folder), *COUNTS, *SMALL[task], *own])
-    rows = load_dataset(str(tmp_path / "one"), cache_dir=str(tmp_path / "cache"))
-    assert {split: len(part) for split, part in rows.items()} == {"train": 12, "validation": 3, "test": 4}
-    for split in rows:  # the same seed, the same bytes
+    splits = load_dataset(str(tmp_path / "one"), cache_dir=str(tmp_path / "cache"))
+    assert {split: len(part) for split, part in splits.items()} == {"train": 12, "validation": 3, "test": 4}
+    for split in splits:  # the same seed, the same bytes
         assert (tmp_path / "one" / f"{split}.parquet").read_bytes() == (tmp_path / "two" / f"{split}.parquet").read_bytes()
     found = lra_tasks.load_splits(str(tmp_path / "one"), lra_tasks.TASKS[task], cache_dir=str(tmp_path / "cache"))
     examples = lra_tasks.Examples(found["train"], lra_tasks.TASKS[task], 256)
     examples.check_labels(10)
-    for example, row in zip(examples, rows["train"]):
+    for example, stored in zip(examples, splits["train"]):
         if task == "retrieval":
-            kinds = {row[name].replace(" ", "").isdigit() for name in ("text1", "text2")}
+            kinds = {stored[name].replace(" ", "").isdigit() for name in ("text1", "text2")}
             assert example["labels"] == (len(kinds) == 1) and len(example["other_input_ids"]) == 20
         elif task == "pathfinder":
-            assert [x - 1 for x in example["input_ids"]] == list(row["image"].tobytes())
+            assert [x - 1 for x in example["input_ids"]] == list(stored["image"].tobytes())
         else:
-            assert [listops.TOKENS[x - 1] for x in example["input_ids"]] == parsed(row["Source"].split())
+            assert [listops.TOKENS[x - 1] for x in example["input_ids"]] == parsed(stored["Source"].split())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         ([], "Which data"),
         (["chess"], "Which data"),
@@ -198,8 +198,8 @@ def test_files_are_read_by_datasets_and_by_the_task(tmp_path, texts, task):
         (["retrieval", "--output_dir", "x", "--texts", "y"], "two data sets or more, got 1"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path, monkeypatch, arguments, sentence):
+def test_wrong_arguments_are_rejected(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         make_data.main(arguments)
     assert not list(tmp_path.iterdir())

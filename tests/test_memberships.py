@@ -43,13 +43,13 @@ def test_photographs_of_a_new_model(tmp_path):
     assert {file.stem for file in maps.iterdir()} == {f"{f.stem}-{state}" for f in files for state in ("trained", "untrained")}
     with Image.open(picture) as image:
         assert image.width > 300 and image.height > 300
-    rows = read_records(results / "memberships.csv")
-    values = {(row["model"], row["metric"]): float(row["value"]) for row in rows}
+    records = read_records(results / "memberships.csv")
+    values = {(record["model"], record["metric"]): float(record["value"]) for record in records}
     metrics = [f"explained variance, layer {layer}, head {head}" for layer in (1, 2) for head in (1, 2, 3, 4)]
     kinds = ("own", "shuffled", "another photograph's")
     metrics += [f"mutual information, {kind}, layer {layer}" for kind in kinds for layer in (1, 2)]
     assert set(values) == {(state, metric) for state in ("trained", "untrained") for metric in metrics}
-    assert all(row["context"] == "64" and row["batch"] == "5" for row in rows)
+    assert all(record["context"] == "64" and record["batch"] == "5" for record in records)
     for metric in metrics:  # the untrained model of seed 0 is the same one
         assert values["untrained", metric] == pytest.approx(values["trained", metric], abs=1e-6)
     assert values["trained", metrics[0]] > 0

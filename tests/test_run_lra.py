@@ -49,7 +49,7 @@ def examples_of(task: str) -> Dataset:
 
 @pytest.fixture
 def lra_args(tmp_path):
-    """Arguments of a small run on four rows; keywords replace and add, None leaves out, True is a bare flag."""
+    """Arguments of a small run on four examples; keywords replace and add, None leaves out, True is a bare flag."""
 
     def make(task: str = "text", **changes) -> list[str]:
         for split in ("train", "test"):
@@ -209,24 +209,24 @@ def test_token_ids():
 
 
 def test_aans_own_files(tmp_path):
-    for name, rows in (("train", 3), ("eval", 2), ("test", 1)):
-        lines = [f'{i % 2}.0\tA{i}\tB{i}\tone "quoted {i}\tother' for i in range(rows)]
+    for name, count in (("train", 3), ("eval", 2), ("test", 1)):
+        lines = [f'{i % 2}.0\tA{i}\tB{i}\tone "quoted {i}\tother' for i in range(count)]
         (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("\n".join(lines) + "\n")
     task = lra_tasks.TASKS["retrieval"]
     splits = lra_tasks.load_splits(str(tmp_path), task, cache_dir=str(tmp_path / "cache"))
-    assert {split: len(rows) for split, rows in splits.items()} == {"train": 3, "validation": 2, "test": 1}
+    assert {split: len(examples) for split, examples in splits.items()} == {"train": 3, "validation": 2, "test": 1}
     example = lra_tasks.Examples(splits["train"], task, 100)[1]
     assert example["labels"] == 1 and bytes(x - 1 for x in example["input_ids"]) == b'one "quoted 1'
 
 
-def test_where_validation_rows_come_from(tmp_path, caplog):
+def test_where_validation_examples_come_from(tmp_path, caplog):
     for name in ("train", "test"):
         examples_of("image").to_parquet(tmp_path / "data" / f"{name}.parquet")
     options = {"cache_dir": str(tmp_path / "cache")}
     image = lra_tasks.load_splits(str(tmp_path / "data"), lra_tasks.TASKS["image"], **options)
-    assert {split: len(rows) for split, rows in image.items()} == {"train": 3, "validation": 1, "test": 4}
+    assert {split: len(examples) for split, examples in image.items()} == {"train": 3, "validation": 1, "test": 4}
     pathfinder = lra_tasks.load_splits(str(tmp_path / "data"), lra_tasks.TASKS["pathfinder"], **options)
-    assert len(pathfinder["train"]) == len(pathfinder["validation"]) == 4 and "test rows stand in" in caplog.text
+    assert len(pathfinder["train"]) == len(pathfinder["validation"]) == 4 and "test examples are used instead" in caplog.text
 
 
 def test_data_of_another_task_is_rejected(tmp_path):
@@ -246,9 +246,9 @@ def test_aan_files_with_other_columns_are_rejected(tmp_path, columns):
 
 @pytest.mark.parametrize("text", [None, ""])
 def test_missing_texts_are_rejected_before_training(text):
-    rows = Dataset.from_dict({"text": ["good", text], "label": [0, 1]})
+    examples = Dataset.from_dict({"text": ["good", text], "label": [0, 1]})
     with pytest.raises(ValueError, match="The data has 1 examples with nothing in the column 'text'; remove them"):
-        lra_tasks.Examples(rows, lra_tasks.TASKS["text"], 16, "The data")
+        lra_tasks.Examples(examples, lra_tasks.TASKS["text"], 16, "The data")
     parentheses = Dataset.from_dict({"Source": ["( )"], "Target": [1]})
     with pytest.raises(ValueError, match="The data: 'Source' of example 0 holds no token; remove the example"):
         lra_tasks.Examples(parentheses, lra_tasks.TASKS["listops"], 16, "The data")[0]
@@ -256,9 +256,9 @@ def test_missing_texts_are_rejected_before_training(text):
 
 @pytest.mark.parametrize("label", [1.5, float("nan"), float("inf"), None, "one"])
 def test_labels_that_are_not_integers_are_rejected(label):
-    rows = Dataset.from_dict({"Source": ["7", "3"], "Target": [label, label]})
+    examples = Dataset.from_dict({"Source": ["7", "3"], "Target": [label, label]})
     with pytest.raises(ValueError, match="The column 'Target' of The data must hold class indices"):
-        lra_tasks.Examples(rows, lra_tasks.TASKS["listops"], 16, "The data")
+        lra_tasks.Examples(examples, lra_tasks.TASKS["listops"], 16, "The data")
 
 
 @pytest.mark.parametrize(

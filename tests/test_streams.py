@@ -17,7 +17,7 @@ import run_clm
 import texts
 from datasets import Dataset
 from packaging.version import Version
-from scripting import load_rows
+from scripting import read_dataset
 from scripts import EXAMPLES, command_line, launch, losses
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 def make(folder, kind: str, held_out: int = 0, **options) -> PackedStream:
     files = sorted(str(path) for path in folder.glob(f"*.{kind}"))
-    dataset = load_rows(texts.LOADERS[texts.ending(files[0])], data_files=files, split="train", streaming=True)
+    dataset = read_dataset(texts.LOADERS[texts.ending(files[0])], data_files=files, split="train", streaming=True)
     if held_out:
         dataset = texts.hold_out(dataset, held_out)[0]
     return PackedStream(dataset, encode, "text", BLOCK, **options)
@@ -213,7 +213,7 @@ def test_prepared_tokens_are_trained_on(prepare, tmp_path, clm_args, text_folder
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens"]
     found = [block["input_ids"].tolist() for block in token_shards.load_prepared(folder)]
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
-    documents = load_rows("json", data_files=f"{text_parts}/*.gz", split="train", cache_dir=str(tmp_path / "cache"))["text"]
+    documents = read_dataset("json", data_files=f"{text_parts}/*.gz", split="train", cache_dir=str(tmp_path / "cache"))["text"]
     tokens = sum(len(texts.encode([document], tokenizer, 0)) for document in documents)
     assert tokens - 2 * 32 < 32 * len(found) <= tokens  # less than a block lost per file
     assert sorted(path.name for path in folder.iterdir()) == [

@@ -17,7 +17,7 @@ OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"
 TOKENS = (*OPERATORS, END, *"0123456789")  # a model's token ids count them from 1; 0 is padding
 CLASSES = 10
-PUBLISHED_ROWS = {"train": 96_000, "validation": 2_000, "test": 2_000}
+PUBLISHED_EXAMPLES = {"train": 96_000, "validation": 2_000, "test": 2_000}
 
 
 @dataclass
@@ -82,7 +82,7 @@ def evaluate(operator: str, values: list[int]) -> int:
 
 
 def expressions(rules: ListOpsRules, seed: int) -> Iterator[dict]:
-    """Rows of `Source`, `Target` and `length`, no expression twice; the same for the same seed and rules."""
+    """Examples with `Source`, `Target` and `length`, no expression twice; the same for the same seed and rules."""
     rng, seen = random.Random(seed), set()
     while True:
         grower = _Grower(rng, rules)

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from listops import TOKENS
 from PIL import Image
-from scripting import load_rows
+from scripting import read_dataset
 from torch.nn.utils.rnn import pad_sequence
 
 
@@ -120,28 +120,28 @@ TASKS = {
 
 
 class Examples(torch.utils.data.Dataset):
-    """Rows as token ids and labels, made when they are asked for."""
+    """Examples as token ids and labels, made when they are asked for."""
 
-    def __init__(self, rows: Dataset, task: Task, length: int, where: str = "the data"):
-        self.rows, self.task, self.length = rows, task, length
-        label = _column(rows, LABELS, where)
-        texts = task.columns if task.reads_pairs else (_column(rows, task.columns, where),)
-        self.texts = [_column(rows, (name,), where) for name in texts]
+    def __init__(self, dataset: Dataset, task: Task, length: int, where: str = "the data"):
+        self.dataset, self.task, self.length = dataset, task, length
+        label = _column(dataset, LABELS, where)
+        texts = task.columns if task.reads_pairs else (_column(dataset, task.columns, where),)
+        self.texts = [_column(dataset, (name,), where) for name in texts]
         self.where = where
         for column in self.texts:
-            _check_no_missing(rows, column, where)
+            _check_no_missing(dataset, column, where)
         try:
-            self.labels = [_class_index(value) for value in rows[label]]
+            self.labels = [_class_index(value) for value in dataset[label]]
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"The column {label!r} of {where} must hold class indices: {error}") from error
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict:
-        row = self.rows[index]
+        example = self.dataset[index]
         names = ("input_ids", "other_input_ids")
-        ids = {name: self.task.encode(row[column], self.length) for name, column in zip(names, self.texts)}
+        ids = {name: self.task.encode(example[column], self.length) for name, column in zip(names, self.texts)}
         for column, found in zip(self.texts, ids.values()):
             if not found:
                 raise ValueError(f"{self.where}: {column!r} of example {index} holds no token; remove the example.")
@@ -154,16 +154,16 @@ class Examples(torch.utils.data.Dataset):
             raise ValueError(f"The label {wrong[0]} is none of the {classes} classes of this task.")
 
 
-def _column(rows: Dataset, names: tuple[str, ...], where: str) -> str:
-    found = [name for name in names if name in rows.column_names]
+def _column(dataset: Dataset, names: tuple[str, ...], where: str) -> str:
+    found = [name for name in names if name in dataset.column_names]
     if not found:
-        raise ValueError(f"{where} has no column {' or '.join(names)}; its columns are {', '.join(rows.column_names)}.")
+        raise ValueError(f"{where} has no column {' or '.join(names)}; its columns are {', '.join(dataset.column_names)}.")
     return found[0]
 
 
-def _check_no_missing(rows: Dataset, column: str, where: str) -> None:
+def _check_no_missing(dataset: Dataset, column: str, where: str) -> None:
     """Rejects missing values and empty texts before training; reads the Arrow table, as images are not to be decoded."""
-    values = rows.data.column(column)
+    values = dataset.data.column(column)
     empty = pc.sum(pc.equal(pc.binary_length(values), 0)).as_py() if pa.types.is_string(values.type) else 0
     if values.null_count or empty:
         raise ValueError(
@@ -183,10 +183,10 @@ def collate(items: list[dict]) -> dict[str, torch.Tensor]:
     """A batch, padded on the right with 0, with an attention mask for each text."""
     batch = {"labels": torch.tensor([item["labels"] for item in items])}
     for name in items[0].keys() - {"labels"}:
-        rows = [torch.tensor(item[name]) for item in items]
+        sequences = [torch.tensor(item[name]) for item in items]
         mask = name.replace("input_ids", "attention_mask")
-        batch[name] = pad_sequence(rows, batch_first=True)
-        batch[mask] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        batch[name] = pad_sequence(sequences, batch_first=True)
+        batch[mask] = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     return batch
 
 
@@ -199,14 +199,14 @@ def _check_aan_file(file: str) -> None:
 
 
 def load_splits(name: str, task: Task, config: str | None = None, **options) -> dict[str, Dataset]:
-    """The rows of "train", "validation" and "test" of a folder or a Hub data set.
+    """The examples of "train", "validation" and "test" of a folder or a Hub data set.
 
     Args:
         name: its folder or Hub id; for pairs also a folder of the arena's own files, *.train.tsv, *.eval.tsv, *.test.tsv.
         options: for `load_dataset`.
 
     Raises:
-        ValueError: the data cannot be read, or has no training or test rows.
+        ValueError: the data cannot be read, or has no training or test examples.
     """
     folder = Path(name)
     if task.reads_pairs and folder.is_dir() and any(folder.glob("*.tsv")):
@@ -214,17 +214,17 @@ def load_splits(name: str, task: Task, config: str | None = None, **options) -> 
         for file in itertools.chain(*files.values()):
             _check_aan_file(file)
         columns = {"sep": "\t", "column_names": AAN_COLUMNS, "quoting": QUOTE_NONE}
-        found = load_rows("csv", data_files={split: names for split, names in files.items() if names}, **columns, **options)
+        found = read_dataset("csv", data_files={split: names for split, names in files.items() if names}, **columns, **options)
     else:
-        found = load_rows(name, config, **options)
-    rows = {split: found[split] for split in ("train", "validation", "test") if split in found}
+        found = read_dataset(name, config, **options)
+    splits = {split: found[split] for split in ("train", "validation", "test") if split in found}
     for split in ("train", "test"):
-        if split not in rows:
+        if split not in splits:
             raise ValueError(f"{name!r} has no split {split!r}; it has {', '.join(found)}.")
-    if "validation" in rows:
-        return rows
+    if "validation" in splits:
+        return splits
     if task.validation_share:
-        parts = rows["train"].train_test_split(task.validation_share, seed=0)
-        return rows | {"train": parts["train"], "validation": parts["test"]}
-    logger.warning("There are no validation rows: as in the arena's own pipeline, the test rows stand in for them.")
-    return rows | {"validation": rows["test"]}
+        parts = splits["train"].train_test_split(task.validation_share, seed=0)
+        return splits | {"train": parts["train"], "validation": parts["test"]}
+    logger.warning("There are no validation examples: as in the arena's own pipeline, the test examples are used instead.")
+    return splits | {"validation": splits["test"]}

@@ -29,14 +29,14 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 import listops
 import pathfinder
-from scripting import load_rows, parse_args, run
+from scripting import parse_args, read_dataset, run
 
 from tost_hf.files import staged_file
 
 
 SPLITS = ("train", "validation", "test")
 BATCH = 500  # examples that are written at a time
-PAIR_ROWS = {"train": 20_000, "validation": 2_000, "test": 2_000}
+PAIR_EXAMPLES = {"train": 20_000, "validation": 2_000, "test": 2_000}
 
 
 @dataclass
@@ -51,7 +51,7 @@ class MakeArguments:
     num_proc: int = field(default=1, metadata={"help": "Processes that make pictures; the examples do not depend on it."})
 
     def counts(self, published: dict[str, int]) -> dict[str, int]:
-        """Rows of each split; ValueError if one is negative."""
+        """The number of examples of each split; ValueError if one is negative."""
         given = {split: getattr(self, f"{split}_rows") for split in SPLITS}
         for split, count in given.items():
             if count is not None and count < 0:
@@ -91,23 +91,23 @@ def write_split(folder: Path, split: str, features: Features, examples: Iterable
 def make_listops(args: MakeArguments, rules: listops.ListOpsRules) -> None:
     features = Features({"Source": Value("string"), "Target": Value("int64"), "length": Value("int64")})
     examples = listops.expressions(rules, args.seed)  # one after the other, so that no two splits share an expression
-    for split, count in args.counts(listops.PUBLISHED_ROWS).items():
+    for split, count in args.counts(listops.PUBLISHED_EXAMPLES).items():
         write_split(Path(args.output_dir), split, features, examples, count)
 
 
 def make_pathfinder(args: MakeArguments, rules: pathfinder.PathfinderRules) -> None:
     features = Features({"image": Image(), "label": ClassLabel(names=["different paths", "same path"])})
     with Pool(args.num_proc) as pool:
-        for number, (split, count) in enumerate(args.counts(pathfinder.PUBLISHED_ROWS).items()):
-            make = partial(pathfinder.make_row, rules, args.seed, number)
+        for number, (split, count) in enumerate(args.counts(pathfinder.PUBLISHED_EXAMPLES).items()):
+            make = partial(pathfinder.make_example, rules, args.seed, number)
             write_split(Path(args.output_dir), split, features, pool.imap(make, range(count), chunksize=16), count)
 
 
 def make_pairs(args: MakeArguments, rules: PairRules) -> None:
     names = ("label", "id1", "id2", "text1", "text2")
     features = Features({name: Value("int64" if name == "label" else "string") for name in names})
-    found = {name: load_rows(name) for name in rules.texts}
-    for split, count in args.counts(PAIR_ROWS).items():
+    found = {name: read_dataset(name) for name in rules.texts}
+    for split, count in args.counts(PAIR_EXAMPLES).items():
         texts = [joined(name, splits, split, rules) for name, splits in found.items()] if count else []
         write_split(
             Path(args.output_dir), split, features, pairs(texts, rules.excerpt, random.Random(f"{args.seed} {split}")), count

@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Pathfinder of Long Range Arena: do two marked ends belong to one dashed path? Written anew from the published rules.
 
-Two long paths of dashes start a set distance apart; short paths are strewn between them as distractors. A path goes on from
+Two long paths of dashes start a set distance apart; short paths are strewn between them as distractors. A path continues from
 the end of its last dash, past a gap, in a direction drawn with weight cos^2(continuity * turn) from those that are free: a
-dash keeps clear of all others but the one before it. (At a dead end both paths go back a little; the published program begins
+dash keeps clear of all others but the one before it. (At a dead end both paths back up a little; the published program begins
 anew.) A disc marks a path's first end, another the last end of the same path (label 1) or of the other one (label 0).
 Coordinates are real numbers here, where the published program rounds them to the grid of pixels; a picture is drawn at twice
 its size and reduced, as there.
@@ -16,11 +16,11 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 
-PUBLISHED_ROWS = {"train": 160_000, "validation": 20_000, "test": 20_000}
+PUBLISHED_EXAMPLES = {"train": 160_000, "validation": 20_000, "test": 20_000}
 DIRECTIONS = np.arange(36) * (2 * math.pi / 36)
 LEAST_WEIGHT = 1e-4  # of a direction
 DISTRACTOR_TRIALS = 20  # paths begun before a distractor is left out
-PATIENCE, BACK = 6, 3  # steps per dash before two paths are begun anew; dashes that both go back from a dead end
+PATIENCE, BACK = 6, 3  # steps per dash before two paths are begun anew; dashes that both paths back up at a dead end
 POINTS = 4  # of a dash, between which and another's the distance is taken
 
 
@@ -115,7 +115,7 @@ def _two_paths(rng: np.random.Generator, rules: PathfinderRules) -> list[list[np
 
 
 def _extend(rng: np.random.Generator, rules: PathfinderRules, path: list, others: list) -> bool:
-    """Adds a dash at the path's end, clear of all others and of its own path but for the last dash; whether it fits."""
+    """Adds a dash at the path's end, clear of all others and of this path except its last dash; whether it fits."""
     tail, head = path[-1]
     old = math.atan2(*(head - tail))
     turns = np.abs((DIRECTIONS - old + math.pi) % (2 * math.pi) - math.pi)
@@ -165,7 +165,7 @@ def _reduce(picture: Image.Image, side: int) -> np.ndarray:
     return np.asarray(picture.resize((side, side), Image.Resampling.LANCZOS), dtype=float) / 255
 
 
-def make_row(rules: PathfinderRules, seed: int, split: int, number: int) -> dict:
+def make_example(rules: PathfinderRules, seed: int, split: int, number: int) -> dict:
     """An example, `image` and `label`, made from (seed, split, number) alone."""
     scene = make_scene(np.random.default_rng((seed, split, number)), rules)
     return {"image": Image.fromarray(draw(scene, rules)), "label": scene.label}

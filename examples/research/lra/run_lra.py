@@ -202,7 +202,7 @@ def test(trainer: Trainer, examples: Examples, args: LRATrainingArguments, data_
         return
     folder = Path(data_args.dataset_name)
     source = Source(
-        examples.rows, folder.name if folder.exists() else data_args.dataset_name, data_args.dataset_config_name, "test"
+        examples.dataset, folder.name if folder.exists() else data_args.dataset_name, data_args.dataset_config_name, "test"
     )
     protocol = f"Long Range Arena, {args.task}, texts of up to {examples.length} tokens"
     measured = Measurement("accuracy", "accuracy", metrics["test_accuracy"], len(examples), protocol)

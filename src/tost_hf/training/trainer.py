@@ -93,7 +93,7 @@ class ToSTTrainingArguments(RecipeArguments):
     - A batch size given without `gradient_accumulation_steps` is not accumulated. With neither, a step has 60 x 8 sequences
       whatever the number of processes (the authors used 30 x 16 for tost-medium, 20 x 24 for tost-large).
     - Warm-up takes 2,000 steps, or a tenth of a shorter run.
-    - The floor of the learning rate belongs to the recipe's schedule; another `lr_scheduler_type` has no floor.
+    - The minimum learning rate belongs to the recipe's schedule; another `lr_scheduler_type` has none.
     - fp16 or Accelerate's `mixed_precision` replace bf16.
 
     Raises:
