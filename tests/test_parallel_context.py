@@ -46,7 +46,7 @@ def test_million_tokens_take_a_quarter_of_the_memory_on_four_processes(tmp_path)
         grown[processes] = max(answer["grown"] for answer in answers)
     assert all(answer["sent"] < 4096 for answer in answers)
     assert grown[1] > 1e9
-    assert grown[4] < 0.25 * grown[1] + 2.5e8  # of other things than tokens
+    assert grown[4] < 0.25 * grown[1] + 3.5e8  # what autograd and gloo allocate once, whatever the number of tokens
 
 
 DIFFERENT = "ValueError: The processes that share a text were given different batches"
