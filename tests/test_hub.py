@@ -82,7 +82,7 @@ def test_a_publication_is_one_commit_of_the_whole_folder(hub, published):
     source, head = published["v1"]
     files, expected = hub.files("tost/tiny", "v1"), contents(source)
     code = {name for name in files if name.endswith(".py")}
-    assert code == set(tost_hf.model.configuration_tost.CODE_FILES["tost"])
+    assert code == set(tost_hf.model.base_tost.CODE_FILES["tost"])
     assert files.keys() - code == expected.keys()
     assert all(files[name] == expected[name] for name in expected.keys() - {"config.json"})
     config = json.loads(files["config.json"])
@@ -317,7 +317,7 @@ transformers.AutoTokenizer.from_pretrained(argv[0]).push_to_hub(argv[1])
 """
     clients.run(push, folder, "tost/pushed", token=hub.token("writer")).check()
     assert len(hub.commits("tost/pushed")) == 3  # the server's, the model, the tokenizer
-    assert set(tost_hf.model.configuration_tost.CODE_FILES["tost"]) <= hub.files("tost/pushed").keys()
+    assert set(tost_hf.model.base_tost.CODE_FILES["tost"]) <= hub.files("tost/pushed").keys()
     assert "auto_map" in json.loads(hub.files("tost/pushed")["config.json"])
     assert same(clients.load("tost/pushed"), computed)
 
