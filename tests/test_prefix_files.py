@@ -180,3 +180,12 @@ def test_long_prompts_show_a_progress_bar(model, tokens, monkeypatch, capsys):
     assert "Prefill" in (shown := capsys.readouterr().err) and "150/150" in shown
     model.generate(tokens[:, :60], past_key_values=CausalStatisticsCache(model.config), **GREEDY)
     assert capsys.readouterr().err == ""
+
+
+def test_a_text_longer_than_the_position_table(tmp_path, capsys):
+    save_tokenizer(tmp_path / "model")
+    config = small_config(vocab_size=320, max_position_embeddings=16, bos_token_id=0, eos_token_id=0)
+    ToSTForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("import os\n" * 50)
+    assert main(["cache", str(tmp_path / "model"), str(tmp_path / "text.txt"), str(tmp_path / "x.safetensors")]) == 1
+    assert "positions for 16: use a shorter text" in capsys.readouterr().err and not (tmp_path / "x.safetensors").exists()
