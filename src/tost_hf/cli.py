@@ -466,8 +466,8 @@ def _cache(args: argparse.Namespace) -> None:
     positions = model.config.max_position_embeddings
     if positions is not None and input_ids.shape[1] > positions:
         raise ValueError(
-            f"{args.text} has {input_ids.shape[1]:,} tokens, {args.model} positions for {positions:,}: use a shorter text, or a "
-            "model without a position table."
+            f"{args.text} has {input_ids.shape[1]:,} tokens, {args.model} positions for {positions:,}: use a shorter text, or "
+            "a model without a position table."
         )
     save_cache(prefill_cache(model, input_ids, progress_bar=True), args.output, model=model, input_ids=input_ids)
     print(f"Wrote {args.output}: {input_ids.shape[1]:,} tokens in {Path(args.output).stat().st_size:,} bytes")
