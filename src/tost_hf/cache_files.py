@@ -80,7 +80,7 @@ def prefill_cache(
     """Reads a text of any length, (1, T), by chunked prefill: activations take the memory of `chunk_size` tokens.
 
     Raises:
-        ValueError: the text is empty, or not one sequence.
+        ValueError: the text is empty, not one sequence, or longer than the model's position table.
 
     Example:
         >>> cache = prefill_cache(model, input_ids, progress_bar=True)
@@ -88,6 +88,12 @@ def prefill_cache(
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or not input_ids.numel() or chunk_size < 1:
         raise ValueError(f"input_ids must be (1, T) with at least one token, got {tuple(input_ids.shape)}.")
+    positions = model.config.max_position_embeddings
+    if positions is not None and input_ids.shape[1] > positions:
+        raise ValueError(
+            f"The text has {input_ids.shape[1]:,} tokens, the model positions for {positions:,}: use a shorter text, or a "
+            "model without a position table."
+        )
     cache = CausalStatisticsCache(model.config)
     with logging.tqdm(total=input_ids.shape[1], unit="token", disable=not progress_bar) as bar:
         for chunk in input_ids.to(model.device).split(chunk_size, 1):

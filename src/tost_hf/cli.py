@@ -53,11 +53,12 @@ def _make_parser() -> argparse.ArgumentParser:
     source = argparse.ArgumentParser(add_help=False)
     source.add_argument("source", metavar="FOLDER|REPO_ID", help="a model folder, or a repository of the Hub")
     source.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
-    conversion = argparse.ArgumentParser(add_help=False)
-    conversion.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
+    model.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
+    conversion = argparse.ArgumentParser(add_help=False, parents=[model])
     conversion.add_argument("output", metavar="OUT", help="the folder to write")
     conversion.add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
-    conversion.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
     conversion.add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the tokenizer to write, where MODEL has none")
     conversion.add_argument("--overwrite", action="store_true", help="write to a folder that is not empty")
 
@@ -208,9 +209,7 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run a tokenizer or image processor that is code in its repository; without it such code is never run",
     )
-    text_model = argparse.ArgumentParser(add_help=False)
-    text_model.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
-    text_model.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
+    text_model = argparse.ArgumentParser(add_help=False, parents=[model])
     text_model.add_argument("--dtype", default="auto", metavar="DTYPE", help="of the weights (default: that of the files)")
     text_model.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (the default), cuda, ...")
     generate = add(
@@ -463,12 +462,6 @@ def _cache(args: argparse.Namespace) -> None:
     input_ids = tokenizer(text, return_tensors="pt").input_ids
     if not input_ids.numel():
         raise ValueError(f"{args.text} has no text.")
-    positions = model.config.max_position_embeddings
-    if positions is not None and input_ids.shape[1] > positions:
-        raise ValueError(
-            f"{args.text} has {input_ids.shape[1]:,} tokens, {args.model} positions for {positions:,}: use a shorter text, or "
-            "a model without a position table."
-        )
     save_cache(prefill_cache(model, input_ids, progress_bar=True), args.output, model=model, input_ids=input_ids)
     print(f"Wrote {args.output}: {input_ids.shape[1]:,} tokens in {Path(args.output).stat().st_size:,} bytes")
 
