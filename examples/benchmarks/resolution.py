@@ -2,16 +2,16 @@
 """What an image costs at 224 to 2,048 pixels per side: ToST-small beside transformers' ViT-small, both with 16-pixel patches.
 
     python examples/benchmarks/run.py resolution
-    python examples/benchmarks/run.py resolution --training --preset tiny --sizes 96 224  # images per second of training steps
+    python examples/benchmarks/run.py resolution --training --preset tiny --sizes 96 224 --batch 32  # training steps
 
 Random weights (they do not change the cost), batch 1, eager, forward only; ViT with PyTorch's scaled dot product attention,
 and the `image_size` of every resolution. The models take turns, with a C library that keeps freed memory. Reports the time
 of a forward pass, its peak memory beyond the loaded model (on a CPU measured in a separate process), the first size from
 which on ToST is the faster, and the ratios of times at four times the tokens: 4 is linear growth, 16 quadratic.
 
-With --training it is steps on batches of 8 images (forward, backward, AdamW), of the XCA and softmax trunks as well, and the
-shares of a step that the profiler finds for matrix products and convolutions. TSSA's share is the time of its operator alone,
-forward and backward, in all layers.
+With --training it is steps on batches of --batch images (forward, backward, Trainer's fused AdamW), of the XCA and softmax
+trunks as well, and the shares of a step that the profiler finds for matrix products and convolutions. TSSA's share is the time
+of its operator alone, forward and backward, in all layers.
 """
 
 import argparse
@@ -38,7 +38,6 @@ from tost_hf import ToSTVisionConfig, ToSTVisionModel, tssa
 PATCH = 16
 MODELS = ("ToST", "ViT")
 TRUNKS = {"ToST": "tssa", "XCA": "xca", "softmax": "softmax"}
-TRAINING_BATCH = 8
 PROFILED = {"matrix products": ("aten::mm", "aten::addmm", "aten::bmm"), "convolutions": ("convolution",)}
 
 
@@ -86,8 +85,8 @@ def find_seconds(side: int, layers: int, repeats: int, device: str, dtype) -> di
 
 def make_training_step(name: str, side: int, args):
     model = build(name, side, args.layers, args.device, args.dtype, args.preset).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    pixels = torch.randn(TRAINING_BATCH, 3, side, side, device=args.device, dtype=args.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    pixels = torch.randn(args.batch, 3, side, side, device=args.device, dtype=args.dtype)
 
     def step():
         model(pixels).last_hidden_state.float().square().mean().backward()
@@ -101,7 +100,7 @@ def make_operator_step(side: int, args):
     """TSSA of all layers alone, forward and backward, on tokens of the model's shape."""
     config = ToSTVisionConfig.from_preset(f"tost-vision-{args.preset}-patch{PATCH}")
     heads = config.num_attention_heads
-    shape = TRAINING_BATCH, (side // PATCH) ** 2, heads, config.hidden_size // heads
+    shape = args.batch, (side // PATCH) ** 2, heads, config.hidden_size // heads
     w = torch.randn(shape, device=args.device, dtype=args.dtype, requires_grad=True)
     temp = torch.ones(heads, device=args.device, requires_grad=True)
 
@@ -134,13 +133,13 @@ def report_training(sides, args, report: Report) -> None:
         for name, step in steps.items():
             times = seconds[name]
             metrics = {
-                "training images/s": spread(TRAINING_BATCH / s for s in times),
+                "training images/s": spread(args.batch / s for s in times),
                 "ViT / this": ratio(seconds["ViT"], times),
             }
             metrics |= profile_shares(step, args.device)
             metrics["TSSA %"] = ratio(seconds["TSSA"], times) * 100 if name == "ToST" else None
             label = name if args.preset == "small" else f"{name}-{args.preset}"
-            report.add(case_of(label, side, args.layers, args.dtype), metrics)
+            report.add(case_of(label, side, args.layers, args.dtype) | {"batch": args.batch}, metrics)
 
 
 def case_of(name: str, side: int, layers: int, dtype) -> dict[str, object]:
@@ -161,6 +160,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--preset", choices=("tiny", "small"), default="small", help="the size of the trained models")
     parser.add_argument("--training", action="store_true", help="images per second of training steps instead")
+    parser.add_argument("--batch", type=int, default=8, help="images of a training step")
 
 
 @benchmark("resolution", __doc__, add_arguments, dtype=True, environment=lambda args: KEEP_FREED_MEMORY)

@@ -85,7 +85,8 @@ class ToSTVisionPatchEmbeddings(nn.Module):
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """(B, C, height, width) to (B, D, height / patch size, width / patch size)."""
         self._check(pixel_values)
-        x = pixel_values
+        # faster convolutions; their output is (B, N, D) in memory
+        x = pixel_values.contiguous(memory_format=torch.channels_last)
         for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
             x = norm(convolution(x if i == 0 else self.act_fn(x)))
         return x
@@ -148,7 +149,7 @@ class ToSTVisionEmbeddings(nn.Module):
         first = cast(nn.Conv2d, self.patch_embeddings.convolutions[0])
         patches = self.patch_embeddings(pixel_values.to(first.weight.dtype))
         positions = self.position_embeddings(*patches.shape[-2:], patches.device, patches.dtype)
-        patches = patches.flatten(2).transpose(1, 2).contiguous()  # otherwise every block inherits the strides of an image
+        patches = patches.flatten(2).transpose(1, 2).contiguous()
         return self.dropout(patches + positions)
 
 
