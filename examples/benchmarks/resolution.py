@@ -139,11 +139,12 @@ def report_training(sides, args, report: Report) -> None:
             metrics |= profile_shares(step, args.device)
             metrics["TSSA %"] = ratio(seconds["TSSA"], times) * 100 if name == "ToST" else None
             label = name if args.preset == "small" else f"{name}-{args.preset}"
-            report.add(case_of(label, side, args.layers, args.dtype) | {"batch": args.batch}, metrics)
+            report.add(case_of(label, side, args.batch, args), metrics)
 
 
-def case_of(name: str, side: int, layers: int, dtype) -> dict[str, object]:
-    return {"model": name, "pixels": side, "tokens": (side // PATCH) ** 2, "layers": layers, "dtype": dtype_name(dtype)}
+def case_of(name: str, side: int, batch: int, args) -> dict[str, object]:
+    tokens, dtype = (side // PATCH) ** 2, dtype_name(args.dtype)
+    return {"model": name, "pixels": side, "tokens": tokens, "layers": args.layers, "dtype": dtype, "batch": batch}
 
 
 def side_length(text: str) -> int:
@@ -177,7 +178,7 @@ def run(args, report: Report) -> None:
     for side in sides:
         seconds[side] = find_seconds(side, args.layers, args.repeats, args.device, args.dtype)
         for name, times in seconds[side].items():
-            case = case_of(name, side, args.layers, args.dtype)
+            case = case_of(name, side, 1, args)
             gain = ratio(seconds[side]["ViT"], times)
             report.add(case, {"ms": spread(times) * 1e3, "peak MiB": peaks[name][side] / 2**20, "ViT / this": gain})
         gains[side] = ratio(seconds[side]["ViT"], seconds[side]["ToST"]).value
