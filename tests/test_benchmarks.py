@@ -157,33 +157,33 @@ def test_peak_memory():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_literal_is_the_reference(causal):
-    w, temp, *bias = registry.OPERATORS["literal"].make_inputs((2, 37, 3, 5), causal, torch.float64, "cpu")
+def test_variant_reference_is_the_reference(causal):
+    w, temp, *bias = registry.OPERATORS["reference"].make_inputs((2, 37, 3, 5), causal, torch.float64, "cpu")
     expected = tssa_reference.causal(w, temp, *bias) if causal else tssa_reference.bidirectional(w, temp)
-    assert torch.equal(registry.literal(w, temp, *bias, causal=causal), expected[0])
+    assert torch.equal(registry.reference(w, temp, *bias, causal=causal), expected[0])
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_literal_computes_in_float32_as_under_autocast(causal):
-    inputs = [x.detach() for x in registry.OPERATORS["literal"].make_inputs((1, 1024, 2, 8), causal, torch.bfloat16, "cpu")]
-    output = registry.literal(*inputs, causal=causal)
-    assert torch.equal(output, registry.literal(*(x.float() for x in inputs), causal=causal).bfloat16())
+def test_variant_reference_computes_in_float32_as_under_autocast(causal):
+    inputs = [x.detach() for x in registry.OPERATORS["reference"].make_inputs((1, 1024, 2, 8), causal, torch.bfloat16, "cpu")]
+    output = registry.reference(*inputs, causal=causal)
+    assert torch.equal(output, registry.reference(*(x.float() for x in inputs), causal=causal).bfloat16())
 
 
 def test_op(tmp_path, capsys):
-    variants = ["triton", "eager", "literal", "sdpa", "fla hgrn"]
+    variants = ["triton", "eager", "reference", "sdpa", "fla hgrn"]
     records = run("op", tmp_path, "--shape", 2, 40, 3, 8, "--variants", *variants)
     measured = {(record["variant"], record["form"], record["pass"]) for record in records if record["metric"] == "ms"}
     assert measured == {
-        (v, f, p) for v in ("eager", "literal", "sdpa") for f in ("causal", "bidirectional") for p in registry.PASSES
+        (v, f, p) for v in ("eager", "reference", "sdpa") for f in ("causal", "bidirectional") for p in registry.PASSES
     }
-    own = [record for record in records if record["variant"] == "literal" and record["metric"] == "literal / this"]
+    own = [record for record in records if record["variant"] == "reference" and record["metric"] == "reference / this"]
     assert {record["value"] for record in own} == {"1"}
     printed = capsys.readouterr().out
     assert printed.count("triton: not available here") == 2
     assert "causal, forward: ToST is faster than sdpa" in printed
 
-    # the floor is 2 and 5 times w over the copy's speed
+    # the bandwidth bound is 2 and 5 times w over the copy's speed
     for which, tensors in (("forward", 2), ("forward + backward", 5)):
         found = {
             record["metric"]: float(record["value"])
@@ -209,12 +209,12 @@ def test_a_wrong_operator_is_not_timed(tmp_path, monkeypatch, capsys, what):
             w = w + 1e-2 * (w - w.detach())  # right output, gradient of w off by a hundredth
         wrong_now = what == ("output" if torch.is_grad_enabled() else "output without gradients")
         factor = torch.nan if what == "NaN" else 1.001 if wrong_now else 1
-        return factor * registry.literal(w, temp, denom_bias, causal=causal)
+        return factor * registry.reference(w, temp, denom_bias, causal=causal)
 
     monkeypatch.setitem(registry.OPERATORS, "eager", registry.Operator(lambda: wrong))
     args = ["--device", "cpu", "--repeats", "1", "--results", str(tmp_path), "--shape", "1", "40", "2", "8"]
-    assert runner.main(["op", *args, "--form", "causal", "--pass", "forward", "--variants", "eager", "literal"]) == 1
-    assert {record["variant"] for record in records_of(tmp_path, "op")} == {"literal", "copy"}
+    assert runner.main(["op", *args, "--form", "causal", "--pass", "forward", "--variants", "eager", "reference"]) == 1
+    assert {record["variant"] for record in records_of(tmp_path, "op")} == {"reference", "copy"}
     printed = capsys.readouterr().out
     assert "eager: WRONG" in printed and ("output" if what == "NaN" else f" of its {what};") in printed
 
@@ -223,11 +223,11 @@ def test_an_operator_that_fails_without_gradients_is_left_out(tmp_path, monkeypa
     def failing(w, temp, denom_bias=None, causal=True):
         if not torch.is_grad_enabled():
             raise RuntimeError("cannot be compiled")
-        return registry.literal(w, temp, denom_bias, causal=causal)
+        return registry.reference(w, temp, denom_bias, causal=causal)
 
     monkeypatch.setitem(registry.OPERATORS, "eager", registry.Operator(lambda: failing))
-    records = run("op", tmp_path, "--shape", 1, 40, 2, 8, "--form", "causal", "--variants", "eager", "literal")
-    assert {record["variant"] for record in records} == {"literal", "copy"}
+    records = run("op", tmp_path, "--shape", 1, 40, 2, 8, "--form", "causal", "--variants", "eager", "reference")
+    assert {record["variant"] for record in records} == {"reference", "copy"}
     assert "eager: not available here (RuntimeError: cannot be compiled)" in capsys.readouterr().out
 
 
@@ -235,7 +235,7 @@ def test_op_memory(tmp_path):
     records = run("op", tmp_path, "--memory", "--shape", 1, 16384, 4, 64)
     peaks = {record["variant"]: float(record["value"]) for record in records if record["metric"] == "peak / bytes of w"}
     assert 1 <= peaks["eager"] < 2  # the output, the memberships and one chunk
-    assert peaks["literal"] > 3
+    assert peaks["reference"] > 3
 
 
 def test_options_beside_the_plain(tmp_path):

@@ -245,7 +245,7 @@ def test_reading_in_chunks_is_one_pass(monkeypatch):
     assert ranges[1]["microseconds_a_token"] > 0 and ranges[1]["peak_mebibytes"] >= 0
     assert ranges[1]["cache_bytes"] == ranges[0]["cache_bytes"] == 2 * (32 * 4 + (32 + 4) * 8)
     monkeypatch.setattr(long_context, "position_ranges", lambda length, first: [(16, 24)])
-    assert long_context.read(model, tokens)[0]["loss_without_older_past"] == pytest.approx(alone.mean().item(), rel=1e-5)
+    assert long_context.read(model, tokens)[0]["loss_with_state_reset"] == pytest.approx(alone.mean().item(), rel=1e-5)
 
 
 # Images ---------------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_long_context_runs(tmp_path, monkeypatch):
     size = ["--width", "32", "--layers", "1", "--length", "64"]
     records = run("long_context", tmp_path, *TOY, *size, "--text", str(write_text(tmp_path / "text")))
     assert {x["seed"] for x in records} == {"0", "1"} and {x["steps"] for x in records} == {"2"}
-    assert {"loss", "loss_without_older_past", "entropy_shortfall", "cache_bytes"} <= {x["metric"] for x in records}
+    assert {"loss", "loss_with_state_reset", "entropy_shortfall", "cache_bytes"} <= {x["metric"] for x in records}
 
 
 def test_long_context_reads_with_a_given_model(tmp_path, monkeypatch):
@@ -384,7 +384,7 @@ def test_compare_vision_and_ablations_run(tmp_path, images):
     assert {f"accuracy after {steps} steps" for steps in (1, 2)} < {x["metric"] for x in records}
     assert all("CIFAR10_FOLDER" in x["command"] and str(images) not in x["command"] for x in records)
     records = run("ablations", tmp_path / "ablations", *TOY, *data, "--width", "64", "--head_dims", "16", "64")
-    ablations_of_32 = [f"32 channels a head, {name}" for name in ("raw scores", "ISTA", "raw scores, ISTA")]
+    ablations_of_32 = [f"32 channels a head, {name}" for name in ("unnormalised scores", "ISTA", "unnormalised scores, ISTA")]
     models = list(dict.fromkeys(x["model"] for x in records))
     assert models == ["16 channels a head", "64 channels a head", *ablations_of_32]
     with pytest.raises(SystemExit, match="cannot be split into heads of 32 channels"):

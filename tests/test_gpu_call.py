@@ -27,9 +27,9 @@ def test_gpu_targets():
     case = {"variant": "triton", "form": "causal", "pass": "forward", "B": "8", "T": "8192", "dtype": "bfloat16"}
     records = {
         "op": [
-            case | {"metric": "x floor", "value": "1.6", "low": "1.4", "high": "1.7"},
-            case | {"metric": "literal / this", "value": "12", "low": "11", "high": "13"},
-            case | {"variant": "eager", "metric": "literal compiled / this", "value": "9", "low": "9", "high": "9"},
+            case | {"metric": "x roofline", "value": "1.6", "low": "1.4", "high": "1.7"},
+            case | {"metric": "reference / this", "value": "12", "low": "11", "high": "13"},
+            case | {"variant": "eager", "metric": "reference compiled / this", "value": "9", "low": "9", "high": "9"},
         ],
         "scaling": [
             {"kind": kind, "tokens": "131072", "metric": "exponent", "value": value, "low": value, "high": value}

@@ -189,7 +189,7 @@ def call_tssa(backend: str) -> Callable:
     return op
 
 
-def literal(w, temp, denom_bias=None, causal=True):
+def reference(w, temp, denom_bias=None, causal=True):
     """The reference implementation, with autograd's backward."""
     return tssa_reference.causal(w, temp, denom_bias)[0] if causal else tssa_reference.bidirectional(w, temp)[0]
 
@@ -224,8 +224,8 @@ OPERATORS = {
     "triton": Operator(lambda: call_tssa("triton"), needs_gpu=True),
     "compiled": Operator(lambda: call_tssa("reference"), compiled=True),
     "eager": Operator(lambda: call_tssa("reference")),
-    "literal": Operator(lambda: literal),
-    "literal compiled": Operator(lambda: literal, compiled=True),
+    "reference": Operator(lambda: reference),
+    "reference compiled": Operator(lambda: reference, compiled=True),
     "sdpa": Operator(lambda: attention, QKV, is_tssa=False),
     "fla linear_attn": Operator(
         from_fla("linear_attn", "chunk_linear_attn", "q", "k", "v", normalize=False), QKV, is_tssa=False, causal_only=True

@@ -86,7 +86,7 @@ def read(model, tokens: torch.Tensor) -> list[dict[str, float]]:
             "start": start,
             "stop": stop,
             "loss": losses[part].mean().item(),
-            "loss_without_older_past": recent_losses[part].mean().item(),
+            "loss_with_state_reset": recent_losses[part].mean().item(),
             "entropy_shortfall": shortfalls[:, part].mean().item(),
             "entropy_shortfall_highest_layer": shortfalls[:, part].mean(1).max().item(),
             "cache_bytes": sum(x.nbytes for layer in cache.layers for x in layer.state),

@@ -44,7 +44,7 @@ def load(task: str, args) -> dict[str, Examples]:
     folder = Path(given.get(task) or args.data / task)
     if task in MADE and not (folder / "test.parquet").exists():
         texts = ["--texts", args.wikitext, args.imdb] if task == "retrieval" else []
-        counts = [f"--{split}_rows={EXAMPLES.get(split, 0)}" for split in make_data.SPLITS]
+        counts = [f"--{split}_examples={EXAMPLES.get(split, 0)}" for split in make_data.SPLITS]
         make_data.main([task, "--output_dir", str(folder), *texts, *counts, *MADE[task].split()])
     splits = load_splits(str(folder), TASKS[task])
     parts = {split: splits[split].select(range(min(count, len(splits[split])))) for split, count in EXAMPLES.items()}
