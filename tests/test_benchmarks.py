@@ -67,9 +67,8 @@ def test_a_process_without_the_environment_is_replaced(monkeypatch):
     """Once: the new one has it."""
     started = []
     monkeypatch.setattr(os, "execve", lambda path, argv, environment: started.append(environment))
-    monkeypatch.setattr(registry, "load_benchmark", lambda name: None)
     benchmark = registry.Benchmark(
-        lambda args, report: 0, "", lambda parser: None, False, {}, environment=lambda args: {"TOST_TEST_ENVIRONMENT": "1"}
+        lambda args, report: 0, "", lambda parser: None, environment=lambda args: {"TOST_TEST_ENVIRONMENT": "1"}
     )
     monkeypatch.setattr(runner, "load_benchmark", lambda name: benchmark)
     for may_restart in (True, False):
@@ -95,14 +94,6 @@ def test_slope():
     assert timing.slope([1, 10, 1000], [5, 500, 5_000_000]) == pytest.approx(2)
     # logarithms (0, 0), (1, 0), (2, 3): covariance 3, variance 2
     assert timing.slope([1, math.e, math.e**2], [1, 1, math.e**3]) == pytest.approx(1.5)
-
-
-def test_crossover():
-    assert timing.crossover({16: 2.0, 1: 0.5, 2: 1.2, 4: 0.9, 8: 1.5}) == 8
-    assert timing.crossover({1: 1.1, 2: 1.2}) == 1
-    assert timing.crossover({1: 3.0, 2: 1.0}) is None
-    assert "from 8 tokens on" in timing.describe_crossover({4: 0.9, 8: 1.5}, "rival", "tokens")
-    assert "at no length" in timing.describe_crossover({4: 1.9, 8: 0.5}, "rival", "tokens")
 
 
 def test_runs_take_turns(monkeypatch):
@@ -181,7 +172,6 @@ def test_op(tmp_path, capsys):
     assert {record["value"] for record in own} == {"1"}
     printed = capsys.readouterr().out
     assert printed.count("triton: not available here") == 2
-    assert "causal, forward: ToST is faster than sdpa" in printed
 
     # the bandwidth bound is 2 and 5 times w over the copy's speed
     for which, tensors in (("forward", 2), ("forward + backward", 5)):
@@ -329,13 +319,12 @@ def test_static_steps_all_begin_at_the_position():
 
 
 @pytest.mark.slow
-def test_resolution(tmp_path, capsys):
+def test_resolution(tmp_path):
     records = run("resolution", tmp_path, "--sizes", 32, 64, "--layers", 1)
     assert {(record["model"], record["pixels"], record["tokens"]) for record in records} == {
         (name, *size) for name in ("ToST", "ViT") for size in (("32", "4"), ("64", "16"))
     }
     assert all(float(record["value"]) > 0 for record in records)
-    assert "four times the tokens" in capsys.readouterr().out
 
 
 def test_training_on_images(tmp_path):
@@ -400,8 +389,7 @@ def test_train_lm(tmp_path, capsys):
         for length in (("16", "4"), ("32", "2"))
         for equal in ("width", "parameters")
     }
-    printed = capsys.readouterr().out
-    assert "equal width: ToST is faster than GPT-2" in printed and "not available" not in printed
+    assert "not available" not in capsys.readouterr().out
 
 
 def test_gpt2_attention_is_transformers_own():

@@ -378,10 +378,9 @@ def test_long_context_reads_with_a_given_model(tmp_path, monkeypatch):
 
 def test_compare_vision_and_ablations_run(tmp_path, images):
     data = [*SMALL_IMAGES, "--layers", "1", "--images", str(images)]
-    records = run("compare_vision", tmp_path, *TOY, *data, "--every", "1")
-    assert len(records) == 3 * 2 * 5 and {x["context"] for x in records} == {"16"}
+    records = run("compare_vision", tmp_path, *TOY, *data)
+    assert len(records) == 3 * 2 * 3 and {x["context"] for x in records} == {"16"}
     assert {x["model"] for x in records} == {"TSSA", "XCA", "softmax"}
-    assert {f"accuracy after {steps} steps" for steps in (1, 2)} < {x["metric"] for x in records}
     assert all("CIFAR10_FOLDER" in x["command"] and str(images) not in x["command"] for x in records)
     records = run("ablations", tmp_path / "ablations", *TOY, *data, "--width", "64", "--head_dims", "16", "64")
     ablations_of_32 = [f"32 channels a head, {name}" for name in ("unnormalised scores", "ISTA", "unnormalised scores, ISTA")]

@@ -27,7 +27,7 @@ import torch
 from datasets import DatasetDict, load_dataset
 from language_models import MODELS, equal_size, make_language_model
 from records import read_records, select
-from registry import training_benchmark
+from registry import benchmark
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from training import Clock, Results, train
 
@@ -194,7 +194,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="models trained at the same time, on a CPU with one thread each")
 
 
-@training_benchmark("compare_lm", __doc__, add_arguments, steps=None, learning_rates=(3e-3, 1e-2))
+@benchmark("compare_lm", __doc__, add_arguments, trains=True, learning_rates=(3e-3, 1e-2))
 def run(args: Namespace, results: Results) -> None:
     size = SIZES[args.size]
     args.steps = args.steps or size.steps

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Image, load_dataset
-from registry import training_benchmark
+from registry import benchmark
 from torch.nn import functional as F
 from training import Results, train
-from transformers import TrainerCallback
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
@@ -72,7 +71,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--patch_size", type=int, default=4)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--test_images", type=int, default=None, help="test on the first ones only")
-    parser.add_argument("--every", type=int, default=None, help="measure after every so many steps as well, for the curve")
 
 
 def make_classifier(args, names: list[str], side: int, **overrides) -> ToSTForImageClassification:
@@ -96,18 +94,6 @@ def accuracy(model: ToSTForImageClassification, images: Images, batch: int = 250
     for pixels, labels in zip(images.pixels.split(batch), images.labels.split(batch)):
         right += int((model(normalize(pixels).to(model.device)).logits.argmax(-1).cpu() == labels).sum())
     return right / len(images.labels)
-
-
-class Curve(TrainerCallback):
-    """The accuracy on the images after every so many steps, {steps: accuracy}."""
-
-    def __init__(self, images: Images, every: int):
-        self.images, self.every, self.points = images, every, {}
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        if state.global_step % self.every == 0:
-            self.points[state.global_step] = accuracy(model, self.images)
-            model.train()
 
 
 def train_classifier(model, training: Images, args, *, learning_rate: float, seed: int, callbacks=()):
@@ -135,14 +121,9 @@ def compare(args, results: Results, variants: dict[str, dict]) -> None:
     for name, fields in variants.items():
 
         def run(seed, learning_rate, fields=fields):
-            curve = Curve(test, args.every) if args.every else None
             model = make_classifier(args, training.names, side, **fields)
-            callbacks = [curve] if curve else []
-            model, loss = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed, callbacks=callbacks)
-            metrics = {"accuracy": accuracy(model, test), "training_loss": loss}
-            if curve:
-                metrics |= {f"accuracy after {steps} steps": value for steps, value in curve.points.items()}
-            return model, metrics
+            model, loss = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed)
+            return model, {"accuracy": accuracy(model, test), "training_loss": loss}
 
         case = {"task": "CIFAR-10", "model": name, "batch": args.batch, "context": (side // args.patch_size) ** 2}
         # by the training loss: the test images choose nothing
@@ -159,7 +140,7 @@ by up to four pixels. A comparison of minutes, far from convergence.
 """
 
 
-@training_benchmark("compare_vision", COMPARE_VISION, add_arguments, steps=300, learning_rates=(1e-3, 3e-3))
+@benchmark("compare_vision", COMPARE_VISION, add_arguments, trains=True, steps=300, learning_rates=(1e-3, 3e-3))
 def compare_vision(args, results: Results) -> None:
     compare(args, results, {name: {"attention_type": kind} for name, kind in TRUNKS.items()})
 
@@ -191,7 +172,7 @@ def add_ablation_arguments(parser) -> None:
     parser.add_argument("--head_dims", type=int, nargs="*", default=list(HEAD_DIMS), help="widths of heads; none if empty")
 
 
-@training_benchmark("ablations", ABLATIONS, add_ablation_arguments, steps=300, learning_rates=(1e-3, 3e-3))
+@benchmark("ablations", ABLATIONS, add_ablation_arguments, trains=True, steps=300, learning_rates=(1e-3, 3e-3))
 def ablations(args, results: Results) -> None:
     for head_dim in (*args.head_dims, HEAD_DIM):
         if args.width % head_dim:

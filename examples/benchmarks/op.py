@@ -4,13 +4,11 @@
 from dataclasses import replace
 
 import torch
-from records import Spread
 from registry import DECAYS, OPERATORS, PASSES, benchmark, make_grad, make_run, reference
 from timing import (
     KEEP_FREED_MEMORY,
     Report,
     attempt,
-    describe_crossover,
     dtype_name,
     measure,
     peak_bytes,
@@ -40,7 +38,6 @@ LONG_SHAPE = (1, 131072, 12, 64)
 ROOFLINE_TENSORS = {"forward": 2, "forward + backward": 5}  # times the bytes of w
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (5e-3, 2e-2)}  # relative, of outputs and gradients
-OURS = ("triton", "compiled", "eager")  # of which the fastest counts
 
 
 def exact(inputs, grad, causal) -> list[torch.Tensor]:
@@ -92,8 +89,8 @@ def check_operators(variants, shape, causal: bool, dtype, device: str) -> tuple[
     return operators, wrong
 
 
-def time_operators(operators, shape, causal: bool, which: str, args, report: Report) -> dict[str, Spread]:
-    """Reports one pass at one shape; returns the milliseconds of each variant."""
+def time_operators(operators, shape, causal: bool, which: str, args, report: Report) -> None:
+    """Reports one pass at one shape."""
     grad = make_grad(shape, args.dtype, args.device)
     runs = {variant: make_run(op, inputs, grad, which) for variant, (op, inputs) in operators.items()}
     source = torch.empty(COPY_BYTES[args.device], dtype=torch.uint8, device=args.device).random_()
@@ -116,7 +113,6 @@ def time_operators(operators, shape, causal: bool, which: str, args, report: Rep
             metrics["peak MiB"] = peak_bytes(runs[variant], args.device) / 2**20
         report.add({"variant": variant} | case, metrics)
     report.add({"variant": "copy"} | case, {"GB/s": spread(2e-9 * source.nbytes / s for s in copy)})
-    return {variant: spread(times) * 1e3 for variant, times in seconds.items()}
 
 
 def report_memory(shape, args, report: Report) -> None:
@@ -151,19 +147,14 @@ def run_op(args, report: Report) -> int:
             report_memory(tuple(shape), args, report)
         return 0
 
-    all_wrong, gains = [], {}
+    all_wrong = []
     for shape in args.shape or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES):
         for form in args.form:
             torch.compiler.reset()
             operators, wrong = check_operators(args.variants, shape, form == "causal", args.dtype, args.device)
             all_wrong += wrong
             for which in args.passes:
-                times = time_operators(operators, shape, form == "causal", which, args, report)
-                best = min((times[x].value for x in OURS if x in times), default=None)
-                if best and "sdpa" in times:
-                    gains.setdefault(f"{form}, {which}", {})[shape[1]] = times["sdpa"].value / best
-    for title, found in gains.items():
-        print(f"{title}: " + describe_crossover(found, "sdpa", "tokens"))
+                time_operators(operators, shape, form == "causal", which, args, report)
     return 1 if all_wrong else 0
 
 

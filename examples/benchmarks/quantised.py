@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from decode import DynamicSteps
 from demo import write_texts
 from PIL import Image
 from records import read_records, select
@@ -33,7 +34,6 @@ from transformers import (
     AutoModelForImageClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
-    DynamicCache,
     QuantoConfig,
     TorchAoConfig,
 )
@@ -149,31 +149,16 @@ def losses(args, report: Report) -> None:
             report.add(case | {"saved": verdict}, {"loss": loss, "saved MiB": size})
 
 
-class Steps:
-    """One-token steps; `reset` makes a new cache of the prefix."""
-
-    def __init__(self, model):
-        self.model, self.token = model, torch.ones(1, 1, dtype=torch.long)
-        self.reset()
-
-    def reset(self):
-        self.cache = DynamicCache(config=self.model.config)
-        self.model(self.token.expand(1, POSITION), past_key_values=self.cache, logits_to_keep=1)
-
-    def __call__(self):
-        self.model(self.token, past_key_values=self.cache)
-
-
 @torch.inference_mode()
 def speed(args, report: Report) -> None:
     torch.manual_seed(0)
-    runs = {}
+    token, runs = torch.ones(1, 1, dtype=torch.long), {}
     with tempfile.TemporaryDirectory() as scratch:
         tost_hf.ToSTForCausalLM(tost_hf.ToSTConfig.from_preset("tost-base")).save_pretrained(scratch)
         for method, options in METHODS.items():
             try:
                 model = AutoModelForCausalLM.from_pretrained(scratch, **({"dtype": torch.float32} | options())).eval()
-                steps = Steps(model)
+                steps = DynamicSteps(model, token, POSITION, 1, compiled=False)
                 steps()
                 runs[method] = steps
             except Exception as error:

@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The benchmarks that run.py runs, and the operators that they compare; the models are in language_models.py.
 
-To add a benchmark, write a function of the parsed arguments and the report, register it with `@benchmark` (speed) or
-`@training_benchmark` in a module here or in ../research, and list its name and module in `BENCHMARKS`:
+To add a benchmark, write a function of the parsed arguments and the report, register it with `@benchmark` in a module here or
+in ../research, and list its name and module in `BENCHMARKS`:
 
     def add_arguments(parser): parser.add_argument("--layers", type=int, default=12)
 
@@ -69,7 +69,7 @@ class Benchmark:
         description: for `--help`.
         add_arguments: adds its own arguments to the parser.
         trains: whether it trains models (arguments --steps, --seeds, --learning_rates) or times them (--device, --repeats).
-        defaults: of the shared arguments.
+        steps, learning_rates, repeats: defaults of these arguments.
         dtype: whether there is `--dtype`; `run` gets it as a torch dtype.
         labels: of `timing.Report`.
         file: for one that trains, the file of its records.
@@ -79,8 +79,10 @@ class Benchmark:
     run: Callable[[argparse.Namespace, Any], int | None]
     description: str | None
     add_arguments: Callable[[argparse.ArgumentParser], object]
-    trains: bool
-    defaults: dict[str, object]
+    trains: bool = False
+    steps: int | None = None
+    learning_rates: Sequence[float] = ()
+    repeats: int = 5
     dtype: bool = False
     labels: int = 1
     file: str = "results"
@@ -90,30 +92,14 @@ class Benchmark:
 _REGISTERED: dict[str, Benchmark] = {}
 
 
-def benchmark(name: str, description: str | None, add_arguments: Callable = lambda parser: None, repeats: int = 5, **fields):
-    """Registers a speed benchmark, `run(args, report)` with a `timing.Report`; `fields` are those of `Benchmark`."""
+def benchmark(name: str, description: str | None, add_arguments: Callable = lambda parser: None, **fields):
+    """Registers `run(args, report)` with a `timing.Report`, or with a `training.Results` if it `trains`.
+
+    `fields` are those of `Benchmark`.
+    """
 
     def register(run):
-        _REGISTERED[name] = Benchmark(run, description, add_arguments, False, {"repeats": repeats}, **fields)
-        return run
-
-    return register
-
-
-def training_benchmark(
-    name: str,
-    description: str | None,
-    add_arguments: Callable,
-    *,
-    steps: int | None,
-    learning_rates: Sequence[float],
-    file: str = "results",
-):
-    """Registers a benchmark that trains, `run(args, results)` with a `training.Results`."""
-
-    def register(run):
-        defaults = {"steps": steps, "learning_rates": list(learning_rates)}
-        _REGISTERED[name] = Benchmark(run, description, add_arguments, True, defaults, file=file)
+        _REGISTERED[name] = Benchmark(run, description, add_arguments, **fields)
         return run
 
     return register

@@ -16,7 +16,6 @@ from timing import (
     KEEP_FREED_MEMORY,
     Report,
     attempt,
-    describe_crossover,
     dtype_name,
     in_new_process,
     measure,
@@ -131,11 +130,9 @@ def run(args, report: Report) -> None:
 
     beside = attempt("softmax", measure_times, KINDS, lengths["softmax"], args) or {}
     seconds["softmax"] = beside.get("softmax", {})
-    gains = {n: ratio(times, beside["ToST"][n]) for n, times in seconds["softmax"].items()}
     for n, times in seconds["softmax"].items():
-        report.add({"kind": "softmax", "tokens": n} | case, {"ms": spread(times) * 1e3, "softmax / ToST": gains[n]})
-    if gains:
-        print(describe_crossover({n: gain.value for n, gain in gains.items()}, "softmax attention", "tokens"))
+        metrics = {"ms": spread(times) * 1e3, "softmax / ToST": ratio(times, beside["ToST"][n])}
+        report.add({"kind": "softmax", "tokens": n} | case, metrics)
     report_exponent("softmax", seconds["softmax"], case, report)
 
     for kind in KINDS:

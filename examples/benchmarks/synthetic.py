@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 from language_models import MODELS, make_language_model
-from registry import training_benchmark
+from registry import benchmark
 from training import Batches, Results, label_accuracy, over_seeds, train
 
 
@@ -71,7 +71,7 @@ def add_locality_arguments(parser) -> None:
     parser.add_argument("--length", type=int, default=96, help="tokens of a sequence")
 
 
-@training_benchmark("locality", LOCALITY, add_locality_arguments, steps=300, learning_rates=(3e-3, 1e-2))
+@benchmark("locality", LOCALITY, add_locality_arguments, trains=True, steps=300, learning_rates=(3e-3, 1e-2))
 def run_locality(args, results: Results) -> None:
     for task in args.tasks:
         make = partial(make_locality_batch, task=task, batch=args.batch, length=args.length)
@@ -132,7 +132,7 @@ def add_recall_arguments(parser) -> None:
     parser.add_argument("--vocab_size", type=int, default=256, help="half of it are keys, half values")
 
 
-@training_benchmark("recall", RECALL, add_recall_arguments, steps=20_000, learning_rates=(1e-3,))
+@benchmark("recall", RECALL, add_recall_arguments, trains=True, steps=20_000, learning_rates=(1e-3,))
 def run_recall(args, results: Results) -> None:
     def make_batch(rng, pairs=None):
         pairs = pairs or int(rng.choice(args.pairs))

@@ -45,24 +45,6 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
 
 
-def crossover(ratios: Mapping[int, float]) -> int | None:
-    """The first size from which on every measured ratio (rival's time / ToST's) is above 1; None if there is none."""
-    found = None
-    for size in sorted(ratios, reverse=True):
-        if not ratios[size] > 1:
-            break
-        found = size
-    return found
-
-
-def describe_crossover(ratios: Mapping[int, float], rival: str, unit: str) -> str:
-    found = crossover(ratios)
-    measured = ", ".join(f"{size:,}" for size in sorted(ratios))
-    if found is None:
-        return f"ToST is faster than {rival} at no length from which on it stays so (measured: {measured} {unit})."
-    return f"ToST is faster than {rival} from {found:,} {unit} on (measured: {measured})."
-
-
 # Time -----------------------------------------------------------------------------------------------------------------
 
 

@@ -17,9 +17,8 @@ import importlib.util
 
 import torch
 from language_models import make_language_model
-from records import Spread
 from registry import benchmark
-from timing import Report, attempt, describe_crossover, dtype_name, measure, peak_bytes, ratio, spread
+from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spread
 from torch.nn import functional as F
 from transformers import AttentionInterface, Mamba2Config, Mamba2ForCausalLM
 
@@ -106,8 +105,8 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def benchmark_length(length: int, equal: str, args, report: Report) -> dict[str, Spread]:
-    """Reports one length; returns the milliseconds of a step of each model."""
+def benchmark_length(length: int, equal: str, args, report: Report) -> None:
+    """Reports one length."""
     torch.compiler.reset()
     gc.collect()  # compiled models of the length before hold one another
     size_layers = args.layers or SIZES[args.size][1]
@@ -134,7 +133,6 @@ def benchmark_length(length: int, equal: str, args, report: Report) -> dict[str,
                 "parameters": step.parameters,
             },
         )
-    return {name: spread(times) * 1e3 for name, times in seconds.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,10 +154,5 @@ def run(args: argparse.Namespace, report: Report) -> None:
     if "Mamba-2" in args.models and importlib.util.find_spec("mamba_ssm") is None:
         print("Mamba-2 runs in plain PyTorch: mamba_ssm is not installed.")
     for equal in args.equal:
-        gains = {}
         for length in dict.fromkeys(args.lengths or LENGTHS[args.device]):
-            steps = benchmark_length(length, equal, args, report)
-            if {"ToST", "GPT-2"} <= steps.keys():
-                gains[length] = steps["GPT-2"].value / steps["ToST"].value
-        if gains:
-            print(f"equal {equal}: " + describe_crossover(gains, "GPT-2", "tokens"))
+            benchmark_length(length, equal, args, report)

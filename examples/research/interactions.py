@@ -22,7 +22,7 @@ from compare_lm import SIZES, encode, split_into_examples
 from compare_vision import Images, accuracy, load_images, make_classifier, train_classifier
 from language_models import make_language_model
 from observations import CONTEXT, load_text, make_reader, train_reader
-from registry import training_benchmark
+from registry import benchmark
 from torch.nn import functional as F
 from training import Batches, Results, train
 from transformers import PreTrainedModel
@@ -164,7 +164,7 @@ def add_arguments(parser) -> None:
     parser.set_defaults(layers=2, test_images=2000)
 
 
-@training_benchmark("interactions", __doc__, add_arguments, steps=300, learning_rates=(1e-3,))
+@benchmark("interactions", __doc__, add_arguments, trains=True, steps=300, learning_rates=(1e-3,))
 def run(args, results: Results) -> None:
     for part in (synthetic, texts, images):
         part(args, results)

@@ -20,7 +20,7 @@ import time
 import torch
 from compare_lm import encode, load_texts, shorten, split_into_examples, train_tokenizer
 from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
-from registry import training_benchmark
+from registry import benchmark
 from timing import peak_bytes
 from torch.nn import functional as F
 from training import Results, over_seeds, train
@@ -153,7 +153,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch", type=int, default=2, help=f"blocks of {TRAINED_AT:,} tokens per step")
 
 
-@training_benchmark("long_context", __doc__, add_arguments, steps=400, learning_rates=(3e-3,))
+@benchmark("long_context", __doc__, add_arguments, trains=True, steps=400, learning_rates=(3e-3,))
 def run(args, results: Results) -> None:
     training, validation = load_texts(args.text)
     if args.model is None:

@@ -21,7 +21,7 @@ import torch
 from compare_vision import add_arguments as add_image_arguments
 from compare_vision import load_images, make_classifier, normalize, train_classifier
 from language_models import make_language_model
-from registry import training_benchmark
+from registry import benchmark
 from tokenizers import Tokenizer
 from training import Results, train
 from transformers import PreTrainedModel, set_seed
@@ -160,7 +160,7 @@ def check_one_rate(args) -> None:
         raise SystemExit("--learning_rates accepts one value here: nothing is chosen.")
 
 
-@training_benchmark("observations", __doc__, add_arguments, steps=400, learning_rates=(1e-3,))
+@benchmark("observations", __doc__, add_arguments, trains=True, steps=400, learning_rates=(1e-3,))
 def run(args, results: Results) -> None:
     check_one_rate(args)
     observe_images(args, results)

@@ -14,7 +14,7 @@ import observations
 from compare_lm import SIZES
 from compare_vision import load_images, make_classifier, normalize, train_classifier
 from observations import CONTEXT, check_one_rate, load_text, make_reader, train_reader
-from registry import training_benchmark
+from registry import benchmark
 from training import Results
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -80,10 +80,10 @@ def watch_text(args, results: Results) -> None:
 
 def add_arguments(parser) -> None:
     observations.add_arguments(parser)
-    parser.set_defaults(every=50)
+    parser.add_argument("--every", type=int, default=50, help="measure after every so many steps")
 
 
-@training_benchmark("tightness", __doc__, add_arguments, steps=400, learning_rates=(1e-3,))
+@benchmark("tightness", __doc__, add_arguments, trains=True, steps=400, learning_rates=(1e-3,))
 def run(args, results: Results) -> None:
     check_one_rate(args)
     watch_images(args, results)

@@ -17,7 +17,7 @@ import make_data
 import torch
 from lra_models import ATTENTION, make_config, make_model
 from lra_tasks import TASKS, Examples, collate, load_splits
-from registry import training_benchmark
+from registry import benchmark
 from scripting import override_config
 from training import Results, train
 
@@ -87,7 +87,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch", type=int, default=32, help="texts per step")
 
 
-@training_benchmark("lra", __doc__, add_arguments, steps=300, learning_rates=(1e-3,), file="lra")
+@benchmark("lra", __doc__, add_arguments, trains=True, steps=300, learning_rates=(1e-3,), file="lra")
 def run(args, results: Results) -> None:
     for task, name in (("text", "imdb"), ("retrieval", "wikitext"), ("retrieval", "imdb"), ("image", "images")):
         if task in args.tasks and getattr(args, name) is None:
