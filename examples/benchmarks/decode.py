@@ -151,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=gpu_default)
 
 
-@benchmark("decode", __doc__, add_arguments, dtype=True, labels=2)
+@benchmark("decode", __doc__, add_arguments, dtype=True)
 def run(args: argparse.Namespace, report: Report) -> None:
     on_gpu = args.device == "cuda"
     args.static = on_gpu if args.static is None else args.static

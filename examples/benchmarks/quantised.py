@@ -174,6 +174,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--speed", action="store_true", help="time tost-base in place of the losses")
 
 
-@benchmark("quantised", __doc__, add_arguments, labels=2)
+@benchmark("quantised", __doc__, add_arguments)
 def run(args, report: Report) -> None:
     (speed if args.speed else losses)(args, report)

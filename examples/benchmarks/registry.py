@@ -55,7 +55,7 @@ BENCHMARKS = {  # name to the module that registers it
     "resolution": "resolution",
     "scaling": "scaling",
     "serving": "serving",
-    "tightness": "tightness",
+    "tightness": "observations",
     "train_lm": "train_lm",
 }
 
@@ -71,7 +71,6 @@ class Benchmark:
         trains: whether it trains models (arguments --steps, --seeds, --learning_rates) or times them (--device, --repeats).
         steps, learning_rates, repeats: defaults of these arguments.
         dtype: whether there is `--dtype`; `run` gets it as a torch dtype.
-        labels: of `timing.Report`.
         file: for one that trains, the file of its records.
         environment: from the parsed arguments, the variables that its process must be started with.
     """
@@ -84,7 +83,6 @@ class Benchmark:
     learning_rates: Sequence[float] = ()
     repeats: int = 5
     dtype: bool = False
-    labels: int = 1
     file: str = "results"
     environment: Callable[[argparse.Namespace], dict[str, str]] = lambda args: {}
 

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None, may_restart: bool = False) -> int:
 
         return benchmark.run(args, Results(args, benchmark.file)) or 0
     print_header(args.device)
-    return benchmark.run(args, Report(args, benchmark.labels)) or 0
+    return benchmark.run(args, Report(args)) or 0
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def add_arguments(parser) -> None:
     )
 
 
-@benchmark("scaling", __doc__, add_arguments, dtype=True, labels=2, environment=lambda args: KEEP_FREED_MEMORY)
+@benchmark("scaling", __doc__, add_arguments, dtype=True, environment=lambda args: KEEP_FREED_MEMORY)
 def run(args, report: Report) -> None:
     limit = args.softmax_limit or (131072 if args.device == "cuda" else 8192)
     lengths = {"ToST": sorted(set(args.tokens))}

@@ -106,7 +106,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
 
 
-@benchmark("serving", __doc__, add_arguments, repeats=3, dtype=True, labels=2)
+@benchmark("serving", __doc__, add_arguments, repeats=3, dtype=True)
 def run(args: argparse.Namespace, report: Report) -> None:
     random.seed(0)
     for name in args.models:

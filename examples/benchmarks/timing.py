@@ -170,42 +170,26 @@ def print_header(device: torch.device | str = "cpu") -> None:
 
 
 class Report:
-    """The records of a speed benchmark: each case is printed and appended to `<results>/<benchmark>.csv` as it comes.
+    """The records of a speed benchmark: each case is printed and appended to `<results>/<benchmark>.csv` as it comes."""
 
-    The first `labels` columns of a case name the line of the printed table; the others are its heading.
-    """
-
-    def __init__(self, args: argparse.Namespace, labels: int = 1):
-        self.path = args.results / f"{args.benchmark}.csv"
-        self.origin, self.labels, self.heading = origin(args), labels, None
+    def __init__(self, args: argparse.Namespace):
+        self.path, self.origin = args.results / f"{args.benchmark}.csv", origin(args)
 
     def add(self, case: Mapping[str, object], metrics: Mapping[str, Spread | float | None]) -> None:
         """One case (its columns are the same throughout a benchmark) and its metrics; None for what was not measured."""
-        columns = list(case.items())
-        label = " ".join(digits(x) if isinstance(x, int) else x for _, x in columns[: self.labels])
-        heading = ", ".join(x if isinstance(x, str) else f"{name} {x:,}" for name, x in columns[self.labels :])
-        if (heading, list(metrics)) != self.heading:
-            self.heading = (heading, list(metrics))
-            print(f"\n{heading}\n{'':20}" + "".join(f"{name:>27}" for name in metrics))
-        print(f"{label:20}" + "".join(f"{describe(x):>27}" for x in metrics.values()), flush=True)
         spreads = {name: x if isinstance(x, Spread) else Spread(x, x, x) for name, x in metrics.items() if x is not None}
+        label = ", ".join(x if isinstance(x, str) else f"{name} {x:,}" for name, x in case.items())
+        print(f"{label}: " + ", ".join(f"{name} {describe(x)}" for name, x in spreads.items()), flush=True)
         values = {name: [f"{value:.6g}" for value in x] for name, x in spreads.items()}
         append_records(
             self.path, [{**self.origin, **case, **dict(zip(VALUE_COLUMNS, (name, *x)))} for name, x in values.items()]
         )
 
 
-def describe(x: Spread | float | None) -> str:
+def describe(x: Spread) -> str:
     """Median and range, three digits each."""
-    if x is None:
-        return "-"
-    if not isinstance(x, Spread):
-        return digits(x)
-    return f"{digits(x.value)} ({digits(x.low)}..{digits(x.high)})"
-
-
-def digits(x: float) -> str:
-    return f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.3g}"
+    value, low, high = (f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.3g}" for x in x)
+    return value if low == high else f"{value} ({low}..{high})"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

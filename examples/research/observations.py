@@ -1,19 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The authors' observations, asked of small models before and after training: what TSSA's layers compress and group.
-
-    python examples/benchmarks/run.py observations --images CIFAR10_FOLDER --text TEXT_FOLDER
-
-An image model and a language model are trained as by compare_vision and compare_lm, with as many layers as here, and measured
-on held-out images and text by `tost_hf.interpret`:
-
-- *Does the compression term fall with depth?* Its variational form under both normalisations, and the coding rate that it
-  bounds, in nats, layer by layer.
-- *Do memberships group patches by content?* The adjusted mutual information of each patch's strongest head with k-means of
-  colours and places: of the image's own memberships, of shuffled ones, and of another image's (what place alone explains).
-- *Does the membership flatten with position?* Its distance from uniform, 1 - entropy / ln H, by position in the text.
+"""The authors' observations, asked of small models: what TSSA's layers compress and group (`observations`), and how tight the
+bound is that they lower while a model learns (`tightness`).
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import compare_lm
@@ -24,7 +15,7 @@ from language_models import make_language_model
 from registry import benchmark
 from tokenizers import Tokenizer
 from training import Results, train
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from tost_hf.interpret import (
     NORMALIZATIONS,
@@ -36,6 +27,17 @@ from tost_hf.interpret import (
 )
 
 
+OBSERVATIONS = """What TSSA's layers compress and group, before and after training.
+
+An image model and a language model are trained as by compare_vision and compare_lm, with as many layers as here, and measured
+on held-out images and text by `tost_hf.interpret`:
+
+- *Does the compression term fall with depth?* Its variational form under both normalisations, and the coding rate that it
+  bounds, in nats, layer by layer.
+- *Do memberships group patches by content?* The adjusted mutual information of each patch's strongest head with k-means of
+  colours and places: of the image's own memberships, of shuffled ones, and of another image's (what place alone explains).
+- *Does the membership flatten with position?* Its distance from uniform, 1 - entropy / ln H, by position in the text.
+"""
 CONTEXT = 256  # tokens of a text
 STATES = ("untrained", "trained")
 
@@ -160,9 +162,89 @@ def check_one_rate(args) -> None:
         raise SystemExit("--learning_rates accepts one value here: nothing is chosen.")
 
 
-@benchmark("observations", __doc__, add_arguments, trains=True, steps=400, learning_rates=(1e-3,))
+@benchmark("observations", OBSERVATIONS, add_arguments, trains=True, steps=400, learning_rates=(1e-3,))
 def run(args, results: Results) -> None:
     check_one_rate(args)
     observe_images(args, results)
     observe_text(args, results)
+    results.print_means()
+
+
+# Tightness of the bound ------------------------------------------------------------------------------------------------
+
+TIGHTNESS = """How tight the bound that TSSA lowers is in training: the compression term over the coding rate, by layer.
+
+The variational form bounds the coding rate from above and equals it where the channels of a head are uncorrelated, so that
+their ratio is 1 where the bound is tight. The models, the data and both quantities are those of observations, measured on
+held-out images and text before training and at regular steps. Seeds that have records are not run again.
+"""
+
+
+def ratio_by_layer(model: PreTrainedModel, **inputs) -> dict[str, float]:
+    """Means over images or texts of the compression term over the coding rate; layers count from 1."""
+    trace, metrics = trace_model(model, **inputs), {}
+    for normalization in NORMALIZATIONS:
+        terms = compression_terms(trace, normalization)
+        ratios = (terms.variational / terms.coding_rate).mean(0).tolist()
+        metrics |= {f"unit {normalization}, layer {i}": ratio for i, ratio in enumerate(ratios, 1)}
+    return metrics
+
+
+class Watch(TrainerCallback):
+    """Measures a model before training and after every so many steps; `found` maps "step N, ..." to what was measured."""
+
+    def __init__(self, measure: Callable[[PreTrainedModel], dict[str, float]], every: int):
+        self.measure, self.every, self.found = measure, every, {}
+
+    def record(self, step: int, model: PreTrainedModel) -> None:
+        training = model.training
+        self.found |= {f"step {step}, {name}": value for name, value in self.measure(model.eval()).items()}
+        model.train(training)
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.record(0, model)
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step % self.every == 0:
+            self.record(state.global_step, model)
+
+
+def watch_images(args, results: Results) -> None:
+    training, test = load_images(args.images, args.test_images)
+    pixels = normalize(test.pixels)
+
+    def run(seed, learning_rate):
+        watch = Watch(lambda model: ratio_by_layer(model, pixel_values=pixels), args.every)
+        model = make_classifier(args, training.names, training.pixels.shape[-1])
+        model, _ = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed, callbacks=[watch])
+        return model, watch.found
+
+    patches = (pixels.shape[-1] // args.patch_size) ** 2
+    case = {"task": "images", "model": "ToST", "batch": args.batch, "context": patches}
+    results.add_missing(run, width=args.width, **case)
+
+
+def watch_text(args, results: Results) -> None:
+    text = load_text(args)
+
+    def run(seed, _):
+        watch = Watch(lambda model: ratio_by_layer(model, input_ids=text.input_ids), args.every)
+        model = make_reader(args, text.vocab_size)
+        train_reader(model, text, args, seed=seed, callbacks=[watch])
+        return model, watch.found
+
+    case = {"task": "text", "model": "ToST", "batch": args.text_batch, "context": CONTEXT}
+    results.add_missing(run, width=compare_lm.SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
+
+
+def add_tightness_arguments(parser) -> None:
+    add_arguments(parser)
+    parser.add_argument("--every", type=int, default=50, help="measure after every so many steps")
+
+
+@benchmark("tightness", TIGHTNESS, add_tightness_arguments, trains=True, steps=400, learning_rates=(1e-3,))
+def run_tightness(args, results: Results) -> None:
+    check_one_rate(args)
+    watch_images(args, results)
+    watch_text(args, results)
     results.print_means()

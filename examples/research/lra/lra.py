@@ -14,7 +14,6 @@ from collections import Counter
 from pathlib import Path
 
 import make_data
-import torch
 from lra_models import ATTENTION, make_config, make_model
 from lra_tasks import TASKS, Examples, collate, load_splits
 from registry import benchmark
@@ -49,17 +48,6 @@ def load(task: str, args) -> dict[str, Examples]:
     splits = load_splits(str(folder), TASKS[task])
     parts = {split: splits[split].select(range(min(count, len(splits[split])))) for split, count in EXAMPLES.items()}
     return {split: Examples(part, TASKS[task], LENGTHS[task], f"The {split} data of {task}") for split, part in parts.items()}
-
-
-@torch.no_grad()
-def accuracy(model, examples: Examples, batch: int = 100) -> float:
-    model.eval()
-    right = 0
-    for start in range(0, len(examples), batch):
-        inputs = collate([examples[i] for i in range(start, min(start + batch, len(examples)))])
-        labels = inputs.pop("labels")
-        right += int((model(**{k: v.to(model.device) for k, v in inputs.items()}).logits.argmax(-1).cpu() == labels).sum())
-    return right / len(examples)
 
 
 def most_frequent(examples: Examples) -> float:
@@ -102,10 +90,10 @@ def run(args, results: Results) -> None:
                 model = make_model(override_config(make_config(f"tost-lra-{task}", name), None, **sizes))
                 options = {"batch_size": args.batch, "data_collator": collate, "learning_rate": learning_rate, "seed": seed}
                 trainer = train(model, examples["train"], steps=args.steps, **options)
+                tested = trainer.predict(examples["test"])
                 loss = statistics.mean([log["loss"] for log in trainer.state.log_history if "loss" in log][-5:])
-                metrics = {"accuracy": accuracy(model, examples["test"]), "chance": most_frequent(examples["test"])}
-                metrics["training_loss"] = loss
-                return model, metrics
+                accuracy = (tested.predictions.argmax(-1) == tested.label_ids).mean()
+                return model, {"accuracy": accuracy, "chance": most_frequent(examples["test"]), "training_loss": loss}
 
             case = {"task": task, "model": name, "batch": args.batch, "context": LENGTHS[task]}
             # by the training loss: the test examples choose nothing
