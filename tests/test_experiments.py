@@ -144,7 +144,7 @@ def test_the_best_learning_rate_of_the_first_seed_serves_the_others():
         runs.append((seed, rate))
         return f"model {seed}, {rate}", {"loss": {0.1: 3.0, 0.2: 2.0, 0.4: math.nan}[rate] + seed}
 
-    found = training.over_seeds(run, [0, 1, 2], [0.4, 0.1, 0.2], lambda metrics: -metrics["loss"], "a label")
+    found = training.run_seeds(run, [0, 1, 2], [0.4, 0.1, 0.2], lambda metrics: -metrics["loss"], "a label")
     assert runs == [(0, 0.4), (0, 0.1), (0, 0.2), (1, 0.2), (2, 0.2)]
     metrics = {seed: {"loss": 2.0 + seed, "learning_rate": 0.2} for seed in (0, 1, 2)}
     assert found == {seed: (f"model {seed}, 0.2", metrics[seed]) for seed in (0, 1, 2)}

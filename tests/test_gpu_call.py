@@ -36,7 +36,7 @@ def test_gpu_targets():
             for kind, value in (("ToST", "0.9"), ("softmax", "1.0"))
         ],
     }
-    verdicts = [verdict for *_, verdict in gpu.judge(records)]
+    verdicts = [verdict for *_, verdict in gpu.compare_with_targets(records)]
     assert verdicts == ["missed", "reached"] + ["not measured"] * 8 + ["missed", "reached"]
 
 
@@ -82,7 +82,7 @@ def test_gpu_shares_of_the_time(tmp_path, monkeypatch):
     assert gpu.main(["--results", str(tmp_path)], started=980) == 0  # 20 seconds were gone before
     expected = [(name, total - 20 - 10 * i - sum(list(own.values())[i + 1 :])) for i, name in enumerate(own)]
     assert started == expected
-    assert gpu.share(1, gpu.PARTS, 30) == 30  # too little for all: one after the other
+    assert gpu.time_budget(1, gpu.PARTS, 30) == 30  # too little for all: one after the other
 
 
 def test_gpu_parts_find_the_package(monkeypatch):

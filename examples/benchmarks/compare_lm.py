@@ -29,7 +29,7 @@ from language_models import MODELS, equal_size, make_language_model
 from records import read_records, select
 from registry import benchmark
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from training import Clock, Results, train
+from training import Results, StepTimer, train
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -148,7 +148,7 @@ def train_language_model(name: str, data: Data, size: Size, *, steps: int, learn
     """The trained model and its metrics."""
     sizes = {"vocab_size": data.vocab_size, "head_dim": size.head_dim, "context": size.context}
     model = make_language_model(name, **equal_size(name, width=size.width, layers=size.layers, **sizes))
-    clock = Clock()
+    clock = StepTimer()
     trainer = train(
         model,
         data.examples,

@@ -100,7 +100,7 @@ def records_since(folder: Path, since: str) -> dict[str, list[dict[str, str]]]:
     return {path.stem: [x for x in read_records(path) if x["date"] >= since] for path in folder.glob("*.csv")}
 
 
-def judge(records: dict[str, list[dict[str, str]]]) -> list[tuple[str, str, str, str]]:
+def compare_with_targets(records: dict[str, list[dict[str, str]]]) -> list[tuple[str, str, str, str]]:
     """(what, target, measured, reached / missed / not measured) of every target; the median decides."""
     table = []
     for what, file, columns, metric, compare, bound in targets():
@@ -146,7 +146,7 @@ def run_part(name: str, arguments: list[str], seconds: float) -> bool:
     return status == 0
 
 
-def share(part: int, parts: list[Part], left: float) -> float:
+def time_budget(part: int, parts: list[Part], left: float) -> float:
     """Seconds for one of the parts: its own and what is left over, but not what belongs to the parts after it."""
     own, *later = (part.seconds for part in parts[part:])
     return max(min(own, left), left - sum(later))
@@ -181,10 +181,10 @@ def main(argv: list[str] | None = None, started: float | None = None) -> int:
         arguments = shlex.split(part.rehearsal if args.rehearse else part.command)
         if arguments[0] != "-m":
             arguments = [str(HERE / "run.py"), *arguments, *common]
-        succeeded &= run_part(part.name, arguments, left if args.rehearse else share(i, parts, left))
+        succeeded &= run_part(part.name, arguments, left if args.rehearse else time_budget(i, parts, left))
 
     print(f"\n{'':56}{'target':>16}{'measured':>24}")
-    for what, target, measured, verdict in judge(records_since(args.results, since)):
+    for what, target, measured, verdict in compare_with_targets(records_since(args.results, since)):
         print(f"{what:56}{target:>16}{measured:>24}  {verdict}")
     print("\npeak memory, MiB")
     for case, models in peaks(records_since(args.results, since)).items():

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from language_models import MODELS, make_language_model
 from registry import benchmark
-from training import Batches, Results, label_accuracy, over_seeds, train
+from training import Batches, Results, label_accuracy, run_seeds, train
 
 
 NO_LABEL = -100
@@ -146,9 +146,7 @@ def run_recall(args, results: Results) -> None:
             held_out = {n: Batches(partial(make_batch, pairs=n), args.test_batches, TEST_SEED + n) for n in args.pairs}
             return model, {str(pairs): label_accuracy(model, batches) for pairs, batches in held_out.items()}
 
-        found = over_seeds(
-            run, args.seeds, args.learning_rates, lambda metrics: sum(metrics[str(n)] for n in args.pairs), name
-        )
+        found = run_seeds(run, args.seeds, args.learning_rates, lambda metrics: sum(metrics[str(n)] for n in args.pairs), name)
         for seed, (model, metrics) in found.items():
             for pairs in args.pairs:
                 case = {"task": f"{pairs} pairs", "model": name, "steps": args.steps, "batch": TOKENS // (4 * pairs)}

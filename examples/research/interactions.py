@@ -21,7 +21,7 @@ import torch
 from compare_lm import SIZES, encode, split_into_examples
 from compare_vision import Images, accuracy, load_images, make_classifier, train_classifier
 from language_models import make_language_model
-from observations import CONTEXT, load_text, make_reader, train_reader
+from observations import CONTEXT, load_text, make_text_model, train_text_model
 from registry import benchmark
 from torch.nn import functional as F
 from training import Batches, Results, train
@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 LOCAL_SHARES = (0, 25, 50, 75, 100)  # % of the tokens that follow from the one two positions before
 VOCAB_SIZE, PREFERRED, FOLLOWERS, DISTANCE = 32, 4, 2, 2
 LENGTH, SYNTHETIC_BATCH, SYNTHETIC_RATE = 96, 8, 1e-2
-READERS = ("ToST", "GPT-2")
+LANGUAGE_MODELS = ("ToST", "GPT-2")
 TRUNKS = {"ToST": "tssa", "softmax": "softmax"}
 WORDS = (1, 2, 4, 16, 64)
 PATCHES = (1, 2, 4, 8)  # sides of a square; those that divide the grid are used
@@ -77,7 +77,7 @@ def mean_loss(model: PreTrainedModel, batches) -> float:
 
 def synthetic(args, results: Results) -> None:
     for share in LOCAL_SHARES:
-        for name in READERS:
+        for name in LANGUAGE_MODELS:
 
             def run(seed, learning_rate, share=share, name=name):
                 def make(rng):
@@ -129,11 +129,11 @@ def texts(args, results: Results) -> None:
         for window in WORDS
     }
     batches = {window: torch.utils.data.DataLoader(blocks[: args.test_texts], 50) for window, blocks in held_out.items()}
-    for name in READERS:
+    for name in LANGUAGE_MODELS:
 
         def run(seed, _, name=name):
-            model = make_reader(args, text.vocab_size, name)
-            train_reader(model, text, args, seed=seed)
+            model = make_text_model(args, text.vocab_size, name)
+            train_text_model(model, text, args, seed=seed)
             return model, {f"loss, window {window}": mean_loss(model, shuffled) for window, shuffled in batches.items()}
 
         case = {"task": "text", "model": name, "batch": args.text_batch, "context": CONTEXT}

@@ -23,7 +23,7 @@ from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
 from registry import benchmark
 from timing import peak_bytes
 from torch.nn import functional as F
-from training import Results, over_seeds, train
+from training import Results, run_seeds, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tost_hf import CausalStatisticsCache
@@ -139,7 +139,7 @@ def train_models(training: list[str], validation: list[str], args) -> tuple[dict
         )
         return trainer.model.eval(), {"loss": trainer.evaluate()["eval_loss"]}
 
-    found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"], args.variant)
+    found = run_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"], args.variant)
     return {seed: model for seed, (model, _) in found.items()}, tokens
 
 

@@ -111,14 +111,14 @@ def load_text(args) -> Text:
     return Text(tokenizer, examples, "".join(validation), input_ids)
 
 
-def make_reader(args, vocab_size: int, name: str = "ToST") -> PreTrainedModel:
+def make_text_model(args, vocab_size: int, name: str = "ToST") -> PreTrainedModel:
     """A new language model, with as many layers as the image model."""
     size = compare_lm.SIZES["small"]
     sizes = {"width": size.width, "layers": args.layers, "head_dim": size.head_dim}
     return make_language_model(name, vocab_size=vocab_size, context=CONTEXT, **sizes)
 
 
-def train_reader(model, text: Text, args, *, seed: int, callbacks=()) -> None:
+def train_text_model(model, text: Text, args, *, seed: int, callbacks=()) -> None:
     train(
         model,
         text.examples,
@@ -134,9 +134,9 @@ def observe_text(args, results: Results) -> None:
     text = load_text(args)
     for seed in args.seeds:
         set_seed(seed)
-        model = make_reader(args, text.vocab_size)
+        model = make_text_model(args, text.vocab_size)
         report(results, "text", "untrained", model, measure_text(model, text.input_ids), args, CONTEXT, seed)
-        train_reader(model, text, args, seed=seed)
+        train_text_model(model, text, args, seed=seed)
         report(results, "text", "trained", model, measure_text(model, text.input_ids), args, CONTEXT, seed)
 
 
@@ -190,7 +190,7 @@ def ratio_by_layer(model: PreTrainedModel, **inputs) -> dict[str, float]:
     return metrics
 
 
-class Watch(TrainerCallback):
+class MeasureCallback(TrainerCallback):
     """Measures a model before training and after every so many steps; `found` maps "step N, ..." to what was measured."""
 
     def __init__(self, measure: Callable[[PreTrainedModel], dict[str, float]], every: int):
@@ -214,7 +214,7 @@ def watch_images(args, results: Results) -> None:
     pixels = normalize(test.pixels)
 
     def run(seed, learning_rate):
-        watch = Watch(lambda model: ratio_by_layer(model, pixel_values=pixels), args.every)
+        watch = MeasureCallback(lambda model: ratio_by_layer(model, pixel_values=pixels), args.every)
         model = make_classifier(args, training.names, training.pixels.shape[-1])
         model, _ = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed, callbacks=[watch])
         return model, watch.found
@@ -228,9 +228,9 @@ def watch_text(args, results: Results) -> None:
     text = load_text(args)
 
     def run(seed, _):
-        watch = Watch(lambda model: ratio_by_layer(model, input_ids=text.input_ids), args.every)
-        model = make_reader(args, text.vocab_size)
-        train_reader(model, text, args, seed=seed, callbacks=[watch])
+        watch = MeasureCallback(lambda model: ratio_by_layer(model, input_ids=text.input_ids), args.every)
+        model = make_text_model(args, text.vocab_size)
+        train_text_model(model, text, args, seed=seed, callbacks=[watch])
         return model, watch.found
 
     case = {"task": "text", "model": "ToST", "batch": args.text_batch, "context": CONTEXT}

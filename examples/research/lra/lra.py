@@ -23,12 +23,12 @@ from training import Results, train
 
 LENGTHS = {"listops": 64, "text": 128, "retrieval": 64, "image": 100, "pathfinder": 144}
 EXAMPLES = {"train": 10_000, "test": 2_000}
-MADE = {  # how the data is made that is made here
+GENERATOR_OPTIONS = {  # how the data is made that is made here
     "listops": "--min_length 3 --max_length 64 --max_depth 4 --max_arguments 5",
     "pathfinder": "--side 12 --dashes 2 --seed_distance 2.5 --distractors 1 --distractor_dashes 2",
     "retrieval": "--excerpt 64",
 }
-FULL = {  # the data of the full tasks
+FULL_DATA = {  # the data of the full tasks
     "listops": "data/listops",
     "text": "stanfordnlp/imdb",
     "retrieval": "AAN_FOLDER",
@@ -41,16 +41,16 @@ def load(task: str, args) -> dict[str, Examples]:
     """Training and test examples of a shortened task; generated ones are made first if they are missing."""
     given = {"text": args.imdb, "image": args.images}
     folder = Path(given.get(task) or args.data / task)
-    if task in MADE and not (folder / "test.parquet").exists():
+    if task in GENERATOR_OPTIONS and not (folder / "test.parquet").exists():
         texts = ["--texts", args.wikitext, args.imdb] if task == "retrieval" else []
         counts = [f"--{split}_examples={EXAMPLES.get(split, 0)}" for split in make_data.SPLITS]
-        make_data.main([task, "--output_dir", str(folder), *texts, *counts, *MADE[task].split()])
+        make_data.main([task, "--output_dir", str(folder), *texts, *counts, *GENERATOR_OPTIONS[task].split()])
     splits = load_splits(str(folder), TASKS[task])
     parts = {split: splits[split].select(range(min(count, len(splits[split])))) for split, count in EXAMPLES.items()}
     return {split: Examples(part, TASKS[task], LENGTHS[task], f"The {split} data of {task}") for split, part in parts.items()}
 
 
-def most_frequent(examples: Examples) -> float:
+def majority_share(examples: Examples) -> float:
     """The share of the most frequent label."""
     return max(Counter(examples.labels).values()) / len(examples)
 
@@ -58,7 +58,7 @@ def most_frequent(examples: Examples) -> float:
 def full_command(task: str, attention: str = "tost") -> str:
     """What trains a task as the paper did."""
     return (
-        f"python examples/research/lra/run_lra.py --task {task} --dataset_name {FULL[task]} --attention {attention} "
+        f"python examples/research/lra/run_lra.py --task {task} --dataset_name {FULL_DATA[task]} --attention {attention} "
         f"--do_train --output_dir lra-{task}-{attention}"
     )
 
@@ -93,7 +93,7 @@ def run(args, results: Results) -> None:
                 tested = trainer.predict(examples["test"])
                 loss = statistics.mean([log["loss"] for log in trainer.state.log_history if "loss" in log][-5:])
                 accuracy = (tested.predictions.argmax(-1) == tested.label_ids).mean()
-                return model, {"accuracy": accuracy, "chance": most_frequent(examples["test"]), "training_loss": loss}
+                return model, {"accuracy": accuracy, "chance": majority_share(examples["test"]), "training_loss": loss}
 
             case = {"task": task, "model": name, "batch": args.batch, "context": LENGTHS[task]}
             # by the training loss: the test examples choose nothing

@@ -148,7 +148,7 @@ class LRATrainer(ToSTTrainer):
             super().create_model_card(*args, **kwargs)
 
 
-class Course(TrainerCallback):
+class PlotCurves(TrainerCallback):
     """Draws the losses and accuracies so far at every evaluation."""
 
     def on_evaluate(self, args, state, control, **kwargs):
@@ -245,7 +245,7 @@ def main(args: list[str] | None = None) -> None:
         data_collator=collate,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=most_likely,
-        callbacks=[Course()],
+        callbacks=[PlotCurves()],
     )
     samples = {"train": len(examples["train"]), "eval": len(examples["validation"])}
     train_and_report(
