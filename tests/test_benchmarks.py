@@ -107,30 +107,6 @@ def test_runs_take_turns(monkeypatch):
     assert seconds == {"short": [1.5, 4], "long": [7, 8]}
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_the_cuda_clock_lets_the_host_queue_ahead(monkeypatch, ahead):
-    """With stand-ins for CUDA: the GPU is put to sleep before its stopwatch starts, and only where that was asked for."""
-    order = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            order.append("record")
-
-        def elapsed_time(self, stop):
-            return 5.0
-
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 8)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
-    clock = timing.cuda_clock(torch.device("cpu"), ahead)
-    assert clock(lambda: order.append("run")) == 0.005
-    assert order == ["sleep"] * ahead + ["record", "run", "record", "synchronize"]
-
-
 def test_peak_memory():
     """64 MiB count, also where as much was freed shortly before and not given back; what was held before does not."""
 

@@ -6,7 +6,7 @@
 ListOps has expressions of fewer than 64 tokens here, Text the first 128 bytes of a review, Image 10 x 10 grey pixels,
 Pathfinder 12 x 12 pixels with paths of 2 dashes, and Retrieval asks of two excerpts of 64 characters whether both are of
 WikiText-2, both of reviews, or one of each. This shows that all parts work, and nothing about long ranges: the full tasks are
-trained by the commands that are printed at the end. Seeds that have records are not run again.
+trained by the commands of README.md. Seeds that have records are not run again.
 """
 
 import statistics
@@ -28,13 +28,6 @@ GENERATOR_OPTIONS = {  # how the data is made that is made here
     "pathfinder": "--side 12 --dashes 2 --seed_distance 2.5 --distractors 1 --distractor_dashes 2",
     "retrieval": "--excerpt 64",
 }
-FULL_DATA = {  # the data of the full tasks
-    "listops": "data/listops",
-    "text": "stanfordnlp/imdb",
-    "retrieval": "AAN_FOLDER",
-    "image": "uoft-cs/cifar10",
-    "pathfinder": "data/pathfinder",
-}
 
 
 def load(task: str, args) -> dict[str, Examples]:
@@ -53,14 +46,6 @@ def load(task: str, args) -> dict[str, Examples]:
 def majority_share(examples: Examples) -> float:
     """The share of the most frequent label."""
     return max(Counter(examples.labels).values()) / len(examples)
-
-
-def full_command(task: str, attention: str = "tost") -> str:
-    """What trains a task as the paper did."""
-    return (
-        f"python examples/research/lra/run_lra.py --task {task} --dataset_name {FULL_DATA[task]} --attention {attention} "
-        f"--do_train --output_dir lra-{task}-{attention}"
-    )
 
 
 def add_arguments(parser) -> None:
@@ -99,4 +84,3 @@ def run(args, results: Results) -> None:
             # by the training loss: the test examples choose nothing
             results.add_missing(train_one, lambda metrics: -metrics["training_loss"], width=args.width, **case)
     results.print_means()
-    print("\nThe tasks themselves, by the paper's recipes:\n\n" + "\n".join(map(full_command, args.tasks)))
