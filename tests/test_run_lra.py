@@ -164,11 +164,15 @@ def test_options_beyond_the_paper(tmp_path, lra_args):
 def test_defaults_are_the_papers(tmp_path, task):
     recipe = lra_tasks.TASKS[task].recipe
     args = run_lra.LRATrainingArguments(output_dir=str(tmp_path), task=task, use_cpu=True)
-    assert (args.learning_rate, args.weight_decay, args.max_steps) == (recipe.learning_rate, recipe.weight_decay, recipe.steps)
-    assert args.per_device_train_batch_size == recipe.batch and args.gradient_accumulation_steps == 1
-    assert args.lr_scheduler_type == recipe.schedule and not args.lr_scheduler_kwargs
-    assert args.get_warmup_steps(recipe.steps) == recipe.warmup
-    assert args.get_warmup_steps(recipe.steps // 2) == pytest.approx(recipe.warmup / 2, abs=1)
+    assert (args.learning_rate, args.weight_decay, args.max_steps) == (
+        recipe.learning_rate,
+        recipe.weight_decay,
+        recipe.max_steps,
+    )
+    assert args.per_device_train_batch_size == recipe.batch_size and args.gradient_accumulation_steps == 1
+    assert args.lr_scheduler_type == recipe.lr_scheduler_type and not args.lr_scheduler_kwargs
+    assert args.get_warmup_steps(recipe.max_steps) == recipe.warmup_steps
+    assert args.get_warmup_steps(recipe.max_steps // 2) == pytest.approx(recipe.warmup_steps / 2, abs=1)
     own = run_lra.LRATrainingArguments(
         output_dir=str(tmp_path), task=task, use_cpu=True, learning_rate=0.5, warmup_steps=7, num_train_epochs=2
     )

@@ -122,26 +122,30 @@ def bigram_loss(training: torch.Tensor, blocks: list[dict], vocab_size: int, smo
 
 @dataclass(frozen=True)
 class Data:
-    """Examples of `context` tokens, and the loss of a bigram table on the held-out ones."""
+    """Examples of `context` tokens to train on, the held-out text, and the loss of a bigram table on its examples."""
 
+    tokenizer: Tokenizer
     examples: list[dict[str, torch.Tensor]]
+    held_out_texts: list[str]
     held_out: list[dict[str, torch.Tensor]]
-    vocab_size: int
     bigram_loss: float
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.get_vocab_size()
 
 
 @functools.cache
 def prepare(text: str, size: Size) -> Data:
     """Loads a text, trains its tokenizer, splits it into examples."""
     training, validation = load_texts(text)
-    training = shorten(training, size.train_characters)
+    training, validation = shorten(training, size.train_characters), shorten(validation, size.validation_characters)
     tokenizer = train_tokenizer(shorten(training, 4_000_000), size.vocab_size)
-    vocab_size = tokenizer.get_vocab_size()
     tokens = encode(tokenizer, training)
-    held_out = split_into_examples(encode(tokenizer, shorten(validation, size.validation_characters)), size.context)
-    baseline = bigram_loss(tokens, held_out, vocab_size)
+    held_out = split_into_examples(encode(tokenizer, validation), size.context)
+    baseline = bigram_loss(tokens, held_out, tokenizer.get_vocab_size())
     print(f"{len(tokens):,} training tokens, {len(held_out) * size.context:,} to validate; bigram {baseline:.3f}", flush=True)
-    return Data(split_into_examples(tokens, size.context), held_out, vocab_size, baseline)
+    return Data(tokenizer, split_into_examples(tokens, size.context), validation, held_out, baseline)
 
 
 def train_language_model(name: str, data: Data, size: Size, *, steps: int, learning_rate: float, seed: int) -> tuple:

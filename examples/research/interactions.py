@@ -121,10 +121,11 @@ def shuffle_patches(pixels: torch.Tensor, patch_size: int, side: int, generator:
 
 
 def texts(args, results: Results) -> None:
-    text = load_text(args)
+    data, _ = load_text(args)
+    held_out_text = "".join(data.held_out_texts)
     held_out = {
         window: split_into_examples(
-            encode(text.tokenizer, [shuffle_words(text.held_out, window, np.random.default_rng(0))]), CONTEXT
+            encode(data.tokenizer, [shuffle_words(held_out_text, window, np.random.default_rng(0))]), CONTEXT
         )
         for window in WORDS
     }
@@ -132,8 +133,8 @@ def texts(args, results: Results) -> None:
     for name in LANGUAGE_MODELS:
 
         def run(seed, _, name=name):
-            model = make_text_model(args, text.vocab_size, name)
-            train_text_model(model, text, args, seed=seed)
+            model = make_text_model(args, data.vocab_size, name)
+            train_text_model(model, data, args, seed=seed)
             return model, {f"loss, window {window}": mean_loss(model, shuffled) for window, shuffled in batches.items()}
 
         case = {"task": "text", "model": name, "batch": args.text_batch, "context": CONTEXT}

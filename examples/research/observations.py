@@ -5,15 +5,14 @@ bound is that they lower while a model learns (`tightness`).
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
 
-import compare_lm
 import torch
+from compare_lm import SIZES, Data, prepare
 from compare_vision import add_arguments as add_image_arguments
 from compare_vision import load_images, make_classifier, normalize, train_classifier
 from language_models import make_language_model
 from registry import benchmark
-from tokenizers import Tokenizer
 from training import Results, train
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
@@ -85,43 +84,24 @@ def observe_images(args, results: Results) -> None:
         report(results, "images", "trained", model, measure_images(model, pixels), args, patches, seed)
 
 
-class Text(NamedTuple):
-    """Examples of `CONTEXT` bytes to train on, and held-out ones to measure on."""
-
-    tokenizer: Tokenizer
-    examples: list[dict[str, torch.Tensor]]
-    held_out: str
-    input_ids: torch.Tensor  # (examples, CONTEXT), of the held-out text
-
-    @property
-    def vocab_size(self) -> int:
-        return self.tokenizer.get_vocab_size()
-
-
-def load_text(args) -> Text:
-    size = compare_lm.SIZES["small"]
-    training, validation = compare_lm.load_texts(args.text)
-    training = compare_lm.shorten(training, size.train_characters)
-    tokenizer = compare_lm.train_tokenizer(training, size.vocab_size)
-    validation = compare_lm.shorten(validation, CONTEXT * (args.test_texts + 1))
-    examples, held_out = (
-        compare_lm.split_into_examples(compare_lm.encode(tokenizer, texts), CONTEXT) for texts in (training, validation)
-    )
-    input_ids = torch.stack([block["input_ids"] for block in held_out[: args.test_texts]])
-    return Text(tokenizer, examples, "".join(validation), input_ids)
+def load_text(args) -> tuple[Data, torch.Tensor]:
+    """Data in examples of `CONTEXT` bytes, and the held-out token ids (examples, CONTEXT) to measure on."""
+    characters = CONTEXT * (args.test_texts + 1)
+    data = prepare(args.text, replace(SIZES["small"], context=CONTEXT, validation_characters=characters))
+    return data, torch.stack([example["input_ids"] for example in data.held_out[: args.test_texts]])
 
 
 def make_text_model(args, vocab_size: int, name: str = "ToST") -> PreTrainedModel:
     """A new language model, with as many layers as the image model."""
-    size = compare_lm.SIZES["small"]
+    size = SIZES["small"]
     sizes = {"width": size.width, "layers": args.layers, "head_dim": size.head_dim}
     return make_language_model(name, vocab_size=vocab_size, context=CONTEXT, **sizes)
 
 
-def train_text_model(model, text: Text, args, *, seed: int, callbacks=()) -> None:
+def train_text_model(model, data: Data, args, *, seed: int, callbacks=()) -> None:
     train(
         model,
-        text.examples,
+        data.examples,
         steps=args.steps,
         learning_rate=args.text_learning_rate,
         seed=seed,
@@ -131,13 +111,13 @@ def train_text_model(model, text: Text, args, *, seed: int, callbacks=()) -> Non
 
 
 def observe_text(args, results: Results) -> None:
-    text = load_text(args)
+    data, input_ids = load_text(args)
     for seed in args.seeds:
         set_seed(seed)
-        model = make_text_model(args, text.vocab_size)
-        report(results, "text", "untrained", model, measure_text(model, text.input_ids), args, CONTEXT, seed)
-        train_text_model(model, text, args, seed=seed)
-        report(results, "text", "trained", model, measure_text(model, text.input_ids), args, CONTEXT, seed)
+        model = make_text_model(args, data.vocab_size)
+        report(results, "text", "untrained", model, measure_text(model, input_ids), args, CONTEXT, seed)
+        train_text_model(model, data, args, seed=seed)
+        report(results, "text", "trained", model, measure_text(model, input_ids), args, CONTEXT, seed)
 
 
 def report(results, task, state, network, metrics, args, context, seed) -> None:
@@ -225,16 +205,16 @@ def watch_images(args, results: Results) -> None:
 
 
 def watch_text(args, results: Results) -> None:
-    text = load_text(args)
+    data, input_ids = load_text(args)
 
     def run(seed, _):
-        watch = MeasureCallback(lambda model: ratio_by_layer(model, input_ids=text.input_ids), args.every)
-        model = make_text_model(args, text.vocab_size)
-        train_text_model(model, text, args, seed=seed, callbacks=[watch])
+        watch = MeasureCallback(lambda model: ratio_by_layer(model, input_ids=input_ids), args.every)
+        model = make_text_model(args, data.vocab_size)
+        train_text_model(model, data, args, seed=seed, callbacks=[watch])
         return model, watch.found
 
     case = {"task": "text", "model": "ToST", "batch": args.text_batch, "context": CONTEXT}
-    results.add_missing(run, width=compare_lm.SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
+    results.add_missing(run, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
 
 
 def add_tightness_arguments(parser) -> None:

@@ -31,12 +31,12 @@ LISTOPS_IDS = {token: number for number, token in enumerate(TOKENS, 1)}
 class Recipe(NamedTuple):
     """The paper's settings of a task. Sizes of the model, dropout and the place of the norms are its preset's."""
 
-    batch: int
+    batch_size: int
     learning_rate: float
     weight_decay: float
-    steps: int
-    warmup: int
-    schedule: str
+    max_steps: int
+    warmup_steps: int
+    lr_scheduler_type: str
 
 
 class Task(NamedTuple):
