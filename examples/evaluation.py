@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the evaluation scripts share: arguments, data, and results that model cards are made from."""
+"""Shared by the evaluation scripts: arguments, data, and results that model cards are made from."""
 
 import json
 import logging

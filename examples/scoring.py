@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The losses of a text's tokens: of sequences in batches, of a sweep over all of a text, of random windows."""
+"""Token losses: of sequences in batches, of a sliding-window sweep over a text, of random windows."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ToST, its options beyond the paper, GPT-2 and Mamba-2 trained alike on a folder of text, with equal parameters.
+"""ToST, its options beyond the paper, GPT-2 and Mamba-2 of equal parameters, trained alike on a folder of text.
 
     python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER
     python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER --models "ToST conv token" GPT-2 --jobs 2

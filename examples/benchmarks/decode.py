@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a new token costs: a ToST-base-sized model beside transformers' GPT-2 of equal width.
+"""Decoding latency of a ToST-base-sized model and of transformers' GPT-2 of equal width.
 
     python examples/benchmarks/run.py decode                                     # CPU: positions 10, 100 and 1,000
     python examples/benchmarks/run.py decode --models ToST "ToST conv token" --positions 10 10000

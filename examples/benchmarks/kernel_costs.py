@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the Triton kernels cost on a GPU, read off their machine code: compiled ahead of time, without one.
+"""Registers, instructions and bytes of the Triton kernels, from machine code that is compiled ahead of time, without a GPU.
 
     python examples/benchmarks/run.py kernel_costs
 

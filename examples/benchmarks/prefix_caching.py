@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What prefix caching saves: questions after one system prompt, chats of many turns, and the bytes of 10,000 prefixes.
+"""Prefix caching: time to first token after a system prompt, chats of many turns, and the memory of 10,000 prefixes.
 
     python examples/benchmarks/run.py prefix_caching                       # all three, on a CPU
     python examples/benchmarks/run.py prefix_caching --cases questions --models ToST GPT-2 --system 100 2000

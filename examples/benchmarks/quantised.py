@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What quantisation costs and gains on a CPU: loss on real texts and images, bytes, time of a token.
+"""Quantisation on a CPU: loss on real texts and images, size of the weights, time per token.
 
     make demo && python examples/digits.py                                     # the two models
     python examples/benchmarks/run.py quantised           # their losses and bytes, saved and loaded again

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What an image costs at 224 to 2,048 pixels per side: ToST-small beside transformers' ViT-small, both with 16-pixel patches.
+"""Latency and peak memory on images of 224 to 2,048 pixels per side: ToST-small and ViT-small with 16-pixel patches.
 
     python examples/benchmarks/run.py resolution
     python examples/benchmarks/run.py resolution --training --preset tiny --sizes 96 224 --batch 32  # training steps

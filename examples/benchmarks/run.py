@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Runs a benchmark: prints its table and appends its records to results/*.csv.
+"""Runs a benchmark: prints its results and appends its records to results/*.csv.
 
     python examples/benchmarks/run.py decode
     python examples/benchmarks/run.py decode --help

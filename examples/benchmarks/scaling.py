@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Growth with the number of tokens: the paper's figure, 12 attention layers alone (width 384, 8 heads), batch 1, forward.
+"""Time over the number of tokens, as in the paper's figure: 12 attention layers (width 384, 8 heads), batch 1, forward.
 
     python examples/benchmarks/run.py scaling
 
-ToST's bidirectional TSSA layers beside softmax attention layers (one projection to queries, keys and values, PyTorch's scaled
+Bidirectional TSSA layers beside softmax attention layers (one projection to queries, keys and values, PyTorch's scaled
 dot product attention, one projection back); each layer's output is added to its input. ToST is measured first, all lengths
 taking turns in every round, then softmax attention in turns with ToST again, then memory; each is reported as soon as it is
 measured. Prints time (on a GPU the device's own, without the host's time to launch), peak memory beyond weights and input, and

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the speed benchmarks share: interleaved timing on CPU and GPU, its statistics, memory, the report.
+"""Shared by the speed benchmarks: interleaved timing on CPU and GPU, its statistics, peak memory, the report.
 
 A time is the median of several rounds, with the minimum and the maximum. What is compared takes turns within a round, and a
 ratio is taken round by round, so that other load on the machine affects all alike.

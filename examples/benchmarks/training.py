@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the benchmarks that train share: one way to train, one file of records, one choice of learning rates.
+"""Shared by the benchmarks that train: the training run, its records, the choice of learning rates.
 
 Every model of a comparison gets the same steps, batches, optimizer and learning rates to choose from.
 """

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A position-free ToST far past the length it was trained at: what the constant state is worth, and what it costs.
+"""A position-free ToST far beyond its training length: loss, memberships, time and memory by position.
 
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER --model my-position-free-tost

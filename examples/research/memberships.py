@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What memberships know about photographs: their agreement with k-means on colour and place, trained and untrained.
+"""Agreement of memberships with k-means clusters of colour and place on photographs, trained and untrained.
 
     python examples/benchmarks/run.py memberships --model model_cards/trained/tost-cifar10-1m
 

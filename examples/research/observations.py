@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The authors' observations, asked of small models: what TSSA's layers compress and group (`observations`), and how tight the
+"""The authors' observations on small models: what TSSA's layers compress and group (`observations`), and how tight the
 bound is that they lower while a model learns (`tightness`).
 """
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ListOps of Long Range Arena: nested lists of digits under MIN, MAX, MED and SM, written anew from the published rules.
+"""ListOps of Long Range Arena: nested lists of digits under MIN, MAX, MED and SM, reimplemented from the published rules.
 
 A tree grows from the root at depth 1: below the greatest depth a node is an operator with probability 1/4, else a digit. An
 operator has 2 to 10 arguments. A text's length counts operators, digits and closing brackets; the parentheses that the

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Makes the data of Long Range Arena's tasks that have rules: parquet files, written as the examples are made.
+"""Generates the data of Long Range Arena's tasks that have rules: parquet files, written as the examples are made.
 
     python examples/research/lra/make_data.py listops --output_dir data/listops
     python examples/research/lra/make_data.py pathfinder --output_dir data/pathfinder --num_proc 8

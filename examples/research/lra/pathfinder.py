@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Pathfinder of Long Range Arena: do two marked ends belong to one dashed path? Written anew from the published rules.
+"""Pathfinder of Long Range Arena: do two marked ends belong to one dashed path? Reimplemented from the published rules.
 
 Two long paths of dashes start a set distance apart; short paths are strewn between them as distractors. A path continues from
 the end of its last dash, past a gap, in a direction drawn with weight cos^2(continuity * turn) from those that are free: a

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains a model on a task of Long Range Arena, by the paper's recipe unless told otherwise, and tests it.
+"""Trains a model on a task of Long Range Arena, by default with the paper's recipe, and tests it.
 
     python examples/research/lra/make_data.py listops --output_dir data/listops
     python examples/research/lra/run_lra.py --task listops --dataset_name data/listops --do_train --output_dir my-listops
