@@ -25,8 +25,8 @@ class Images:
     labels: torch.Tensor
     names: list[str]
 
-    def examples(self, augmented: bool) -> list[dict]:
-        return [{"pixels": x, "labels": int(y), "augmented": augmented} for x, y in zip(self.pixels, self.labels)]
+    def examples(self) -> list[dict]:
+        return [{"pixels": x, "labels": int(y)} for x, y in zip(self.pixels, self.labels)]
 
 
 def load_images(name: str, limit: int | None = None) -> tuple[Images, Images]:
@@ -50,15 +50,13 @@ def normalize(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def collate(items: list[dict]) -> dict[str, torch.Tensor]:
-    """A batch; training pictures are shifted, with edges repeated, and half of them flipped."""
+    """A batch of training pictures, shifted, with edges repeated, and half of them flipped."""
     pixels = torch.stack([item["pixels"] for item in items])
-    if items[0]["augmented"]:
-        side = pixels.shape[-1]
-        padded = F.pad(pixels.float(), [SHIFT] * 4, mode="replicate")
-        corners = torch.randint(2 * SHIFT + 1, (len(items), 2)).tolist()
-        pixels = torch.stack([x[:, top : top + side, left : left + side] for x, (top, left) in zip(padded, corners)])
-        flipped = torch.rand(len(items), 1, 1, 1) < 0.5
-        pixels = torch.where(flipped, pixels.flip(-1), pixels)
+    side = pixels.shape[-1]
+    padded = F.pad(pixels.float(), [SHIFT] * 4, mode="replicate")
+    corners = torch.randint(2 * SHIFT + 1, (len(items), 2)).tolist()
+    pixels = torch.stack([x[:, top : top + side, left : left + side] for x, (top, left) in zip(padded, corners)])
+    pixels = torch.where(torch.rand(len(items), 1, 1, 1) < 0.5, pixels.flip(-1), pixels)
     return {"pixel_values": normalize(pixels), "labels": torch.tensor([item["labels"] for item in items])}
 
 
@@ -100,7 +98,7 @@ def train_classifier(model, training: Images, args, *, learning_rate: float, see
     """The trained model, and the mean loss of its last tenth of steps."""
     trainer = train(
         model,
-        training.examples(augmented=True),
+        training.examples(),
         steps=args.steps,
         learning_rate=learning_rate,
         seed=seed,

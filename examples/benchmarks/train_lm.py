@@ -20,7 +20,7 @@ from language_models import make_language_model
 from registry import benchmark
 from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spread
 from torch.nn import functional as F
-from transformers import AttentionInterface, Mamba2Config, Mamba2ForCausalLM
+from transformers import AttentionInterface
 
 
 SIZES = {  # width, layers, heads, vocabulary
@@ -48,24 +48,14 @@ AttentionInterface.register("causal_sdpa", causal_attention)
 def build(name: str, size: str, layers: int, length: int):
     """A model with the widths of the size named, for texts of this length."""
     width, _, heads, vocabulary = SIZES[size]
-    if name != "Mamba-2":
-        model = make_language_model(
-            name, vocab_size=vocabulary, width=width, layers=layers, head_dim=width // heads, context=length
-        )
-        if name == "GPT-2":
-            model.set_attn_implementation("causal_sdpa")
-            model.loss_type = "ForCausalLM"  # it is the default, but a warning says so and splits the compiled graph
-        return model
-    config = Mamba2Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        head_dim=64,
-        num_heads=2 * width // 64,
-        n_groups=1,
-        tie_word_embeddings=True,
-    )
-    return Mamba2ForCausalLM(config)
+    options = {"head_dim": width // heads, "context": length}
+    if name == "Mamba-2":  # as published
+        options = {"head_dim": 64, "context": None, "inner": 128, "chunk_size": 256}
+    model = make_language_model(name, vocab_size=vocabulary, width=width, layers=layers, **options)
+    if name == "GPT-2":
+        model.set_attn_implementation("causal_sdpa")
+        model.loss_type = "ForCausalLM"  # it is the default, but a warning says so and splits the compiled graph
+    return model
 
 
 def count_parameters(name: str, size: str, layers: int, length: int) -> int:
