@@ -12,9 +12,8 @@ import math
 import time
 from collections import defaultdict
 
-import kernel_cases
 import torch
-from registry import benchmark
+from registry import OPERATORS, benchmark, make_grad
 from timing import AHEAD_CYCLES, FLUSH_BYTES, Report, attempt, dtype_name, ratio, spread
 
 from tost_hf.model import tssa_triton
@@ -40,13 +39,13 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**20}
 def make_step(shape, form: str, dtype: torch.dtype, device: str):
     """A forward and backward pass of the operator through the kernels."""
     causal = form == "causal"
-    leaves = kernel_cases.make(*shape, dtype, causal=causal, state=False, positions=shape[1], device=device)
-    positions = torch.arange(shape[1], device=device).expand(shape[:2]) if causal else None
-    grad = torch.randn(shape, device=device).to(dtype)
+    inputs = OPERATORS["triton"].make_inputs(shape, causal, dtype, device)
+    w, temp, bias = inputs if causal else (*inputs, None)
+    grad = make_grad(shape, dtype, device)
 
     def step():
-        output = kernel_cases.run_kernels(leaves, causal=causal, positions=positions)[0]
-        torch.autograd.grad(output, list(leaves.values()), grad)
+        output = tssa_triton.tssa_triton(w, temp, bias, None, None, None, None, causal)[0]
+        torch.autograd.grad(output, inputs, grad)
 
     return step
 
@@ -143,8 +142,6 @@ def main(args, report: Report) -> int:
     if not tssa_triton.is_available():
         print("Triton is not installed: there are no kernels to run.")
         return 1
-    if args.device == "cpu":
-        kernel_cases.patch_interpreter_for_speed()
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     report_times(args, SHAPES if args.device == "cuda" else TOY_SHAPES, dtype, report)
     return 0
