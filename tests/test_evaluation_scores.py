@@ -17,9 +17,6 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 from tost_hf import ToSTConfig, ToSTForCausalLM
 
 
-ROOT = Path(__file__).parents[1]
-FIXTURES = ROOT / "tests" / "fixtures" / "evaluation"
-
 FIXTURES = Path(__file__).parent / "fixtures" / "evaluation"
 
 

@@ -73,7 +73,8 @@ def run(args, results: Results) -> None:
 
             def train_one(seed, learning_rate, task=task, name=name, examples=examples, sizes=sizes):
                 model = make_model(override_config(make_config(f"tost-lra-{task}", name), None, **sizes))
-                options = {"batch_size": args.batch, "data_collator": collate, "learning_rate": learning_rate, "seed": seed}
+                options = {"batch_size": args.batch, "data_collator": collate, "per_device_eval_batch_size": 100}
+                options |= {"learning_rate": learning_rate, "seed": seed}
                 trainer = train(model, examples["train"], steps=args.steps, **options)
                 tested = trainer.predict(examples["test"])
                 loss = statistics.mean([log["loss"] for log in trainer.state.log_history if "loss" in log][-5:])
