@@ -5,8 +5,8 @@
     python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER --models "ToST conv token" GPT-2 --jobs 2
     python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER --size large  # about 25 M parameters: for a GPU
 
-A folder of .txt files, or of parquet or JSON files with a column "text" (one document per example), or a dataset's Hub id. Where
-there is no validation split, the last tenth of the characters is held out. A byte-level BPE tokenizer is trained on the
+A folder of .txt files, or of parquet or JSON files with a document per example in the column "text", or a dataset's Hub id.
+Where there is no validation split, the last tenth of the characters is held out. A byte-level BPE tokenizer is trained on the
 training text; that of the small size has no merges, so that each token is one byte. Every model has the parameters of a GPT-2
 of so many layers within 1 %, by its number of layers and the width of its MLP (`equal_size`). `bigram` counts which token
 follows which in the training text: a model that does not beat it makes no use of its context.

@@ -201,6 +201,10 @@ def attempt(label: str, run: Callable, *args):
     try:
         return run(*args)
     except Exception as error:  # whatever a rival raises
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        print(f"{label}: not available here ({type(error).__name__}: {reason})", flush=True)
+        print(f"{label}: not available here ({describe_error(error)})", flush=True)
         return None
+
+
+def describe_error(error: Exception) -> str:
+    """Its type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
