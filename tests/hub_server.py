@@ -8,7 +8,7 @@ pull requests, LFS, and faults on demand. All of it is in memory.
             ...
 
 As on the real one, large or binary files go to a second origin (`hub.storage_url`), which refuses every token. Not here: Xet,
-multipart uploads, paging, datasets, and routes that no test reaches.
+multipart uploads, ranges, paging, datasets, folders' listings, and routes that no test reaches.
 """
 
 import base64
@@ -180,9 +180,9 @@ class Fault:
     skip: int = 0
     times: int | None = None  # None: all that follow
     status: int | None = None  # answer with this error instead of doing anything
-    cut: str | None = None  # close the connection: "request" amid its body, "answer" after doing it, "body" amid the answer's
+    lost: bool = False  # close the connection instead of doing anything
     delay: float = 0.0  # seconds before doing anything
-    action: Callable[[], None] | None = None  # called before doing anything; amid the body with cut="request"
+    action: Callable[[], None] | None = None  # called before doing anything
     hits: int = 0
     seen: int = 0
 
@@ -204,7 +204,6 @@ class Hub:
         self.objects: dict[str, bytes] = {}  # of LFS, by their SHA-256
         self.requests: list[LoggedRequest] = []  # in the order of their arrival
         self.faults: list[Fault] = []
-        self.tampered: dict[str, bytes] = {}
         self.secret = secrets.token_hex(16)
         # "writer" and "reader" belong to the organization tost, "stranger" does not
         users = (User("writer", ("tost",)), User("reader", ("tost",), "read"), User("stranger"))
@@ -284,10 +283,6 @@ class Hub:
         finally:
             self.faults.remove(armed)
 
-    def tamper(self, name: str, path: str, data: bytes) -> None:
-        """From now on serves these bytes as the file (and every file of its content), though it is listed as before."""
-        self.tampered[self.repositories[name].tree("main")[path].sha256] = data
-
     def requested(self, method: str, path: str) -> list[LoggedRequest]:
         """The requests so far of a method to a path (regular expressions)."""
         return [request for request in self.requests if re.fullmatch(method, request.method) and re.search(path, request.path)]
@@ -356,13 +351,14 @@ class Request(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
     def handle_sound_or_faulty(self) -> None:
-        self.log.body = self.receive()
-        if self.fault.cut == "request":
-            self.close_connection = True
-            return
+        assert "Transfer-Encoding" not in self.headers, "chunked bodies are not implemented"
+        self.log.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         time.sleep(self.fault.delay)
         if self.fault.action:
             self.fault.action()
+        if self.fault.lost:
+            self.close_connection = True
+            return
         try:
             if self.fault.status:
                 raise HubError(self.fault.status, "injected failure")
@@ -370,34 +366,16 @@ class Request(BaseHTTPRequestHandler):
         except HubError as error:
             self.reply(error.body, error.status, **error.headers)
 
-    def receive(self) -> bytes:
-        """The body; with cut="request" half of it, on which a connection ends."""
-        assert "Transfer-Encoding" not in self.headers, "chunked bodies are not implemented"
-        size = int(self.headers.get("Content-Length", 0))
-        wanted = size // 2 if self.fault.cut == "request" else size
-        body = self.rfile.read(wanted)
-        if self.fault.cut == "request" and self.fault.action:
-            self.fault.action()
-        if len(body) < wanted:
-            raise ConnectionError("the client went away")
-        return body
-
     def reply(self, answer=None, status: int = 200, data: bytes | None = None, **headers: str) -> None:
         """Sends JSON, or the `data` given."""
         if data is None:
             headers = {"Content-Type": "application/json; charset=utf-8"} | headers
             data = b"" if answer is None else json.dumps(answer).encode()
-        if self.fault.cut == "answer":
-            self.close_connection = True
-            return
         self.log.status = status
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        if self.fault.cut == "body":
-            self.close_connection = True
-            data = data[: len(data) // 2]
         if self.command != "HEAD":
             self.wfile.write(data)
 
@@ -490,15 +468,10 @@ class Request(BaseHTTPRequestHandler):
             }
         )
 
-    @route("GET", API + "/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", needs="see")
-    def list_tree(self, repository: Repository, revision: str, folder: str | None):
-        prefix = f"{folder}/" if folder else ""
-        found = {path: entry for path, entry in sorted(repository.tree(revision).items()) if path.startswith(prefix)}
-        if folder and not found:
-            raise HubError(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
-        if not self.asks("recursive"):
-            found = {path: entry for path, entry in found.items() if "/" not in path.removeprefix(prefix)}
-        self.reply([{"type": "file", "path": path, "oid": entry.oid} | entry.listing for path, entry in found.items()])
+    @route("GET", API + "/tree/(?P<revision>[^/]+)/(?P<folder>.+)", needs="see")
+    def list_tree(self, repository: Repository, revision: str, folder: str):
+        """transformers looks for chat templates in a folder of their own."""
+        raise HubError(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
 
     @route("GET HEAD", PAGE + "/resolve/(?P<revision>[^/]+)/(?P<path>.+)", needs="see")
     def resolve(self, repository: Repository, revision: str, path: str):
@@ -510,18 +483,7 @@ class Request(BaseHTTPRequestHandler):
         if entry.lfs:
             linked = {"X_Linked_ETag": f'"{entry.etag}"', "X_Linked_Size": str(len(entry.data))}
             return self.reply(status=302, Location=self.hub.storage(entry.sha256), **headers, **linked)
-        self.send_file(entry.data, **headers)
-
-    def send_file(self, data: bytes, **headers: str) -> None:
-        data = self.hub.tampered.get(hashlib.sha256(data).hexdigest()) or data
-        headers |= {"Content_Type": "application/octet-stream", "Accept_Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if not asked:
-            return self.reply(data=data, **headers)
-        first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
-        if first >= len(data):
-            raise HubError(416, "Range Not Satisfiable", Content_Range=f"bytes */{len(data)}")
-        self.reply(data=data[first : last + 1], status=206, Content_Range=f"bytes {first}-{last}/{len(data)}", **headers)
+        self.reply(data=entry.data, **headers)
 
     # Changes
 
@@ -558,7 +520,7 @@ class Request(BaseHTTPRequestHandler):
         if self.query("signature") != self.hub.secret:
             raise HubError(403, "bad signature")
         if self.command != "PUT":
-            return self.send_file(self.hub.objects[sha256], ETag=f'"{sha256}"')
+            return self.reply(data=self.hub.objects[sha256], ETag=f'"{sha256}"')
         if hashlib.sha256(self.log.body).hexdigest() != sha256:
             raise HubError(400, "the content is not what its name says")
         self.hub.objects[sha256] = self.log.body

@@ -208,7 +208,7 @@ INVALID = {
     "NaN": (diverged, r"holds NaN or infinite numbers; take weights from before training diverged"),
     "impossible dropout": (stated(dropout=2.0), "dropout"),
     "model_args of another type": (lambda contents: contents.update(model_args=[1]), "model_args must be a dict"),
-    "an entry that is no tensor": (replace(H0 + "gamma1", 1.0), "gamma1.*not a named tensor"),
+    "an entry that is no tensor": (replace(H0 + "gamma1", 1.0), "gamma1.*not a dense tensor"),
     "state dict without a frame": (lambda contents: contents["model"], "not a checkpoint of the authors' code"),
     "a list": (lambda contents: [1, 2], "not a checkpoint of the authors' code"),
 }

@@ -232,7 +232,7 @@ INVALID = {
         r"num_batches_tracked has shape .*torch\.float32; .* dtype int64",
     ),
     "integer weights": (replace("norm.bias", torch.zeros(48, dtype=torch.long)), "norm.bias has shape .* torch.int64"),
-    "an entry that is no tensor": (replace("blocks.0.gamma1", 1.0), "gamma1.*not a named tensor"),
+    "an entry that is no tensor": (replace("blocks.0.gamma1", 1.0), "gamma1.*not a dense tensor"),
     "impossible drop-path": (stated(drop_path=1.5), "drop_path_rate must be at least 0"),
     "image size of another type": (stated(input_size="large"), "image_size"),
     "args of another type": (lambda contents: contents.update(args=[1]), "args must be a dict"),

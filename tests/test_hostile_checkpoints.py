@@ -58,12 +58,7 @@ def rezipped(compress=zipfile.ZIP_STORED, **members):
 
 
 HOSTILE = {
-    "one number repeated 1e11 times": (with_tensor(torch.zeros(1).expand(10**11, 32), WTE), "it repeats its numbers"),
-    "1e11 x 32 numbers where 32 belong": (with_tensor(torch.zeros(1).expand(10**11)), "it repeats its numbers"),
-    "a vector repeated": (
-        with_tensor(torch.zeros(32).expand(96, 32), WTE),
-        "12,288 bytes, of which .* stores 128",
-    ),
+    "one number repeated 1e11 times": (with_tensor(torch.zeros(1).expand(10**11, 32), WTE), "they repeat what is stored"),
     "one storage in every tensor": (
         lambda: saved(lambda contents: contents["model"].update(dict.fromkeys(map(str, range(2000)), contents["model"][WTE]))),
         "they repeat what is stored",

@@ -86,13 +86,9 @@ def another_tokenizer(folder):
     edit_json("tokenizer_config.json", tokenizer_class="GPT2Tokenizer")(folder)
 
 
-def zipped(name, members):
-    def write(folder):
-        with zipfile.ZipFile(folder / name, "w") as archive:
-            for member, data in members.items():
-                archive.writestr(member, data)
-
-    return write
+def zipped(folder):
+    with zipfile.ZipFile(folder / "weights.zip", "w") as archive:
+        archive.writestr("a.txt", "text")
 
 
 def larger_tokenizer(folder):
@@ -133,9 +129,9 @@ LANGUAGE = {
     "pickle-in-metadata": (edit_weights(dict, {"extra": PICKLE.decode("latin-1")}), "pickle in its metadata"),
     "encoded-pickle": (edit_weights(dict, {"extra": base64.b64encode(PICKLE).decode()}), "pickle in its metadata"),
     "token-in-metadata": (edit_weights(dict, {"extra": TOKEN.decode()}), "holds a secret .* in its metadata"),
-    "index-without-metadata": (index(metadata=None), "lacks metadata"),
-    "index-without-files": (index(weight_map={}), "lacks its names"),
-    "index-of-numbers": (index(weight_map={"a": 1}), "lacks its names"),
+    "index-without-metadata": (index(metadata=None), "not an index of safetensors files"),
+    "index-without-files": (index(weight_map={}), "not an index of safetensors files"),
+    "index-of-numbers": (index(weight_map={"a": 1}), "not an index of safetensors files"),
     "index-of-others": (index(weight_map={"a": "model-00001-of-00001.safetensors"}), "in which file each tensor is"),
     "index-deep": (put("model.safetensors.index.json", b"[" * 100_000), "both|not an index"),
     "layers": (edit_json("config.json", num_hidden_layers=10**9), "layers|not the configuration"),
@@ -153,11 +149,11 @@ LANGUAGE = {
     "secret-in-a-large-file": (put("log.txt", b"\xff" * 33 * 2**20 + TOKEN), "log.txt holds a secret"),
     "token-as-a-name": (put(f"{TOKEN.decode()}.txt", b""), "has a secret in its name .Hugging Face Token"),
     "pickle-0": (put("data.dat", pickle.dumps({"a": os.getcwd}, protocol=0)), "data.dat is a pickle"),
-    "pickle-late-in-a-zip": (zipped("weights.zip", {"a.txt": bytes(2**20), "b/data": PICKLE}), "weights.zip is a pickle"),
-    "torch-named-otherwise": (lambda folder: torch.save([1], folder / "more.dat"), "more.dat is a pickle"),
-    "pickle-gzipped": (put("data.gz", gzip.compress(PICKLE)), "data.gz is a pickle"),
-    "looped-link": (lambda folder: (folder / "loop").symlink_to("loop"), "loop is a link to nothing, or to itself"),
-    "link-to-the-folder": (lambda folder: (folder / "loop").symlink_to("."), "loop is a link to a folder"),
+    "zip": (zipped, "weights.zip is an archive"),
+    "torch-named-otherwise": (lambda folder: torch.save([1], folder / "more.dat"), "more.dat is an archive"),
+    "pickle-gzipped": (put("data.gz", gzip.compress(PICKLE)), "data.gz is an archive or compressed"),
+    "looped-link": (lambda folder: (folder / "loop").symlink_to("loop"), "loop is a link to something that is not a file"),
+    "link-to-the-folder": (lambda folder: (folder / "loop").symlink_to("."), "loop is a link to something that is not a file"),
     "quantization": (
         edit_json("config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
         "config.json has a quantization_config, but",
