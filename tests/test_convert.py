@@ -76,19 +76,14 @@ def test_greedy_continuation(converted, dtype, use_cache):
     assert torch.equal(actual, expected)
 
 
-def test_folder(converted):
-    _, folder = converted
-    assert {file.name for file in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
-    assert [file.name for file in folder.parent.iterdir()] == [folder.name]  # nothing temporary is left
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")  # tied: stored once
-    assert ToSTConfig.from_pretrained(folder).eos_token_id is None  # GPT-2's end-of-text is not in these vocabularies
-
-
 # There and back ------------------------------------------------------------------------------------------------------
 
 
 def test_there_and_back(converted, tmp_path):
     name, folder = converted
+    assert {file.name for file in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")  # tied: stored once
+    assert ToSTConfig.from_pretrained(folder).eos_token_id is None  # GPT-2's end-of-text is not in these vocabularies
     original = read_checkpoint(FIXTURES / f"{name}.pt")
     assert convert_to_original(folder, tmp_path / "ckpt.pt") == tmp_path / "ckpt.pt"
     back = read_checkpoint(tmp_path / "ckpt.pt")
@@ -100,19 +95,15 @@ def test_there_and_back(converted, tmp_path):
     assert back["model"]["lm_head.weight"].data_ptr() == back["model"]["transformer.wte.weight"].data_ptr()
 
 
-def test_back_records_the_training_state(converted, tmp_path):
-    path = convert_to_original(converted[1], tmp_path / "c.pt", iter_num=7, best_val_loss=3.25, config={"dataset": "d"})
-    back = read_checkpoint(path)
-    assert (back["iter_num"], back["best_val_loss"], back["config"]) == (7, torch.tensor(3.25), {"dataset": "d"})
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtype_is_kept(tmp_path, dtype):
     source = write_changed(tmp_path / "ckpt.pt", to_dtype(dtype), BIAS)
     folder = convert_from_original(source, tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
-    convert_to_original(folder, tmp_path / "back.pt")
-    assert_same_bits(read_checkpoint(tmp_path / "back.pt")["model"], read_checkpoint(source)["model"])
+    convert_to_original(folder, tmp_path / "back.pt", iter_num=7, best_val_loss=3.25, config={"dataset": "d"})
+    back = read_checkpoint(tmp_path / "back.pt")
+    assert_same_bits(back["model"], read_checkpoint(source)["model"])
+    assert (back["iter_num"], back["best_val_loss"], back["config"]) == (7, torch.tensor(3.25), {"dataset": "d"})
 
 
 def test_a_trained_and_sharded_folder_converts(tiny_model, tmp_path):

@@ -21,26 +21,7 @@ from tost_hf.hub.verification import verify
 
 
 TIMES, SECONDS = 250, 20  # cases; what each of them may take
-VALUES = (
-    None,
-    True,
-    -1,
-    0,
-    0.5,
-    3,
-    10**12,
-    -(10**30),
-    1e400,
-    "",
-    "abc",
-    "../../evil",
-    [],
-    [1],
-    {},
-    {"a": [{}]},
-    "\ud800",
-    "a" * 99,
-)
+VALUES = [None, True, -1, 0.5, 10**12, -(10**30), 1e400, "", "abc", "../../evil", [1], {"a": [{}]}, "\ud800", "a" * 99]
 FILES = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json")
 CODE = "tssa_sums"  # ToST's own name for a file, since any other is rejected at once
 EVIL = {

@@ -109,39 +109,23 @@ def test_ordinary_files_hold_none(tmp_path):
     assert {str(path): kinds for path in ordinary_files(tmp_path) if (kinds := secrets_in_file(path))} == {}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["-t", "S3"],
-        ["--token", "S3"],
-        ["--token", "S3 and more"],
-        ["--token=S3"],
-        ["--hub_token", "S3"],
-        ["--hub-token", "S3"],
-        ["--hub_token=S3"],
-        ["--HUB-TOKEN", "S3"],
-        ["--hub_tok", "S3"],
-        ["--hub_t", "S3"],
-        ["--tok=S3"],
-        ["--push_to_hub_token", "S3"],
-        ["--use-auth-token", "S3"],
-        ["--api-key", "S3"],
-        ["--password", "it's S3"],
-        ["--model_args", "pretrained=x,token=S3,dtype=float32"],
-        ["--model_kwargs", '{"token": "S3", "revision": "main"}'],
-        ["hub_token=S3"],
-        ["--text", "hf_" + drawn(LETTERS, 20) + "S3" + drawn(LETTERS, 14)],
-    ],
-    ids=" ".join,
-)
+COMMANDS = (
+    "-t S3; --token S3; --token 'S3 and more'; --token=S3; --hub_token S3; --hub-token S3; --hub_token=S3; --HUB-TOKEN S3; "
+    '--hub_tok S3; --hub_t S3; --tok=S3; --push_to_hub_token S3; --use-auth-token S3; --api-key S3; --password "it\'s S3"; '
+    "--model_args pretrained=x,token=S3,dtype=float32; hub_token=S3"
+).split("; ")
+JSON_OPTION = """--model_kwargs '{"token": "S3", "revision": "main"}'"""
+BARE_TOKEN = "--text hf_" + drawn(LETTERS, 20) + "S3" + drawn(LETTERS, 14)
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, JSON_OPTION, BARE_TOKEN])
 def test_a_command_is_recorded_without_its_tokens(words):
     ordinary = ["run.py", "--tokenizer_name", "a b", "--hub_model_id", "me/x", "--temperature=1", "--max_new_tokens", "5"]
-    for argv in ([*ordinary, *words, "--do_train"], [*words, *ordinary]):
+    for argv in ([*ordinary, *shlex.split(words), "--do_train"], [*shlex.split(words), *ordinary]):
         command = safe_command(argv)
         assert "S3" not in command and command.count("REMOVED") == 1
         assert [word for word in shlex.split(command) if word in ordinary] == ordinary
-        recorded = redact(shlex.join(argv))  # by something else that did not take care
-        assert "S3" not in recorded and "--tokenizer_name 'a b' --hub_model_id me/x" in recorded
+        assert "--tokenizer_name 'a b' --hub_model_id me/x" in command
 
 
 def test_an_option_without_its_value_takes_no_other():

@@ -93,10 +93,25 @@ _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # prefixes by torch.compile
 _VISION_MODULES = ("cls_token", "patch_embed.", "cls_attn_blocks.", "pos_embeder.")
 _XCIT_MODULES = (".local_mp.", ".norm3.", ".gamma3")  # XCiT's local patch interaction
 _POSITION_PROJECTION = "pos_embeder.token_projection.weight"  # a 1x1 convolution in the authors' code, a Linear here
-_SETTINGS = {  # what is read of the run that wrote the file
-    "model_args": ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout", "TSSA"),
-    "args": ("input_size", "drop", "drop_path", "num_heads", "tokens_norm", "model"),
+_LANGUAGE_SETTINGS = {  # the authors' name of each setting in `model_args`, and ours
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "block_size": "max_position_embeddings",
+    "bias": "use_bias",
+    "vocab_size": "vocab_size",
+    "dropout": "hidden_dropout",
 }
+_VISION_SETTINGS = {  # likewise in `args`
+    "input_size": "image_size",
+    "nb_classes": "num_labels",
+    "drop": "hidden_dropout",
+    "drop_path": "drop_path_rate",
+    # in the authors' code these two belong to the model that a name chooses; `convert_from_original` reads them
+    "num_heads": "num_attention_heads",
+    "tokens_norm": "normalize_patch_tokens",
+}
+_SETTINGS = {"model_args": (*_LANGUAGE_SETTINGS, "TSSA"), "args": (*_VISION_SETTINGS, "model")}
 _END_OF_TEXT = 50256  # of GPT-2's tokenizer, which the authors use
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")  # one number in the authors' code
 
@@ -394,13 +409,7 @@ def _language_config(state: StateDict, model_args: Mapping, source: Path) -> ToS
     embedding, head = state["transformer.wte.weight"], state.get("lm_head.weight")
     tied = head is None or (head.dtype == embedding.dtype and torch.equal(head, embedding))  # as in the authors' models
     end_of_text = _END_OF_TEXT if vocab_size > _END_OF_TEXT else None
-    fields = {
-        "num_hidden_layers": sizes["n_layer"],
-        "num_attention_heads": sizes["n_head"],
-        "hidden_size": n_embd,
-        "max_position_embeddings": sizes["block_size"],
-        "use_bias": sizes["bias"],
-        "vocab_size": vocab_size,
+    fields = {_LANGUAGE_SETTINGS[name]: size for name, size in sizes.items()} | {
         "tie_word_embeddings": tied,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -438,16 +447,7 @@ def _language_args(config: ToSTConfig, source: Path) -> dict:
         **dict.fromkeys(_DROPOUTS, config.hidden_dropout),
     }
     _reject_settings(config, fixed, source)
-    return {
-        "n_layer": config.num_hidden_layers,
-        "n_head": config.num_attention_heads,
-        "n_embd": config.hidden_size,
-        "block_size": config.max_position_embeddings,
-        "bias": config.use_bias,
-        "vocab_size": config.vocab_size,
-        "dropout": config.hidden_dropout,
-        "TSSA": True,
-    }
+    return {name: getattr(config, ours) for name, ours in _LANGUAGE_SETTINGS.items()} | {"TSSA": True}
 
 
 # Vision models
@@ -524,15 +524,7 @@ def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
         "embedding_dropout": config.hidden_dropout,
     }
     _reject_settings(config, fixed, source)
-    return {
-        "input_size": config.image_size,
-        "nb_classes": config.num_labels,
-        "drop": config.hidden_dropout,
-        "drop_path": config.drop_path_rate,
-        # in the authors' code these two belong to the model that a name chooses; `convert_from_original` reads them
-        "num_heads": config.num_attention_heads,
-        "tokens_norm": config.normalize_patch_tokens,
-    }
+    return {name: getattr(config, ours) for name, ours in _VISION_SETTINGS.items()}
 
 
 # The transformers folder

@@ -339,10 +339,11 @@ def _render(
         known["image_size"] = (size, size) if isinstance(size, int) else size
     else:
         known["state"] = state_bytes(config)
-        known["attention_layers"] = attention = {}
+        attention: dict[str, list[int]] = {}
         for i, layer_type in enumerate(config.all_layer_types, start=1):
             if layer_type != CAUSAL_STATISTICS:
                 attention.setdefault(layer_type, []).append(i)
+        known["attention_layers"] = attention
         known["key_value_size"] = 2 * config.num_hidden_layers * config.hidden_size * 4  # keys and values in float32
     text = TEMPLATES.get_template("card_template.md").render(known | values)
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text))

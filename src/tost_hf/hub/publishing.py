@@ -257,7 +257,7 @@ def commit_files(
     attempt = 0
     while True:
         there = listing(api, repo_id, revision, repo_type)
-        uploaded, deleted = _difference(files, there.files)
+        uploaded, deleted = _difference(files, there.siblings or [])
         unchanged = tuple(sorted(set(files) - set(uploaded)))
         if not uploaded and not deleted:
             return Publication(repo_id, there.sha, None, (), (), unchanged)
@@ -287,7 +287,7 @@ def _check_tag(api: HfApi, repo_id: str, repo_type: str, tag: str, files: dict[s
         taken = listing(api, repo_id, tag, repo_type)
     except RevisionNotFoundError:
         return
-    if any(_difference(files, taken.files)):  # else it is this very version, tagged by a run whose answer was lost
+    if any(_difference(files, taken.siblings or [])):  # else it is this very version, tagged by a run whose answer was lost
         raise ValueError(f"{repo_id} already has {tag!r} at {taken.sha}; choose another tag, or delete it first.")
 
 

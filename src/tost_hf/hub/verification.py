@@ -60,7 +60,7 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
         with hub_calls():
             found = listing(HfApi(token=token), str(source), revision)
             folder = Path(snapshot_download(str(source), revision=found.sha, token=token))
-        siblings = found.files
+        siblings = found.siblings or []
 
     def check(name: str, run: Callable[[], str]) -> bool:
         try:
@@ -190,7 +190,7 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
     else:
         with hub_calls():
             found = listing(HfApi(token=token), str(source), revision)
-            listed = {sibling.rfilename: sibling.size or 0 for sibling in found.files}
+            listed = {sibling.rfilename: sibling.size or 0 for sibling in found.siblings or []}
             small: list[str] = [name for name in ("config.json", "README.md", "generation_config.json") if name in listed]
             folder = Path(snapshot_download(str(source), revision=found.sha, token=token, allow_patterns=small))
         facts["repository"] = f"{found.id} at {found.sha}{', private' if found.private else ''}"
