@@ -8,7 +8,7 @@ pull requests, LFS, and faults on demand. All of it is in memory.
             ...
 
 As on the real one, large or binary files go to a second origin (`hub.storage_url`), which refuses every token. Not here: Xet,
-multipart uploads, ranges, paging, datasets, folders' listings, and routes that no test reaches.
+multipart uploads, ranges, paging, datasets, listings of folders, and routes that no test reaches.
 """
 
 import base64
@@ -468,10 +468,12 @@ class Request(BaseHTTPRequestHandler):
             }
         )
 
-    @route("GET", API + "/tree/(?P<revision>[^/]+)/(?P<folder>.+)", needs="see")
-    def list_tree(self, repository: Repository, revision: str, folder: str):
-        """transformers looks for chat templates in a folder of their own."""
-        raise HubError(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
+    @route("GET", API + "/tree/(?P<revision>[^/]+)(?P<folder>/.+)?", needs="see")
+    def list_tree(self, repository: Repository, revision: str, folder: str | None):
+        tree = sorted(repository.tree(revision).items())
+        if folder:  # transformers looks for one of chat templates
+            raise HubError(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
+        self.reply([{"type": "file", "path": path, "oid": entry.oid} | entry.listing for path, entry in tree])
 
     @route("GET HEAD", PAGE + "/resolve/(?P<revision>[^/]+)/(?P<path>.+)", needs="see")
     def resolve(self, repository: Repository, revision: str, path: str):
