@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -151,15 +150,6 @@ def card_errors(readme: bytes, kind: str = "model") -> list[str]:
 # The server as a test sees it ----------------------------------------------------------------------------------------------
 
 
-class User(NamedTuple):
-    name: str
-    organizations: tuple[str, ...] = ()
-    role: str = "write"
-
-    def belongs_to(self, namespace: str) -> bool:
-        return namespace in (self.name, *self.organizations)
-
-
 @dataclass
 class LoggedRequest:
     method: str
@@ -205,9 +195,8 @@ class Hub:
         self.requests: list[LoggedRequest] = []  # in the order of their arrival
         self.faults: list[Fault] = []
         self.secret = secrets.token_hex(16)
-        # "writer" and "reader" belong to the organization tost, "stranger" does not
-        users = (User("writer", ("tost",)), User("reader", ("tost",), "read"), User("stranger"))
-        self.users = {f"hf_{secrets.token_hex(17)}": user for user in users}
+        # by their tokens; "writer" and "reader" belong to the organization tost, "stranger" does not
+        self.users = {f"hf_{secrets.token_hex(17)}": name for name in ("writer", "reader", "stranger")}
         self.servers = [ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Request,), {"hub": self})) for _ in range(2)]
         self.url, self.storage_url = (f"http://127.0.0.1:{server.server_port}" for server in self.servers)
 
@@ -223,7 +212,7 @@ class Hub:
 
     def token(self, name: str) -> str:
         """The access token of "writer", "reader" or "stranger"."""
-        return next(token for token, user in self.users.items() if user.name == name)
+        return next(token for token, user in self.users.items() if user == name)
 
     def environment(self, home: str | os.PathLike, token: str | None = None, **more: str) -> dict[str, str]:
         """The environment of a process that uses this Hub and no other, with HF_HOME at `home`."""
@@ -337,7 +326,7 @@ class Request(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.user = self.hub.users.get(token)
         self.known = self.user is not None or not token
-        self.log = LoggedRequest(self.command, self.path, self.user and self.user.name, dict(self.headers))
+        self.log = LoggedRequest(self.command, self.path, self.user, dict(self.headers))
         with self.hub.lock:
             self.hub.requests.append(self.log)
             struck = [fault for fault in self.hub.faults if fault.strikes(self.command, self.path)]
@@ -408,15 +397,21 @@ class Request(BaseHTTPRequestHandler):
     def open(self, kind: str | None, name: str, needs: str) -> Repository:
         """A repository, if the user may know of it; else the real Hub's answers."""
         repository = self.hub.repositories.get(f"spaces/{name}" if kind == "spaces" else name)
-        member = bool(self.user) and self.user.belongs_to(name.split("/")[0])
-        if repository is None or (repository.private and not member):
+        namespace = name.split("/")[0]
+        if repository is None or (repository.private and not self.belongs_to(namespace)):
             if self.user:
                 raise HubError(404, "Repository not found", "RepoNotFound")
             raise HubError(401, "Invalid username or password.", "RepoNotFound")
         proposes = self.user and (self.asks("create_pr") or "/refs%2Fpr%2F" in self.path)  # everyone may open a pull request
-        if needs == "write" and not proposes and not (member and self.user.role == "write"):
+        if needs == "write" and not proposes and not self.may_write(namespace):
             self.forbid()
         return repository
+
+    def belongs_to(self, namespace: str) -> bool:
+        return bool(self.user) and (namespace == self.user or (namespace == "tost" and self.user != "stranger"))
+
+    def may_write(self, namespace: str) -> bool:
+        return self.belongs_to(namespace) and self.user != "reader"
 
     def page(self, repository: Repository) -> str:
         """The address of a repository."""
@@ -431,8 +426,8 @@ class Request(BaseHTTPRequestHandler):
 
     @route("POST", "/api/repos/create")
     def create_repository(self):
-        namespace = self.json.get("organization") or (self.user.name if self.user else "")
-        if not (self.user and self.user.belongs_to(namespace) and self.user.role == "write"):
+        namespace = self.json.get("organization") or self.user or ""
+        if not self.may_write(namespace):
             self.forbid()
         name = f"{namespace}/{self.json['name']}"
         key = f"spaces/{name}" if self.json.get("type") == "space" else name

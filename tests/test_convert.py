@@ -15,7 +15,7 @@ from authors_checkpoints import (
     to_dtype,
     write_changed,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from tost_hf import ToSTConfig, ToSTForCausalLM, convert_from_original, convert_to_original
@@ -215,17 +215,6 @@ def test_invalid_checkpoints(tmp_path, caplog, change, message):
     assert "lm_head differs" not in caplog.text
 
 
-def test_heads_must_divide_the_width(tmp_path):
-    def change(contents):
-        contents["model_args"].clear()
-        for layer in range(2):
-            contents["model"][f"transformer.h.{layer}.attn.temp"] = torch.ones(3, 1)
-            contents["model"][f"transformer.h.{layer}.attn.denom_bias"] = torch.ones(3, 32, 1)
-
-    with pytest.raises(ValueError, match=r"hidden_size \(32\) must be a multiple of num_attention_heads \(3\)"):
-        convert_from_original(write_changed(tmp_path / "ckpt.pt", change, BIAS), tmp_path / "model")
-
-
 class RunsCode:
     """Unpickled without care, this makes a folder."""
 
@@ -285,30 +274,14 @@ def test_models_that_the_authors_format_cannot_hold(tiny_config, tmp_path, field
 
 
 def test_damaged_folders(tiny_model, tmp_path):
-    folder, weights = tmp_path / "model", tmp_path / "model" / "model.safetensors"
-    tiny_model.save_pretrained(folder)
-    data, state = weights.read_bytes(), load_file(weights)
-
-    def check_error(error, message):
-        with pytest.raises(error, match=message):
-            convert_to_original(folder, tmp_path / "ckpt.pt")
-
-    weights.write_bytes(data[:-100])
-    check_error(ValueError, "model.safetensors is not a readable safetensors file")
-    save_file({name: tensor for name, tensor in state.items() if name != "model.norm.weight"}, weights)
-    check_error(ValueError, "lacks model.norm.weight")
-    save_file(state | {"model.norm.weight": torch.full((32,), torch.inf)}, weights)
-    check_error(ValueError, "model.norm.weight holds NaN or infinite numbers")
-    save_file(state | {"score.weight": torch.zeros(2, 32)}, weights)
-    check_error(ValueError, "has score.weight")
-    weights.unlink()
-    check_error(FileNotFoundError, "model.safetensors is missing")
-    (folder / "model.safetensors.index.json").write_text("[]")
-    check_error(ValueError, "not an index")
-    (folder / "config.json").write_text('{"model_type": "tost", "num_attention_heads": 5}')
-    check_error(ValueError, "must be a multiple of num_attention_heads")
-    GPT2Config().save_pretrained(folder)
-    check_error(ValueError, "model of type 'gpt2'")
+    tiny_model.save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
+    GPT2Config().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="model of type 'gpt2'"):
+        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
 
 
 def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):
