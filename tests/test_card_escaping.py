@@ -72,7 +72,7 @@ HARMLESS = []  # the cards with a harmless text, of the first test that needs th
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_texts_stay_texts(trained_folder, labelled_folder, tmp_path, text):
+def test_text_is_escaped(trained_folder, labelled_folder, tmp_path, text):
     def write(inserted):
         copies = [copytree(folder, tmp_path / inserted[:1] / folder.name) for folder in (trained_folder, labelled_folder)]
         for folder in fill(*copies, inserted):

@@ -81,7 +81,7 @@ def test_published_results():
 # Filled from a folder -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_known_is_left_out(bare_folder):
+def test_unknown_facts_are_omitted(bare_folder):
     card = build_card(bare_folder)
     assert metadata(card) == {
         "library_name": "transformers",
@@ -273,7 +273,7 @@ def test_generated_text_is_renewed(trained_folder):
     assert "Evaluation" not in headings(card) and "model-index" not in card.data.to_dict()
 
 
-def test_what_a_person_wrote_stays(trained_folder):
+def test_manual_edits_are_kept(trained_folder):
     path = write_card(trained_folder)
     card = ModelCard.load(path)
     card.data.license, card.data.language, card.data.tags = "other", "en", ["mine", "tost"]
@@ -305,7 +305,7 @@ def test_what_a_person_wrote_stays(trained_folder):
     ],
 )
 @pytest.mark.parametrize("metadata", ["", "---\nlicense: mit\n---\n"])
-def test_text_without_markers_stays_above(bare_folder, text, metadata):
+def test_text_without_markers_is_kept(bare_folder, text, metadata):
     (bare_folder / "README.md").write_text(f"\ufeff{metadata}{text}\n", encoding="utf-8", newline="\r\n")
     for _ in range(2):
         card = ModelCard.load(write_card(bare_folder))
@@ -313,7 +313,7 @@ def test_text_without_markers_stays_above(bare_folder, text, metadata):
         assert card.data.license == ("mit" if metadata else None) and card.data.pipeline_tag == "text-generation"
 
 
-def test_results_of_others_stay(trained_folder):
+def test_other_results_are_kept(trained_folder):
     other = {
         "task": {"type": "text-generation"},
         "dataset": {"type": "lambada", "name": "LAMBADA"},

@@ -122,7 +122,7 @@ def test_foreign_python_files(model, name):
         path.unlink()
 
 
-def test_words_that_only_look_like_it(tmp_path):
+def test_harmless_values(tmp_path):
     """Vocabularies hold any word, and Trainer's records any command."""
     folder = language_folder(tmp_path / "model")
     content = json.loads((folder / "tokenizer.json").read_text())

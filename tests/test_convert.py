@@ -226,7 +226,7 @@ class RunsCode:
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
-def test_a_pickle_that_runs_code_is_rejected_and_nothing_runs(tmp_path, as_zip):
+def test_pickle_with_code(tmp_path, as_zip):
     contents = read_checkpoint(BIAS) | {"config": RunsCode(str(tmp_path / "ran"))}
     torch.save(contents, tmp_path / "evil.pt", _use_new_zipfile_serialization=as_zip)
     with pytest.raises(ValueError, match=r"evil.pt cannot be loaded without \w+.mkdir"):
@@ -265,7 +265,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("fields, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_models_that_the_authors_format_cannot_hold(tiny_config, tmp_path, fields, message):
+def test_unsupported_models(tiny_config, tmp_path, fields, message):
     config = ToSTConfig(**(tiny_config.to_dict() | fields))
     ToSTForCausalLM(config).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message):

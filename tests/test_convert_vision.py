@@ -262,7 +262,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("fields, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_models_that_the_authors_format_cannot_hold(tmp_path, fields, message):
+def test_unsupported_models(tmp_path, fields, message):
     tiny(**fields).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         to_file(tmp_path / "model", tmp_path / "back.pth")

@@ -114,7 +114,7 @@ def test_hostile_checkpoints_are_rejected(make, message, tmp_path):
     assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
-def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp_path):
+def test_fuzzed_bytes(tmp_path):
     """Bytes of a checkpoint changed, cut, repeated and moved, with a fixed seed."""
     chance, rejected = random.Random(0), 0
     for trial in range(120):
@@ -139,7 +139,7 @@ def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp
     assert 60 < rejected <= 120
 
 
-def test_what_is_no_regular_file_is_rejected(tmp_path):
+def test_non_regular_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         with pytest.raises(ValueError, match=f"{path} is not a file; name the checkpoint"):
@@ -157,7 +157,7 @@ def test_wrong_configurations_of_folders(content, tmp_path):
     assert "\n" not in str(caught.value) and not (tmp_path / "ckpt.pt").exists()
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, tiny_model, capsys):
+def test_full_disk(tmp_path, tiny_model, capsys):
     """No file can grow past 20 kB: the libraries meet an error as on a full disk."""
     tiny_model.save_pretrained(tmp_path / "source")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -45,7 +45,7 @@ def same(left: dict, right: dict) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_publication_is_one_commit_of_the_whole_folder(hub, published):
+def test_one_commit_per_publication(hub, published):
     source, head = published["v1"]
     files, expected = hub.files("tost/tiny", "v1"), contents(source)
     code = {name for name in files if name.endswith(".py")}
@@ -117,7 +117,7 @@ def test_a_dry_run_sends_nothing(hub, clients, folder):
     assert all(name in done.output for name in contents(folder)) and "nothing was sent" in done.output
 
 
-def test_publishing_again_sends_what_changed(hub, clients, tmp_path):
+def test_incremental_upload(hub, clients, tmp_path):
     folder = language_folder(tmp_path / "model")
     token = hub.token("writer")
     clients.command("publish", folder, "tost/again", token=token).check()
@@ -146,7 +146,7 @@ def test_tags_are_not_moved(hub, clients, published, tmp_path):
     assert hub.head("tost/tiny") == head and hub.head("tost/tiny", "v1") == published["v1"][1]
 
 
-def test_a_tag_that_is_set_meanwhile(hub, clients, tmp_path):
+def test_tag_race(hub, clients, tmp_path):
     """The command fails and says where the version is; again, it is rejected before anything is sent."""
     folder = language_folder(tmp_path / "model")
     hub.create("tost/raced", {"config.json": b"{}"})
@@ -177,7 +177,7 @@ def test_only_tagging_fails(hub, clients, tmp_path):
         assert hub.head("tost/untagged") == head == hub.repositories["tost/untagged"].refs["refs/tags/v1"]
 
 
-def test_files_of_others_stay(hub, clients, tmp_path):
+def test_unrelated_files_are_kept(hub, clients, tmp_path):
     """Weights of an earlier version are replaced; what is merely named like them is somebody else's."""
     others = {"adapter_model.safetensors": b"theirs", "notes.safetensors.txt": b"theirs", "model_old.safetensors": b"theirs"}
     hub.create("tost/mixed", others | {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}"})
@@ -218,7 +218,7 @@ def test_missing_permissions(hub, clients, folder, published):
     assert hub.head("tost/tiny") == head and "tost/new" not in hub.repositories
 
 
-def test_the_server_rejects_a_card(hub, clients, tmp_path):
+def test_card_rejected_by_the_hub(hub, clients, tmp_path):
     """A licence that the Hub does not know is found before anything is uploaded."""
     folder = language_folder(tmp_path)
     (folder / "README.md").write_text(CARD.replace("apache-2.0", "my-own"))
@@ -274,7 +274,7 @@ def test_file_with_other_bytes(clients, published, name):
     blob.write_bytes(original)
 
 
-def test_by_products_of_training_stay_behind(tmp_path):
+def test_training_by_products_are_excluded(tmp_path):
     folder = language_folder(tmp_path / "model")
     expected = publish(folder, "tost/dry", dry_run=True).uploaded
     for name in ("training_args.bin", "checkpoint-10/optimizer.pt", "runs/events", ".git/config", "__pycache__/a.pyc"):
@@ -292,7 +292,7 @@ raise SystemExit(tost_hf.cli.main(argv))
 """
 
 
-def test_no_token_gets_out(hub, clients, folder):
+def test_no_token_leaks(hub, clients, folder):
     """Neither into what is printed, though debugging is on, nor into commits, cards, addresses or to the storage."""
     token = hub.token("writer")
     done = clients.run(TALKATIVE, "publish", folder, "tost/secret", "--private", token=token).check()

@@ -212,13 +212,13 @@ def linked_inside(folder):
 
 
 @pytest.mark.parametrize("change", [from_the_cache, without_a_tokenizer, linked_inside])
-def test_a_folder_that_is_published(language, change):
+def test_accepted_folders(language, change):
     folder = change(language)
     assert set(publish(folder, "tost/good", dry_run=True).uploaded) >= {path.name for path in folder.iterdir()}
     assert [check for check in verify(folder) if not check.passed] == []
 
 
-def test_a_bad_name_changes_nothing(language, capsys):
+def test_invalid_repo_id(language, capsys):
     before = (language / "README.md").read_bytes()
     assert main(["publish", str(language), "bad id!", "--card"]) == 1
     assert (language / "README.md").read_bytes() == before and "bad id!" in capsys.readouterr().err

@@ -58,12 +58,12 @@ def test_tokens_of_the_hub(token, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("secret", OTHERS.values(), ids=OTHERS)
-def test_secrets_that_detect_secrets_knows(secret, tmp_path):
+def test_secrets_found_by_detect_secrets(secret, tmp_path):
     (tmp_path / "notes.txt").write_text(f"some words before it\n{secret}\nand after")
     assert secrets_in_file(tmp_path / "notes.txt")
 
 
-def test_names_of_files_with_secrets():
+def test_secret_file_names():
     assert all(is_secret_name(f"deep/{name}") and is_secret_name(name.upper()) for name in NAMES)
     for name in ("tokenizer.json", "tokens.txt", "special_tokens_map.json", "environment.yml", "keys.md", "vocab.json"):
         assert not is_secret_name(name)
@@ -105,7 +105,7 @@ def ordinary_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()] + [ROOT / name for name in pages.stdout.split()]
 
 
-def test_ordinary_files_hold_none(tmp_path):
+def test_no_false_positives(tmp_path):
     assert {str(path): kinds for path in ordinary_files(tmp_path) if (kinds := secrets_in_file(path))} == {}
 
 
@@ -119,7 +119,7 @@ BARE_TOKEN = "--text hf_" + drawn(LETTERS, 20) + "S3" + drawn(LETTERS, 14)
 
 
 @pytest.mark.parametrize("words", [*COMMANDS, JSON_OPTION, BARE_TOKEN])
-def test_a_command_is_recorded_without_its_tokens(words):
+def test_recorded_commands(words):
     ordinary = ["run.py", "--tokenizer_name", "a b", "--hub_model_id", "me/x", "--temperature=1", "--max_new_tokens", "5"]
     for argv in ([*ordinary, *shlex.split(words), "--do_train"], [*shlex.split(words), *ordinary]):
         command = safe_command(argv)
@@ -128,5 +128,5 @@ def test_a_command_is_recorded_without_its_tokens(words):
         assert "--tokenizer_name 'a b' --hub_model_id me/x" in command
 
 
-def test_an_option_without_its_value_takes_no_other():
+def test_option_without_value():
     assert safe_command(["x", "--use_auth_token", "--do_train", "a"]) == "x --use_auth_token --do_train a"

@@ -162,14 +162,14 @@ def convert_from_original(
     contents = _load_pickle(checkpoint)
     state = _state_dict(contents, "model_ema" if ema else "model", checkpoint)
     if any(name.startswith(_VISION_MODULES) for name in state):
-        stated = _stated_settings(contents, "args", checkpoint)
+        stated = _read_settings(contents, "args", checkpoint)
         config: Config = _vision_config(state, stated, num_attention_heads, normalize_patch_tokens, checkpoint)
     elif num_attention_heads is not None or normalize_patch_tokens is not None:
         raise ValueError(
             f"{checkpoint} is not a vision checkpoint; num_attention_heads and normalize_patch_tokens are for those alone."
         )
     else:
-        config = _language_config(state, _stated_settings(contents, "model_args", checkpoint), checkpoint)
+        config = _language_config(state, _read_settings(contents, "model_args", checkpoint), checkpoint)
     model = _model(config)
     _load_authors_tensors(model, state, checkpoint)
     if isinstance(config, ToSTConfig) and not config.tie_word_embeddings:
@@ -344,7 +344,7 @@ def _state_dict(contents: object, key: str, source: Path) -> StateDict:
     return state
 
 
-def _stated_settings(contents: Mapping, key: str, source: Path) -> Mapping:
+def _read_settings(contents: Mapping, key: str, source: Path) -> Mapping:
     """`model_args` or `args`: what the run that wrote the file was told."""
     stated = contents.get(key, {})
     if isinstance(stated, argparse.Namespace):

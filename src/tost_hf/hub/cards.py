@@ -199,7 +199,7 @@ def _metadata(config: PreTrainedConfig, old: ModelCardData, name: str, license: 
         results += _training_results(records.metrics, pipeline_tag, run)
     if old.pipeline_tag is not None and old.pipeline_tag not in [tag for _, tag in TASKS.values()]:
         pipeline_tag = old.pipeline_tag
-    others = [result for result in old.eval_results or [] if not _is_ours(result)]
+    others = [result for result in old.eval_results or [] if not _is_generated(result)]
     kept = {key: value for key, value in old.to_dict().items() if key != "model-index"}
     return ModelCardData(
         **kept
@@ -272,7 +272,7 @@ def _training_results(metrics: dict[str, float], pipeline_tag: str, run: dict[st
     ]
 
 
-def _is_ours(result: EvalResult) -> bool:
+def _is_generated(result: EvalResult) -> bool:
     return isinstance(result.metric_args, dict) and result.metric_args.get("file") in (EVALUATION, EVAL_RESULTS)
 
 

@@ -33,10 +33,10 @@ def hub_calls() -> Iterator[None]:
         session.timeout = before
 
 
-def listing(api: HfApi, repo_id: str, revision: str | None = None, repo_type: str = "model") -> ModelInfo | SpaceInfo:
+def get_repo_info(api: HfApi, repo_id: str, revision: str | None = None, repo_type: str = "model") -> ModelInfo | SpaceInfo:
     """The commit of a model or Space at a revision, and the names, sizes and hashes of its files."""
     ask = api.space_info if repo_type == "space" else api.model_info
     return ask(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
 
 
-__all__ = ["hub_calls", "listing"]
+__all__ = ["get_repo_info", "hub_calls"]

@@ -20,7 +20,7 @@ from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
 from .checks import check_card, check_space, check_weights, forbidden_file, load_config
 from .code_references import CODE_NAMES, foreign_code
-from .connection import hub_calls, listing
+from .connection import get_repo_info, hub_calls
 from .loading import check_loading
 from .secrets import check_detect_secrets
 
@@ -102,7 +102,7 @@ def publish(
     """
     folder = Path(folder)
     check_detect_secrets()
-    check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
+    _check_target(repo_id, revision, tag, create_pr)
     config = load_config(folder)
     if foreign := foreign_code(model_files(folder)):  # before a model is built, which may load what the configuration names
         raise ValueError(
@@ -141,14 +141,14 @@ def publish_space(
     """
     folder = Path(folder)
     check_detect_secrets()
-    check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
+    _check_target(repo_id, revision, tag, create_pr)
     check_space(folder)
     files = model_files(folder)
     _check_files(folder, files)
     return _send(files, repo_id, "space", private, revision, tag, create_pr, dry_run, token, commit_message)
 
 
-def check_target(repo_id: str, *, revision: str | None = None, tag: str | None = None, create_pr: bool = False) -> None:
+def _check_target(repo_id: str, revision: str | None, tag: str | None, create_pr: bool) -> None:
     """Raises ValueError for an invalid repository name, and for a pull request with a branch or a tag."""
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
@@ -256,7 +256,7 @@ def commit_files(
         api.create_branch(repo_id, branch=revision, exist_ok=True, repo_type=repo_type)
     attempt = 0
     while True:
-        there = listing(api, repo_id, revision, repo_type)
+        there = get_repo_info(api, repo_id, revision, repo_type)
         uploaded, deleted = _difference(files, there.siblings or [])
         unchanged = tuple(sorted(set(files) - set(uploaded)))
         if not uploaded and not deleted:
@@ -284,7 +284,7 @@ def commit_files(
 def _check_tag(api: HfApi, repo_id: str, repo_type: str, tag: str, files: dict[str, Path]) -> None:
     """A tag that is there already must not silently stay at another version, so nothing is sent."""
     try:
-        taken = listing(api, repo_id, tag, repo_type)
+        taken = get_repo_info(api, repo_id, tag, repo_type)
     except RevisionNotFoundError:
         return
     if any(_difference(files, taken.siblings or [])):  # else it is this very version, tagged by a run whose answer was lost
@@ -296,7 +296,7 @@ def _set_tag(api: HfApi, repo_id: str, repo_type: str, tag: str, commit: str | N
     visible = f"The version is visible in {repo_id} as {commit}, but not tagged {tag!r}"
     try:
         api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True, repo_type=repo_type)
-        tagged = listing(api, repo_id, tag, repo_type).sha
+        tagged = get_repo_info(api, repo_id, tag, repo_type).sha
     except (HTTPError, OSError) as error:
         raise OSError(f"{visible}: {error} Run it again to set the tag alone.") from error
     if tagged != commit:

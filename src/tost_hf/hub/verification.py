@@ -19,7 +19,7 @@ from ..model.configuration_tost import CAUSAL_STATISTICS
 from ..version import __version__
 from .checks import check_card, check_weights, load_config, model_class, parameter_count, weight_files
 from .code_references import foreign_code
-from .connection import hub_calls, listing
+from .connection import get_repo_info, hub_calls
 from .loading import NUM_TOKENS, check_loading
 from .publishing import forbidden_content, same_content
 from .records import CARD, load_card
@@ -58,7 +58,7 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
         folder, siblings = Path(source), None
     else:
         with hub_calls():
-            found = listing(HfApi(token=token), str(source), revision)
+            found = get_repo_info(HfApi(token=token), str(source), revision)
             folder = Path(snapshot_download(str(source), revision=found.sha, token=token))
         siblings = found.siblings or []
 
@@ -189,7 +189,7 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         sizes = {path.name: path.stat().st_size for path in weight_files(folder)}
     else:
         with hub_calls():
-            found = listing(HfApi(token=token), str(source), revision)
+            found = get_repo_info(HfApi(token=token), str(source), revision)
             listed = {sibling.rfilename: sibling.size or 0 for sibling in found.siblings or []}
             small: list[str] = [name for name in ("config.json", "README.md", "generation_config.json") if name in listed]
             folder = Path(snapshot_download(str(source), revision=found.sha, token=token, allow_patterns=small))
