@@ -125,5 +125,6 @@ SECRETS = (
 @pytest.mark.parametrize("text", SECRETS)
 def test_secrets_are_taken_out_everywhere(trained_folder, labelled_folder, text):
     for folder in fill(trained_folder, labelled_folder, text):
+        (folder / "README.md").write_text(f"# Mine\n\nI ran {text}\n")
         card = str(build_card(folder, repo_id="me/tiny"))
         assert SECRET[:20] not in card and "REMOVED" in card
