@@ -3,8 +3,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from huggingface_hub import HfApi, ModelInfo, SpaceInfo, get_session
+from huggingface_hub import HfApi, ModelInfo, SpaceInfo, get_session, snapshot_download
 from huggingface_hub.errors import HTTPError
 
 
@@ -39,4 +40,13 @@ def get_repo_info(api: HfApi, repo_id: str, revision: str | None = None, repo_ty
     return ask(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
 
 
-__all__ = ["get_repo_info", "hub_calls"]
+def download(
+    repo_id: str, revision: str | None = None, token: str | None = None, patterns: list[str] | None = None
+) -> tuple[Path, ModelInfo]:
+    """A model repository at a revision, or its files that match patterns: the folder in the cache, and what the Hub lists."""
+    with hub_calls():
+        found = HfApi(token=token).model_info(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
+        return Path(snapshot_download(repo_id, revision=found.sha, token=token, allow_patterns=patterns)), found
+
+
+__all__ = ["download", "get_repo_info", "hub_calls"]
