@@ -57,11 +57,14 @@ def check_loading(folder: Path, config: PreTrainedConfig) -> LoadedModel:
 
 def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The folder's model, whose weights passed `check_weights`, by this package's code, for evaluation."""
+
+    def load():
+        return model_class(config).from_pretrained(folder, trust_remote_code=False, local_files_only=True).eval()
+
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        options = {"trust_remote_code": False, "local_files_only": True}
-        return _load("the model", lambda: model_class(config).from_pretrained(folder, **options)).eval()
+        return _load("the model", load)
     finally:
         if shown:
             logging.enable_progress_bar()
