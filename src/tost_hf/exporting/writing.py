@@ -7,13 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import HfApi, snapshot_download
 from transformers import PreTrainedConfig
 
 from ..cache_files import state_bytes
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
 from ..hub.checks import check_weights, load_config
-from ..hub.connection import hub_calls, listing
+from ..hub.connection import download
 from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model
 from ..hub.records import IMAGE_PROCESSOR_FILES
 from .comparing import Agreement, compare
@@ -121,9 +120,7 @@ def model_folder(source: str | os.PathLike, revision: str | None = None) -> Path
         return Path(source)
     if os.path.isabs(source) or os.fspath(source).startswith(".") or os.path.exists(source):
         raise FileNotFoundError(f"There is no model folder {os.fspath(source)!r}.")
-    with hub_calls():
-        sha = listing(HfApi(), os.fspath(source), revision).sha
-        return Path(snapshot_download(os.fspath(source), revision=sha))
+    return download(os.fspath(source), revision)[0]
 
 
 def _load_tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.PathLike | None) -> Any:
