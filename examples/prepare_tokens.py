@@ -7,19 +7,19 @@
 Interrupted, it resumes with the missing files when the command is given again.
 """
 
+import json
 import logging
 import os
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from scripting import HubArguments, load_pretrained, parse_args, read_dataset, run
-from texts import TextArguments, choose_eos, encode, load_files, text_column
+from texts import TOKENS, TextArguments, choose_eos, is_prepared, load_files, pack, read_settings, tokenizer_fingerprint
 from transformers import AutoTokenizer
 
-from tost_hf.training.streams import PackedStream
-from tost_hf.training.token_shards import is_prepared, tokenizer_fingerprint, write_shards
+from tost_hf.files import staged_file
+from tost_hf.training.streams import changed_terms
 
 
 DEFAULT_BLOCK_SIZE = 1024
@@ -34,7 +34,7 @@ class PreparationArguments(HubArguments):
     dataset_split: str = field(default="train", metadata={"help": "Which split of --dataset_name."})
     num_proc: int = field(default=1, metadata={"help": "Processes that tokenize."})
     num_shards: int | None = field(
-        default=None, metadata={"help": "Files to write, at most as many as there are to read. Default: up to 8 per process."}
+        default=None, metadata={"help": "Files to write, a multiple of --num_proc. Default: 8 per process."}
     )
 
     def __post_init__(self):
@@ -47,8 +47,7 @@ class PreparationArguments(HubArguments):
 
 
 def load_text(own_args: PreparationArguments, text_args: TextArguments):
-    """The examples to read, as a stream."""
-    options = {"cache_dir": own_args.cache_dir, "token": own_args.token, "streaming": True}
+    options = {"cache_dir": own_args.cache_dir, "token": own_args.token}
     if text_args.dataset_name is not None:
         return read_dataset(text_args.dataset_name, text_args.dataset_config_name, split=own_args.dataset_split, **options)
     if text_args.train_file is None:
@@ -64,19 +63,45 @@ def main(args: list[str] | None = None) -> None:
     block_size = text_args.block_size or DEFAULT_BLOCK_SIZE
     if block_size < 2:
         raise ValueError(f"--block_size must be at least 2, one token to see and one to predict, got {block_size}.")
+    folder = Path(own_args.output_dir)
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists; name another folder, or delete it.")
     tokenizer = load_pretrained(AutoTokenizer, own_args.tokenizer_name, **own_args.hub_options)
     dataset = load_text(own_args, text_args)
     files = None if text_args.dataset_name is not None else text_args.train_file
-    eos = choose_eos(files, tokenizer, text_args)
-    column = text_column("training", dataset, text_args.text_column)
-    names = text_args.dataset_name or [[os.path.basename(file), os.path.getsize(file)] for file in files]
-    terms = {"tokenizer": tokenizer_fingerprint(tokenizer), "eos_token": eos, "column": column, "names": names}
-    stream = PackedStream(
-        dataset, partial(encode, tokenizer=tokenizer, eos_token_id=eos), column, block_size, epochs=1, terms=terms
-    )
-    shards = min(own_args.num_shards or 8 * own_args.num_proc, dataset.num_shards)
-    blocks = write_shards(stream, Path(own_args.output_dir), shards, min(own_args.num_proc, shards), len(tokenizer))
-    print(f"{blocks:,} blocks of {block_size:,} tokens are in {own_args.output_dir}")
+    processes = own_args.num_proc
+    parts = -(-(own_args.num_shards or 8 * processes) // processes)
+    settings = {
+        "block_size": block_size,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "eos_token": choose_eos(files, tokenizer, text_args),
+        "column": text_args.text_column,
+        "names": text_args.dataset_name or [[os.path.basename(file), os.path.getsize(file)] for file in files],
+        "num_proc": processes,
+        "num_shards": parts * processes,
+    }
+    unfinished = folder.with_name(f"{folder.name}.partial")
+    if is_prepared(unfinished) and (changed := changed_terms(read_settings(unfinished), settings)):
+        raise ValueError(f"{unfinished} was begun with other settings ({changed}). Use those again, or delete that folder.")
+    write_settings(unfinished, settings)
+    blocks = 0
+    for number in range(parts):
+        file = unfinished / f"tokens-{number:05d}-of-{parts:05d}.arrow"
+        part = dataset.shard(parts, number)
+        options = {"num_proc": processes, "cache_file_name": str(file), "desc": file.stem}  # loaded if it was written before
+        blocks += len(pack("training", part, files, tokenizer, block_size, text_args, **options))
+    if not blocks:
+        raise ValueError(f"The text is shorter than one block of {block_size} tokens; choose a smaller --block_size.")
+    for left_over in unfinished.glob("tmp*"):  # of a start that was killed
+        left_over.unlink()
+    write_settings(unfinished, settings | {"blocks": blocks})
+    unfinished.rename(folder)
+    print(f"{blocks:,} blocks of {block_size:,} tokens are in {folder}")
+
+
+def write_settings(folder: Path, settings: dict) -> None:
+    with staged_file(folder / TOKENS) as file:
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 """Text to train on: which files; tokenized and packed into blocks before training, or streamed during it."""
 
 import glob
+import hashlib
+import json
 import os
 import zlib
 from dataclasses import dataclass, field
@@ -10,17 +12,19 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from datasets import Dataset
+import pyarrow as pa
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from scripting import LOADERS, check_limits, read_dataset
 from scripting import ending as last_ending
 from transformers import PreTrainedTokenizerBase
 
 from tost_hf.training.streams import PackedStream
-from tost_hf.training.token_shards import check_prepared, is_prepared, load_prepared, tokenizer_fingerprint
 
 
 COMPRESSED = ("gz", "bz2", "xz", "zst", "lz4")
 PACKAGES = {"zst": "zstandard", "lz4": "lz4"}  # that decompress what Python itself cannot
+TOKENS = "tokens.json"  # in a folder of prepared tokens, how they were made
+PROBE = "  Tokens, 1 2 34:\n\tÄpfel & def f(x): # tost\n"
 READ_FROM = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSED)}"
 
 
@@ -151,6 +155,53 @@ def _files_of(name: str) -> list[str]:
     return [name]
 
 
+# Prepared tokens -----------------------------------------------------------------------------------------------------
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the vocabulary and of how a text of many kinds of characters is tokenized."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE)["input_ids"]])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def is_prepared(folder: str | Path) -> bool:
+    return Path(folder, TOKENS).is_file()
+
+
+def read_settings(folder: str | Path) -> dict:
+    """How the tokens of a folder were made; a ValueError if that cannot be read."""
+    try:
+        settings = json.loads(Path(folder, TOKENS).read_text(encoding="utf-8"))
+        return settings | {name: settings[name] for name in ("tokenizer", "block_size")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{Path(folder, TOKENS)} is damaged ({error!r}); prepare the tokens again.") from error
+
+
+def load_prepared(folder: str) -> Dataset:
+    """The blocks of a folder, "input_ids" as arrays of (block_size,) integers; nothing is read yet.
+
+    Raises:
+        ValueError: files are missing or damaged.
+    """
+    try:
+        shards = [Dataset.from_file(str(file)) for file in sorted(Path(folder).glob("*.arrow"))]
+        found, expected = sum(map(len, shards)), read_settings(folder).get("blocks")
+        if found != expected:
+            raise OSError(f"they have {found} blocks in place of {expected}")
+        return concatenate_datasets(shards).with_format("numpy")
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"The tokens of {folder!r} are damaged: {error}; prepare them again.") from error
+
+
+def check_prepared(folder: str, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
+    """Raises a ValueError for tokens of another tokenizer, or in blocks of another size."""
+    settings = read_settings(folder)
+    if (size := settings["block_size"]) != block_size:
+        raise ValueError(f"The tokens of {folder!r} are in blocks of {size}, not {block_size}: use --block_size {size}.")
+    if settings["tokenizer"] != tokenizer_fingerprint(tokenizer):
+        raise ValueError(f"The tokens of {folder!r} were made by another tokenizer; use that one, or prepare them again.")
+
+
 # Examples ------------------------------------------------------------------------------------------------------------
 
 
@@ -266,39 +317,48 @@ def choose_eos(files: list[str] | None, tokenizer: PreTrainedTokenizerBase, data
     return tokenizer.eos_token_id if add_eos else None
 
 
+def pack(
+    split: str, dataset, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, text_args, **options
+):
+    """The examples as blocks of tokens, two bytes each where the vocabulary allows; `options` are those of `map`."""
+    token = Value("uint16" if len(tokenizer) <= 1 << 16 else "int32")
+    return dataset.map(
+        pack_into_blocks,
+        batched=True,
+        batch_size=10_000 if are_lines(files) else 1_000,  # each such batch loses less than a block
+        remove_columns=dataset.column_names or list(first_example(split, dataset)),
+        features=Features({"input_ids": List(token, length=block_size)}),
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": text_column(split, dataset, text_args.text_column),
+            "block_size": block_size,
+            "eos_token_id": choose_eos(files, tokenizer, text_args),
+        },
+        **options,
+    )
+
+
 def prepare_blocks(
     split: str, dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, max_samples: int | None, data_args
 ):
-    """Blocks of tokens to train on or to evaluate, those of a stream as well with an end."""
+    """Blocks of tokens to train on or to evaluate, those of a stream as well with an end; a ValueError if there is not one."""
     files = data_args.train_file if split == "train" else data_args.validation_file or data_args.train_file
     files = None if data_args.dataset_name is not None else files
     if files is not None and is_prepared(files[0]):
         check_prepared(files[0], tokenizer, block_size)
         blocks = dataset
     else:
-        blocks = _pack(split, dataset, files, tokenizer, block_size, data_args)
+        options = {}
+        if not data_args.streaming:  # a stream has no workers, cache or length
+            options["num_proc"] = data_args.preprocessing_num_workers
+            options["load_from_cache_file"] = not data_args.overwrite_cache
+            options["desc"] = f"Packing the {split} text into blocks of {block_size}"
+        blocks = pack(split, dataset, files, tokenizer, block_size, data_args, **options)
+        if not first_example(split, blocks):
+            raise ValueError(
+                f"The {split} text is shorter than one block of {block_size} tokens; choose a smaller --block_size."
+            )
     return blocks if max_samples is None else blocks.take(max_samples)
-
-
-def _pack(split: str, dataset, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, data_args):
-    """The examples as blocks; a ValueError if there is not one."""
-    column, eos = text_column(split, dataset, data_args.text_column), choose_eos(files, tokenizer, data_args)
-    options = {}
-    if not data_args.streaming:  # a stream has no workers, cache or length
-        options["num_proc"] = data_args.preprocessing_num_workers
-        options["load_from_cache_file"] = not data_args.overwrite_cache
-        options["desc"] = f"Packing the {split} text into blocks of {block_size}"
-    blocks = dataset.map(
-        pack_into_blocks,
-        batched=True,
-        batch_size=10_000 if are_lines(files) else 1_000,  # each such batch loses less than a block
-        remove_columns=dataset.column_names or list(first_example(split, dataset)),
-        fn_kwargs={"tokenizer": tokenizer, "column": column, "block_size": block_size, "eos_token_id": eos},
-        **options,
-    )
-    if not first_example(split, blocks):
-        raise ValueError(f"The {split} text is shorter than one block of {block_size} tokens; choose a smaller --block_size.")
-    return blocks
 
 
 def stream_blocks(dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, data_args) -> PackedStream:

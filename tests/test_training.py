@@ -45,7 +45,7 @@ def test_the_papers_recipe(tmp_path, monkeypatch):
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 480
     assert args.get_warmup_steps(600_000) == 2000
     assert args.bf16 is False  # on a CPU
-    with pytest.raises(ValueError, match="recipe must be \"paper\" or left out, got 'x'"):
+    with pytest.raises(ValueError, match="recipe must be one of paper, got 'x'"):
         ToSTTrainingArguments(str(tmp_path), recipe="x")
 
 
