@@ -4,25 +4,24 @@
     python examples/prepare_tokens.py --tokenizer_name gpt2 --train_file data/ --block_size 1024 --output_dir tokens
     python examples/run_clm.py --tokenizer_name gpt2 --train_file tokens --block_size 1024 ...
 
-Interrupted, it resumes with the missing files when the command is given again.
+Interrupted, it resumes with the missing parts, from the cache of `datasets`, when the command is given again.
 """
 
-import json
 import logging
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from datasets import concatenate_datasets
 from scripting import HubArguments, load_pretrained, parse_args, read_dataset, run
-from texts import TOKENS, TextArguments, choose_eos, is_prepared, load_files, pack, read_settings, tokenizer_fingerprint
+from texts import TextArguments, is_prepared, load_files, pack, tokenizer_fingerprint
 from transformers import AutoTokenizer
 
-from tost_hf.files import staged_file
-from tost_hf.training.streams import changed_terms
+from tost_hf.files import staged_folder
 
 
 DEFAULT_BLOCK_SIZE = 1024
+EXAMPLES_PER_PART, MAX_PARTS = 10_000, 16  # each part is cached when it is tokenized
 
 
 @dataclass
@@ -33,9 +32,7 @@ class PreparationArguments(HubArguments):
     output_dir: str | None = field(default=None, metadata={"help": "The folder to write."})
     dataset_split: str = field(default="train", metadata={"help": "Which split of --dataset_name."})
     num_proc: int = field(default=1, metadata={"help": "Processes that tokenize."})
-    num_shards: int | None = field(
-        default=None, metadata={"help": "Files to write, a multiple of --num_proc. Default: 8 per process."}
-    )
+    num_shards: int | None = field(default=None, metadata={"help": "Files to write. Default: 8 per process."})
 
     def __post_init__(self):
         for name in ("tokenizer_name", "output_dir"):
@@ -69,39 +66,18 @@ def main(args: list[str] | None = None) -> None:
     tokenizer = load_pretrained(AutoTokenizer, own_args.tokenizer_name, **own_args.hub_options)
     dataset = load_text(own_args, text_args)
     files = None if text_args.dataset_name is not None else text_args.train_file
-    processes = own_args.num_proc
-    parts = -(-(own_args.num_shards or 8 * processes) // processes)
-    settings = {
-        "block_size": block_size,
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "eos_token": choose_eos(files, tokenizer, text_args),
-        "column": text_args.text_column,
-        "names": text_args.dataset_name or [[os.path.basename(file), os.path.getsize(file)] for file in files],
-        "num_proc": processes,
-        "num_shards": parts * processes,
-    }
-    unfinished = folder.with_name(f"{folder.name}.partial")
-    if is_prepared(unfinished) and (changed := changed_terms(read_settings(unfinished), settings)):
-        raise ValueError(f"{unfinished} was begun with other settings ({changed}). Use those again, or delete that folder.")
-    write_settings(unfinished, settings)
-    blocks = 0
-    for number in range(parts):
-        file = unfinished / f"tokens-{number:05d}-of-{parts:05d}.arrow"
-        part = dataset.shard(parts, number)
-        options = {"num_proc": processes, "cache_file_name": str(file), "desc": file.stem}  # loaded if it was written before
-        blocks += len(pack("training", part, files, tokenizer, block_size, text_args, **options))
-    if not blocks:
+    count, parts = min(MAX_PARTS, -(-len(dataset) // EXAMPLES_PER_PART)), []
+    for number in range(count):
+        options = {"num_proc": own_args.num_proc, "desc": f"Packing part {number + 1} of {count}"}
+        part = dataset.shard(count, number)
+        parts.append(pack("training", part, files, tokenizer, block_size, text_args, **options))
+    blocks = concatenate_datasets(parts)
+    if not len(blocks):
         raise ValueError(f"The text is shorter than one block of {block_size} tokens; choose a smaller --block_size.")
-    for left_over in unfinished.glob("tmp*"):  # of a start that was killed
-        left_over.unlink()
-    write_settings(unfinished, settings | {"blocks": blocks})
-    unfinished.rename(folder)
-    print(f"{blocks:,} blocks of {block_size:,} tokens are in {folder}")
-
-
-def write_settings(folder: Path, settings: dict) -> None:
-    with staged_file(folder / TOKENS) as file:
-        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    blocks.info.description = tokenizer_fingerprint(tokenizer)
+    with staged_folder(folder) as staged:
+        blocks.save_to_disk(staged, num_shards=min(own_args.num_shards or 8 * own_args.num_proc, len(blocks)))
+    print(f"{len(blocks):,} blocks of {block_size:,} tokens are in {folder}")
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-import pyarrow as pa
-from datasets import Dataset, Features, List, Value, concatenate_datasets
-from scripting import LOADERS, check_limits, read_dataset
-from scripting import ending as last_ending
+from datasets import Dataset, Features, List, Value, load_from_disk
+from scripting import COMPRESSED, LOADERS, check_limits, ending, read_dataset
 from transformers import PreTrainedTokenizerBase
 
 from tost_hf.training.streams import PackedStream
 
 
-COMPRESSED = ("gz", "bz2", "xz", "zst", "lz4")
 PACKAGES = {"zst": "zstandard", "lz4": "lz4"}  # that decompress what Python itself cannot
-TOKENS = "tokens.json"  # in a folder of prepared tokens, how they were made
 PROBE = "  Tokens, 1 2 34:\n\tÄpfel & def f(x): # tost\n"
 READ_FROM = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSED)}"
 
@@ -101,12 +97,6 @@ class DataTrainingArguments(TextArguments):
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def ending(file: str) -> str:
-    """What kind of file it is, compressed or not."""
-    name, _, last = file.rpartition(".")
-    return last_ending(name) if last.lower() in COMPRESSED else last_ending(file)
-
-
 def expand_files(given: str | list[str] | None) -> list[str] | None:
     """The files that names, patterns and folders stand for; a folder of prepared tokens, alone, stands for itself.
 
@@ -126,7 +116,7 @@ def expand_files(given: str | list[str] | None) -> list[str] | None:
     for file in files:
         if ending(file) not in LOADERS:
             raise ValueError(f"The text file {file!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
-        package = PACKAGES.get(last_ending(file))
+        package = PACKAGES.get(file.rpartition(".")[2].lower())
         if package is not None and find_spec(package) is None:
             raise ValueError(f"The text file {file!r} is read with a package that is not installed: pip install {package}.")
         if "://" in file:  # a URL, which datasets fetches
@@ -164,17 +154,9 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def is_prepared(folder: str | Path) -> bool:
-    return Path(folder, TOKENS).is_file()
-
-
-def read_settings(folder: str | Path) -> dict:
-    """How the tokens of a folder were made; a ValueError if that cannot be read."""
-    try:
-        settings = json.loads(Path(folder, TOKENS).read_text(encoding="utf-8"))
-        return settings | {name: settings[name] for name in ("tokenizer", "block_size")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{Path(folder, TOKENS)} is damaged ({error!r}); prepare the tokens again.") from error
+def is_prepared(folder: str) -> bool:
+    """Whether it is a folder of `Dataset.save_to_disk`, as prepare_tokens.py writes."""
+    return Path(folder, "state.json").is_file()
 
 
 def load_prepared(folder: str) -> Dataset:
@@ -184,21 +166,19 @@ def load_prepared(folder: str) -> Dataset:
         ValueError: files are missing or damaged.
     """
     try:
-        shards = [Dataset.from_file(str(file)) for file in sorted(Path(folder).glob("*.arrow"))]
-        found, expected = sum(map(len, shards)), read_settings(folder).get("blocks")
-        if found != expected:
-            raise OSError(f"they have {found} blocks in place of {expected}")
-        return concatenate_datasets(shards).with_format("numpy")
-    except (OSError, pa.ArrowInvalid) as error:
+        return load_from_disk(folder).with_format("numpy")
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"The tokens of {folder!r} are damaged: {error}; prepare them again.") from error
 
 
-def check_prepared(folder: str, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
+def check_prepared(folder: str, blocks: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
     """Raises a ValueError for tokens of another tokenizer, or in blocks of another size."""
-    settings = read_settings(folder)
-    if (size := settings["block_size"]) != block_size:
+    size = getattr(blocks.features.get("input_ids"), "length", None)
+    if size is None:
+        raise ValueError(f"{folder!r} holds no tokens of prepare_tokens.py but the columns {', '.join(blocks.column_names)}.")
+    if size != block_size:
         raise ValueError(f"The tokens of {folder!r} are in blocks of {size}, not {block_size}: use --block_size {size}.")
-    if settings["tokenizer"] != tokenizer_fingerprint(tokenizer):
+    if blocks.info.description != tokenizer_fingerprint(tokenizer):
         raise ValueError(f"The tokens of {folder!r} were made by another tokenizer; use that one, or prepare them again.")
 
 
@@ -345,7 +325,7 @@ def prepare_blocks(
     files = data_args.train_file if split == "train" else data_args.validation_file or data_args.train_file
     files = None if data_args.dataset_name is not None else files
     if files is not None and is_prepared(files[0]):
-        check_prepared(files[0], tokenizer, block_size)
+        check_prepared(files[0], dataset, tokenizer, block_size)
         blocks = dataset
     else:
         options = {}

@@ -55,12 +55,34 @@ def make_trainer(way: str, processes: int, output_dir: Path, dtype=torch.float64
     return ParallelTrainer(model, training_args(output_dir.parent, bf16=False, **changes), train_dataset=token_ids(64))
 
 
-def run(way: str) -> dict:
-    """The losses, and how many numbers of the parameters this process holds."""
+def count_processes() -> int:
+    """How many there are, which the environment tells Trainer."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     if processes > 1:
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
         os.environ |= dict(zip(names, [str(dist.get_rank())] * 2 + [str(processes)] * 2))
+    return processes
+
+
+def train_ddp(name: str) -> list[int]:
+    """The steps trained: from the newest complete checkpoint on, or with a NaN loss of one process in step 4."""
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer("ddp", count_processes(), saved_model().parent, **options)
+    compute_loss, steps = trainer.compute_loss, []
+
+    def spoiled(*args, **kwargs):  # its value, not its gradient
+        steps.append(trainer.state.global_step + 1)
+        bad = name == "nan" and steps[-1] == 4 and trainer.args.process_index == 1
+        return compute_loss(*args, **kwargs) + (float("nan") if bad else 0.0)
+
+    trainer.compute_loss = spoiled
+    trainer.train(name == "resume")
+    return steps
+
+
+def run(way: str) -> dict:
+    """The losses, and how many numbers of the parameters this process holds."""
+    processes = count_processes()
     way, _, single = way.partition(", ")
     dtype, changes = (torch.float32, {"learning_rate": FLOAT32_RATE}) if single else (torch.float64, {})
     changes["max_steps"] = EQUAL_STEPS

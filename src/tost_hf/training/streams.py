@@ -113,11 +113,16 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: the stream was another one.
         """
-        changed = changed_terms(state["terms"], self.terms)
+        before, now = state["terms"], self.terms
+        changed = {
+            name: f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]
+        }
+        if "names" in changed:  # which may be many
+            changed["names"] = "the text files differ"
         if changed:
             raise ValueError(
-                f"The stream of text that was saved is not this one: {changed}. Resume with what it was, or start the data "
-                "over with --ignore_data_skip."
+                f"The stream of text that was saved is not this one: {', '.join(changed.values())}. Resume with what it was, "
+                "or start the data over with --ignore_data_skip."
             )
         self._positions = [StreamPosition(*values) for values in state["places"]]
         self._next_worker = state["next_worker"]
@@ -187,14 +192,6 @@ class PackedStream(IterableDataset):
             raise StreamError(f"The training text cannot be read further: {error.__cause__ or error}") from error
 
 
-def changed_terms(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What differs, for an error message; of the texts' names, which may be many, that they do."""
-    changed = {name: f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]}
-    if "names" in changed:
-        changed["names"] = "the text files differ"
-    return ", ".join(changed.values())
-
-
 class StreamCollator:
     """A collator that removes `POSITION` from the blocks and adds that of the last one, as JSON, to the batch."""
 
@@ -212,4 +209,4 @@ def collate_blocks(blocks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-__all__ = ["POSITION", "PackedStream", "StreamCollator", "StreamError", "StreamPosition", "changed_terms", "collate_blocks"]
+__all__ = ["POSITION", "PackedStream", "StreamCollator", "StreamError", "StreamPosition", "collate_blocks"]
