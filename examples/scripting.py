@@ -109,11 +109,11 @@ def parse_args(args: list[str], *argument_classes: type, description: str | None
         ValueError: an argument is unknown, missing or of the wrong type, or the file is damaged.
     """
     if len(args) == 1 and args[0].endswith((".json", ".yaml", ".yml")):
-        args = _words(Path(args[0]))
+        args = _command_line_of(Path(args[0]))
     return _Parser(argument_classes, description=description).parse_args_into_dataclasses(args, look_for_args_file=False)
 
 
-def _words(file: Path) -> list[str]:
+def _command_line_of(file: Path) -> list[str]:
     """The arguments of a file as words of a command line, so that they are checked as such."""
     try:
         text = file.read_text(encoding="utf-8")

@@ -133,6 +133,8 @@ def expand_files(given: str | list[str] | None) -> list[str] | None:
 
 def _files_of(name: str) -> list[str]:
     if os.path.isdir(name):
+        if os.path.exists(os.path.join(name, "tokens.json")):
+            raise ValueError(f"The tokens of {name!r} were prepared by version 0.2; prepare them again.")
         files = sorted(str(path) for path in Path(name).iterdir() if path.is_file() and ending(path.name) in LOADERS)
         if not files:
             raise FileNotFoundError(f"The folder {name!r} has no text files ({READ_FROM}).")
@@ -285,13 +287,13 @@ def pack_into_blocks(
     return {"input_ids": [tokens[i : i + block_size] for i in range(0, len(tokens) - block_size + 1, block_size)]}
 
 
-def are_lines(files: list[str] | None) -> bool:
+def is_line_based(files: list[str] | None) -> bool:
     return files is not None and ending(files[0]) == "txt"
 
 
 def choose_eos(files: list[str] | None, tokenizer: PreTrainedTokenizerBase, data_args: TextArguments) -> int | None:
     """The token that ends an example, if any."""
-    add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not are_lines(files)
+    add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not is_line_based(files)
     if add_eos and tokenizer.eos_token_id is None:
         raise ValueError("The tokenizer has no eos token to end a document with; set one, or use --add_eos_token false.")
     return tokenizer.eos_token_id if add_eos else None
@@ -305,7 +307,7 @@ def pack(
     return dataset.map(
         pack_into_blocks,
         batched=True,
-        batch_size=10_000 if are_lines(files) else 1_000,  # each such batch loses less than a block
+        batch_size=10_000 if is_line_based(files) else 1_000,  # each such batch loses less than a block
         remove_columns=dataset.column_names or list(first_example(split, dataset)),
         features=Features({"input_ids": List(token, length=block_size)}),
         fn_kwargs={
@@ -352,7 +354,7 @@ def stream_blocks(dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, 
         block_size,
         shuffle_buffer=data_args.shuffle_buffer,
         seed=seed,
-        terms={
+        settings={
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "eos_token": eos,
             "names": data_args.dataset_name or sorted(os.path.basename(file) for file in data_args.train_file),

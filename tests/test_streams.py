@@ -116,7 +116,7 @@ def test_checkpoint_stores_the_position_in_the_stream(tmp_path, clm_args, text_p
     run_clm.main(args())
     whole = losses(tmp_path / "out")
     state = json.loads((tmp_path / "out/checkpoint-7/stream_0.json").read_text())
-    assert state["places"][0][0] == 1 and len(whole) == 14
+    assert state["positions"][0][0] == 1 and len(whole) == 14
     delete_after_step_7(tmp_path / "out")
     run_clm.main(args())
     assert losses(tmp_path / "out") == whole
@@ -272,6 +272,10 @@ def test_bad_tokens(prepare, tmp_path, clm_args, text_parts):
     Dataset.from_dict({"text": ["abc"] * 9}).save_to_disk(tmp_path / "text")
     with pytest.raises(ValueError, match=r"holds no tokens of prepare_tokens\.py but the columns text"):
         run_clm.main(clm_args(train_file=tmp_path / "text"))
+    (text_parts / "tokens.json").touch()
+    with pytest.raises(ValueError, match=r"prepared by version 0\.2"):
+        run_clm.main(clm_args(train_file=text_parts))
+    (text_parts / "tokens.json").unlink()
     prepare(output_dir=tmp_path / "torn")
     (tmp_path / "torn/data-00001-of-00002.arrow").write_bytes(b"torn")
     with pytest.raises(ValueError, match="are damaged"):

@@ -53,7 +53,7 @@ class PackedStream(IterableDataset):
         block_size: tokens of a block.
         shuffle_buffer: how many blocks, at least, are shuffled at a time in each worker; 0 for the order of the files.
         seed: of the order.
-        terms: what must be the same when a run resumes, names and values for JSON.
+        settings: what must be the same when a run resumes, names and values for JSON.
 
     Its items are dicts: "input_ids", (block_size,) int32, and `POSITION`.
     """
@@ -67,12 +67,12 @@ class PackedStream(IterableDataset):
         *,
         shuffle_buffer: int = 0,
         seed: int = 0,
-        terms: dict[str, Any] | None = None,
+        settings: dict[str, Any] | None = None,
     ):
         self.dataset, self.encode, self.column, self.block_size = dataset, encode, column, block_size
         self.shuffle_buffer, self.seed = shuffle_buffer, seed
-        self.terms = {"stream_format": 2, "block_size": block_size, "shuffle_buffer": shuffle_buffer, "seed": seed}
-        self.terms |= {"files": dataset.num_shards} | (terms or {})
+        self.settings = {"block_size": block_size, "shuffle_buffer": shuffle_buffer, "seed": seed, "files": dataset.num_shards}
+        self.settings |= settings or {}
         self.shard(process=0, processes=1, workers=0)
 
     def shard(self, process: int, processes: int, workers: int) -> None:
@@ -93,7 +93,7 @@ class PackedStream(IterableDataset):
                 f"{self.dataset.num_shards} files of a stream: each needs at least one. Give more files, fewer workers or "
                 "processes, or prepare the tokens first (examples/prepare_tokens.py) and train without --streaming."
             )
-        self.process, self.terms = process, self.terms | {"processes": processes, "workers": workers}
+        self.process, self.settings = process, self.settings | {"processes": processes, "workers": workers}
         self._positions = [StreamPosition()] * workers
         self._next_worker = 0  # the one whose batch comes next
 
@@ -105,7 +105,7 @@ class PackedStream(IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this process continues after the recorded batches, for JSON."""
-        return {"terms": self.terms, "next_worker": self._next_worker, "places": self._positions}
+        return {"settings": self.settings, "next_worker": self._next_worker, "positions": self._positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state of `state_dict`.
@@ -113,7 +113,7 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: the stream was another one.
         """
-        before, now = state["terms"], self.terms
+        before, now = state.get("settings", {}), self.settings  # none before 0.3
         changed = {
             name: f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]
         }
@@ -124,7 +124,7 @@ class PackedStream(IterableDataset):
                 f"The stream of text that was saved is not this one: {', '.join(changed.values())}. Resume with what it was, "
                 "or start the data over with --ignore_data_skip."
             )
-        self._positions = [StreamPosition(*values) for values in state["places"]]
+        self._positions = [StreamPosition(*values) for values in state["positions"]]
         self._next_worker = state["next_worker"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -133,7 +133,7 @@ class PackedStream(IterableDataset):
             raise RuntimeError(f"This stream is sharded over {len(self._positions)} workers; read it with as many.")
         # a loader takes a batch from each worker in turn, beginning with the first
         worker = (self._next_worker + (0 if info is None else info.id)) % len(self._positions)
-        reader = self.process * self.terms["workers"] + worker
+        reader = self.process * self.settings["workers"] + worker
         for blocks, position in self._buffers(reader, self._positions[worker]):
             order = np.arange(len(blocks))
             if self.shuffle_buffer:
@@ -164,7 +164,7 @@ class PackedStream(IterableDataset):
             files = np.arange(self.dataset.num_shards)
             if self.shuffle_buffer:
                 files = self._random(0, epoch).permutation(files)
-            files = files[reader :: self.terms["processes"] * self.terms["workers"]]
+            files = files[reader :: self.settings["processes"] * self.settings["workers"]]
             whole, count = (first, state) == (0, None), 0
             for number in range(first, len(files)):
                 records = self.dataset.shard(num_shards=self.dataset.num_shards, index=int(files[number]))

@@ -29,7 +29,7 @@ RECIPES = {
     },
 }
 MIN_LR_RATE = 0.1  # of the learning rate, at the end of the recipe's schedule
-NOT_DECAYED = KEPT_IN_FLOAT32
+NO_WEIGHT_DECAY = KEPT_IN_FLOAT32
 
 
 def recipe_field(text: str, **metadata) -> Any:
@@ -270,7 +270,7 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
             name
             for name, parameter in model.named_parameters()
             # DeepSpeed's ZeRO-3 flattens parameters and keeps their shape aside
-            if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and name.rpartition(".")[2] not in NOT_DECAYED
+            if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and name.rpartition(".")[2] not in NO_WEIGHT_DECAY
         ]
 
 

@@ -55,10 +55,10 @@ RECIPES = {
         "rand_augment_probability": 1.0,
     },
 }
-PRETRAIN_RATE = 5e-4 / 512  # for each image of a step
-MIN_RATE, WARMUP_RATE = 1e-5, 1e-6  # where pre-training's learning rate ends and starts
+PRETRAIN_LR_PER_IMAGE = 5e-4 / 512  # for each image of a step
+MIN_LR, WARMUP_LR = 1e-5, 1e-6  # where pre-training's learning rate ends and starts
 WARMUP_EPOCHS = 5
-NOT_DECAYED = ("class_token", "temperature")
+NO_WEIGHT_DECAY = ("class_token", "temperature")
 EMA_FOLDER = "ema"
 
 
@@ -137,9 +137,9 @@ class ToSTVisionTrainingArguments(RecipeArguments):
         self._check_augmentation()
         if self.learning_rate is None:
             images = self.per_device_train_batch_size * self.gradient_accumulation_steps
-            self.learning_rate = PRETRAIN_RATE * images * int(os.environ.get("WORLD_SIZE", 1))
+            self.learning_rate = PRETRAIN_LR_PER_IMAGE * images * int(os.environ.get("WORLD_SIZE", 1))
         if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == SchedulerType.COSINE_WARMUP_WITH_MIN_LR:
-            ends = {"min_lr_rate": MIN_RATE, "warmup_lr_rate": WARMUP_RATE}
+            ends = {"min_lr_rate": MIN_LR, "warmup_lr_rate": WARMUP_LR}
             self.lr_scheduler_kwargs = {name: rate / max(rate, self.learning_rate) for name, rate in ends.items()}
         self._default_warmup = self.warmup_steps is None
         if self.warmup_steps is None:
@@ -239,7 +239,7 @@ class ToSTVisionTrainer(ToSTTrainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
-        return [name for name in names if name.rpartition(".")[2] not in NOT_DECAYED]
+        return [name for name in names if name.rpartition(".")[2] not in NO_WEIGHT_DECAY]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not model.training:
