@@ -36,10 +36,10 @@ from transformers.generation import GenerationMode
 
 from ..cache_files import CachedPrefix
 from ..model.modeling_tost import ToSTForCausalLM
-from .generation import BatchingManager, check_batching_config
+from .generation import BatchingManager
 from .requests import BATCHED_MODES, BatchOutput, BatchRequest, Cancelled, prepare_request
 from .sampling import RejectNonFinite
-from .scheduler import PREFIX_CACHE_BYTES, TooManyRequests
+from .scheduler import PREFIX_CACHE_BYTES, TooManyRequests, check_batching_config
 
 
 SERVED_MODES = (*BATCHED_MODES, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)  # others' code is in repositories
