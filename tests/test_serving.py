@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 from serving_clients import COMPLETIONS, Served, asking, serving  # noqa: E402  need the extra's packages
 
-from tost_hf.serving.server_models import ServedModels  # noqa: E402
+from tost_hf.serving.server import ServedModels, patch_server  # noqa: E402
 
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -121,15 +121,17 @@ def test_transformers_chat(server, folder, hub, tmp_path):
 def test_model_without_chat_template_is_named(folder, tmp_path, capsys):
     """Its chat endpoint cannot work; the user hears that before the server starts, not as an error."""
     bare = language_folder(tmp_path / "bare")
-    assert ServedModels(force_model=str(bare), device="cpu").loaded_models
-    assert "has no chat template" in capsys.readouterr().err
-    assert ServedModels(force_model=str(folder), device="cpu").loaded_models
+    with patch_server():
+        assert ServedModels(force_model=str(bare), device="cpu").loaded_models
+        assert "has no chat template" in capsys.readouterr().err
+        assert ServedModels(force_model=str(folder), device="cpu").loaded_models
     assert "template" not in capsys.readouterr().err
 
 
 def test_quantized_model_is_served(folder):
     pytest.importorskip("bitsandbytes")
-    models = ServedModels(force_model=str(folder), device="cpu", quantization="bnb-8bit")
+    with patch_server():
+        models = ServedModels(force_model=str(folder), device="cpu", quantization="bnb-8bit")
     (loaded,) = models.loaded_models.values()
     assert loaded.model.is_loaded_in_8bit
     models.shutdown()
@@ -193,12 +195,15 @@ def test_wrong_command_line(arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
+VISION_CONFIG = '{"model_type": "tost_vision", "architectures": ["ToSTForImageClassification"]}'
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "damaged"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "tost_vision"}'), "ToSTVisionConfig"),
+        (lambda folder: (folder / "config.json").write_text(VISION_CONFIG), "ToSTVisionConfig"),
         (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
     ],
 )

@@ -25,7 +25,6 @@ from serving_clients import (
 from tost_hf.serving.application import MAX_BODY_BYTES
 from tost_hf.serving.server import patch_server
 from tost_hf.serving.server_generation import MAX_TOKENS
-from tost_hf.serving.server_models import ServedModels
 
 
 folder, served = serving_clients.folder, serving_clients.served  # fixtures
@@ -245,12 +244,13 @@ def foreign_code(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+VISION_CONFIG = '{"model_type": "tost_vision", "architectures": ["ToSTForImageClassification"]}'
 NOT_SERVED = {
     "no folder": (lambda folder: shutil.rmtree(folder), ""),
     "foreign code": (foreign_code, "trust_remote_code"),
     "damaged weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "damaged"),
     "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
-    "vision model": (lambda folder: (folder / "config.json").write_text('{"model_type": "tost_vision"}'), "ToSTVisionConfig"),
+    "vision model": (lambda folder: (folder / "config.json").write_text(VISION_CONFIG), "ToSTVisionConfig"),
     "odd classes": (lambda folder: (folder / "config.json").write_text('{"architectures": [3]}'), "Unrecognized"),
 }
 
@@ -284,6 +284,7 @@ def test_prompts_of_a_model_without_positions_are_bounded(served, monkeypatch):
     "module, name",
     [
         ("model_manager", "ModelManager"),
+        ("model_manager", "transformers"),
         ("utils", "GenerationState"),
         ("server", "build_server"),
         ("completion", "CompletionUsage"),
@@ -294,10 +295,3 @@ def test_server_without_a_part_to_guard_is_not_started(module, name, monkeypatch
     monkeypatch.delattr(f"transformers.cli.serving.{module}.{name}")
     with pytest.raises(ImportError, match=f"has no {module}.{name}, which tost-hf replaces"), patch_server():
         pass
-
-
-def test_transformers_loads_models_where_the_guard_expects_it():
-    """`_load_model` is the one private method that is replaced."""
-    ModelManager = ServedModels.__base__
-    assert "_load_model" in ModelManager.load_model_and_processor.__code__.co_names
-    assert {"tqdm_class", "progress_callback"} < set(ModelManager._load_model.__code__.co_varnames)

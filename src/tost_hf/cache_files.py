@@ -3,17 +3,18 @@
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
+from .files import staged_file
 from .model.cache_tost import (
     STATE_NAMES,
     CausalStatisticsCache,
@@ -159,17 +160,8 @@ def save_cache(
         metadata |= {"model": str(model.config.name_or_path), "weights": hash_weights(model)}
         metadata["revision"] = str(getattr(model.config, "_commit_hash", None) or "")
     metadata["sha256"] = _hash_tensors(tensors)
-    folder = os.path.dirname(os.path.abspath(filename))
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, filename)
-    except SafetensorError as error:  # a full disk comes as one
-        raise OSError(f"{os.fspath(filename)!r} could not be written; is the disk full? ({error})") from error
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+    with staged_file(Path(filename)) as staged:
+        save_file(tensors, staged, metadata=metadata)
 
 
 def load_cache(
@@ -194,10 +186,13 @@ def load_cache(
     return _fill_cache(filename, tensors, metadata, config, static)
 
 
-def load_prefix(filename: str | os.PathLike, model: Any) -> CachedPrefix:
+def load_prefix(filename: str | os.PathLike, model: Any, weights: str | None = None) -> CachedPrefix:
     """Reads a text's cache that `tost-hf cache` or `save_cache(..., model=, input_ids=)` wrote, for the same model.
 
     Continue it by `model.generate(torch.cat([prefix.input_ids, more], 1), past_key_values=prefix.cache)`.
+
+    Args:
+        weights: the `hash_weights` of the model, where it is known; reading them takes a while.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -212,7 +207,8 @@ def load_prefix(filename: str | os.PathLike, model: Any) -> CachedPrefix:
     input_ids = tensors[TOKENS].long()
     if input_ids.ndim != 2 or len(input_ids) != 1 or str(input_ids.shape[1]) != metadata.get("seq_length"):
         raise ValueError(f"{os.fspath(filename)!r} is not the cache of one text: its tokens are {tuple(input_ids.shape)}.")
-    if metadata.get("weights") != (weights := hash_weights(model)):
+    weights = hash_weights(model) if weights is None else weights
+    if metadata.get("weights") != weights:
         source = " at ".join(filter(None, (metadata.get("model"), metadata.get("revision")))) or "another model"
         raise ValueError(
             f"{os.fspath(filename)!r} was written with other weights, those of {source} (SHA-256 "

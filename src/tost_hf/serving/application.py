@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The server's application: requests are validated before they reach transformers' handlers, and errors get a message."""
 
+import asyncio
 import inspect
 import types
 from collections.abc import Callable, Coroutine, Generator
@@ -8,7 +9,6 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -170,7 +170,6 @@ async def start_in_thread(function: Callable[..., Coroutine], *args: Any, limite
     ended, value = await anyio.to_thread.run_sync(run_first_step, limiter=limiter)
     if ended:
         return value
-    await anyio.lowlevel.checkpoint_if_cancelled()  # the client has disconnected meanwhile
     return await _resume(steps)
 
 
@@ -217,23 +216,17 @@ class RequestValidation:
                 return message
             await anyio.sleep_forever()
 
-        failure = None
-        async with anyio.create_task_group() as group:
+        async def watch_client() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            request.disconnect()
 
-            async def watch_client() -> None:
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                group.cancel_scope.cancel()
-
-            group.start_soon(watch_client)
-            try:
-                await self.app(scope, checked_body, send)
-            except Exception as error:
-                failure = error  # raised outside: the group would put it into an ExceptionGroup
-            group.cancel_scope.cancel()
-        request.cancel()  # which is still running where the client has disconnected
-        if failure is not None:
-            raise failure
+        watching = asyncio.create_task(watch_client())
+        try:
+            await self.app(scope, checked_body, send)
+        finally:
+            watching.cancel()
+            request.disconnect()
 
     def _check(self, scope, body: bytes) -> tuple[bytes, ClientRequest]:
         """The request as it was understood, so that nobody after this understands it in another way.

@@ -58,9 +58,11 @@ class ClientRequest:
     seed: int | None = None
     prefix: str | None = None
     generation: BatchRequest | None = None
+    disconnected: bool = False
 
-    def cancel(self) -> None:
-        """Ends the generation; nothing happens where it is done."""
+    def disconnect(self) -> None:
+        """Ends the generation, or the one that is about to begin; nothing happens where it is done."""
+        self.disconnected = True
         if self.generation is not None:
             self.generation.cancel()
 
@@ -93,8 +95,12 @@ class GenerationFailed(RuntimeError):
     """The model failed; the request is valid."""
 
 
-class BoundedGenerationState(GenerationState):
-    """Hands out one `BoundedGeneration` per model."""
+class ServedGeneration(GenerationState, BaseGenerateManager):
+    """Generates for all requests together; beams, compiled steps and other models' texts one at a time, on another thread.
+
+    Both methods raise, before anything is computed, ValueError for a request that does not fit the model, and HTTPException
+    (429) where too many wait. Both are called on a worker thread (see `start_in_thread`) and continue on the event loop.
+    """
 
     def __init__(
         self,
@@ -116,31 +122,19 @@ class BoundedGenerationState(GenerationState):
         config.max_requests_per_batch = config.max_requests_per_batch or MAX_TOGETHER
         config.max_queue_size = config.max_queue_size or MAX_WAITING
         super().__init__(cb_config=config, **options)
-        self._managers: dict[str, BoundedGeneration] = {}
-        self._new_manager = partial(BoundedGeneration, config, {} if prefixes is None else prefixes, prefix_cache_bytes)
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> "BoundedGeneration":
-        if model_id not in self._managers:
-            self._managers[model_id] = self._new_manager()
-        return self._managers[model_id]
-
-
-class BoundedGeneration(BaseGenerateManager):
-    """Generates for all requests together; beams, compiled steps and other models' texts one at a time, on another thread.
-
-    Both methods raise, before anything is computed, ValueError for a request that does not fit the model, and HTTPException
-    (429) where too many wait. Both are called on a worker thread (see `start_in_thread`) and continue on the event loop.
-    """
-
-    def __init__(self, config: ContinuousBatchingConfig, prefixes: Mapping[str, CachedPrefix], prefix_cache_bytes: int):
-        self._config, self._prefixes, self._prefix_cache_bytes = config, prefixes, prefix_cache_bytes
+        self._prefixes, self._prefix_cache_bytes = {} if prefixes is None else prefixes, prefix_cache_bytes
         self._thread = InferenceThread()  # one for all that is generated alone: compiled steps are bound to their thread
+
+    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
+        return isinstance(model, ToSTForCausalLM)
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> "ServedGeneration":
+        return self
 
     def stop(self) -> None:
         """Does nothing: the threads end with the process."""
 
     def generate_streaming(self, *args, **kwargs):
-        anyio.from_thread.check_cancelled()  # the client has disconnected while its prompt was tokenized
         return anyio.from_thread.run_sync(partial(self._start_streaming, *args, **kwargs))
 
     def _start_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
@@ -192,14 +186,13 @@ class BoundedGeneration(BaseGenerateManager):
         loop, client = asyncio.get_running_loop(), current_request.get()
         if gen_config.max_new_tokens is None and gen_config.max_length is None:
             gen_config.max_new_tokens = DEFAULT_NEW_TOKENS
-        prompt, positions = inputs["input_ids"][0].tolist(), MAX_TOKENS
+        prompt, positions = torch.as_tensor(inputs["input_ids"]).flatten().tolist(), MAX_TOKENS
         if client.prefix is not None:
             if (prefix := self._prefixes.get(client.prefix)) is None:
                 names = ", ".join(self._prefixes) or "none"
                 raise ValueError(f"There is no prefix {client.prefix!r} here; there are: {names}.")
-            tokens = prefix.continued_by(prompt, getattr(processor, "bos_token_id", None))
-            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-            prompt, positions = tokens[0].tolist(), MAX_TOKENS + prefix.input_ids.shape[1]
+            prompt = prefix.continued_by(prompt, getattr(processor, "bos_token_id", None))[0].tolist()
+            positions += prefix.input_ids.shape[1]
         request = prepare_request(
             model,
             prompt,
@@ -214,6 +207,12 @@ class BoundedGeneration(BaseGenerateManager):
         )
         gen_config.max_new_tokens, gen_config.max_length = request.max_new_tokens, None  # by which handlers see why it ended
         client.generation = request
+        if client.disconnected:
+            request.cancel()
+        if isinstance(model, ToSTForCausalLM):
+            gen_config.use_cache = None  # which transformers' handlers have turned off, for a batch with pages
+            tokens = torch.tensor([prompt], device=model.device)
+            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         batched = isinstance(model, ToSTForCausalLM) and gen_config.cache_implementation is None
         if batched and request.settings.get_generation_mode() in BATCHED_MODES:
             try:
@@ -227,7 +226,7 @@ class BoundedGeneration(BaseGenerateManager):
     def _batching_manager(self, model: ToSTForCausalLM) -> BatchingManager:
         """The model's manager: an attribute of the model, so that both are unloaded together."""
         if (manager := vars(model).get(MANAGER_NAME)) is None:
-            manager = BatchingManager(model, batching_config=self._config, prefix_cache_bytes=self._prefix_cache_bytes)
+            manager = BatchingManager(model, batching_config=self._cb_config, prefix_cache_bytes=self._prefix_cache_bytes)
             for prefix in self._prefixes.values():
                 manager.scheduler.pin_prefix(prefix.input_ids[0].tolist(), prefix.cache)
             manager.start()
