@@ -31,7 +31,6 @@ from .model.tssa import TSSAState
 FILE_FORMAT = "tost_causal_statistics/1"
 MAX_LENGTH_DIGITS = 18  # of a number of tokens; an int64 holds it
 TOKENS = "input_ids"  # the tensor of a file that names its text
-HASHED_BYTES = 2**24  # at a time
 
 
 class StateBytes(NamedTuple):
@@ -112,9 +111,7 @@ def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
-        data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        for part in data.split(HASHED_BYTES):
-            digest.update(part.numpy().data)
+        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -127,7 +124,7 @@ def save_cache(
 ) -> None:
     """Writes a cache of a ToST model (from `generate`, a forward pass, or your own) to a safetensors file.
 
-    The file is written under a temporary name and then moved, so an interrupted call leaves an older file whole.
+    An interrupted call leaves an older file whole.
 
     Args:
         model, input_ids: the model that computed the cache and the tokens, (B, T), that it has seen: the file then names both,

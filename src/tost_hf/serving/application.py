@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, NonNegativeInt, PositiveInt, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.server import build_server
 
@@ -33,9 +33,7 @@ REQUEST_ERRORS: tuple[type[Exception], ...] = (
     LookupError,
     TemplateError,
     OSError,
-    RequestValidationError,
 )
-SERVER_ERRORS: tuple[type[Exception], ...] = (GenerationFailed, Exception)
 
 
 def _check_template_variables(variables: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +147,7 @@ def build_validated_server(model_manager, chat_handler, **more_handlers) -> Fast
     app.add_exception_handler(HTTPException, lambda _, error: error_response(error.status_code, error.detail))
     for kind in REQUEST_ERRORS:
         app.add_exception_handler(kind, lambda _, error: error_response(400, _describe_error(error)))
-    for kind in SERVER_ERRORS:
+    for kind in (GenerationFailed, Exception):
         app.add_exception_handler(kind, lambda _, error: error_response(500, str(error) or type(error).__name__))
     return app
 
@@ -204,7 +202,9 @@ class RequestValidation:
             await self.app(scope, receive, send)
             return
         try:
-            body, request = self._check(scope, await _read(scope, receive))
+            body, request = self._check(scope["path"], await _read(scope, receive))
+        except ClientDisconnect:
+            return
         except HTTPException as error:
             await error_response(error.status_code, error.detail)(scope, receive, send)
             return
@@ -228,13 +228,13 @@ class RequestValidation:
             watching.cancel()
             request.disconnect()
 
-    def _check(self, scope, body: bytes) -> tuple[bytes, ClientRequest]:
+    def _check(self, path: str, body: bytes) -> tuple[bytes, ClientRequest]:
         """The request as it was understood, so that nobody after this understands it in another way.
 
         Without its seed, by which the rest of the server would seed everybody's draws, and its prefix, which it does not know.
         """
         try:
-            request = ENDPOINTS[scope["path"]].model_validate_json(body)
+            request = ENDPOINTS[path].model_validate_json(body)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(str(part) for part in first["loc"]) or "The body"
@@ -253,13 +253,10 @@ async def _read(scope, receive) -> bytes:
 
     Raises:
         HTTPException: the endpoint is unknown, or the body too large or not JSON.
+        ClientDisconnect: the body is incomplete.
     """
-    kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
-    body, size, more = bytearray(), 0, True
-    while more:
-        message = await receive()
-        more = message["type"] == "http.request" and message.get("more_body", False)
-        chunk = message.get("body", b"")
+    request, body, size = Request(scope, receive), bytearray(), 0
+    async for chunk in request.stream():
         size += len(chunk)
         if size <= MAX_BODY_BYTES:
             body += chunk
@@ -267,6 +264,7 @@ async def _read(scope, receive) -> bytes:
         raise HTTPException(404, f"There is no {scope['path']} here; POST to {', '.join(ENDPOINTS)}.")
     if size > MAX_BODY_BYTES:
         raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BODY_BYTES} are read.")
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":  # a web page may send other kinds to any server that its reader can reach
         raise HTTPException(415, f"Send the header Content-Type: application/json, not {kind or 'none'!r}.")
     return bytes(body)

@@ -21,6 +21,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from ..cache_files import CachedPrefix, hash_weights, load_prefix
 from ..model.modeling_tost import ToSTForCausalLM
+from .scheduler import PREFIX_CACHE_BYTES
 
 
 def serve(
@@ -61,12 +62,12 @@ def patch_server(prefix_files: Mapping[str, str] | None = None, prefix_cache_byt
     from .application import build_validated_server
     from .server_generation import ServedGeneration, chat_usage, response_usage
 
-    bytes_option: dict[str, Any] = {} if prefix_cache_bytes is None else {"prefix_cache_bytes": prefix_cache_bytes}
+    cache_bytes = PREFIX_CACHE_BYTES if prefix_cache_bytes is None else prefix_cache_bytes
     prefixes: dict[str, CachedPrefix] = {}  # filled as the model is loaded
     replacements = {
         ("model_manager", "ModelManager"): partial(ServedModels, prefix_files=prefix_files or {}, prefixes=prefixes),
         ("model_manager", "transformers"): _ModelClasses(),
-        ("utils", "GenerationState"): partial(ServedGeneration, prefixes=prefixes, **bytes_option),
+        ("utils", "GenerationState"): partial(ServedGeneration, prefixes=prefixes, prefix_cache_bytes=cache_bytes),
         ("server", "build_server"): build_validated_server,
         ("chat_completion", "CompletionUsage"): chat_usage,
         ("completion", "CompletionUsage"): chat_usage,

@@ -39,7 +39,7 @@ from ..model.modeling_tost import ToSTForCausalLM
 from .generation import BatchingManager
 from .requests import BATCHED_MODES, BatchOutput, BatchRequest, Cancelled, prepare_request
 from .sampling import RejectNonFinite
-from .scheduler import PREFIX_CACHE_BYTES, TooManyRequests, check_batching_config
+from .scheduler import TooManyRequests, check_batching_config
 
 
 SERVED_MODES = (*BATCHED_MODES, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)  # others' code is in repositories
@@ -60,6 +60,11 @@ class ClientRequest:
     generation: BatchRequest | None = None
     disconnected: bool = False
 
+    @property
+    def output(self) -> BatchOutput:
+        """The output of the generation, which has begun."""
+        return cast(BatchRequest, self.generation).output
+
     def disconnect(self) -> None:
         """Ends the generation, or the one that is about to begin; nothing happens where it is done."""
         self.disconnected = True
@@ -70,29 +75,30 @@ class ClientRequest:
 current_request: ContextVar[ClientRequest] = ContextVar("current_request")
 
 
-def chat_usage(**counts: Any) -> CompletionUsage:
-    """OpenAI's usage of the current request, with the tokens that were read from the prefix cache."""
-    client = current_request.get(None)
-    if client is not None and client.generation is not None:
-        output = client.generation.output
-        counts["prompt_tokens"] = len(output.prompt_ids)  # with those of the prefix
-        counts["total_tokens"] = counts["prompt_tokens"] + counts["completion_tokens"]
-        details = PromptTokensDetails(cached_tokens=output.num_cached_tokens)
-        return CompletionUsage(**counts, prompt_tokens_details=details)
-    return CompletionUsage(**counts)
+def chat_usage(completion_tokens: int, **counts: int) -> CompletionUsage:
+    """OpenAI's usage of the current request, with its prefix, and the tokens that were read from the prefix cache."""
+    output = current_request.get().output
+    return CompletionUsage(
+        prompt_tokens=len(output.prompt_ids),
+        completion_tokens=completion_tokens,
+        total_tokens=len(output.prompt_ids) + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=output.num_cached_tokens),
+    )
 
 
 def response_usage(input_tokens: int, output_tokens: int) -> ResponseUsage:
     """`chat_usage` for the Responses API."""
-    usage = chat_usage(prompt_tokens=input_tokens, completion_tokens=output_tokens, total_tokens=input_tokens + output_tokens)
-    cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens or 0
-    result = compute_usage(usage.prompt_tokens, output_tokens)
-    result.input_tokens_details.cached_tokens = cached
-    return result
+    output = current_request.get().output
+    usage = compute_usage(len(output.prompt_ids), output_tokens)
+    usage.input_tokens_details.cached_tokens = output.num_cached_tokens
+    return usage
 
 
 class GenerationFailed(RuntimeError):
     """The model failed; the request is valid."""
+
+    def __init__(self, reason: object):
+        super().__init__(f"The generation failed: {shorten(reason)}")
 
 
 class ServedGeneration(GenerationState, BaseGenerateManager):
@@ -104,13 +110,12 @@ class ServedGeneration(GenerationState, BaseGenerateManager):
 
     def __init__(
         self,
-        continuous_batching: bool = True,
+        prefixes: Mapping[str, CachedPrefix],
+        prefix_cache_bytes: int,
         cb_config: ContinuousBatchingConfig | None = None,
-        prefixes: Mapping[str, CachedPrefix] | None = None,
-        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         **options,
     ):
-        """Batching is always continuous. `cb_config`: see generation.py. `prefixes`: those that requests may name.
+        """`prefixes`: those that requests may name. `cb_config`: see generation.py.
 
         Raises:
             ValueError: with this `cb_config` no request would ever be computed; or `prefix_cache_bytes` is negative.
@@ -122,7 +127,7 @@ class ServedGeneration(GenerationState, BaseGenerateManager):
         config.max_requests_per_batch = config.max_requests_per_batch or MAX_TOGETHER
         config.max_queue_size = config.max_queue_size or MAX_WAITING
         super().__init__(cb_config=config, **options)
-        self._prefixes, self._prefix_cache_bytes = {} if prefixes is None else prefixes, prefix_cache_bytes
+        self._prefixes, self._prefix_cache_bytes = prefixes, prefix_cache_bytes
         self._thread = InferenceThread()  # one for all that is generated alone: compiled steps are bound to their thread
 
     def use_continuous_batching(self, model: Any, modality: Any) -> bool:
@@ -149,13 +154,13 @@ class ServedGeneration(GenerationState, BaseGenerateManager):
                 streamer.put(output)
             except Exception as failure:  # a tokenizer that cannot decode what was generated
                 streamer.cancel()
-                error = GenerationFailed(_describe_failure(f"{type(failure).__name__}: {failure}"))
+                error = GenerationFailed(f"{type(failure).__name__}: {failure}")
             if error is not None:
                 queue.put_nowait(_StreamError(str(error)))
             elif output.is_finished():
                 streamer.end()
 
-        streamer.request = self._submit(model, processor, inputs, gen_config, pass_on, streaming=True)
+        self._submit(model, processor, inputs, gen_config, pass_on, streaming=True)
         return queue, streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
@@ -181,7 +186,7 @@ class ServedGeneration(GenerationState, BaseGenerateManager):
         gen_config: GenerationConfig,
         pass_on: Callable[[BatchOutput], object],
         streaming: bool = False,
-    ) -> BatchRequest:
+    ) -> None:
         """Submits a request whose outputs come to `pass_on` on this event loop."""
         loop, client = asyncio.get_running_loop(), current_request.get()
         if gen_config.max_new_tokens is None and gen_config.max_length is None:
@@ -221,7 +226,6 @@ class ServedGeneration(GenerationState, BaseGenerateManager):
                 raise HTTPException(429, str(error)) from error
         else:
             self._thread.submit(_generate_alone, request, model, processor, inputs, gen_config)
-        return request
 
     def _batching_manager(self, model: ToSTForCausalLM) -> BatchingManager:
         """The model's manager: an attribute of the model, so that both are unloaded together."""
@@ -239,7 +243,7 @@ class TextStreamer(CBStreamer):
 
     def __init__(self, tokenizer: Any, queue: asyncio.Queue, response_parser: Any):
         super().__init__(cast(Any, None), "", tokenizer, asyncio.get_running_loop(), queue, response_parser=response_parser)
-        self.request: BatchRequest | None = None
+        self.client = current_request.get()
         self._text = ""  # that was sent
 
     def put(self, output) -> None:
@@ -252,8 +256,7 @@ class TextStreamer(CBStreamer):
             self._send(text[len(self._text) :] if text.startswith(self._text) else None)
 
     def cancel(self) -> None:
-        if self.request is not None:
-            self.request.cancel()
+        self.client.disconnect()
 
     def _send(self, text: str | None) -> None:
         if text:
@@ -301,11 +304,7 @@ def _find_error(output: BatchOutput) -> Exception | None:
     """What the client is told of a request that failed."""
     if isinstance(output.cause, ValueError):
         return ValueError(shorten(output.error))
-    return None if output.error is None else GenerationFailed(_describe_failure(output.error))
-
-
-def _describe_failure(message: object) -> str:
-    return f"The generation failed: {shorten(message)}"
+    return None if output.error is None else GenerationFailed(output.error)
 
 
 def shorten(message: object) -> str:
