@@ -12,10 +12,9 @@ import yaml
 from transformers.utils import IMAGE_PROCESSOR_NAME, is_vision_available
 
 from ..exporting import export_model
-from ..exporting.writing import model_folder
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config, parameter_count
-from ..hub.loading import TOKENIZER_FILES
+from ..hub.loading import TOKENIZER_FILES, model_folder
 from ..hub.markdown import escape
 from ..hub.records import CARD, load_card
 from ..image_processing import make_image_processor
