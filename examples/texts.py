@@ -134,7 +134,7 @@ def expand_files(given: str | list[str] | None) -> list[str] | None:
 def _files_of(name: str) -> list[str]:
     if os.path.isdir(name):
         if os.path.exists(os.path.join(name, "tokens.json")):
-            raise ValueError(f"The tokens of {name!r} were prepared by version 0.2; prepare them again.")
+            raise ValueError(f"The tokens of {name!r} were prepared by an earlier version; prepare them again.")
         files = sorted(str(path) for path in Path(name).iterdir() if path.is_file() and ending(path.name) in LOADERS)
         if not files:
             raise FileNotFoundError(f"The folder {name!r} has no text files ({READ_FROM}).")

@@ -113,7 +113,7 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: the stream was another one.
         """
-        before, now = state.get("settings", {}), self.settings  # none before 0.3
+        before, now = state.get("settings", {}), self.settings  # none in checkpoints of earlier versions
         changed = {
             name: f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]
         }
