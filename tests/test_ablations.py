@@ -56,23 +56,6 @@ def test_unnormalised_scores_are_sums_of_squares():
     torch.testing.assert_close(output[0], layer.out_proj(expected.flatten(1)))
 
 
-@pytest.mark.parametrize("forgetting", ["none", "token"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@torch.no_grad()
-def test_unnormalised_scores_with_a_cache_match_the_full_pass(forgetting, dtype):
-    model = randomize(ToSTForCausalLM(small_config(forgetting=forgetting, **BOTH))).eval().to(dtype)
-    tokens, mask = torch.randint(1, 97, (2, 20)), torch.ones(2, 20, dtype=torch.long)
-    mask[1, [0, 1, 7]] = 0
-    whole, cache, pieces, at = model(tokens, attention_mask=mask, use_cache=False).logits, None, [], 0
-    for size in (5, 1, 1, 1, 12):
-        at += size
-        out = model(tokens[:, at - size : at], attention_mask=mask[:, :at], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        pieces.append(out.logits)
-    close = F64 if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(torch.cat(pieces, 1)[mask == 1], whole[mask == 1], **close)
-
-
 @pytest.mark.parametrize("pre_norm", [True, False])
 @torch.no_grad()
 def test_an_encoder_with_both_leaves_padding_out(pre_norm, texts):
@@ -113,23 +96,6 @@ def test_parameter_counts_with_ista(config_class, model_class, name, fields, cou
     bias, width = config_class is ToSTVisionConfig, config.hidden_size
     saved = 8 * width**2 + 5 * width * bias + width - width**2  # an MLP with its LayerScale, less a dictionary
     assert as_published - count == config.num_hidden_layers * saved
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: small_config(mlp_type="swiglu"), "mlp_type must be one of mlp, ista, got 'swiglu'"),
-        (lambda: small_vision_config(mlp_type="swiglu"), "mlp_type must be one of mlp, ista"),
-        (lambda: small_config(ista_step_size=0), "ista_step_size must be above 0"),
-        (lambda: small_config(ista_step_size=float("nan")), "ista_step_size must be above 0"),
-        (lambda: small_config(ista_threshold=-1.0), "ista_threshold must not be negative"),
-        (lambda: small_config(ista_threshold=float("inf")), "ista_threshold must be a finite number"),
-        (lambda: small_vision_config(attention_type="xca", normalize_scores=False), "is for TSSA; attention_type 'xca'"),
-    ],
-)
-def test_impossible_values_are_rejected(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 @pytest.mark.parametrize("kind", ["language", "vision"])

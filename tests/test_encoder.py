@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import randomize, small_config
-from test_modeling import packed_inputs
+from test_options import packed_inputs
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
@@ -187,14 +187,6 @@ def test_masked_labels_are_not_shifted(texts):
         (lambda config, tokens: ToSTModel(config)(tokens, use_cache=True), "encoder .*has no cache"),
         (lambda config, tokens: ToSTModel(config)(tokens, past_key_values=DynamicCache(config=config)), "has no cache"),
         (lambda config, tokens: ToSTForMaskedLM(small_config()), "of a causal model: set is_causal=False"),
-        (lambda config, tokens: small_config(pooling="first"), "pooling='first' needs is_causal=False"),
-        (lambda config, tokens: small_config(pooling="max"), "pooling must be one of mean, first, last"),
-        (lambda config, tokens: small_config(is_causal=False, conv_kernel=4), "conv_kernel is for causal models"),
-        (lambda config, tokens: small_config(is_causal=False, forgetting="head"), "forgetting is for causal models"),
-        (
-            lambda config, tokens: small_config(is_causal=False, layer_types=["tost_causal_statistics", "full_attention"]),
-            "layer_types is for causal models",
-        ),
         (lambda config, tokens: ToSTConfig.from_preset("tost-lra-chess"), "no preset 'tost-lra-chess'.*tost-lra-text"),
     ],
 )

@@ -182,16 +182,6 @@ def test_saved_and_published_again(hub, clients, strangers, published, tmp_path,
     assert rejected(strangers.load(third, auto_class, **TRUST))
 
 
-def test_save_pretrained_with_code(clients, strangers, computed, tmp_path):
-    model = tost_hf.ToSTForCausalLM.from_pretrained(language_folder(tmp_path / "model"))
-    model.save_pretrained(tmp_path / "with_code", with_code=True)
-    model.save_pretrained(tmp_path / "bare")
-    assert not list((tmp_path / "bare").glob("*.py"))
-    assert same(strangers.load(tmp_path / "with_code", **TRUST), computed)
-    assert rejected(strangers.load(tmp_path / "bare", **TRUST))
-    assert same(clients.load(tmp_path / "with_code"), computed)
-
-
 SAVED_AGAIN = {
     "model": "model_class.from_pretrained(folder, **trust).save_pretrained(target)",
     "configuration": "transformers.AutoConfig.from_pretrained(folder, **trust).save_pretrained(target)",
