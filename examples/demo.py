@@ -58,8 +58,8 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
     return files
 
 
-def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, length: int) -> None:
-    """A byte-level BPE tokenizer as GPT-2's, for texts of up to `length` tokens."""
+def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, max_length: int | None) -> None:
+    """A byte-level BPE tokenizer as GPT-2's; it warns of texts over `max_length` tokens (None: of none)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, length:
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        model_max_length=length,
+        model_max_length=max_length,
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",  # the model continues the text
     ).save_pretrained(folder)
 
