@@ -97,8 +97,24 @@ MAX_SIZES = {  # far above any model: larger sizes in a file are damage or an at
     "num_channels": 1024,
 }
 MAX_FLOAT = 2.0**127  # of a float32
-POSITIVE, NON_NEGATIVE = ("layer_norm_eps", "ista_step_size"), ("initializer_range", "ista_threshold")
-FINITE = (*POSITIVE, *NON_NEGATIVE, "layer_scale_init_value", "initializer_factor")
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # and the fields that they are for
+    "be at least 1": (
+        lambda x: x >= 1,
+        "vocab_size max_position_embeddings num_hidden_layers num_class_attention_layers num_attention_heads num_channels",
+    ),
+    # models reject a width of 0, not configurations: transformers' tools create such ones to test the fields
+    "be at least 0": (lambda x: x >= 0, "hidden_size intermediate_size"),
+    "be at least 0 and below 1": (
+        lambda x: 0 <= x < 1,
+        "hidden_dropout attention_dropout embedding_dropout drop_path_rate",
+    ),
+    "be above 0": (lambda x: x > 0, "layer_norm_eps ista_step_size"),
+    "not be negative": (lambda x: not x < 0, "initializer_range ista_threshold"),
+    "be a finite number that float32 can hold": (
+        lambda x: abs(x) < MAX_FLOAT,
+        "layer_norm_eps layer_scale_init_value initializer_range initializer_factor ista_step_size ista_threshold",
+    ),
+}
 MLP_TYPES = ("mlp", "ista")
 ABLATIONS = {"mlp_type": "mlp", "ista_step_size": 0.1, "ista_threshold": 0.1, "normalize_scores": True}
 
@@ -126,6 +142,9 @@ class ToSTBaseConfig(PreTrainedConfig):
         for alias, name in self.attribute_map.items():
             if alias in kwargs:  # set under the field's name, so that its type is checked
                 setattr(self, name, kwargs.pop(alias))
+        for name, most in MAX_SIZES.items():  # before transformers makes a list of layer types
+            if (getattr(self, name, None) or 0) > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {str(getattr(self, name))[:40]}.")
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -197,29 +216,13 @@ def _shorten(value: object) -> str:
     return repr(value)[:100]
 
 
-def check_max_sizes(config: PreTrainedConfig) -> None:
-    """Rejects (ValueError) sizes above `MAX_SIZES`."""
-    for name, most in MAX_SIZES.items():
-        if (getattr(config, name, None) or 0) > most:
-            raise ValueError(f"{name} must be at most {most:,}, got {str(getattr(config, name))[:40]}.")
-
-
-def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilities: tuple[str, ...]) -> None:
-    """Rejects (ValueError) impossible values in fields of text and vision configurations."""
-    rules: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
-        (counts, "be at least 1", lambda x: x >= 1),
-        # models reject a width of 0, not configurations: transformers' tools create such ones to test the fields
-        (("hidden_size", "intermediate_size"), "be at least 0", lambda x: x >= 0),
-        (probabilities, "be at least 0 and below 1", lambda x: 0 <= x < 1),
-        (POSITIVE, "be above 0", lambda x: x > 0),
-        (NON_NEGATIVE, "not be negative", lambda x: not x < 0),
-        (FINITE, "be a finite number that float32 can hold", lambda x: abs(x) < MAX_FLOAT),
-    )
-    for names, rule, is_valid in rules:
-        for name in names:
-            if not is_valid(value := getattr(config, name, 1)):
+def check_fields(config: PreTrainedConfig) -> None:
+    """Rejects (ValueError) impossible values in fields that text and vision configurations share, or one of them has."""
+    for rule, (is_valid, names) in RULES.items():
+        for name in names.split():
+            value = getattr(config, name, None)
+            if value is not None and not is_valid(value):
                 raise ValueError(f"{name} must {rule}, got {str(value)[:40]}.")
-    check_max_sizes(config)
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"hidden_size ({config.hidden_size}) must be a multiple of num_attention_heads ({config.num_attention_heads})."
@@ -359,7 +362,6 @@ __all__ = [
     "ToSTBaseConfig",
     "ToSTBaseModel",
     "check_fields",
-    "check_max_sizes",
     "code_files",
     "source_file",
 ]

@@ -6,12 +6,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from .base_tost import (
-    ABLATIONS,
-    ToSTBaseConfig,
-    check_fields,
-    check_max_sizes,
-)
+from .base_tost import ABLATIONS, ToSTBaseConfig, check_fields
 
 
 # Layer types, by which transformers' caches choose the layers they consist of. The first is ours although transformers has
@@ -207,11 +202,7 @@ class ToSTConfig(ToSTBaseConfig):
         self.validate_architecture()
 
     def validate_architecture(self):
-        check_fields(
-            self,
-            counts=("vocab_size", "num_hidden_layers", "num_attention_heads"),
-            probabilities=("hidden_dropout", "attention_dropout", "embedding_dropout"),
-        )
+        check_fields(self)
         if self.forgetting not in FORGETTING:
             raise ValueError(f"forgetting must be one of {', '.join(FORGETTING)}, got {self.forgetting[:40]!r}.")
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_KERNEL:
@@ -219,10 +210,6 @@ class ToSTConfig(ToSTBaseConfig):
         self.validate_layer_type()
         self._check_attention_layers()
         self._check_encoder()
-        if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
-            raise ValueError(
-                f"max_position_embeddings must be at least 1, or None for no limit, got {self.max_position_embeddings}."
-            )
 
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
@@ -317,7 +304,6 @@ class ToSTConfig(ToSTBaseConfig):
 
 
 def _get_layer_types(config: ToSTConfig) -> list[str]:
-    check_max_sizes(config)  # transformers asks for this list before the other checks
     given = config.__dict__.get("_layer_types")
     return [CAUSAL_STATISTICS] * config.num_hidden_layers if given is None else given[: config.num_hidden_layers]
 
