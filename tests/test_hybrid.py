@@ -39,9 +39,9 @@ def test_nonfinite_tokens_stay_in_their_packed_sequence(model, attention):
         seq_idx = torch.searchsorted(torch.tensor(borders), places, right=True)[None] if borders else None
         expected = model(inputs_embeds=embeds, seq_idx=seq_idx).logits
         for at in (4, 12, 19):
-            spoiled = embeds.clone()
-            spoiled[0, at] = torch.nan
-            logits = model(inputs_embeds=spoiled, seq_idx=seq_idx).logits
+            corrupted = embeds.clone()
+            corrupted[0, at] = torch.nan
+            logits = model(inputs_embeds=corrupted, seq_idx=seq_idx).logits
             sound = (places < at) | (places >= min([23, *(border for border in borders if border > at)]))
             torch.testing.assert_close(logits[0, sound], expected[0, sound], **F64)
             assert logits[0, ~sound].isnan().all()

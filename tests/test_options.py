@@ -80,7 +80,7 @@ def holes(model) -> list[int]:
 
 
 @torch.no_grad()
-def test_a_padded_sequence_is_the_sequence(model, tokens):
+def test_padding_equals_the_unpadded_sequence(model, tokens):
     """Left, right and inside, alone and in a batch, with and without position_ids."""
     alone = model(tokens[:1]).logits
     for places in ([0, 1, 2], [23, 24, 25], [0, 5, 6, 7, 13, 25], [3], [1, 3, 5, 7, 9, 11]):
@@ -109,7 +109,7 @@ def packed_inputs(style: str, lengths: list[int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("style", ["position_ids", "seq_idx", "cu_seq_lens_q", "both"])
 @torch.no_grad()
-def test_a_packed_sequence_is_the_sequence(model, style):
+def test_packing_equals_separate_sequences(model, style):
     lengths = [7, 1, 2, 3, 18]
     packed, inputs = torch.randint(2, 97, (1, 31)), packed_inputs(style, lengths)
     alone = torch.cat([model(sequence).logits for sequence in packed.split(lengths, 1)], 1)
@@ -165,7 +165,7 @@ def test_chunked_prefill_and_decoding_equal_the_full_forward(model, tokens, size
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("removed, pieces", [(0, 0), (1, 1), (9, 1), (9, 9)])
 @torch.no_grad()
-def test_crop_equals_never_having_seen(model, tokens, removed, pieces, static):
+def test_rollback_equals_never_having_processed(model, tokens, removed, pieces, static):
     if (has_attention(model) and static) or (SLIDING in model.config.layer_types and pieces > 1):
         pytest.skip("keys and values: CausalStatisticsCache is not static, and a window keeps the tokens of one forward")
     wrong, more = torch.randint(2, 97, (2, removed)), torch.randint(2, 97, (2, 6))
@@ -221,7 +221,7 @@ def test_saved_cache_resumes(tokens, model, tmp_path):
     torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, **F64)
 
 
-def test_a_cache_of_other_options_is_rejected(tokens, tmp_path):
+def test_cache_of_other_options_is_rejected(tokens, tmp_path):
     plain, other = build(), build(["conv"])
     for first, second in ((plain, other), (other, plain)):
         cache = first(tokens).past_key_values
@@ -256,7 +256,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(model, tokens):
         torch.testing.assert_close(found, gradients[0], **F64)
 
 
-def test_saved_model_is_the_model(model, tokens, tmp_path):
+def test_save_and_load(model, tokens, tmp_path):
     model = model.float()
     model.save_pretrained(tmp_path)
     loaded, info = ToSTForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
