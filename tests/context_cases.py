@@ -215,10 +215,11 @@ def million_tokens():
 def with_torchs_own():
     batch = a_batch("plain")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with context_parallel(mesh, buffers=[ids := torch.zeros(1, 64, dtype=torch.long)], buffer_seq_dims=[1]):
-        error = error_of(lambda: a_model()(ids))
-    assert a_model()(**batch).loss.isfinite()  # and not after it
-    return error
+    try:
+        with context_parallel(mesh, buffers=[ids := torch.zeros(1, 64, dtype=torch.long)], buffer_seq_dims=[1]):
+            a_model()(ids)
+    finally:
+        assert a_model()(**batch).loss.isfinite()  # and not after it
 
 
 def error_of(call):
@@ -230,37 +231,47 @@ def error_of(call):
 
 
 def errors_of_misuse():
-    """The error messages."""
+    """Error messages: found, and how each should begin."""
     mesh, ids = cp_mesh(4), torch.zeros(1, 9, dtype=torch.long)
     model = parallelize(a_model(), mesh)
     kinds = ["tost_causal_statistics", "full_attention"]
     encoder = tost_hf.ToSTModel(small_config(is_causal=False))
     classifier = tost_hf.ToSTForSequenceClassification(small_config())
-    calls = {
-        "hybrid": lambda: parallelize(a_model(layer_types=kinds), mesh),
-        "encoder": lambda: parallelize(encoder, mesh),
-        "classifier": lambda: parallelize(classifier, mesh),
-        "twice": lambda: parallelize(model, mesh),
-        "two dimensions": lambda: parallelize(a_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))),
-        "few tokens": lambda: model(ids[:, :3]),
-        "cache": lambda: model(ids, past_key_values=tost_hf.CausalStatisticsCache(model.config)),
-        "use_cache": lambda: model(ids, use_cache=True),
-        "generate": lambda: model.generate(ids, max_new_tokens=2),
-        "last logits": lambda: model(ids, logits_to_keep=1),
-        "too long": lambda: model(torch.zeros(1, 129, dtype=torch.long)),
-        "wrong mask": lambda: model(ids, attention_mask=torch.ones(1, 8)),
-        "no tokens": lambda: model(),
-        "one dimension": lambda: model(ids[0]),
-        "unequal labels": lambda: model(ids, labels=ids[:, :5]),
-        "no mesh": lambda: parallelize(a_model(), None),
-        "different texts": lambda: model(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)),  # the last process alone
-        "different lengths": lambda: model(ids[:, : 9 - dist.get_rank() % 2]),
-        "different labels": lambda: model(ids, labels=ids + dist.get_rank() // 3),
-        "different masks": lambda: model(ids, attention_mask=ids if dist.get_rank() else None),
-        "different order": lambda: model(torch.arange(9).roll(dist.get_rank()).unsqueeze(0)),
-        "torch's own": with_torchs_own,
-    }
-    return {name: error_of(call) if name != "torch's own" else call() for name, call in calls.items()}
+    different = "ValueError: The processes that share a text were given different batches"
+    cases = [
+        (lambda: parallelize(a_model(layer_types=kinds), mesh), "ValueError: parallelize does not support layers of full"),
+        (lambda: parallelize(encoder, mesh), "ValueError: parallelize does not support encoders"),
+        (lambda: parallelize(classifier, mesh), "TypeError: parallelize takes a ToSTModel or a ToSTForCausalLM"),
+        (lambda: parallelize(model, mesh), "ValueError: The model is context-parallel or tensor-parallel already"),
+        (
+            lambda: parallelize(a_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))),
+            "ValueError: parallelize takes a mesh of one dimension, got 2",
+        ),
+        (lambda: model(ids[:, :3]), "ValueError: A text of 3 tokens cannot be sharded over 4 processes"),
+        (
+            lambda: model(ids, past_key_values=tost_hf.CausalStatisticsCache(model.config)),
+            "ValueError: A context-parallel model has no cache",
+        ),
+        (lambda: model(ids, use_cache=True), "ValueError: A context-parallel model has no cache"),
+        (lambda: model.generate(ids, max_new_tokens=2), "ValueError: A context-parallel model has no cache"),
+        (lambda: model(ids, logits_to_keep=1), "ValueError: A context-parallel model computes the logits of all tokens"),
+        (lambda: model(torch.zeros(1, 129, dtype=torch.long)), "IndexError: Position 128 is past the end"),
+        (lambda: model(ids, attention_mask=torch.ones(1, 8)), "ValueError: attention_mask must have shape (1, 9)"),
+        (lambda: model(), "ValueError: Give exactly one of input_ids and inputs_embeds"),
+        (lambda: model(ids[0]), "ValueError: input_ids must be integers of shape (batch, tokens)"),
+        (lambda: model(ids, labels=ids[:, :5]), "ValueError: labels must have the shape of the tokens"),
+        (lambda: parallelize(a_model(), None), "TypeError: parallelize takes a torch DeviceMesh"),
+        (
+            lambda: model(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)),
+            f"{different}: input_ids differ in shape or content between the 4",
+        ),
+        (lambda: model(ids[:, : 9 - dist.get_rank() % 2]), f"{different}: input_ids differ"),
+        (lambda: model(ids, labels=ids + dist.get_rank() // 3), f"{different}: labels differ"),
+        (lambda: model(ids, attention_mask=ids if dist.get_rank() else None), f"{different}: attention_mask differ"),
+        (lambda: model(torch.arange(9).roll(dist.get_rank()).unsqueeze(0)), f"{different}: input_ids differ"),
+        (with_torchs_own, "ValueError: torch's context_parallel shards texts for softmax attention"),
+    ]
+    return [(error_of(call), message) for call, message in cases]
 
 
 CASES = {

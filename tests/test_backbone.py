@@ -97,24 +97,6 @@ def test_gradient_checkpointing_and_compilation_change_nothing(images):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"out_features": ["stage3"]}, "subset of stage_names"),
-        ({"out_features": ["stage2", "stem"]}, "same order as stage_names"),
-        ({"out_features": []}, "at least one of stage_names"),
-        ({"out_indices": []}, "at least one of stage_names"),
-        ({"out_indices": [3]}, "valid indices for stage_names"),
-        ({"out_indices": [1], "out_features": ["stage2"]}, "same stages"),
-        ({"_out_features": ["nonsense"]}, "subset of stage_names"),
-        ({"stage_names": ["stem"]}, "stage_names follows from other fields"),
-    ],
-)
-def test_impossible_choices(fields, message):
-    with pytest.raises(ValueError, match=message):
-        ToSTVisionConfig.from_dict(small_vision_config().to_dict() | fields)
-
-
-@pytest.mark.parametrize(
     ("pixels", "message"), [(None, "Give pixel_values"), (torch.zeros(1, 3, 15, 16), "multiples of the patch size")]
 )
 def test_bad_images(pixels, message):

@@ -34,21 +34,11 @@ HARMLESS = {  # other values that leave the model what it is
         "use_cache": False,
     },
 }
-OTHER_FIELDS = [
-    *("auto_map", "quantization_config", "torch_dtype", "attn_implementation", "experts_implementation", "num_labels"),
-    *("per_layer_config", "text_config", "layer_types", "head_dim", "name_or_path", "_commit_hash", "__class__", "__dict__"),
-    *(
-        "to_dict",
-        "validate",
-        "n_embd",
-        "n_layer",
-        "problem_type",
-        "generation_config",
-        "pruned_heads",
-        "sub_configs",
-        "generator",
-    ),
-]
+OTHER_FIELDS = (
+    "auto_map quantization_config torch_dtype attn_implementation experts_implementation num_labels per_layer_config "
+    "text_config layer_types head_dim name_or_path _commit_hash __class__ __dict__ to_dict validate n_embd n_layer "
+    "problem_type generation_config pruned_heads sub_configs generator"
+).split()
 AUTO_MAP = dict.fromkeys(("AutoConfig", "AutoModel", "AutoTokenizer", "AutoImageProcessor"), "evil.Evil")
 
 

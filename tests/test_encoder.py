@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import randomize, small_config
-from test_modeling import packed_inputs
+from test_options import packed_inputs
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
@@ -91,7 +91,7 @@ def plain_encoder(model: ToSTModel, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("pre_norm", [True, False])
 @torch.no_grad()
-def test_an_encoder_is_its_formulas_on_either_side_of_padding(pre_norm):
+def test_encoder_equals_its_reference_with_padding(pre_norm):
     model = build(pre_norm=pre_norm)
     tokens, mask = torch.randint(1, 97, (5, 12)), torch.ones(5, 12, dtype=torch.long)
     mask[0, :5] = mask[1, 8:] = mask[2, :2] = mask[2, 9:] = mask[3, 4:6] = 0
@@ -105,7 +105,7 @@ def test_an_encoder_is_its_formulas_on_either_side_of_padding(pre_norm):
 @pytest.mark.parametrize("style", ["position_ids", "seq_idx", "cu_seq_lens_q", "both"])
 @pytest.mark.parametrize("max_position_embeddings", [128, None])
 @torch.no_grad()
-def test_a_packed_text_is_the_text_alone(style, max_position_embeddings):
+def test_packing_equals_separate_sequences(style, max_position_embeddings):
     model = build(max_position_embeddings=max_position_embeddings)
     lengths = (5, 1, 17, 9)
     tokens = torch.randint(1, 97, (1, 32))
@@ -129,7 +129,7 @@ def test_every_token_sees_every_other_and_order_comes_from_the_table():
 @pytest.mark.parametrize("pooling", [None, "mean", "first", "last"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @torch.no_grad()
-def test_pooling_leaves_padding_out(is_causal, pooling, texts):
+def test_pooling_ignores_padding(is_causal, pooling, texts):
     if is_causal and pooling == "first":
         pytest.skip("a causal model's first token sees no other")
     model = build(ToSTForSequenceClassification, is_causal=is_causal, pooling=pooling)
@@ -187,23 +187,15 @@ def test_masked_labels_are_not_shifted(texts):
         (lambda config, tokens: ToSTModel(config)(tokens, use_cache=True), "encoder .*has no cache"),
         (lambda config, tokens: ToSTModel(config)(tokens, past_key_values=DynamicCache(config=config)), "has no cache"),
         (lambda config, tokens: ToSTForMaskedLM(small_config()), "of a causal model: set is_causal=False"),
-        (lambda config, tokens: small_config(pooling="first"), "pooling='first' needs is_causal=False"),
-        (lambda config, tokens: small_config(pooling="max"), "pooling must be one of mean, first, last"),
-        (lambda config, tokens: small_config(is_causal=False, conv_kernel=4), "conv_kernel is for causal models"),
-        (lambda config, tokens: small_config(is_causal=False, forgetting="head"), "forgetting is for causal models"),
-        (
-            lambda config, tokens: small_config(is_causal=False, layer_types=["tost_causal_statistics", "full_attention"]),
-            "layer_types is for causal models",
-        ),
         (lambda config, tokens: ToSTConfig.from_preset("tost-lra-chess"), "no preset 'tost-lra-chess'.*tost-lra-text"),
     ],
 )
-def test_what_an_encoder_cannot_do_is_rejected(attempt, message):
+def test_unsupported_uses_of_encoders_are_rejected(attempt, message):
     with pytest.raises(ValueError, match=message):
         attempt(small_config(is_causal=False), torch.ones(1, 4, dtype=torch.long))
 
 
-def test_generation_with_an_encoders_folder_is_rejected(tmp_path):
+def test_generation_with_an_encoder_is_rejected(tmp_path):
     build(ToSTForMaskedLM, torch.float32).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot generate text"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -233,7 +225,7 @@ def test_pipelines_compute_a_batch_as_single_texts(task, model_class, side, toke
     run = pipeline(task, model=model, tokenizer=tokenizer)
     texts = ["the <mask>", "the heads of <mask> model"] if task == "fill-mask" else ["the heads", "the heads of the model"]
     batch, single = run(texts, batch_size=2), run(texts, batch_size=1)
-    if task == "feature-extraction":  # it returns the places of padding, too
+    if task == "feature-extraction":  # it returns features of padding, too
         real = slice(None, len(single[0][0])) if side == "right" else slice(-len(single[0][0]), None)
         torch.testing.assert_close(torch.tensor(batch[0][0][real]), torch.tensor(single[0][0]), rtol=1e-4, atol=1e-4)
         return
@@ -278,14 +270,14 @@ def test_sizes_of_long_range_arena(name, count):
     assert config.pre_norm == (name != "tost-lra-pathfinder")
 
 
-def test_default_files_and_weights_know_nothing_of_encoders(tmp_path):
+def test_default_configuration_has_no_encoder_fields(tmp_path):
     config = small_config()
     config.save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()
     assert not [name for name in ("is_causal", "pooling", "pre_norm") if name in text]
 
 
-def test_init_card_info_inspect_and_convert_know_encoders(tmp_path, capsys):
+def test_init_card_info_inspect_and_convert_of_encoders(tmp_path, capsys):
     folder = tmp_path / "model"
     assert cli.main(["init", "tost-lra-pathfinder", str(folder)]) == 0
     facts = info(folder)

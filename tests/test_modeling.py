@@ -1,4 +1,4 @@
-"""The models: padding, packing, caching and positions against each sequence alone; recorded outputs."""
+"""Text models: sizes, cache, recorded outputs, losses, positions. test_options.py holds padding, packing and caching."""
 
 import copy
 
@@ -6,11 +6,10 @@ import pytest
 import torch
 from conftest import randomize, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
+from transformers import DataCollatorWithFlattening, StaticCache
 
 from tost_hf import (
     PRESETS,
-    CausalStatisticsCache,
     ToSTConfig,
     ToSTForCausalLM,
     ToSTForSequenceClassification,
@@ -57,31 +56,6 @@ def test_initial_weights():
 # Cache and continuation ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunks", [(20,), (1,) * 20, (7, 1, 12), (3, 3, 3, 3, 3, 3, 2), (19, 1)])
-@pytest.mark.parametrize(
-    "make_cache",
-    [
-        lambda config: None,
-        lambda config: DynamicCache(config=config),
-        lambda config: DynamicCache(),
-        lambda config: StaticCache(config=config, max_cache_len=20),
-        lambda config: CausalStatisticsCache(config),
-        lambda config: CausalStatisticsCache(config, static=True),
-    ],
-    ids=["none", "dynamic", "dynamic-without-config", "static", "own", "own-static"],
-)
-def test_chunked_prefill_and_decoding_equal_the_full_forward(tiny_model, chunks, make_cache):
-    tokens = ids(2, 20)
-    full = tiny_model(tokens).logits
-    cache, logits = make_cache(tiny_model.config), []
-    for chunk in tokens.split(chunks, 1):
-        out = tiny_model(chunk, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        logits.append(out.logits)
-    torch.testing.assert_close(torch.cat(logits, 1), full, **CLOSE)
-    assert cache.get_seq_length() == 20
-
-
 def test_use_cache_false_returns_none(tiny_model):
     assert tiny_model(ids(1, 4), use_cache=False).past_key_values is None
 
@@ -122,43 +96,6 @@ def test_bf16_statistics_stay_float32_and_decoding_stays_exact():
     assert error(torch.cat(steps, 1)) < 1.1 * error(full)
 
 
-# Padding and packing -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("position_free", [False, True])
-@pytest.mark.parametrize("explicit_positions", [False, True])
-def test_padding_is_each_sequence_alone(tiny_config, position_free, explicit_positions):
-    """Left, right, both, and a hole, in one batch; then continued through the cache."""
-    if position_free:
-        tiny_config.max_position_embeddings = None
-    model = randomize(ToSTForCausalLM(tiny_config)).eval()
-    mask = torch.ones(4, 12, dtype=torch.long)
-    mask[0, :5] = 0
-    mask[1, -4:] = 0
-    mask[2, :2] = mask[2, -3:] = 0
-    mask[3, 4:6] = 0
-    tokens, more = ids(4, 12), ids(4, 3)
-    positions = (mask.cumsum(1) - 1).clamp_min(0) if explicit_positions else None
-    out = model(tokens, attention_mask=mask, position_ids=positions)
-    longer = torch.cat([mask, torch.ones(4, 3, dtype=torch.long)], 1)
-    continued = model(more, attention_mask=longer, past_key_values=out.past_key_values)
-    for i, real in enumerate(mask.bool()):
-        alone = model(torch.cat([tokens[i][real], more[i]])[None]).logits[0]
-        torch.testing.assert_close(out.logits[i][real], alone[: real.sum()], **CLOSE)
-        torch.testing.assert_close(continued.logits[i], alone[real.sum() :], **CLOSE)
-
-
-def test_left_padding_in_one_token_steps(tiny_model):
-    """A one-token forward of padding leaves the state alone."""
-    tokens = ids(1, 6)
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), tokens], 1)
-    mask = (torch.arange(9) >= 3).long()[None]
-    cache = CausalStatisticsCache(tiny_model.config)
-    for t in range(9):
-        out = tiny_model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache)
-    torch.testing.assert_close(out.logits[:, -1], tiny_model(tokens).logits[:, -1], **CLOSE)
-
-
 class CountSynchronizations(TorchDispatchMode):
     """Counts reads of single values, each of which waits for the device."""
 
@@ -189,66 +126,12 @@ def test_static_decoding_does_not_synchronize(options, padded, monkeypatch):
     assert synchronizations.count == 0
 
 
-def test_a_reset_static_cache_starts_anew(tiny_model):
-    tokens = ids(2, 9)
-    mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()
-    cache = CausalStatisticsCache(tiny_model.config, static=True)
-    for _ in range(2):
-        out = tiny_model(tokens, attention_mask=mask, past_key_values=cache)
-        cache.reset()
-    torch.testing.assert_close(out.logits, tiny_model(tokens, attention_mask=mask).logits, rtol=0, atol=0)
-
-
-def packed_inputs(style, lengths):
-    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
-    if style == "position_ids":
-        return {"position_ids": position_ids}
-    if style == "seq_idx":
-        return {"seq_idx": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]}
-    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    return {"cu_seq_lens_q": cu} | ({"position_ids": position_ids} if style == "both" else {})
-
-
-@pytest.mark.parametrize("style", ["position_ids", "seq_idx", "cu_seq_lens_q", "both"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("position_free", [False, True])
-def test_packed_is_each_sequence_alone(tiny_config, style, masked, position_free):
-    if position_free:
-        tiny_config.max_position_embeddings = None
-    model = randomize(ToSTForCausalLM(tiny_config)).eval()
-    lengths = (5, 1, 17, 9)
-    tokens = ids(1, 32)
-    inputs = packed_inputs(style, lengths)
-    mask = torch.ones(1, 32, dtype=torch.long)
-    if masked:
-        mask[0, 30:] = mask[0, 7] = 0
-        if "position_ids" in inputs:  # positions count real tokens
-            inputs["position_ids"][0, 8:23] -= 1
-        inputs["attention_mask"] = mask
-    out = model(tokens, **inputs)
-    assert out.past_key_values is None
-    start = 0
-    for length in lengths:
-        real = mask[0, start : start + length].bool()
-        alone = model(tokens[:, start : start + length][:, real]).logits[0]
-        torch.testing.assert_close(out.logits[0, start : start + length][real], alone, **CLOSE)
-        start += length
-
-
 def test_flattening_collator(tiny_model):
     features = [{"input_ids": ids(n).tolist()} for n in (4, 9, 2)]
     batch = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True)(features)
     logits = tiny_model(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
     alone = [tiny_model(torch.tensor([f["input_ids"]])).logits[0] for f in features]
     torch.testing.assert_close(logits, torch.cat(alone), **CLOSE)
-
-
-def test_batch_of_packed_sequences(tiny_model):
-    position_ids = torch.stack([torch.cat([torch.arange(4), torch.arange(6)]), torch.arange(10)])
-    tokens = ids(2, 10)
-    logits = tiny_model(tokens, position_ids=position_ids).logits
-    torch.testing.assert_close(logits[1], tiny_model(tokens[1:]).logits[0], **CLOSE)
-    torch.testing.assert_close(logits[0, 4:], tiny_model(tokens[:1, 4:]).logits[0], **CLOSE)
 
 
 # Recorded outputs ----------------------------------------------------------------------------------------------------
@@ -289,20 +172,6 @@ def test_loss_and_num_items_in_batch(tiny_model):
     expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(out.loss, expected)
     torch.testing.assert_close(tiny_model(tokens, labels=labels, num_items_in_batch=30).loss, expected * 15 / 30)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_gives_equal_gradients(tiny_config, reentrant):
-    model = randomize(ToSTForCausalLM(tiny_config)).train()
-    tokens = ids(2, 40)
-    model(tokens, labels=tokens).loss.backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    model(tokens, labels=tokens).loss.backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=0, atol=0)
 
 
 def test_dropout_acts_in_training_only(tiny_config):

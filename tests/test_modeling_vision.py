@@ -6,12 +6,17 @@ import shutil
 
 import pytest
 import torch
-from conftest import randomize, small_vision_config
-from huggingface_hub.errors import StrictDataclassFieldValidationError
+from conftest import needs_auto_processor, randomize, small_vision_config
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    GPT2Config,
     ViTConfig,
+    pipeline,
 )
 
 from tost_hf import (
@@ -23,8 +28,9 @@ from tost_hf import (
     ToSTVisionConfig,
     ToSTVisionModel,
 )
+from tost_hf.image_processing import make_image_processor
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
-from tost_hf.model.modeling_tost_vision import ToSTVisionCrossCovarianceAttention, ToSTVisionLayer, ToSTVisionSoftmaxAttention
+from tost_hf.model.modeling_tost_vision import ToSTVisionCrossCovarianceAttention, ToSTVisionSoftmaxAttention
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -114,12 +120,6 @@ def test_initial_weights():
     assert (xca.tost.layers[0].attention.temperature == 1).all()
 
 
-def test_stem_widths_double_up_to_the_models():
-    stem = ToSTVisionModel(ToSTVisionConfig(hidden_size=384, patch_size=16, num_hidden_layers=1)).embeddings.patch_embeddings
-    assert [convolution.out_channels for convolution in stem.convolutions] == [48, 96, 192, 384]
-    assert [norm.num_features for norm in stem.norms] == [48, 96, 192, 384]
-
-
 # Images of any size --------------------------------------------------------------------------------------------------
 
 
@@ -192,20 +192,15 @@ def test_softmax_attention_is_explicit_softmax():
 
 @torch.no_grad()
 def test_drop_path_drops_whole_images():
-    layer = ToSTVisionLayer(tiny_config(drop_path_rate=0.25)).train()
+    model = tiny_model(drop_path_rate=0.25).tost
+    assert {block.drop_path_rate for block in (*model.layers, *model.class_attention_layers)} == {0.25}
+    layer = model.layers[0].train()
     branch = images(4000, 3, 2)
     share = layer.drop_path(branch) / branch
     kept = share[:, 0, 0] != 0
     torch.testing.assert_close(share, kept.float()[:, None, None].expand_as(share) / 0.75)  # all or nothing of an image
     assert kept.float().mean().item() == pytest.approx(0.75, abs=0.03)
     assert torch.equal(layer.eval().drop_path(branch), branch)
-
-
-@torch.no_grad()
-def test_drop_path_is_the_same_in_every_block():
-    model = ToSTForImageClassification(tiny_config(drop_path_rate=0.25))
-    blocks = (*model.tost.layers, *model.tost.class_attention_layers)
-    assert {block.drop_path_rate for block in blocks} == {0.25}
 
 
 @every_attention
@@ -307,13 +302,6 @@ def test_recorded_outputs(attention_type):
         torch.testing.assert_close(membership.sum(1), torch.ones(2, 24))
 
 
-def test_attention_is_permutation_equivariant():
-    """TSSA over the same patches in another order gives the same patches in that order."""
-    attention = tiny_model().tost.layers[0].attention
-    x, order = images(2, 24, 32), torch.randperm(24)
-    torch.testing.assert_close(attention(x)[0][:, order], attention(x[:, order])[0], **CLOSE)
-
-
 # Compilers -----------------------------------------------------------------------------------------------------------
 
 ONE_BLOCK = {"num_hidden_layers": 1, "num_class_attention_layers": 1, "patch_size": 4}  # of each kind
@@ -357,44 +345,12 @@ def test_default_compiler():
 
 
 @pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"patch_size": 12}, "patch_size must be a power of two from 2 to 32, got 12"),
-        ({"patch_size": 1}, "patch_size must be a power of two"),
-        ({"patch_size": 64}, "patch_size must be a power of two"),
-        ({"hidden_size": 36, "patch_size": 16}, r"hidden_size \(36\) must be a multiple of half the patch_size \(16\)"),
-        ({"attention_type": "linear"}, "attention_type must be one of tssa, xca, softmax, got 'linear'"),
-        ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
-        ({"num_channels": 0}, "num_channels must be at least 1"),
-        ({"num_class_attention_layers": 0}, "num_class_attention_layers must be at least 1"),
-        ({"drop_path_rate": 1.0}, "drop_path_rate must be at least 0 and below 1"),
-        ({"attention_dropout": -0.1}, "attention_dropout"),
-        ({"hidden_act": "nonsense"}, "hidden_act 'nonsense'"),
-        ({"layer_norm_eps": 0.0}, "layer_norm_eps"),
-    ],
-)
-def test_impossible_configurations(fields, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_config(**fields)
-
-
-@pytest.mark.parametrize("fields", [{"patch_size": "16"}, {"hidden_size": 1.5}, {"image_size": "large"}])
-def test_values_of_another_type(fields):
-    with pytest.raises(StrictDataclassFieldValidationError, match=next(iter(fields))):
-        tiny_config(**fields)
-
-
-def test_unknown_preset():
-    with pytest.raises(ValueError, match="no vision preset 'tost-vision-huge'; choose one of tost-vision-tiny-patch16"):
-        ToSTVisionConfig.from_preset("tost-vision-huge")
-
-
-@pytest.mark.parametrize(
     "model_class, config, message",
     [
         (ToSTForImageClassification, ToSTConfig, "ToSTForImageClassification needs a ToSTVisionConfig .*got a ToSTConfig"),
         (ToSTVisionModel, ToSTConfig, "ToSTVisionModel needs a ToSTVisionConfig .*got a ToSTConfig"),
         (ToSTForCausalLM, ToSTVisionConfig, "ToSTForCausalLM needs a ToSTConfig .*got a ToSTVisionConfig"),
+        (ToSTForCausalLM, GPT2Config, "ToSTForCausalLM needs a ToSTConfig .*, got a GPT2Config"),
         (ToSTModel, ToSTVisionConfig, "ToSTModel needs a ToSTConfig .*got a ToSTVisionConfig"),
         (ToSTForImageClassification, ViTConfig, "needs a ToSTVisionConfig .*got a ViTConfig"),
     ],
@@ -436,3 +392,81 @@ def test_initializer_factor_scales_the_stem():
         weight = model.embeddings.patch_embeddings.convolutions[-1].weight
         bound = factor / weight[0].numel() ** 0.5
         assert 0.99 * bound < weight.abs().max() <= bound
+
+
+# Saving and pipelines ------------------------------------------------------------------------------------------------
+
+LABELS = {0: "cat", 1: "dog", 2: "tost"}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model after a training step, with its processor, and its folder."""
+    model = tiny_model(id2label=LABELS, label2id={name: number for number, name in LABELS.items()})
+    model.train()(images(4, 3, 32, 32))
+    model.eval().save_pretrained(tmp_path / "model")
+    make_image_processor(model.config).save_pretrained(tmp_path / "model")
+    return model, str(tmp_path / "model")
+
+
+def test_save_load_equality_with_batch_statistics(saved):
+    model, folder = saved
+    again, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+    assert type(again) is ToSTForImageClassification and not any(info.values())
+    assert_equal_states(again.state_dict(), model.state_dict())
+    norm = again.tost.embeddings.patch_embeddings.norms[0]
+    assert norm.num_batches_tracked == 1 and norm.running_mean.any()
+    pixels = images()
+    assert torch.equal(again(pixels).logits, model(pixels).logits)
+    assert again.config.id2label == LABELS and again.config.label2id["tost"] == 2
+
+
+def test_trunk_and_classifier_share_their_weights(saved, tmp_path):
+    model, folder = saved
+    trunk = AutoModel.from_pretrained(folder)
+    assert type(trunk) is ToSTVisionModel
+    assert_equal_states(trunk.state_dict(), model.tost.state_dict())
+    trunk.save_pretrained(tmp_path / "trunk")
+    again, info = ToSTForImageClassification.from_pretrained(tmp_path / "trunk", num_labels=5, output_loading_info=True)
+    assert info["missing_keys"] == {"classifier.weight", "classifier.bias"}
+    assert_equal_states(again.tost.state_dict(), model.tost.state_dict())
+
+
+def test_head_is_replaced_when_the_labels_differ(saved):
+    model, folder = saved
+    with pytest.raises(RuntimeError, match="mismatched"):
+        AutoModelForImageClassification.from_pretrained(folder, num_labels=7)
+    again = AutoModelForImageClassification.from_pretrained(folder, num_labels=7, ignore_mismatched_sizes=True)
+    assert again.classifier.weight.shape == (7, 32) and (again.classifier.bias == 0).all()
+    assert_equal_states(again.tost.state_dict(), model.tost.state_dict())
+
+
+@needs_auto_processor
+@torch.no_grad()
+def test_image_classification_pipeline(saved, tmp_path):
+    model, folder = saved
+    picture = Image.effect_noise((50, 40), 90).convert("RGB")
+    picture.save(tmp_path / "picture.png")
+    classify = pipeline("image-classification", model=folder, device="cpu")
+    pixels = AutoImageProcessor.from_pretrained(folder)(picture, return_tensors="pt").pixel_values
+    expected = {LABELS[i]: p for i, p in enumerate(model(pixels).logits.softmax(-1)[0].tolist())}
+    for source in (picture, str(tmp_path / "picture.png")):
+        answer = {entry["label"]: entry["score"] for entry in classify(source, top_k=3)}
+        assert answer == pytest.approx(expected, rel=1e-5)
+    both = classify([picture, str(tmp_path / "picture.png")], top_k=3, batch_size=2)
+    assert len(both) == 2 and both[0] == both[1]
+    assert both[0][0]["label"] == max(expected, key=expected.get)
+
+
+@needs_auto_processor
+@torch.no_grad()
+def test_image_feature_extraction_pipeline(saved):
+    model, folder = saved
+    picture = Image.effect_noise((32, 32), 90).convert("RGB")
+    extract = pipeline("image-feature-extraction", model=folder, device="cpu")
+    features = extract(picture, return_tensors=True)
+    pixels = AutoImageProcessor.from_pretrained(folder)(picture, return_tensors="pt").pixel_values
+    assert features.shape == (1, 17, 32)
+    torch.testing.assert_close(features, model.tost(pixels).last_hidden_state, **CLOSE)
+    pooled = extract(picture, pool=True, return_tensors=True)
+    torch.testing.assert_close(pooled, model.tost(pixels).pooler_output, **CLOSE)

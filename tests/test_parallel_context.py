@@ -49,37 +49,10 @@ def test_million_tokens_take_a_quarter_of_the_memory_on_four_processes(tmp_path)
     assert grown[4] < 0.25 * grown[1] + 3.5e8  # what autograd and gloo allocate once, whatever the number of tokens
 
 
-DIFFERENT = "ValueError: The processes that share a text were given different batches"
-MESSAGES = {
-    "hybrid": "ValueError: parallelize does not support layers of full_attention",
-    "encoder": "ValueError: parallelize does not support encoders",
-    "classifier": "TypeError: parallelize takes a ToSTModel or a ToSTForCausalLM",
-    "twice": "ValueError: The model is context-parallel or tensor-parallel already",
-    "two dimensions": "ValueError: parallelize takes a mesh of one dimension, got 2",
-    "few tokens": "ValueError: A text of 3 tokens cannot be sharded over 4 processes",
-    "cache": "ValueError: A context-parallel model has no cache",
-    "use_cache": "ValueError: A context-parallel model has no cache",
-    "generate": "ValueError: A context-parallel model has no cache",
-    "last logits": "ValueError: A context-parallel model computes the logits of all tokens",
-    "too long": "IndexError: Position 128 is past the end",
-    "wrong mask": "ValueError: attention_mask must have shape (1, 9)",
-    "no tokens": "ValueError: Give exactly one of input_ids and inputs_embeds",
-    "one dimension": "ValueError: input_ids must be integers of shape (batch, tokens)",
-    "unequal labels": "ValueError: labels must have the shape of the tokens",
-    "no mesh": "TypeError: parallelize takes a torch DeviceMesh",
-    "different texts": f"{DIFFERENT}: input_ids differ in shape or content between the 4 processes",
-    "different lengths": f"{DIFFERENT}: input_ids differ",
-    "different labels": f"{DIFFERENT}: labels differ",
-    "different masks": f"{DIFFERENT}: attention_mask differ",
-    "different order": f"{DIFFERENT}: input_ids differ",
-    "torch's own": "ValueError: torch's context_parallel shards texts for softmax attention",
-}
-
-
-@pytest.mark.parametrize("case", MESSAGES)
-def test_errors(answers, case):
+def test_errors(answers):
     for answer in answers["errors"]:
-        assert answer[case].startswith(MESSAGES[case])
+        for found, message in answer:
+            assert found.startswith(message)
 
 
 def test_other_models_have_no_hooks(tiny_model):

@@ -42,9 +42,9 @@ def without_package(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def strangers(hub, tmp_path_factory, without_package):
-    """Processes without the package."""
-    with Clients(hub, tmp_path_factory.mktemp("strangers"), **without_package) as forks:
+def bare_clients(hub, tmp_path_factory, without_package):
+    """Clients without the package."""
+    with Clients(hub, tmp_path_factory.mktemp("bare_clients"), **without_package) as forks:
         yield forks
 
 
@@ -71,7 +71,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def published(hub, clients, tmp_path_factory):
-    """Of an Auto class: publishes a model under tost/CLASS, once, and returns what the package computes with it."""
+    """Publishes a model of an Auto class as tost/CLASS, once; returns what the package computes with it."""
 
     @functools.cache
     def publish(auto_class: str) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def rejected(outcome) -> bool:
     return isinstance(outcome, Client) and outcome.status == 1
 
 
-def test_the_package_is_absent(strangers):
+def test_the_package_is_absent(bare_clients):
     absent = """
 import importlib.metadata
 for question in (lambda: __import__("tost_hf"), lambda: importlib.metadata.version("tost-hf")):
@@ -109,23 +109,23 @@ for question in (lambda: __import__("tost_hf"), lambda: importlib.metadata.versi
         continue
     raise AssertionError("tost_hf is installed")
 """
-    strangers.run(absent).check()
+    bare_clients.run(absent).check()
 
 
 @pytest.mark.parametrize("auto_class", MODELS)
-def test_both_codes_agree_to_the_last_bit(clients, strangers, published, auto_class):
+def test_remote_code_and_package_agree_bit_for_bit(clients, bare_clients, published, auto_class):
     """In logits, in the features of AutoModel, in the tokens generated with a cache."""
     expected = published(auto_class)
-    found = strangers.load(f"tost/{auto_class}", auto_class, **TRUST)
+    found = bare_clients.load(f"tost/{auto_class}", auto_class, **TRUST)
     assert same(found, expected)
     assert ("generated" in found) == (auto_class == "AutoModelForCausalLM")
-    assert same(strangers.load(f"tost/{auto_class}", "AutoModel", **TRUST), clients.load(f"tost/{auto_class}", "AutoModel"))
+    assert same(bare_clients.load(f"tost/{auto_class}", "AutoModel", **TRUST), clients.load(f"tost/{auto_class}", "AutoModel"))
 
 
-def test_a_published_classifier_is_a_backbone(clients, strangers, published):
+def test_a_published_classifier_is_a_backbone(clients, bare_clients, published):
     published("AutoModelForImageClassification")
     case = ("tost/AutoModelForImageClassification", "AutoBackbone")
-    found = strangers.load(*case, out_indices=[0, 2], **TRUST)
+    found = bare_clients.load(*case, out_indices=[0, 2], **TRUST)
     assert found.keys() == {"map 0", "map 1"} and same(found, clients.load(*case, out_indices=[0, 2]))
 
 
@@ -149,8 +149,8 @@ assert writer("import", max_new_tokens=3, do_sample=False)[0]["generated_text"].
 """
 
 
-def test_config_cache_and_pipeline(strangers, computed):
-    strangers.run(IN_DETAIL, "tost/AutoModelForCausalLM").check()
+def test_config_cache_and_pipeline(bare_clients, computed):
+    bare_clients.run(IN_DETAIL, "tost/AutoModelForCausalLM").check()
 
 
 AGAIN = """
@@ -163,11 +163,11 @@ model.push_to_hub(third, with_code=False)
 
 
 @pytest.mark.parametrize("auto_class", MODELS)
-def test_saved_and_published_again(hub, clients, strangers, published, tmp_path, auto_class):
-    """By a process without the package: what comes of it carries the same files, and leads to no other repository."""
+def test_saved_and_published_again(hub, clients, bare_clients, published, tmp_path, auto_class):
+    """By a process without the package: the copy has the same files and refers to no other repository."""
     expected = published(auto_class)
     first, second, third = (f"tost/{auto_class}{number}" for number in ("", "-2", "-3"))
-    strangers.run(AGAIN, auto_class, first, tmp_path / "saved", second, third, token=hub.token("writer")).check()
+    bare_clients.run(AGAIN, auto_class, first, tmp_path / "saved", second, third, token=hub.token("writer")).check()
     files = hub.files(second)
     assert {name for name in files if name.endswith(".py")} == set(CODE_FILES[json.loads(files["config.json"])["model_type"]])
     for name in files.keys() - {"config.json", "README.md"}:
@@ -175,21 +175,11 @@ def test_saved_and_published_again(hub, clients, strangers, published, tmp_path,
     assert json.loads(files["config.json"])["auto_map"] == json.loads(hub.files(first)["config.json"])["auto_map"]
     assert len(hub.commits(second)) == 2  # the server's and one
     for source in (second, tmp_path / "saved"):
-        assert same(strangers.load(source, auto_class, **TRUST), expected)
+        assert same(bare_clients.load(source, auto_class, **TRUST), expected)
         assert same(clients.load(source, auto_class), expected)
     assert not any(name.endswith(".py") for name in hub.files(third))
     assert same(clients.load(third, auto_class), expected)
-    assert rejected(strangers.load(third, auto_class, **TRUST))
-
-
-def test_save_pretrained_with_code(clients, strangers, computed, tmp_path):
-    model = tost_hf.ToSTForCausalLM.from_pretrained(language_folder(tmp_path / "model"))
-    model.save_pretrained(tmp_path / "with_code", with_code=True)
-    model.save_pretrained(tmp_path / "bare")
-    assert not list((tmp_path / "bare").glob("*.py"))
-    assert same(strangers.load(tmp_path / "with_code", **TRUST), computed)
-    assert rejected(strangers.load(tmp_path / "bare", **TRUST))
-    assert same(clients.load(tmp_path / "with_code"), computed)
+    assert rejected(bare_clients.load(third, auto_class, **TRUST))
 
 
 SAVED_AGAIN = {
@@ -202,7 +192,7 @@ SAVED_AGAIN = {
 
 @pytest.mark.parametrize("way", SAVED_AGAIN)
 @pytest.mark.parametrize("auto_class", ["AutoModelForCausalLM", "AutoModelForImageClassification"])
-def test_saved_again_from_a_local_folder(strangers, tmp_path, way, auto_class):
+def test_saved_again_from_a_local_folder(bare_clients, tmp_path, way, auto_class):
     """By a process without the package: transformers splits a local folder's code, the copy has all of it."""
     MODELS[auto_class](tmp_path / "model")
     getattr(transformers, auto_class).from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model", with_code=True)
@@ -213,12 +203,12 @@ trust = {{"trust_remote_code": True}}
 task = "text-generation" if auto_class == "AutoModelForCausalLM" else "image-classification"
 {SAVED_AGAIN[way]}
 """
-    strangers.run(again, auto_class, tmp_path / "model", tmp_path / "again").check()
+    bare_clients.run(again, auto_class, tmp_path / "model", tmp_path / "again").check()
     files = {path.name for path in (tmp_path / "again").glob("*.py")}
     assert files == set(CODE_FILES["tost" if auto_class == "AutoModelForCausalLM" else "tost_vision"])
     if way in ("model", "pipeline"):
-        expected = strangers.load(tmp_path / "model", auto_class, **TRUST)
-        assert same(strangers.load(tmp_path / "again", auto_class, **TRUST), expected)
+        expected = bare_clients.load(tmp_path / "model", auto_class, **TRUST)
+        assert same(bare_clients.load(tmp_path / "again", auto_class, **TRUST), expected)
 
 
 PUBLISHED = Path(__file__).parent / "fixtures" / "published"
@@ -277,43 +267,43 @@ def assert_equal_to_rounding(found: dict[str, torch.Tensor], expected: dict[str,
 
 @pytest.mark.parametrize("kind", ["language", "vision"])
 @pytest.mark.parametrize("version", ["0.1.0", "2d5c8aa"])
-def test_folders_published_before(clients, strangers, tmp_path, version, kind):
-    """With the code they carry, with this package, and saved again with its code: the same logits, to rounding.
+def test_folders_published_before(clients, bare_clients, tmp_path, version, kind):
+    """With their own remote code, with this package, and saved again with its code: the same logits, to rounding.
 
     The language model of 2d5c8aa has every option beyond the paper: forgetting, convolution, a layer of softmax attention.
     """
     auto_class = "AutoModelForCausalLM" if kind == "language" else "AutoModelForImageClassification"
     folder = unpack_published(version, kind, tmp_path / "before")
     inputs = folder / "expected.safetensors"
-    with_its_code = compute_logits(strangers, folder, auto_class, inputs, **TRUST)
+    with_its_code = compute_logits(bare_clients, folder, auto_class, inputs, **TRUST)
     expected = with_its_code if version == "0.1.0" else load_file(inputs)
     assert_equal_to_rounding(with_its_code, expected)
     assert_equal_to_rounding(compute_logits(clients, folder, auto_class, inputs), expected)
     again = "getattr(transformers, argv[0]).from_pretrained(argv[1]).save_pretrained(argv[2], with_code=True)"
     clients.run(again, auto_class, folder, tmp_path / "again").check()
-    assert_equal_to_rounding(compute_logits(strangers, tmp_path / "again", auto_class, inputs, **TRUST), expected)
+    assert_equal_to_rounding(compute_logits(bare_clients, tmp_path / "again", auto_class, inputs, **TRUST), expected)
     saved = {path.name for path in (tmp_path / "again").glob("*.py")}
     assert saved == set(CODE_FILES["tost" if kind == "language" else "tost_vision"])
 
 
 @pytest.mark.slow
-def test_offline_once_cached(hub, strangers, computed, without_package):
+def test_offline_once_cached(hub, bare_clients, computed, without_package):
     """Another process of the same home: no request, the same bits."""
-    online = strangers.load("tost/AutoModelForCausalLM", cache_dir=None, **TRUST)
+    online = bare_clients.load("tost/AutoModelForCausalLM", cache_dir=None, **TRUST)
     before = len(hub.requests)
-    with Clients(hub, strangers.folder, HF_HUB_OFFLINE="1", **without_package) as offline:
+    with Clients(hub, bare_clients.folder, HF_HUB_OFFLINE="1", **without_package) as offline:
         assert same(offline.load("tost/AutoModelForCausalLM", cache_dir=None, **TRUST), online)
     assert hub.requests[before:] == []
 
 
-def test_code_runs_only_where_it_is_trusted(hub, clients, strangers, computed, tmp_path):
+def test_code_runs_only_where_it_is_trusted(hub, clients, bare_clients, computed, tmp_path):
     """A repository whose source files leave a mark when they run."""
     files = hub.files("tost/AutoModelForCausalLM")
     mark = tmp_path / "mark"
     marking = f"open({str(mark)!r}, 'w')\n".encode()
     hub.create("tost/mark", {name: marking * name.endswith(".py") + data for name, data in files.items()})
     for options in ({}, {"trust_remote_code": False}, {"trust_remote_code": None}):
-        outcome = strangers.load("tost/mark", **options)
+        outcome = bare_clients.load("tost/mark", **options)
         assert rejected(outcome) and "trust_remote_code" in outcome.output
         assert not mark.exists()
 
@@ -326,5 +316,5 @@ def test_code_runs_only_where_it_is_trusted(hub, clients, strangers, computed, t
     assert verified.status == 1 and "1 of 7 checks failed" in verified.output and "Its code is not that of" in verified.output
     assert not mark.exists()
 
-    assert same(strangers.load("tost/mark", **TRUST), computed)
+    assert same(bare_clients.load("tost/mark", **TRUST), computed)
     assert mark.exists()

@@ -5,6 +5,7 @@ import functools
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -96,6 +97,24 @@ MAX_SIZES = {  # far above any model: larger sizes in a file are damage or an at
     "num_channels": 1024,
 }
 MAX_FLOAT = 2.0**127  # of a float32
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # and the fields that they are for
+    "be at least 1": (
+        lambda x: x >= 1,
+        "vocab_size max_position_embeddings num_hidden_layers num_class_attention_layers num_attention_heads num_channels",
+    ),
+    # models reject a width of 0, not configurations: transformers' tools create such ones to test the fields
+    "be at least 0": (lambda x: x >= 0, "hidden_size intermediate_size"),
+    "be at least 0 and below 1": (
+        lambda x: 0 <= x < 1,
+        "hidden_dropout attention_dropout embedding_dropout drop_path_rate",
+    ),
+    "be above 0": (lambda x: x > 0, "layer_norm_eps ista_step_size"),
+    "not be negative": (lambda x: not x < 0, "initializer_range ista_threshold"),
+    "be a finite number that float32 can hold": (
+        lambda x: abs(x) < MAX_FLOAT,
+        "layer_norm_eps layer_scale_init_value initializer_range initializer_factor ista_step_size ista_threshold",
+    ),
+}
 MLP_TYPES = ("mlp", "ista")
 ABLATIONS = {"mlp_type": "mlp", "ista_step_size": 0.1, "ista_threshold": 0.1, "normalize_scores": True}
 
@@ -123,6 +142,9 @@ class ToSTBaseConfig(PreTrainedConfig):
         for alias, name in self.attribute_map.items():
             if alias in kwargs:  # set under the field's name, so that its type is checked
                 setattr(self, name, kwargs.pop(alias))
+        for name, most in MAX_SIZES.items():  # before transformers makes a list of layer types
+            if (getattr(self, name, None) or 0) > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {str(getattr(self, name))[:40]}.")
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -194,37 +216,17 @@ def _shorten(value: object) -> str:
     return repr(value)[:100]
 
 
-def check_max_sizes(config: PreTrainedConfig) -> None:
-    """Rejects (ValueError) sizes above `MAX_SIZES`."""
-    for name, most in MAX_SIZES.items():
-        if (getattr(config, name, None) or 0) > most:
-            raise ValueError(f"{name} must be at most {most:,}, got {str(getattr(config, name))[:40]}.")
-
-
-def check_fields(config: PreTrainedConfig, counts: tuple[str, ...], probabilities: tuple[str, ...]) -> None:
-    """Rejects (ValueError) impossible values in fields of text and vision configurations."""
-    # models reject a width of 0, not configurations: transformers' tools create such ones to test the fields
-    for name, least in (dict.fromkeys(counts, 1) | {"hidden_size": 0, "intermediate_size": 0}).items():
-        if getattr(config, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)}.")
-    check_max_sizes(config)
+def check_fields(config: PreTrainedConfig) -> None:
+    """Rejects (ValueError) impossible values in fields that text and vision configurations share, or one of them has."""
+    for rule, (is_valid, names) in RULES.items():
+        for name in names.split():
+            value = getattr(config, name, None)
+            if value is not None and not is_valid(value):
+                raise ValueError(f"{name} must {rule}, got {str(value)[:40]}.")
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"hidden_size ({config.hidden_size}) must be a multiple of num_attention_heads ({config.num_attention_heads})."
         )
-    for name in probabilities:
-        if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(config, name)}.")
-    for name in ("layer_norm_eps", "ista_step_size"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} must be above 0, got {getattr(config, name)}.")
-    for name in ("initializer_range", "ista_threshold"):
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name} must not be negative, got {getattr(config, name)}.")
-    numbers = "layer_norm_eps layer_scale_init_value initializer_range initializer_factor ista_step_size ista_threshold"
-    for name in numbers.split():
-        if not abs(getattr(config, name, 0)) < MAX_FLOAT:  # true of NaN as well
-            raise ValueError(f"{name} must be a finite number that float32 can hold, got {str(getattr(config, name))[:40]}.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         ids = getattr(config, name, None)
         if any(i < 0 for i in (ids if isinstance(ids, list) else [ids or 0])):
@@ -360,7 +362,6 @@ __all__ = [
     "ToSTBaseConfig",
     "ToSTBaseModel",
     "check_fields",
-    "check_max_sizes",
     "code_files",
     "source_file",
 ]

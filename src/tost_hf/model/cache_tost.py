@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
 from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
-from .layers_tost import move_tokens, places_after_padding
+from .layers_tost import left_padding_indices, permute_tokens
 from .tssa_reference import TSSAState, as_state
 
 
@@ -346,9 +346,9 @@ def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
     sums = TSSAState(*(old + term.sum(1) for old, term in zip(state, terms)))
     if recent is not None:
         assert tokens.inputs is not None  # recorded with recent inputs
-        past = recent.shape[1]
-        place = places_after_padding(F.pad(real, (past, 0), value=True))
-        recent = move_tokens(torch.cat([recent, tokens.inputs], 1), place)[:, -past:]
+        kept = recent.shape[1]
+        indices = left_padding_indices(F.pad(real, (kept, 0), value=True))
+        recent = permute_tokens(torch.cat([recent, tokens.inputs], 1), indices)[:, -kept:]
     return LayerPast(sums, recent)
 
 

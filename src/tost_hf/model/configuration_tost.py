@@ -6,12 +6,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from .base_tost import (
-    ABLATIONS,
-    ToSTBaseConfig,
-    check_fields,
-    check_max_sizes,
-)
+from .base_tost import ABLATIONS, ToSTBaseConfig, check_fields
 
 
 # Layer types, by which transformers' caches choose the layers they consist of. The first is ours although transformers has
@@ -162,7 +157,9 @@ class ToSTConfig(ToSTBaseConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     num_key_value_heads: int | None = None
-    rope_parameters: dict | None = field(default=None, compare=False)  # no attribute where no layer rotates
+    # a factory leaves no attribute in the class: to transformers every configuration with this attribute is one of a model
+    # with rotary positions
+    rope_parameters: dict | None = field(default_factory=lambda: None, compare=False)
     is_causal: bool = True
     pooling: str | None = None
     pre_norm: bool = True
@@ -189,7 +186,14 @@ class ToSTConfig(ToSTBaseConfig):
         return cls(**fields)
 
     def __post_init__(self, **kwargs):
+        given_rope = self.rope_parameters
         super().__post_init__(**kwargs)  # also sets what came under a GPT-2 name
+        if not self.rotates:
+            if given_rope is not None:
+                raise ValueError(
+                    "rope_parameters are for attention layers of position-free models (max_position_embeddings=None)."
+                )
+            del self.rope_parameters
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         if not self.is_causal:
@@ -198,11 +202,7 @@ class ToSTConfig(ToSTBaseConfig):
         self.validate_architecture()
 
     def validate_architecture(self):
-        check_fields(
-            self,
-            counts=("vocab_size", "num_hidden_layers", "num_attention_heads"),
-            probabilities=("hidden_dropout", "attention_dropout", "embedding_dropout"),
-        )
+        check_fields(self)
         if self.forgetting not in FORGETTING:
             raise ValueError(f"forgetting must be one of {', '.join(FORGETTING)}, got {self.forgetting[:40]!r}.")
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_KERNEL:
@@ -210,17 +210,12 @@ class ToSTConfig(ToSTBaseConfig):
         self.validate_layer_type()
         self._check_attention_layers()
         self._check_encoder()
-        if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
-            raise ValueError(
-                f"max_position_embeddings must be at least 1, or None for no limit, got {self.max_position_embeddings}."
-            )
 
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
         fields = super().to_dict()
-        for name in ("layer_types", "rope_parameters"):
-            if (given := fields.pop(f"_{name}", None)) is not None:
-                fields[name] = given
+        if (layer_types := fields.pop("_layer_types", None)) is not None:
+            fields["layer_types"] = layer_types
         return fields
 
     def _check_encoder(self):
@@ -258,10 +253,6 @@ class ToSTConfig(ToSTBaseConfig):
         if groups is not None and (groups < 1 or self.num_attention_heads % groups):
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {groups}."
-            )
-        if self.__dict__["_rope_parameters"] is not None and not self.rotates:
-            raise ValueError(
-                "rope_parameters are for attention layers of position-free models (max_position_embeddings=None)."
             )
         if self.rotates and (self.rope_parameters or {}).get("rope_type") not in ("default", "linear"):
             raise ValueError(
@@ -313,7 +304,6 @@ class ToSTConfig(ToSTBaseConfig):
 
 
 def _get_layer_types(config: ToSTConfig) -> list[str]:
-    check_max_sizes(config)  # transformers asks for this list before the other checks
     given = config.__dict__.get("_layer_types")
     return [CAUSAL_STATISTICS] * config.num_hidden_layers if given is None else given[: config.num_hidden_layers]
 
@@ -324,20 +314,8 @@ def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
     config.__dict__["_layer_types"] = layer_types
 
 
-def _get_rope_parameters(config: ToSTConfig) -> dict | None:
-    if not config.rotates:
-        raise AttributeError("Only position-free models with attention layers have rope_parameters.")
-    return config.__dict__.get("_rope_parameters")
-
-
-def _set_rope_parameters(config: ToSTConfig, rope_parameters: dict | None) -> None:
-    config.__dict__["_rope_parameters"] = rope_parameters
-
-
 # A property over the field, so that its default follows `num_hidden_layers` at any time. transformers' caches read it.
 ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]  # replaces the field
-# A property, too: to transformers every configuration with this attribute is one of a model with rotary positions.
-ToSTConfig.rope_parameters = property(_get_rope_parameters, _set_rope_parameters)  # type: ignore[assignment]
 
 
 __all__ = [

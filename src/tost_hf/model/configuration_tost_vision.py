@@ -135,11 +135,7 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
             self.set_output_features_output_indices(**wanted)
 
     def validate_architecture(self):
-        check_fields(
-            self,
-            counts=("num_hidden_layers", "num_class_attention_layers", "num_attention_heads", "num_channels"),
-            probabilities=("hidden_dropout", "attention_dropout", "embedding_dropout", "drop_path_rate"),
-        )
+        check_fields(self)
         if self.patch_size not in (2, 4, 8, 16, 32):
             raise ValueError(f"patch_size must be a power of two from 2 to 32, got {self.patch_size}.")
         if self.hidden_size % (self.patch_size // 2):

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Layers that text and vision models share: the short convolution, the ISTA step, Token Statistics Self-Attention."""
+"""Layers that text and vision models share: the short convolution, MLP, ISTA step, Token Statistics Self-Attention."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from .tssa import TSSAOutput, tssa, tssa_step
 from .tssa_reference import TSSAState, compute_dtype, sequence_starts
@@ -56,11 +58,11 @@ class ShortConvolution(nn.Module):
         window = F.pad(hidden_states, (0, 0, past, 0))
         if recent is not None:
             window = torch.cat([recent.to(hidden_states.dtype), hidden_states], 1)
-        place = None
+        indices = None
         if mask is not None:
-            place = places_after_padding(F.pad(mask.bool(), (past, 0), value=True))
-            window = move_tokens(window, place)
-            seq_idx = None if seq_idx is None else move_tokens(seq_idx, place)
+            indices = left_padding_indices(F.pad(mask.bool(), (past, 0), value=True))
+            window = permute_tokens(window, indices)
+            seq_idx = None if seq_idx is None else permute_tokens(seq_idx, indices)
         weights = self.weight.unbind(1)
         out = window[:, past:] * (1 + weights[0])
         for j in range(1, self.kernel):
@@ -69,9 +71,9 @@ class ShortConvolution(nn.Module):
                 other = seq_idx[:, past - j : past - j + T] != seq_idx[:, past:]
                 earlier = earlier.masked_fill(other.unsqueeze(-1), 0)
             out = torch.addcmul(out, earlier, weights[j])
-        if place is not None:  # back in the given order; padding gets the output of any token
-            index = (place[:, past:] - past).clamp_min(0)
-            out = out.gather(1, index.unsqueeze(-1).expand_as(out))
+        if indices is not None:  # restore the given order; the output at padding is arbitrary
+            indices = (indices[:, past:] - past).clamp_min(0)
+            out = out.gather(1, indices.unsqueeze(-1).expand_as(out))
         # a copy: a view in a cache would keep the whole window in memory
         return out, window[:, -past:].clone()
 
@@ -79,18 +81,34 @@ class ShortConvolution(nn.Module):
         return f"{self.weight.shape[0]}, kernel={self.kernel}"
 
 
-def places_after_padding(real: torch.Tensor) -> torch.Tensor:
-    """The places (B, N) of tokens once all padding stands before the real tokens, by `real` (B, N)."""
-    padding = ~real
-    return torch.where(real, padding.sum(1, keepdim=True) + real.cumsum(1), padding.cumsum(1)) - 1
+def left_padding_indices(mask: torch.Tensor) -> torch.Tensor:
+    """The index (B, N) of each token once all padding is moved to the left, by a boolean mask (B, N) of real tokens."""
+    padding = ~mask
+    return torch.where(mask, padding.sum(1, keepdim=True) + mask.cumsum(1), padding.cumsum(1)) - 1
 
 
-def move_tokens(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """The tokens of x (B, N, ...) moved to `place` (B, N), a permutation."""
-    return torch.zeros_like(x).scatter(1, place.view(*place.shape, *[1] * (x.ndim - 2)).expand_as(x), x)
+def permute_tokens(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """The tokens of x (B, N, ...), each moved to its index in `indices` (B, N), a permutation."""
+    return torch.zeros_like(x).scatter(1, indices.view(*indices.shape, *[1] * (x.ndim - 2)).expand_as(x), x)
 
 
-# ISTA step ------------------------------------------------------------------------------------------------------------
+# MLP and ISTA step ----------------------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """Two Linear layers with the activation of `config` between them; `inner_dropout` acts on the wide features."""
+
+    def __init__(self, config: PreTrainedConfig, bias: bool = True, inner_dropout: float = 0.0):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.inner_dropout = nn.Dropout(inner_dropout)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        wide = self.inner_dropout(self.act_fn(self.up_proj(hidden_states)))
+        return self.dropout(self.down_proj(wide))
 
 
 class ISTAStep(nn.Module):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForQuestionAnswering, GenericForTokenClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -29,7 +28,7 @@ from .base_tost import ToSTBaseModel
 from .cache_tost import cached_length
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .inputs_tost import build_attention_masks, check_early_exit, check_prompt, resolve_inputs
-from .layers_tost import ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias
+from .layers_tost import MLP, ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias
 from .tssa_reference import compute_dtype
 
 
@@ -224,19 +223,6 @@ def _nonfinite_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 # Blocks ----------------------------------------------------------------------------------------------------------------
 
 
-class ToSTMLP(nn.Module):
-    def __init__(self, config: ToSTConfig):
-        super().__init__()
-        assert config.intermediate_size is not None  # the configuration has computed it
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.down_proj(self.act_fn(self.up_proj(hidden_states))))
-
-
 def _make_tssa(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttention:
     return TokenStatisticsSelfAttention(
         config.hidden_size,
@@ -275,7 +261,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         if config.mlp_type == "ista":
             self.mlp = ISTAStep(width, config.ista_step_size, config.ista_threshold)
         else:
-            self.mlp = ToSTMLP(config)
+            self.mlp = MLP(config, bias=config.use_bias)
             self.mlp_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
         for projection in (self.self_attn.out_proj, getattr(self.mlp, "down_proj", None)):
             if projection is not None:  # has smaller initial weights, see _init_weights

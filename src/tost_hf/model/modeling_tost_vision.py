@@ -20,7 +20,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .base_tost import ToSTBaseModel
 from .configuration_tost_vision import ToSTVisionConfig
-from .layers_tost import ISTAStep, TokenStatisticsSelfAttention
+from .layers_tost import MLP, ISTAStep, TokenStatisticsSelfAttention
 from .tssa_reference import compute_dtype
 
 
@@ -233,23 +233,10 @@ def _make_attention(config: ToSTVisionConfig) -> nn.Module:
 # Blocks --------------------------------------------------------------------------------------------------------------
 
 
-class ToSTVisionMLP(nn.Module):
-    def __init__(self, config: ToSTVisionConfig):
-        super().__init__()
-        assert config.intermediate_size is not None  # the configuration has computed it
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.act_fn = ACT2FN[config.hidden_act]
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.down_proj(self.dropout(self.act_fn(self.up_proj(hidden_states)))))
-
-
 def _make_mlp(config: ToSTVisionConfig) -> nn.Module:
     if config.mlp_type == "ista":
         return ISTAStep(config.hidden_size, config.ista_step_size, config.ista_threshold)
-    return ToSTVisionMLP(config)
+    return MLP(config, inner_dropout=config.hidden_dropout)
 
 
 class _ToSTVisionBlock(GradientCheckpointingLayer):
@@ -293,7 +280,7 @@ class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
     """A class-attention block as the authors compute it: the patch tokens' branches are not zero but the normalised tokens."""
 
     def __init__(self, config: ToSTVisionConfig):
-        super().__init__(config, ToSTVisionClassAttention(config), ToSTVisionMLP(config))
+        super().__init__(config, ToSTVisionClassAttention(config), MLP(config, inner_dropout=config.hidden_dropout))
         self.normalize_patch_tokens = config.normalize_patch_tokens
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

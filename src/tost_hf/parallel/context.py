@@ -25,8 +25,8 @@ from ..model.layers_tost import (
     LayerOperators,
     ShortConvolution,
     TokenStatisticsSelfAttention,
-    move_tokens,
-    places_after_padding,
+    left_padding_indices,
+    permute_tokens,
 )
 from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
@@ -342,7 +342,7 @@ def convolve_context_parallel(
     begins = (number[:, -1:] != 0).expand_as(found)
     notes = torch.stack([found, begins], -1).to(hidden_states.dtype)
     inputs = F.pad(hidden_states, (0, 0, past, 0)).masked_fill(~found.unsqueeze(-1), 0)
-    last = move_tokens(torch.cat([inputs, notes], -1), places_after_padding(found))[:, -past:]
+    last = permute_tokens(torch.cat([inputs, notes], -1), left_padding_indices(found))[:, -past:]
     gathered = gather(last, mesh)
     # tokens before this shard's own, padding where there is none; those of this shard and later ones are padding too
     notes = gathered[..., D:].detach() != 0
