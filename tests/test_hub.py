@@ -110,6 +110,20 @@ def test_a_pull_request(hub, clients, published, tmp_path):
     assert same(clients.load("tost/tiny", revision="refs/pr/1"), clients.load(proposal))
 
 
+def test_commit_of_somebody_else_meanwhile(hub, clients, tmp_path):
+    """Between the comparison and the commit: the comparison is made again."""
+    folder = language_folder(tmp_path / "model")
+    hub.create("tost/busy", {"README.md": b"old"})
+
+    def overtake():
+        hub.commit("tost/busy", {"results.json": b"{}", "README.md": CARD.encode() + b"Changed meanwhile."})
+
+    with hub.fail("POST", "/commit/", times=1, action=overtake):
+        clients.command("publish", folder, "tost/busy", "--without-code", token=hub.token("writer")).check()
+    assert [request.status for request in hub.requested("POST", "tost/busy/commit/")] == [412, 200]
+    assert hub.files("tost/busy") == contents(folder) | {"results.json": b"{}"}
+
+
 def test_a_dry_run_sends_nothing(hub, clients, folder):
     before = len(hub.requests)
     done = clients.command("publish", folder, "tost/dry", "--dry-run", token=hub.token("writer")).check()
