@@ -224,11 +224,17 @@ def test_server_timeout(hub, clients, tmp_path, step):
 
 def test_missing_permissions(hub, clients, folder, published):
     head = hub.head("tost/tiny")
-    for token in (hub.token("reader"), hub.token("stranger"), "hf_" + "0" * 34, None):
-        for name in ("tost/tiny", "tost/new"):
-            rejected = clients.command("publish", folder, name, token=token)
-            assert rejected.status == 1 and rejected.output.startswith("tost-hf: error: "), rejected.output
-            assert "Traceback" not in rejected.output and not (token and token in rejected.output)
+    reader, stranger = hub.token("reader"), hub.token("stranger")
+    for token, name in (
+        (reader, "tost/tiny"),
+        (reader, "tost/new"),
+        (stranger, "tost/tiny"),
+        ("hf_" + "0" * 34, "tost/tiny"),
+        (None, "tost/new"),
+    ):
+        rejected = clients.command("publish", folder, name, token=token)
+        assert rejected.status == 1 and rejected.output.startswith("tost-hf: error: "), rejected.output
+        assert "Traceback" not in rejected.output and not (token and token in rejected.output)
     assert hub.head("tost/tiny") == head and "tost/new" not in hub.repositories
 
 
