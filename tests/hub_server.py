@@ -124,16 +124,11 @@ def is_lfs(path: str, size: int) -> bool:
     return size > 0 and path.endswith(LFS_SUFFIXES)
 
 
-def card_data(readme: bytes) -> dict:
-    """The YAML at the head of a model card; {} where there is none."""
-    block = re.match(r"---\r?\n(.*?)\r?\n---", readme.decode(), re.DOTALL)
-    return (yaml.safe_load(block[1]) or {}) if block else {}
-
-
 def card_errors(readme: bytes, kind: str = "model") -> list[str]:
     """What is wrong in the metadata of a card, as the real Hub checks it."""
     try:
-        data = card_data(readme)
+        block = re.match(r"---\r?\n(.*?)\r?\n---", readme.decode(), re.DOTALL)
+        data = (yaml.safe_load(block[1]) or {}) if block else {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         return [f"invalid YAML: {error}"]
     if kind == "space":
@@ -176,7 +171,7 @@ class Fault:
     hits: int = 0
     seen: int = 0
 
-    def strikes(self, method: str, path: str) -> bool:
+    def applies_to(self, method: str, path: str) -> bool:
         if not (re.fullmatch(self.method, method) and re.search(self.path, path)):
             return False
         self.seen += 1
@@ -325,21 +320,21 @@ class Request(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.user = self.hub.users.get(token)
-        self.known = self.user is not None or not token
+        self.valid_token = self.user is not None or not token
         self.log = LoggedRequest(self.command, self.path, self.user, dict(self.headers))
         with self.hub.lock:
             self.hub.requests.append(self.log)
-            struck = [fault for fault in self.hub.faults if fault.strikes(self.command, self.path)]
-        self.fault = struck[0] if struck else Fault("", "")
+            applying = [fault for fault in self.hub.faults if fault.applies_to(self.command, self.path)]
+        self.fault = applying[0] if applying else Fault("", "")
         try:
             with suppress(ConnectionError):  # the client went away
-                self.handle_sound_or_faulty()
+                self.respond()
         finally:
             self.log.ended = True
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
-    def handle_sound_or_faulty(self) -> None:
+    def respond(self) -> None:
         assert "Transfer-Encoding" not in self.headers, "chunked bodies are not implemented"
         self.log.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         time.sleep(self.fault.delay)
@@ -375,14 +370,14 @@ class Request(BaseHTTPRequestHandler):
     def query(self, name: str) -> str:
         return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
 
-    def asks(self, name: str) -> bool:
+    def flag(self, name: str) -> bool:
         return self.query(name).lower() in ("1", "true")
 
     def dispatch(self) -> None:
         path = urlsplit(self.path).path
         if self.server is self.hub.servers[1]:
             return self.storage(path)
-        if not self.known:
+        if not self.valid_token:
             raise HubError(401, "Invalid credentials in Authorization header")
         for methods, pattern, needs, handler in ROUTES:
             match = pattern.fullmatch(path)
@@ -402,9 +397,9 @@ class Request(BaseHTTPRequestHandler):
             if self.user:
                 raise HubError(404, "Repository not found", "RepoNotFound")
             raise HubError(401, "Invalid username or password.", "RepoNotFound")
-        proposes = self.user and (self.asks("create_pr") or "/refs%2Fpr%2F" in self.path)  # everyone may open a pull request
+        proposes = self.user and (self.flag("create_pr") or "/refs%2Fpr%2F" in self.path)  # everyone may open a pull request
         if needs == "write" and not proposes and not self.may_write(namespace):
-            self.forbid()
+            self.deny()
         return repository
 
     def belongs_to(self, namespace: str) -> bool:
@@ -417,7 +412,7 @@ class Request(BaseHTTPRequestHandler):
         """The address of a repository."""
         return f"{self.hub.url}/{'spaces/' if repository.kind == 'spaces' else ''}{repository.name}"
 
-    def forbid(self) -> None:
+    def deny(self) -> None:
         if self.user:
             raise HubError(403, "You don't have the required permissions to perform this action")
         raise HubError(401, "Invalid username or password.", "RepoNotFound")
@@ -428,7 +423,7 @@ class Request(BaseHTTPRequestHandler):
     def create_repository(self):
         namespace = self.json.get("organization") or self.user or ""
         if not self.may_write(namespace):
-            self.forbid()
+            self.deny()
         name = f"{namespace}/{self.json['name']}"
         key = f"spaces/{name}" if self.json.get("type") == "space" else name
         if key != name and self.json.get("sdk") != "static":
@@ -442,26 +437,11 @@ class Request(BaseHTTPRequestHandler):
     @route("GET", API + "(?:/revision/(?P<revision>[^/]+))?", needs="see")
     def info(self, repository: Repository, revision: str | None):
         head = repository.resolve(revision or "main")
-        tree = repository.commits[head].tree
-        with suppress(ValueError, yaml.YAMLError):
-            card = card_data(tree["README.md"].data) if "README.md" in tree else {}
         siblings = [
-            {"rfilename": path} | ({"blobId": entry.oid} | entry.listing if self.asks("blobs") else {})
-            for path, entry in tree.items()
+            {"rfilename": path} | ({"blobId": entry.oid} | entry.listing if self.flag("blobs") else {})
+            for path, entry in repository.commits[head].tree.items()
         ]
-        self.reply(
-            {
-                "id": repository.name,
-                "sha": head,
-                "private": repository.private,
-                "gated": False,
-                "tags": card.get("tags") or [],
-                "pipeline_tag": card.get("pipeline_tag"),
-                "library_name": card.get("library_name", "transformers"),
-                "cardData": card or None,
-                "siblings": siblings,
-            }
-        )
+        self.reply({"id": repository.name, "sha": head, "private": repository.private, "tags": [], "siblings": siblings})
 
     @route("GET", API + "/tree/(?P<revision>[^/]+)(?P<folder>/.+)?", needs="see")
     def list_tree(self, repository: Repository, revision: str, folder: str | None):
@@ -502,7 +482,7 @@ class Request(BaseHTTPRequestHandler):
     @route("POST", PAGE + r"\.git/info/lfs/objects/batch", needs="see")
     def lfs_batch(self, repository: Repository):
         if not self.user:
-            self.forbid()
+            self.deny()
         objects = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in self.json["objects"]]
         for wanted in objects:
             if wanted["oid"] not in self.hub.objects:
@@ -534,9 +514,9 @@ class Request(BaseHTTPRequestHandler):
         if not parent.startswith(message.get("parentCommit") or ""):
             raise HubError(412, "A commit has happened since. Please refresh and try again.")
         old = repository.commits[parent].tree
-        tree = self.changed(old, operations)
+        tree = self.apply_operations(old, operations)
         commit = parent
-        if self.asks("create_pr"):
+        if self.flag("create_pr"):
             repository.pull_requests += 1
             ref = f"refs/pr/{repository.pull_requests}"
             answer = {"pullRequestUrl": f"{self.page(repository)}/discussions/{repository.pull_requests}"}
@@ -545,7 +525,7 @@ class Request(BaseHTTPRequestHandler):
         url = f"{self.page(repository)}/commit/{commit}"
         self.reply({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""} | answer)
 
-    def changed(self, tree: dict[str, Entry], operations: list[dict]) -> dict[str, Entry]:
+    def apply_operations(self, tree: dict[str, Entry], operations: list[dict]) -> dict[str, Entry]:
         """The tree of a commit, made of its parent's and of what the client sent."""
         tree = dict(tree)
         for operation in operations:

@@ -110,6 +110,20 @@ def test_a_pull_request(hub, clients, published, tmp_path):
     assert same(clients.load("tost/tiny", revision="refs/pr/1"), clients.load(proposal))
 
 
+def test_commit_of_somebody_else_meanwhile(hub, clients, tmp_path):
+    """Between the comparison and the commit: the comparison is made again."""
+    folder = language_folder(tmp_path / "model")
+    hub.create("tost/busy", {"README.md": b"old"})
+
+    def overtake():
+        hub.commit("tost/busy", {"results.json": b"{}", "README.md": CARD.encode() + b"Changed meanwhile."})
+
+    with hub.fail("POST", "/commit/", times=1, action=overtake):
+        clients.command("publish", folder, "tost/busy", "--without-code", token=hub.token("writer")).check()
+    assert [request.status for request in hub.requested("POST", "tost/busy/commit/")] == [412, 200]
+    assert hub.files("tost/busy") == contents(folder) | {"results.json": b"{}"}
+
+
 def test_a_dry_run_sends_nothing(hub, clients, folder):
     before = len(hub.requests)
     done = clients.command("publish", folder, "tost/dry", "--dry-run", token=hub.token("writer")).check()
@@ -210,11 +224,17 @@ def test_server_timeout(hub, clients, tmp_path, step):
 
 def test_missing_permissions(hub, clients, folder, published):
     head = hub.head("tost/tiny")
-    for token in (hub.token("reader"), hub.token("stranger"), "hf_" + "0" * 34, None):
-        for name in ("tost/tiny", "tost/new"):
-            rejected = clients.command("publish", folder, name, token=token)
-            assert rejected.status == 1 and rejected.output.startswith("tost-hf: error: "), rejected.output
-            assert "Traceback" not in rejected.output and not (token and token in rejected.output)
+    reader, stranger = hub.token("reader"), hub.token("stranger")
+    for token, name in (
+        (reader, "tost/tiny"),
+        (reader, "tost/new"),
+        (stranger, "tost/tiny"),
+        ("hf_" + "0" * 34, "tost/tiny"),
+        (None, "tost/new"),
+    ):
+        rejected = clients.command("publish", folder, name, token=token)
+        assert rejected.status == 1 and rejected.output.startswith("tost-hf: error: "), rejected.output
+        assert "Traceback" not in rejected.output and not (token and token in rejected.output)
     assert hub.head("tost/tiny") == head and "tost/new" not in hub.repositories
 
 
@@ -267,7 +287,7 @@ def test_file_with_other_bytes(clients, published, name):
     clients.command("verify", "tost/tiny").check()
     (path,) = (clients.folder / f"home/hub/models--tost--tiny/snapshots/{published['main'][1]}").glob(name)
     blob, original = path.resolve(), path.read_bytes()
-    for damaged in (original[:-1], original[:-1] + b"?"):
+    for damaged in (original[:-1], original[:-1] + bytes([original[-1] ^ 1])):
         blob.write_bytes(damaged)
         done = clients.command("verify", "tost/tiny")
         assert done.status == 1 and f"{name} is not the file that the repository lists" in done.output, done.output

@@ -118,7 +118,7 @@ def test_commands_read_a_text_once(model, folder, tmp_path, capsys):
     command = ["cache", str(folder), str(tmp_path / "text.txt"), str(written)]
     assert main(command) == 0
     assert "2,000 tokens in" in capsys.readouterr().out
-    assert main(command) == 1 and "exists already" in capsys.readouterr().err
+    assert main(command) == 1 and "exists; choose another" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
     capsys.readouterr()
     options = ["--max-new-tokens", "12"]

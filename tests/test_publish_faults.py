@@ -1,4 +1,4 @@
-"""Publishing where things go wrong: killed clients, failing servers, lost connections, somebody else's commit.
+"""Publishing where things go wrong: killed clients, failing servers, lost connections.
 
 Whatever happens, a repository is at its old commit or at a complete new one, and doing it again completes it.
 """
@@ -89,18 +89,3 @@ def test_failing_server(hub, case, step, how):
     assert done.status == 1 and done.output.count("tost-hf: error: ") == 1 and "Traceback" not in done.output, done.output
     assert hub.head(case.repo_id) == case.head
     case.complete()
-
-
-def test_commit_of_somebody_else_meanwhile(hub, clients, case):
-    """Between the comparison and the commit: the comparison is made again."""
-
-    def overtake():
-        hub.commit(case.repo_id, {"results.json": b"{}", "README.md": CARD.encode() + b"Changed meanwhile."})
-
-    with hub.fail("POST", "/commit/", times=1, action=overtake):
-        clients.wait(case.start()).check()
-    assert [request.status for request in hub.requested("POST", f"{case.repo_id}/commit/")] == [412, 200]
-    files = hub.files(case.repo_id)
-    assert files["results.json"] == b"{}" and files["README.md"] == contents(case.folder)["README.md"]
-    names = contents(case.folder).keys()
-    assert files.keys() == names | set(CODE_FILES["tost"]) | {"results.json"}

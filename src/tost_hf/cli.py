@@ -450,9 +450,9 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _cache(args: argparse.Namespace) -> None:
     from .cache_files import prefill_cache, save_cache
+    from .files import check_file
 
-    if Path(args.output).exists() and not args.overwrite:
-        raise ValueError(f"{args.output} exists already; replace it with --overwrite.")
+    check_file(Path(args.output), args.overwrite)
     text = Path(args.text).read_text(encoding="utf-8")
     model, tokenizer = _load_text_model(args)
     input_ids = tokenizer(text, return_tensors="pt").input_ids

@@ -54,7 +54,7 @@ def _check_replaceable(target: Path, is_folder: bool) -> None:
 def check_file(target: Path, overwrite: bool) -> None:
     """Raises OSError where a file would replace a folder, or another file unless `overwrite`."""
     if target.is_dir():
-        raise IsADirectoryError(f"{target} is a folder; name a file, such as ckpt.pt.")
+        raise IsADirectoryError(f"{target} is a folder; name a file.")
     if target.exists() and not overwrite:
         raise FileExistsError(f"The file {target} exists; choose another, or overwrite it (--overwrite).")
 

@@ -4,7 +4,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers import (
@@ -28,13 +28,6 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model",
 Loaded = TypeVar("Loaded")
 
 
-class LoadedModel(NamedTuple):
-    """A model that runs, and in a few words what its output is."""
-
-    model: PreTrainedModel
-    output: str
-
-
 def model_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
     """The folder of a model, downloaded where `source` is a repository.
 
@@ -48,14 +41,17 @@ def model_folder(source: str | os.PathLike, revision: str | None = None) -> Path
     return download(os.fspath(source), revision)[0]
 
 
-def check_loading(folder: Path, config: PreTrainedConfig) -> LoadedModel:
+def check_loading(folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedModel, str]:
     """Loads the model, and the tokenizer or image processor where there are their files, and runs the model.
+
+    Returns:
+        The model, and in a few words what its output is.
 
     Raises:
         ValueError: transformers cannot load one of them without running the folder's code, or the output is not finite.
     """
     model = load_model(folder, config)
-    output = check_output(model, config)
+    output = _check_output(model, config)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         _load("the generation settings", lambda: GenerationConfig.from_pretrained(folder, local_files_only=True))
     if config.model_type == "tost":
@@ -66,7 +62,7 @@ def check_loading(folder: Path, config: PreTrainedConfig) -> LoadedModel:
         # with "_backends" it is a placeholder: this transformers asks for torchvision, which is not installed
         options = {"trust_remote_code": False, "local_files_only": True}
         _load("the image processor", lambda: AutoImageProcessor.from_pretrained(folder, **options))
-    return LoadedModel(model, output)
+    return model, output
 
 
 def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
@@ -84,7 +80,7 @@ def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
             logging.enable_progress_bar()
 
 
-def check_output(model: PreTrainedModel, config: PreTrainedConfig) -> str:
+def _check_output(model: PreTrainedModel, config: PreTrainedConfig) -> str:
     """Runs the model on a few tokens or one image.
 
     Raises:
@@ -146,4 +142,4 @@ def _reason(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-__all__ = ["check_loading", "check_output", "load_fitting_tokenizer", "load_model", "model_folder"]
+__all__ = ["check_loading", "load_fitting_tokenizer", "load_model", "model_folder"]

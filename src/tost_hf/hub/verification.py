@@ -111,8 +111,8 @@ def _describe(config: PreTrainedConfig) -> str:
 
 
 def _run(folder: Path, config: PreTrainedConfig) -> str:
-    loaded = check_loading(folder, config)
-    return f"{loaded.output}; {_generate(loaded.model, config)}" if loaded.model.can_generate() else loaded.output
+    model, output = check_loading(folder, config)
+    return f"{output}; {_generate(model, config)}" if model.can_generate() else output
 
 
 def _generate(model: Any, config: PreTrainedConfig) -> str:
