@@ -293,6 +293,8 @@ def test_manager_takes_requests_at_any_time(model):
         first = manager.add_requests(prompts[:4])
         assert {manager.get_result(timeout=30).request_id for _ in first} == set(first)
         names = manager.add_requests(prompts[4:])
+        with pytest.raises(ValueError, match="A request has one answer"):
+            manager.add_request(prompts[0], num_return_sequences=2, do_sample=True)
         streamed = manager.add_request(prompts[0], streaming=True)
         lengths = [len(output.generated_tokens) for output in manager.request_id_iter(streamed)]
         assert lengths == list(range(1, 13))
