@@ -323,6 +323,15 @@ def test_manager_cancels_and_stops(model):
     manager.stop()
 
 
+def test_manager_continues_after_an_error_of_the_scheduler(model, monkeypatch):
+    with model.continuous_batching_context_manager() as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.scheduler, "_choose_chunks", lambda: 1 / 0)
+            manager.add_requests([[5, 6], [7]], max_new_tokens=2)
+            assert [output.error for output in manager] == ["ZeroDivisionError: division by zero"] * 2
+        assert manager.get_result(manager.add_request([5], max_new_tokens=2), timeout=30).error is None
+
+
 def test_listener_that_fails_ends_its_own_request_alone(model):
     def fail(output):
         raise RuntimeError("gone")
