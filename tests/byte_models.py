@@ -20,10 +20,6 @@ EOS_ID = 0
 needs_real_data = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the real data sets are not on this machine")
 
 
-EOS = "<|endoftext|>"
-EOS_ID = 0
-
-
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, and end-of-text."""
     bpe = ByteLevelBPETokenizer()

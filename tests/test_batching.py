@@ -185,16 +185,12 @@ def test_stop_strings_and_end_tokens(text_model, tokenizer):
 WRONG = {
     "empty": ([], {}, "The prompt is empty"),
     "unknown token": ([5, 97], {}, "The prompt has token 97; the model knows 97 tokens"),
-    "negative token": ([-1], {}, "The prompt has token -1"),
     "all positions": ([5] * 128, {}, "The prompt has 128 tokens; there are 128 positions"),
-    "shorter than the prompt": ([5] * 9, {"max_length": 9}, "At least 1 token must be generated"),
     "beams": ([5], {"num_beams": 2}, "Generation by beam_search is not possible here, only by greedy_search, sample"),
     "cold": ([5], {"max_new_tokens": 2, "do_sample": True, "temperature": 1e-4}, "temperature must be at least"),
     "guidance": ([5], {"guidance_scale": 2.0}, "runs the model twice per token"),
     "no such option": ([5], {"colour": "red"}, "no options of generation: colour"),
     "fraction": ([1.5], {}, "sequence of token ids, which are integers"),
-    "text": ("abc", {}, "sequence of token ids"),
-    "number": (5, {}, "sequence of token ids"),
     "configuration of text": ([5], {"generation_config": "x"}, "generation_config must be a GenerationConfig, got 'x'"),
     "stop strings without a tokenizer": ([5], {"stop_strings": "a"}, "tokenizer"),
 }
@@ -217,11 +213,6 @@ def test_limits_that_let_nothing_be_computed_are_rejected(model, name):
             batch([[5]], continuous_batching_config=config)
 
 
-def test_answers_end_at_the_last_position(model):
-    (output,) = model.generate_batch([[5] * 125], max_new_tokens=50).values()
-    assert len(output.generated_tokens) == 3 and output.error is None
-
-
 @pytest.fixture
 def fails_at(model):
     """The model raises where it reads token 96, and its logits are NaN for sequences with token 95."""
@@ -240,14 +231,14 @@ def test_a_request_that_fails_harms_no_other(model, fails_at, config, top_k):
     good = [prompt for prompt in some_prompts(12) if not {95, 96} & set(prompt)]
     options = {"max_new_tokens": 3, "do_sample": top_k > 1, "top_k": top_k}
     config = ContinuousBatchingConfig(seed=1) if config is None else replace(config, seed=1)
-    expected = written(model.generate_batch([*good[:6], [5], [5], *good[6:]], None, config, **options))
-    expected = expected[:6] + expected[8:]
-    bad = [[5, 96], [6, 95]]
+    expected = written(model.generate_batch([*good[:6], [5], [5], [5], *good[6:]], None, config, **options))
+    expected = expected[:6] + expected[9:]
+    bad = [[5, 96], [96, 5], [6, 95]]
     outputs = list(model.generate_batch([*good[:6], *bad, *good[6:]], None, config, **options).values())
-    raised, infinite = outputs[6:8]
-    assert raised.error == "RuntimeError: out of memory" and "logits are not finite" in infinite.error
-    assert [output.generated_tokens for output in outputs[:6] + outputs[8:]] == expected
-    assert not any(output.error for output in outputs[:6] + outputs[8:])
+    decoded, prefilled, infinite = outputs[6:9]
+    assert decoded.error == prefilled.error == "RuntimeError: out of memory" and "logits are not finite" in infinite.error
+    assert [output.generated_tokens for output in outputs[:6] + outputs[9:]] == expected
+    assert not any(output.error for output in outputs[:6] + outputs[9:])
 
 
 def test_a_token_that_fails_when_it_was_generated_harms_no_other(model):
@@ -283,24 +274,27 @@ def test_a_model_that_always_fails_ends_every_request(model):
 def test_as_many_wait_as_may(model):
     journal = Journal(model, max_requests_per_batch=2, max_queue_size=3)
     for i in range(5):
-        journal.add(str(i), [i], max_new_tokens=3)
+        journal.add(str(i), [5] * 126, max_new_tokens=50)
     with pytest.raises(TooManyRequests, match="3 requests wait already"):
         journal.add("one more", [9])
     journal.finish()
     journal.add("later", [9], max_new_tokens=3, do_sample=False)
     journal.finish()
     assert journal.text("later") == alone(model, [9], max_new_tokens=3, do_sample=False)
+    assert all(len(journal.text(str(i))) == 2 for i in range(5))  # to the last position
 
 
 # The manager -----------------------------------------------------------------------------------------------------------
 
 
 def test_manager_takes_requests_at_any_time(model):
-    prompts = some_prompts(8)
+    prompts, threads = some_prompts(8), threading.active_count()
     with model.continuous_batching_context_manager(GenerationConfig(**GREEDY)) as manager:
         first = manager.add_requests(prompts[:4])
         assert {manager.get_result(timeout=30).request_id for _ in first} == set(first)
         names = manager.add_requests(prompts[4:])
+        with pytest.raises(ValueError, match="A request has one answer"):
+            manager.add_request(prompts[0], num_return_sequences=2, do_sample=True)
         streamed = manager.add_request(prompts[0], streaming=True)
         lengths = [len(output.generated_tokens) for output in manager.request_id_iter(streamed)]
         assert lengths == list(range(1, 13))
@@ -308,6 +302,7 @@ def test_manager_takes_requests_at_any_time(model):
         assert manager.get_result(timeout=0.01) is None
     assert [texts[name] for name in names] == [alone(model, prompt, **GREEDY) for prompt in prompts[4:]]
     assert not manager.is_running() and manager.get_result() is None
+    assert threading.active_count() <= threads + 1  # which is about to end
 
 
 def test_manager_cancels_and_stops(model):
@@ -328,16 +323,13 @@ def test_manager_cancels_and_stops(model):
     manager.stop()
 
 
-def test_manager_has_a_thread_only_while_it_computes(model):
-    before = threading.active_count()
-    manager = model.init_continuous_batching()
-    manager.start()
-    for _ in range(3):
+def test_manager_continues_after_an_error_of_the_scheduler(model, monkeypatch):
+    with model.continuous_batching_context_manager() as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.scheduler, "_choose_chunks", lambda: 1 / 0)
+            manager.add_requests([[5, 6], [7]], max_new_tokens=2)
+            assert [output.error for output in manager] == ["ZeroDivisionError: division by zero"] * 2
         assert manager.get_result(manager.add_request([5], max_new_tokens=2), timeout=30).error is None
-        assert manager.get_result() is None  # waits until nothing is computed
-        assert manager.is_running() and threading.active_count() <= before + 1  # which is about to end
-    manager.stop()
-    assert not manager.is_running()
 
 
 def test_listener_that_fails_ends_its_own_request_alone(model):

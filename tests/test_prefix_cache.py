@@ -101,21 +101,24 @@ def test_state_larger_than_the_cache_evicts_nothing(model):
         PrefixCache(-1)
 
 
-def test_hash_collisions_are_no_equality():
-    """Texts are compared token by token: one differing token anywhere ends the prefix."""
-    model, cache, text = make_model(), PrefixCache(2**20), tokens_of(50)
-    cache.store(encode_tokens(text), empty_state(model), cache.version)
-    for i in range(50):
-        changed = [*text[:i], (text[i] + 1) % 97, *text[i + 1 :]]
-        assert cache.find(encode_tokens(changed)) == (0, None, i)
-
-
 def test_states_that_are_not_finite_or_stale_are_not_stored(model):
     cache, state = PrefixCache(2**20), empty_state(model)
     cache.store(encode_tokens([1]), state, cache.version - 1)
     state.layers[0].sum_sq[0, 0, 0] = float("nan")
     cache.store(encode_tokens([1]), state, cache.version)
     assert len(cache) == cache.nbytes == 0
+
+
+def test_pinned_states_are_never_evicted(model):
+    state = empty_state(model)
+    cache = PrefixCache(2**15)
+    cache.store(encode_tokens([7, 8, 9]), state, cache.version)
+    cache.store(encode_tokens([7, 8, 9]), state, cache.version, pinned=True)
+    for i in range(100):
+        cache.store(encode_tokens([i, i]), empty_state(model), cache.version)
+    assert cache.find(encode_tokens([7, 8, 9, 1])).length == 3 and len(cache) < 20
+    cache.clear()
+    assert cache.find(encode_tokens([7, 8, 9, 1])).length == 0 and not len(cache)
 
 
 # States -----------------------------------------------------------------------------------------------------------------
@@ -222,9 +225,7 @@ def test_common_prefix_of_prompts_that_arrive_together_is_computed_once(model, p
 
 CHANGES = {
     "a weight, in place": lambda model: model.lm_head.weight.data.mul_(1.5),
-    "temp": lambda model: model.model.layers[0].self_attn.temp.data.fill_(3.0),
     "one number of a table": lambda model: model.model.embed_tokens.weight.detach()[3].add_(1.0),
-    "loaded weights": lambda model: model.load_state_dict({k: v + 0.1 for k, v in model.state_dict().items()}),
     "dtype": lambda model: model.double(),
 }
 
@@ -282,30 +283,3 @@ def test_adapters_have_separate_states(model):
     model.enable_adapters()
     model.set_adapter("two")
     assert model_fingerprint(model) == prints[1]
-
-
-def test_requests_that_fail_store_nothing_wrong():
-    """NaN comes with a token: what follows it is not stored, and others' texts stay as they are."""
-    model = make_model(tie_word_embeddings=False)
-    model.model.embed_tokens.weight.data[96] = float("nan")
-    good = [token % 96 for token in tokens_of(80)]
-    journal = Journal(model)
-    for name, prompt in {"bad": [*good[:70], 96, 5], "good": good}.items():
-        journal.add(name, prompt, max_new_tokens=4, do_sample=False)
-        journal.finish()
-    assert "not finite" in journal.outputs["bad"][-1].error
-    assert journal.outputs["good"][-1].error is None and journal.outputs["good"][-1].num_cached_tokens == 64
-    found = journal.scheduler.prefix_cache.find(encode_tokens([*good[:70], 96, 5]))
-    assert found.length <= 70
-
-
-def test_pinned_states_are_never_evicted(model):
-    state = empty_state(model)
-    cache = PrefixCache(2**15)
-    cache.store(encode_tokens([7, 8, 9]), state, cache.version)
-    cache.store(encode_tokens([7, 8, 9]), state, cache.version, pinned=True)
-    for i in range(100):
-        cache.store(encode_tokens([i, i]), empty_state(model), cache.version)
-    assert cache.find(encode_tokens([7, 8, 9, 1])).length == 3 and len(cache) < 20
-    cache.clear()
-    assert cache.find(encode_tokens([7, 8, 9, 1])).length == 0 and not len(cache)

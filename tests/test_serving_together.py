@@ -155,7 +155,7 @@ WAYS = {
 
 
 @both_ways
-def test_clients_at_the_same_time_get_what_each_gets_alone(served, stream):
+def test_clients_at_the_same_time_get_what_each_gets_alone(served, stream, caplog):
     whole = text_of(served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", **WAYS["greedy"])))
     ways = WAYS | {"stop": WAYS["stop"] | {"stop": next(c for c in whole[3:] if c.isascii())}}
     bodies = [asking(COMPLETIONS, "hi" * (1 + i % 3), stream=stream, **way) for i, way in enumerate([*ways.values()] * 3)]
@@ -166,6 +166,7 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(served, stream):
             together = list(pool.map(lambda body: text_of(served.ask(COMPLETIONS, body)), bodies))
     assert together == expected and max(batches) > 3
     assert len(set(expected)) > 5
+    assert "CB: True" in caplog.text and "CB: False" not in caplog.text  # transformers' note of each request
 
 
 @pytest.fixture

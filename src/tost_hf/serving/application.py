@@ -19,12 +19,12 @@ from starlette.requests import ClientDisconnect, Request
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.server import build_server
 
-from .requests import MAX_BEAMS
 from .server_generation import ClientRequest, GenerationFailed, current_request, shorten
 
 
 MAX_BODY_BYTES = 2**20  # bounds the characters of a prompt as well
 MAX_TOKENIZER_THREADS = 4
+MAX_BEAMS = 8
 # of transformers' handlers, which read requests without checking their form
 REQUEST_ERRORS: tuple[type[Exception], ...] = (
     ValueError,

@@ -18,7 +18,6 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 
 BATCHED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-MAX_BEAMS = 8
 MIN_TEMPERATURE = 1e-3  # below, logits overflow
 
 
@@ -228,12 +227,12 @@ def _check_mode(settings: GenerationConfig, modes: Collection[GenerationMode]) -
     mode = settings.get_generation_mode()
     if mode not in modes:
         raise ValueError(f"Generation by {mode.value} is not possible here, only by {', '.join(x.value for x in modes)}.")
-    if (settings.num_beams or 1) > MAX_BEAMS or (settings.num_return_sequences or 1) > 1:
-        raise ValueError(f"A request may have {MAX_BEAMS} beams (num_beams) at most, and one answer (num_return_sequences).")
+    if (settings.num_return_sequences or 1) > 1:
+        raise ValueError("A request has one answer (num_return_sequences): add a request for each.")
     if settings.guidance_scale not in (None, 1):
         raise ValueError("guidance_scale runs the model twice per token, which is not possible here.")
     if settings.do_sample and settings.temperature is not None and settings.temperature < MIN_TEMPERATURE:
         raise ValueError(f"temperature must be at least {MIN_TEMPERATURE} (do_sample=False is 0), got {settings.temperature}.")
 
 
-__all__ = ["BATCHED_MODES", "MAX_BEAMS", "BatchOutput", "BatchRequest", "Cancelled", "prepare_request"]
+__all__ = ["BATCHED_MODES", "BatchOutput", "BatchRequest", "Cancelled", "prepare_request"]
