@@ -25,10 +25,10 @@ for module in ("onnxscript", "onnxruntime"):
     pytest.importorskip(module, reason="an export to ONNX needs the extra `export`")
 onnx = pytest.importorskip("onnx", reason="an export to ONNX needs the extra `export`")
 
-DECAY = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
-HYBRID = {**DECAY, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
-SLIDING = {**DECAY, "layer_types": [CAUSAL_STATISTICS, SLIDING_ATTENTION], "sliding_window": 4}
-LANGUAGE = {"published": {}, "decay": DECAY, "hybrid": HYBRID}
+DECAY = {"num_hidden_layers": 1, "forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
+HYBRID = {**DECAY, "num_hidden_layers": 2, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
+SLIDING = {**HYBRID, "layer_types": [CAUSAL_STATISTICS, SLIDING_ATTENTION], "sliding_window": 4}
+LANGUAGE = {"published": {"num_hidden_layers": 1}, "decay": DECAY, "hybrid": HYBRID}
 
 
 def language_folder(folder: Path, **changes) -> Path:
@@ -104,7 +104,7 @@ def test_other_formats(tmp_path, format):
 @pytest.mark.parametrize("format", ["onnx", *(pytest.param(x, marks=pytest.mark.slow) for x in ("openvino", "executorch"))])
 def test_vision_models(tmp_path, format):
     skip_without(format)
-    config = small_vision_config(num_labels=3, id2label={0: "cat", 1: "dog", 2: "bird"})
+    config = small_vision_config(num_hidden_layers=1, num_labels=3, id2label={0: "cat", 1: "dog", 2: "bird"})
     model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
     model.save_pretrained(tmp_path / "model")
     save_image_processor(config, tmp_path / "model")

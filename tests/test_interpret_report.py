@@ -273,8 +273,8 @@ def test_invalid_inputs(text_model, tokenizer, photo, tmp_path):
         (text_model, tokenizer, "the heads", {"image_size": 32}, "image_size is for images"),
         (model, None, photo, {"layers": [4]}, "There is no layer 4"),
         (model, None, photo, {"layers": []}, "layers is empty"),
-        (model, None, photo, {"image_size": 100_000}, "a side has 140,000 pixels; the maximum is 8,192"),
-        (model, huge, photo, {}, "size of the image processor is .*; its sides may have up to 8,192 pixels"),
+        (model, None, photo, {"image_size": 100_000}, "size .*140000}; a side may have up to 8,192 pixels"),
+        (model, huge, photo, {}, "size .*1000000}; a side may have up to 8,192 pixels"),
         (model, two_means, photo, {}, "The image processor cannot prepare .*photo.png; its settings may be wrong"),
         (model, nan, photo, {}, "The model's memberships are NaN"),
     ]

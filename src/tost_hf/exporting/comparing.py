@@ -1,7 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Comparison of an exported program with its model: outputs for several shapes, and greedy tokens."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from .runtime import LanguageModel, Run
 
 
 PROMPT_TOKENS, GREEDY_TOKENS = 40, 50  # more than a chunk of the operator
-SPLITS = ((), (6, 7), (1, 20))  # positions at which a prompt is split into parts
+SPLITS: tuple[tuple[int, ...], ...] = ((), (6, 7), (1, 20))  # positions at which a prompt is split into chunks
 
 
 class Agreement(NamedTuple):
@@ -27,6 +28,7 @@ class Agreement(NamedTuple):
         return f"Its outputs differ from the model's by {self.difference:.1e} of their standard deviation{greedy}."
 
 
+@torch.no_grad()
 def compare(program: ModelProgram, run: Run, facts: dict, tolerance: float) -> Agreement:
     """Runs both on the same inputs.
 
@@ -40,26 +42,34 @@ def compare(program: ModelProgram, run: Run, facts: dict, tolerance: float) -> A
         ValueError: they differ, or one of them gives NaN.
     """
     batches = (2, 1) if facts["inputs"][0]["shape"][0] == BATCH else (1,)
-    model = program.model
-    if isinstance(program, LanguageProgram):
-        texts = [(LanguageModel(run, facts, batch), batch, split) for batch in batches for split in SPLITS]
-        difference = max(_text_difference(model, *text) for text in texts)
-    else:
-        difference = max(_difference(program, run, _make_inputs(program, batch, facts)) for batch in batches)
+    model, is_language = program.model, isinstance(program, LanguageProgram)
+    outputs: list[tuple[np.ndarray, torch.Tensor]] = []  # of the exported program, and of the model
+    for batch in batches:
+        if is_language:
+            outputs += [_read_text(model, LanguageModel(run, facts, batch), *_make_text(model, batch), x) for x in SPLITS]
+        else:
+            inputs = _make_inputs(program, batch, facts)
+            got = run({spec.name: x.numpy() for spec, x in zip(program.inputs, inputs)})
+            outputs += [(got[spec.name], x) for spec, x in zip(program.outputs, program(*inputs))]
+    difference = max(_relative(got, expected) for got, expected in outputs)
     if difference > tolerance:
         raise ValueError(
             f"The exported program gives other outputs than the model: they differ by {difference:.2g} standard deviations, "
             f"and {tolerance:.2g} is allowed. Nothing was written."
         )
-    if not isinstance(program, LanguageProgram):
+    if not is_language:
         return Agreement(difference, 0, 0)
-    equal, worst, total = _greedy(model, LanguageModel(run, facts))
-    if worst > 10 * tolerance:
+    text = _generate_greedily(model)
+    found, logits = _read_text(model, LanguageModel(run, facts), text, torch.ones_like(text), range(1, text.shape[1]))
+    choices = torch.from_numpy(found.argmax(-1))
+    gaps = (logits.amax(-1) - logits.gather(-1, choices[:, None])[:, 0]) / logits.std(-1).clamp_min(1e-6)
+    equal = int((choices == logits.argmax(-1)).sum())
+    if gaps.max() > 10 * tolerance:
         raise ValueError(
-            f"The exported program chooses other tokens than the model, though their logits are {worst:.2g} standard "
-            f"deviations apart; it agreed in {equal} of {total}. Nothing was written."
+            f"The exported program chooses other tokens than the model, though their logits are {gaps.max():.2g} standard "
+            f"deviations apart; it agreed in {equal} of {len(choices)}. Nothing was written."
         )
-    return Agreement(difference, total, equal)
+    return Agreement(difference, len(choices), equal)
 
 
 def _relative(got: np.ndarray, expected: torch.Tensor) -> float:
@@ -71,65 +81,47 @@ def _relative(got: np.ndarray, expected: torch.Tensor) -> float:
     return float(np.sqrt(np.mean((got - reference) ** 2)) / max(reference.std(), 1e-6))
 
 
-def _make_inputs(program: ModelProgram, batch: int, facts: dict) -> list[torch.Tensor]:
-    """Random texts, the last of them with padding on the right, or images, whose shape depends on the batch size."""
-    config: Any = program.model.config
-    generator = torch.Generator().manual_seed(0)
+def _make_text(model: PreTrainedModel, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens and their mask; the last of several texts has padding on the left."""
+    config: Any = model.config
+    shape = batch, min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS)
+    tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(batch))
+    mask = torch.ones_like(tokens)
+    mask[-1, : 2 * (batch > 1)] = 0
+    return tokens, mask
+
+
+def _make_inputs(program: ModelProgram, batch: int, facts: dict) -> tuple[torch.Tensor, ...]:
+    """Texts, or random images whose shape depends on the batch size."""
     if not program.takes_images:
-        mask = torch.ones(batch, min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS), dtype=torch.long)
-        mask[-1, -2:] = 0
-        return [torch.randint(config.vocab_size, mask.shape, generator=generator), mask]
+        return _make_text(program.model, batch)
+    config: Any = program.model.config
     shape = list(facts["inputs"][0]["shape"])
     if BATCH in shape:
         side = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
         patches = min(-(-side // config.patch_size), 16)
         shape = [batch, config.num_channels, patches * config.patch_size, (patches + 2 - batch) * config.patch_size]
-    return [torch.randn(shape, generator=generator)]
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(0)),)
 
 
-@torch.no_grad()
-def _difference(program: ModelProgram, run: Run, inputs: list[torch.Tensor]) -> float:
-    expected = program(*inputs)
-    got = run({spec.name: x.numpy() for spec, x in zip(program.inputs, inputs)})
-    return max(_relative(got[spec.name], x) for spec, x in zip(program.outputs, expected))
+def _read_text(
+    model: PreTrainedModel, exported: LanguageModel, tokens: torch.Tensor, mask: torch.Tensor, split: Sequence[int]
+) -> tuple[np.ndarray, torch.Tensor]:
+    """The logits of both at real tokens; the exported program reads the text in chunks, split at these positions."""
+    expected = model(tokens, attention_mask=mask, use_cache=False).logits.float()
+    chunks = zip(tokens.tensor_split(tuple(split), 1), mask.tensor_split(tuple(split), 1))
+    got = np.concatenate([exported.read(chunk.numpy(), real.numpy()) for chunk, real in chunks if chunk.numel()], 1)
+    return got[mask.bool().numpy()], expected[mask.bool()]
 
 
-@torch.no_grad()
-def _text_difference(model: PreTrainedModel, exported: LanguageModel, batch: int, split: tuple[int, ...]) -> float:
-    """Of the logits at real tokens, where the exported program reads the prompt in parts; the last of two texts is padded."""
-    config: Any = model.config
-    generator = torch.Generator().manual_seed(batch)
-    count = min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS)
-    tokens = torch.randint(config.vocab_size, (batch, count), generator=generator)
-    mask = torch.ones_like(tokens)
-    mask[-1, : 2 * (batch > 1)] = 0
-    expected = model(tokens, attention_mask=mask, use_cache=False).logits
-    parts = zip(tokens.tensor_split(split, 1), mask.tensor_split(split, 1))
-    got = np.concatenate([exported.read(part.numpy(), real.numpy()) for part, real in parts if part.numel()], 1)
-    return _relative(got[mask.bool().numpy()], expected[mask.bool()])
-
-
-@torch.no_grad()
-def _greedy(model: PreTrainedModel, exported: LanguageModel) -> tuple[int, float, int]:
-    """Both choose the token after each prefix of the model's greedy text.
-
-    Returns:
-        How many choices are equal; the largest difference, in standard deviations, of the model's logits of two unequal
-        choices; the number of choices.
-    """
+def _generate_greedily(model: PreTrainedModel) -> torch.Tensor:
+    """The model's greedy text (1, tokens), without an end."""
     config: Any = model.config
     start = config.bos_token_id if isinstance(config.bos_token_id, int) else 0
+    count = min(GREEDY_TOKENS, config.max_position_embeddings or GREEDY_TOKENS) - 1
     token = torch.tensor([[min(max(start, 0), config.vocab_size - 1)]])
-    total = min(GREEDY_TOKENS, (config.max_position_embeddings or GREEDY_TOKENS + 1) - 1)
-    cache, equal, worst = None, 0, 0.0
-    for _ in range(total):
-        outputs = model(token, past_key_values=cache, use_cache=True)
-        cache, logits = outputs.past_key_values, outputs.logits[0, -1].float()
-        chosen = int(exported.read(token.numpy())[0, -1].argmax())
-        token = logits.argmax().view(1, 1)
-        equal += chosen == int(token)
-        worst = max(worst, float((logits.max() - logits[chosen]) / logits.std().clamp_min(1e-6)))
-    return equal, worst, total
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    return cast(Any, model).generate(token, attention_mask=torch.ones_like(token), **options)
 
 
 __all__ = ["Agreement", "compare"]

@@ -25,20 +25,17 @@ EXECUTORCH_MAX_TOKENS = 1024  # of a text, in models with softmax attention
 @contextlib.contextmanager
 def _exporting_by(exporter: str) -> Iterator[None]:
     """Silences an exporter and turns its RuntimeError into a ValueError with the first line of the reason."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "root")]
-    levels = [logger.level for logger in loggers]
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
         try:
             yield
         except RuntimeError as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"{exporter} cannot export this model: {reason}") from error
         finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
+            logging.disable(disabled)
 
 
 # torch.export ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def load(folder: Path, facts: dict) -> Run:
 
 
 class LanguageModel:
-    """Reads texts in parts; `state` is the program's state after the tokens so far.
+    """Reads texts in chunks; `state` is the program's state after the tokens so far.
 
     Args:
         run: the program, as `load` returns it.
@@ -32,6 +32,7 @@ class LanguageModel:
         self.run, self.facts = run, facts
         shapes = {spec["name"]: spec["shape"] for spec in facts["inputs"]}
         self.inputs = [name for name in ("input_ids", "attention_mask", "position_ids") if name in shapes]
+        self.chunk_sizes = facts.get("methods", {}).values()  # of a program of fixed shapes
         self.has_attention = shapes["attention_mask"] != shapes["input_ids"]  # the mask covers the cached tokens as well
         sizes = {"batch": batch, "cached": 0}  # before the first token
         self.state = {
@@ -42,7 +43,14 @@ class LanguageModel:
 
     def read(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
         """The logits (batch, tokens, vocabulary) of the next tokens (batch, tokens), which `mask` marks by 1, padding by 0."""
-        mask = np.ones_like(tokens) if mask is None else mask
+        mask, logits = np.ones_like(tokens) if mask is None else mask, []
+        while tokens.shape[1]:
+            size = max((n for n in self.chunk_sizes if n <= tokens.shape[1]), default=tokens.shape[1])
+            logits.append(self._read_chunk(tokens[:, :size], mask[:, :size]))
+            tokens, mask = tokens[:, size:], mask[:, size:]
+        return np.concatenate(logits, 1)
+
+    def _read_chunk(self, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         positions = (self.length + mask.cumsum(1) - 1).clip(0)
         self.length += mask.sum(1, keepdims=True)
         if self.has_attention:
@@ -90,10 +98,9 @@ def _load_torch(path: Path, facts: dict) -> Run:
 
 
 class FixedProgram:
-    """An ExecuTorch program, of fixed shapes and for one text or image.
+    """An ExecuTorch program, of fixed shapes: one image, or a chunk of one text of as many tokens as one of its methods reads.
 
-    It reads a text in parts, each the largest that one of its methods accepts. Keys, values and mask are padded with zeros on
-    the left to their fixed length.
+    Keys, values and mask are padded with zeros on the left to their fixed length.
     """
 
     def __init__(self, path: Path, facts: dict):
@@ -103,29 +110,16 @@ class FixedProgram:
         self.methods = {count: program.load_method(name) for name, count in facts["methods"].items()}
 
     def __call__(self, given: Arrays) -> Arrays:
-        if "state" not in self.facts:
-            return self._call(given, 1)
-        given, mask, tokens = dict(given), given["attention_mask"], given["input_ids"].shape[1]
-        before = mask.shape[1] - tokens
-        ids = {name: x for name, x in given.items() if name in ("input_ids", "position_ids")}
-        found, read = [], 0
-        while read < tokens:
-            count = max(n for n in self.methods if n <= tokens - read)
-            part = {name: x[:, read : read + count] for name, x in ids.items()}
-            read += count
-            found.append(self._call(given | part | {"attention_mask": mask[:, : before + read]}, count))
-            for spec in self.facts["state"]:
-                after = found[-1][spec["output"]]
-                given[spec["input"]] = after[:, :, -(before + read) :] if _is_key_value(spec) else after
-        whole = {spec["output"]: given[spec["input"]] for spec in self.facts["state"]}
-        return whole | {name: np.concatenate([part[name] for part in found], d) for name, d in PER_TOKEN.items()}
-
-    def _call(self, given: Arrays, count: int) -> Arrays:
         import torch
 
+        count = given["input_ids"].shape[1] if "input_ids" in given else 1
         inputs = [self._fit(given[spec["name"]], spec, count) for spec in self.facts["inputs"]]
         found = self.methods[count].execute([torch.from_numpy(np.ascontiguousarray(x)) for x in inputs])
-        return {spec["name"]: x.numpy().copy() for spec, x in zip(self.facts["outputs"], found)}  # reused by the next call
+        outputs = {}
+        for spec, x in zip(self.facts["outputs"], found):
+            array = x.numpy().copy()  # the next call overwrites it
+            outputs[spec["name"]] = array[:, :, -given["attention_mask"].shape[1] :] if _is_key_value(spec) else array
+        return outputs
 
     def _fit(self, x: np.ndarray, spec: dict, count: int) -> np.ndarray:
         shape = list(spec["shape"])  # for one token
@@ -135,9 +129,6 @@ class FixedProgram:
             shape[1] += count - 1
             x = x[:, -shape[1] :]
         return np.pad(x, [(size - n, 0) for n, size in zip(x.shape, shape)])
-
-
-PER_TOKEN = {"logits": 1, "memberships": 3}  # outputs, and their dimension of tokens
 
 
 def _is_key_value(spec: dict) -> bool:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 from transformers import PreTrainedConfig
 
 from ..cache_files import state_bytes
@@ -21,6 +22,7 @@ from .runtime import load
 
 
 FACTS = EXPORT_DESCRIPTION
+README = Path(__file__).with_name("readme_template.md")
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.2}  # see `compare`
 
 
@@ -158,62 +160,18 @@ def describe(program: ModelProgram, format: str, dtype: str) -> dict:
     return facts
 
 
-README = """\
-# {architecture} for {runtime}
-
-`{model}` is a {architecture} in {dtype}, written by `tost-hf export` (https://arxiv.org/abs/2412.17810). `export.json`
-describes it in full; its inputs are
-
-{inputs}
-
-{state}{agreement}
-{script}
-```python
-import json
-from pathlib import Path
-from runtime import load
-
-run = load(Path("."), json.loads(Path("export.json").read_text()))  # from inputs by name to outputs by name
-```
-"""
-
-
 def _write_scripts_and_readme(folder: Path, program: ModelProgram, facts: dict, agreement: Agreement) -> None:
-    scripts, script = ["runtime.py"], ""
+    script, package = "", ""
     if isinstance(program, LanguageProgram):
-        scripts, argument, package = [*scripts, "generate.py"], '"Once upon a time"', "tokenizers"
+        script, package = 'generate.py "Once upon a time"', "tokenizers"
     elif "num_labels" in facts and program.outputs[0].name == "logits":
-        scripts, argument, package = [*scripts, "classify.py"], "picture.png", "pillow"
-    if len(scripts) > 1:
-        install = f"pip install {FORMATS[facts['format']].packages} numpy {package}"
-        script = f"\n```bash\n{install}\npython {scripts[1]} {argument}\n```\n"
-    for name in scripts:
+        script, package = "classify.py picture.png", "pillow"
+    for name in ("runtime.py", *script.split()[:1]):
         shutil.copyfile(Path(__file__).with_name(name), folder / name)
-    inputs = "\n".join(
-        f"- `{spec['name']}`, {spec['dtype']} ({', '.join(map(str, spec['shape']))})"
-        for spec in facts["inputs"]
-        if not spec["name"].startswith(PAST)
-    )
-    fields = facts | {"runtime": FORMATS[facts["format"]].runtime, "inputs": inputs, "state": _describe_state(facts)}
-    readme = README.format(**fields | {"agreement": agreement, "script": script})
+    runtime, packages = FORMATS[facts["format"]].runtime, f"{FORMATS[facts['format']].packages} numpy {package}"
+    template = jinja2.Template(README.read_text(encoding="utf-8"), keep_trailing_newline=True)
+    readme = template.render(facts, runtime=runtime, packages=packages, script=script, comparison=agreement)
     (folder / "README.md").write_text(readme, encoding="utf-8")
-
-
-def _describe_state(facts: dict) -> str:
-    """A paragraph about a language model's state, or nothing."""
-    if "state" not in facts:
-        return ""
-    size, more = facts["state_bytes"], facts["state_bytes_per_token"]
-    words = f"The state of the text so far is the inputs `{PAST}*` and the outputs `{PRESENT}*`: "
-    if "methods" not in facts:
-        return f"{words}{size:,} bytes{f', and {more:,} more for each token' if more else ', whatever the length'}.\n\n"
-    calls = " or ".join(f"{count} (method `{name}`)" for name, count in facts["methods"].items())
-    if more:
-        limit = facts["max_position_embeddings"]
-        words += f"{size + more * (limit - 1):,} bytes, for texts of up to {limit:,} tokens. "
-    else:
-        words += f"{size:,} bytes, whatever the length. "
-    return f"{words}A call reads {calls} of one text; `runtime.py` splits texts accordingly.\n\n"
 
 
 __all__ = ["DTYPES", "FACTS", "FORMATS", "Exported", "describe", "export_model"]

@@ -69,12 +69,14 @@ def load_image(
     patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
     options: dict[str, Any] = {}
     if image_size is not None:
-        image = _resize_whole(image, image_size, patch_size)
-        options = {"do_resize": False, "do_center_crop": False}
+        if image_size < patch_size:
+            raise ValueError(f"image_size must be at least one patch ({patch_size} pixels), got {image_size}.")
+        width, height = (_nearest_multiple(side * image_size / min(image.size), patch_size) for side in image.size)
+        options = {"size": {"height": height, "width": width}, "do_resize": True, "do_center_crop": False}
     for name in ("size", "crop_size"):  # read from a file, and may ask for more memory than there is
-        requested = dict(getattr(processor, name, None) or {})
-        if not all(isinstance(side, int) and side <= MAX_SIDE for side in requested.values()):
-            raise ValueError(f"{name} of the image processor is {requested}; its sides may have up to {MAX_SIDE:,} pixels.")
+        size = dict(options.get(name) or getattr(processor, name, None) or {})
+        if not all(isinstance(side, int) and side <= MAX_SIDE for side in size.values()):
+            raise ValueError(f"The image would be processed with {name} {size}; a side may have up to {MAX_SIDE:,} pixels.")
     try:
         pixel_values = processor(image, return_tensors="pt", **options)["pixel_values"]
         sides = [_nearest_multiple(side, patch_size) for side in pixel_values.shape[-2:]]
@@ -87,19 +89,6 @@ def load_image(
     except Exception as error:  # the processor's settings are read from a file and may be anything
         raise ValueError(f"The image processor cannot prepare {source}; its settings may be wrong: {error}") from error
     return LoadedImage(pixel_values, picture.clamp(0, 1).permute(1, 2, 0), source)
-
-
-def _resize_whole(image: "Image.Image", image_size: int, patch_size: int) -> "Image.Image":
-    """The image with its shorter side scaled to `image_size`, both sides rounded to multiples of the patch size."""
-    from PIL import Image
-
-    if image_size < patch_size:
-        raise ValueError(f"image_size must be at least one patch ({patch_size} pixels), got {image_size}.")
-    scale = image_size / min(image.size)
-    sides = [_nearest_multiple(side * scale, patch_size) for side in image.size]
-    if max(sides) > MAX_SIDE:
-        raise ValueError(f"With image_size {image_size} a side has {max(sides):,} pixels; the maximum is {MAX_SIDE:,}.")
-    return image.resize(sides, Image.Resampling.BICUBIC)
 
 
 def _open_image(source: str) -> "Image.Image":

@@ -95,7 +95,7 @@ def inspect_path(
     elif processor is not None or (folder / IMAGE_PROCESSOR_NAME).is_file():
         helper = _load_processor(AutoImageProcessor, "image processor", source, trust_remote_code)
     loaded = load_model(folder, config)
-    loaded.name_or_path = os.fspath(model)
+    loaded.config.name_or_path = os.fspath(model)
     return inspect_model(loaded, helper, input, out_dir, layers=layers, image_size=image_size)
 
 
