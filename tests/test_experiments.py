@@ -306,8 +306,9 @@ def test_recall_runs(tmp_path, monkeypatch):
 
 def test_locality_runs(tmp_path):
     tasks = ["copy 1", "majority"]
-    records = run("locality", tmp_path, *TOY, "--tasks", *tasks, "--width", "32", "--length", "16", "--batch", "2")
-    assert len(records) == 2 * 3 * 2 * 2
+    sizes = ["--width", "32", "--length", "16", "--batch", "2"]
+    records = run("locality", tmp_path, *TOY, "--seeds", "0", "--tasks", *tasks, *sizes)
+    assert len(records) == 2 * 3 * 2  # tasks, models, metrics
     assert [x["task"] for x in records if x["model"] == "GPT-2" and x["seed"] == "0"] == 2 * [tasks[0]] + 2 * [tasks[1]]
 
 
@@ -381,7 +382,7 @@ def test_compare_vision_and_ablations_run(tmp_path, images):
     assert len(records) == 3 * 2 * 3 and {x["context"] for x in records} == {"16"}
     assert {x["model"] for x in records} == {"TSSA", "XCA", "softmax"}
     assert all("CIFAR10_FOLDER" in x["command"] and str(images) not in x["command"] for x in records)
-    records = run("ablations", tmp_path / "ablations", *TOY, *data, "--width", "64", "--head_dims", "16", "64")
+    records = run("ablations", tmp_path / "ablations", *TOY, "--seeds", "0", *data, "--width", "64", "--head_dims", "16", "64")
     ablations_of_32 = [f"32 channels a head, {name}" for name in ("unnormalised scores", "ISTA", "unnormalised scores, ISTA")]
     models = list(dict.fromkeys(x["model"] for x in records))
     assert models == ["16 channels a head", "64 channels a head", *ablations_of_32]
