@@ -58,8 +58,8 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
     return files
 
 
-def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, length: int) -> None:
-    """A byte-level BPE tokenizer as GPT-2's, for texts of up to `length` tokens."""
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer as GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,8 +70,13 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, length:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, length: int) -> None:
+    """Saves a tokenizer for texts of up to `length` tokens."""
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=train_bpe(texts, vocab_size),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         model_max_length=length,

@@ -184,7 +184,7 @@ def test_texts_are_split_encoded_and_cut(tmp_path):
     assert "".join(training + validation).strip("\n") == text and len(validation[0]) == pytest.approx(len(text) / 10, abs=2)
     assert compare_lm.shorten(["abcdef", "ghijkl"], 6) == ["abc", "ghi"] and compare_lm.shorten(["ab"], None) == ["ab"]
 
-    tokenizer = compare_lm.train_tokenizer(training, 300)
+    tokenizer = compare_lm.train_bpe(training, 300)
     tokens = compare_lm.encode(tokenizer, ["one two\nthree", "four"])
     assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == "one two\nthree<|endoftext|>four<|endoftext|>"
     blocks = compare_lm.split_into_examples(torch.arange(10), 4)
@@ -358,7 +358,7 @@ def test_long_context_reads_with_a_given_model(tmp_path, monkeypatch):
     monkeypatch.setattr(long_context, "CHUNK", 16)
     monkeypatch.setattr(long_context, "FIRST_RANGE", 16)
     folder, text = tmp_path / "model", write_text(tmp_path / "text")
-    tokenizer = compare_lm.train_tokenizer([(text / "input.txt").read_text()], 300)
+    tokenizer = compare_lm.train_bpe([(text / "input.txt").read_text()], 300)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=compare_lm.END_OF_TEXT).save_pretrained(folder)
 
     def save(context):
