@@ -73,13 +73,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, length: int) -> None:
-    """Saves a tokenizer for texts of up to `length` tokens."""
+def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, max_length: int | None) -> None:
+    """Saves a byte-level BPE tokenizer, which warns of texts over `max_length` tokens (None: of none)."""
     PreTrainedTokenizerFast(
         tokenizer_object=train_bpe(texts, vocab_size),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        model_max_length=length,
+        model_max_length=max_length,
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",  # the model continues the text
     ).save_pretrained(folder)
 

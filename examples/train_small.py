@@ -70,7 +70,7 @@ def train(text: str, output_dir: str, size: Size, steps: int) -> None:
     documents = load_dataset(text, split="train")["text"]
     with tempfile.TemporaryDirectory() as scratch:
         characters = TOKENIZER_CHARACTERS // len(documents)
-        train_tokenizer((document[:characters] for document in documents), Path(scratch), size.vocab_size, size.block_size)
+        train_tokenizer((document[:characters] for document in documents), Path(scratch), size.vocab_size, None)
         options = {
             "config_name": "tost-base",
             "config_overrides": f"{size.model},vocab_size={size.vocab_size},{KIND}",

@@ -36,7 +36,15 @@ PAGES = (
     "model_cards/trained/README.md",
     *GUIDES,
 )
-OTHERS = {"accelerate", "curl", "git", "lm_eval", "pre-commit", "transformers"}  # programs of other projects, not looked into
+OTHERS = {
+    "accelerate",
+    "curl",
+    "git",
+    "kill",
+    "lm_eval",
+    "pre-commit",
+    "transformers",
+}  # programs of other projects, not looked into
 
 
 def page(name: str) -> str:

@@ -116,8 +116,8 @@ def hybrid_layers(layers: int) -> list[str]:
 class LayerWithoutStatistics(TokenStatisticsSelfAttention):
     """What is left of a TSSA layer when memberships and moments are 1: the convolution and two projections."""
 
-    def forward(self, hidden_states: torch.Tensor, conv_taps: torch.Tensor | None = None, **_) -> tuple[torch.Tensor, None]:
-        hidden_states, _ = self.convolution(hidden_states, conv_taps)
+    def forward(self, hidden_states: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
+        hidden_states, _ = self.convolution(hidden_states)
         return self.out_proj(-self.in_proj(hidden_states)), None
 
 
