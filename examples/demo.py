@@ -58,8 +58,8 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
     return files
 
 
-def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, max_length: int | None) -> None:
-    """A byte-level BPE tokenizer as GPT-2's; it warns of texts over `max_length` tokens (None: of none)."""
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer as GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,8 +70,13 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, max_len
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, max_length: int | None) -> None:
+    """Saves a byte-level BPE tokenizer, which warns of texts over `max_length` tokens (None: of none)."""
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=train_bpe(texts, vocab_size),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         model_max_length=max_length,

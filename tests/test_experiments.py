@@ -184,7 +184,7 @@ def test_texts_are_split_encoded_and_cut(tmp_path):
     assert "".join(training + validation).strip("\n") == text and len(validation[0]) == pytest.approx(len(text) / 10, abs=2)
     assert compare_lm.shorten(["abcdef", "ghijkl"], 6) == ["abc", "ghi"] and compare_lm.shorten(["ab"], None) == ["ab"]
 
-    tokenizer = compare_lm.train_tokenizer(training, 300)
+    tokenizer = compare_lm.train_bpe(training, 300)
     tokens = compare_lm.encode(tokenizer, ["one two\nthree", "four"])
     assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == "one two\nthree<|endoftext|>four<|endoftext|>"
     blocks = compare_lm.split_into_examples(torch.arange(10), 4)
@@ -306,8 +306,9 @@ def test_recall_runs(tmp_path, monkeypatch):
 
 def test_locality_runs(tmp_path):
     tasks = ["copy 1", "majority"]
-    records = run("locality", tmp_path, *TOY, "--tasks", *tasks, "--width", "32", "--length", "16", "--batch", "2")
-    assert len(records) == 2 * 3 * 2 * 2
+    sizes = ["--width", "32", "--length", "16", "--batch", "2"]
+    records = run("locality", tmp_path, *TOY, "--seeds", "0", "--tasks", *tasks, *sizes)
+    assert len(records) == 2 * 3 * 2  # tasks, models, metrics
     assert [x["task"] for x in records if x["model"] == "GPT-2" and x["seed"] == "0"] == 2 * [tasks[0]] + 2 * [tasks[1]]
 
 
@@ -357,7 +358,7 @@ def test_long_context_reads_with_a_given_model(tmp_path, monkeypatch):
     monkeypatch.setattr(long_context, "CHUNK", 16)
     monkeypatch.setattr(long_context, "FIRST_RANGE", 16)
     folder, text = tmp_path / "model", write_text(tmp_path / "text")
-    tokenizer = compare_lm.train_tokenizer([(text / "input.txt").read_text()], 300)
+    tokenizer = compare_lm.train_bpe([(text / "input.txt").read_text()], 300)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=compare_lm.END_OF_TEXT).save_pretrained(folder)
 
     def save(context):
@@ -381,7 +382,7 @@ def test_compare_vision_and_ablations_run(tmp_path, images):
     assert len(records) == 3 * 2 * 3 and {x["context"] for x in records} == {"16"}
     assert {x["model"] for x in records} == {"TSSA", "XCA", "softmax"}
     assert all("CIFAR10_FOLDER" in x["command"] and str(images) not in x["command"] for x in records)
-    records = run("ablations", tmp_path / "ablations", *TOY, *data, "--width", "64", "--head_dims", "16", "64")
+    records = run("ablations", tmp_path / "ablations", *TOY, "--seeds", "0", *data, "--width", "64", "--head_dims", "16", "64")
     ablations_of_32 = [f"32 channels a head, {name}" for name in ("unnormalised scores", "ISTA", "unnormalised scores, ISTA")]
     models = list(dict.fromkeys(x["model"] for x in records))
     assert models == ["16 channels a head", "64 channels a head", *ablations_of_32]

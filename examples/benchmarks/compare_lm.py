@@ -25,14 +25,14 @@ from pathlib import Path
 
 import torch
 from datasets import DatasetDict, load_dataset
+from demo import END_OF_TEXT, train_bpe
 from language_models import MODELS, equal_size, make_language_model
 from records import read_records, select
 from registry import benchmark
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from training import Results, StepTimer, train
 
 
-END_OF_TEXT = "<|endoftext|>"
 EVALUATIONS = 10  # of a run
 AT_STEP = "loss at step "
 
@@ -77,21 +77,6 @@ def load_texts(name: str) -> tuple[list[str], list[str]]:
 def shorten(texts: list[str], characters: int | None) -> list[str]:
     """About so many characters: the beginning of every text."""
     return texts if characters is None else [text[: characters // len(texts)] for text in texts]
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of the kind GPT-2 has."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
@@ -140,7 +125,7 @@ def prepare(text: str, size: Size) -> Data:
     """Loads a text, trains its tokenizer, splits it into examples."""
     training, validation = load_texts(text)
     training, validation = shorten(training, size.train_characters), shorten(validation, size.validation_characters)
-    tokenizer = train_tokenizer(shorten(training, 4_000_000), size.vocab_size)
+    tokenizer = train_bpe(shorten(training, 4_000_000), size.vocab_size)
     tokens = encode(tokenizer, training)
     held_out = split_into_examples(encode(tokenizer, validation), size.context)
     baseline = bigram_loss(tokens, held_out, tokenizer.get_vocab_size())

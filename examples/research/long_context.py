@@ -18,7 +18,8 @@ import math
 import time
 
 import torch
-from compare_lm import encode, load_texts, shorten, split_into_examples, train_tokenizer
+from compare_lm import encode, load_texts, shorten, split_into_examples
+from demo import train_bpe
 from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
 from registry import benchmark
 from timing import peak_bytes
@@ -117,7 +118,7 @@ def load(name: str):
 def train_models(training: list[str], validation: list[str], args) -> tuple[dict, torch.Tensor]:
     """One small model for each seed, and the tokens of the validation text."""
     training = shorten(training, 4_000_000)
-    tokenizer = train_tokenizer(training, VOCAB_SIZE)
+    tokenizer = train_bpe(training, VOCAB_SIZE)
     tokens = encode(tokenizer, validation)
     examples = split_into_examples(encode(tokenizer, training), TRAINED_AT)
     held_out = split_into_examples(tokens, TRAINED_AT)[:32]
