@@ -36,15 +36,7 @@ PAGES = (
     "model_cards/trained/README.md",
     *GUIDES,
 )
-OTHERS = {
-    "accelerate",
-    "curl",
-    "git",
-    "kill",
-    "lm_eval",
-    "pre-commit",
-    "transformers",
-}  # programs of other projects, not looked into
+OTHERS = {"accelerate", "curl", "git", "kill", "lm_eval", "pre-commit", "transformers"}  # other projects' programs, unchecked
 
 
 def page(name: str) -> str:
