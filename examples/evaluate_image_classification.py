@@ -118,7 +118,7 @@ def load_real_labels(file: str, examples: Dataset) -> list[list[int]]:
 def predict(model: PreTrainedModel, images: EvaluationImages, batch_size: int, num_workers: int = 0) -> torch.Tensor:
     """The classes of each image from the most likely on, (images, 5), or fewer where there are fewer classes."""
     predictions = []
-    for batch in tqdm(DataLoader(images, batch_size, num_workers=num_workers), desc="Classifying", disable=None):
+    for batch in tqdm(DataLoader(images, batch_size, num_workers=num_workers), desc="Classifying"):
         logits = model(pixel_values=batch["pixel_values"].to(model.device, model.dtype)).logits
         predictions.append(most_likely(logits, batch["labels"]).cpu())
     return torch.cat(predictions)

@@ -159,36 +159,34 @@ def measure_loss(
 ) -> list[Measurement]:
     """Loss, perplexity, bits per byte and word-level perplexity of texts, by each of `args.protocols`."""
     stride = args.stride or max(1, context // 2)
+    prefix, end = prefix_token(tokenizer), tokenizer.eos_token_id
+    if end is None and set(args.protocols) != {"documents"}:
+        raise ValueError("The tokenizer has no eos token to put after each example; set one, or use --protocols documents.")
     measurements = []
     for protocol in args.protocols:
         examples = texts
         if protocol == "documents" and examples_are_lines:
             examples = ["".join(text if text.endswith("\n") else text + "\n" for text in texts)]
-        encoded = tokenize(tokenizer, examples)
         num_bytes = sum(len(example.encode()) for example in examples)
-        num_words = sum(len(example.split()) for example in examples)
-        if protocol == "documents":
-            prefix = prefix_token(tokenizer)
-            documents = [torch.tensor([prefix, *ids]) for ids in encoded]
-            num_tokens = sum(map(len, encoded))
-        else:
-            if tokenizer.eos_token_id is None:
-                raise ValueError(
-                    "The tokenizer has no eos token to put after each example; set one, or use --protocols documents."
-                )
-            stream = torch.tensor(
-                [prefix_token(tokenizer), *chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in encoded)]
-            )
-            documents = [stream]
-            num_tokens = len(stream) - 1
-            num_words += len(examples)
         if num_bytes == 0:
             raise ValueError("The text is empty: there is nothing to score.")
+        num_words = sum(len(example.split()) for example in examples)
+        encoded = tokenize(tokenizer, examples)
+        documents = [[prefix, *ids] for ids in encoded]
+        if protocol != "documents":
+            documents = [[prefix, *chain.from_iterable([*ids, end] for ids in encoded)]]
+            num_words += len(examples)
+        documents = [torch.tensor(ids) for ids in documents]
 
         num_examples = len(examples)
         if protocol == "windows":
             nats, scored = windows_loss(
-                model, stream[1:], context=context, num_windows=args.num_windows, batch_size=args.batch_size, seed=args.seed
+                model,
+                documents[0][1:],
+                context=context,
+                num_windows=args.num_windows,
+                batch_size=args.batch_size,
+                seed=args.seed,
             )
             label = f"windows, context {context}"
             how = f"{args.num_windows:,} windows of {context:,} tokens drawn with replacement, end-of-text after each example"
@@ -200,33 +198,19 @@ def measure_loss(
                 "all examples as one stream, end-of-text after each" if protocol == "sweep" else "each document independently"
             )
             how = f"{whole}; every token scored once, in windows of {context:,} tokens, {stride:,} apart"
-        measurements += loss_measurements(
-            nats / scored,
-            num_tokens=num_tokens,
-            num_bytes=num_bytes,
-            num_words=args.num_words or num_words,
-            label=label,
-            protocol=how,
-            num_examples=num_examples,
-        )
-    return measurements
 
-
-def loss_measurements(
-    nats_per_token: float, num_tokens: int, num_bytes: int, num_words: int, label: str, protocol: str, num_examples: int
-) -> list[Measurement]:
-    """A mean loss in its usual units. Tokens, UTF-8 bytes and words are those of the whole data."""
-    nats = nats_per_token * num_tokens
-    counts = f"{num_tokens:,} tokens, {num_bytes:,} bytes, {num_words:,} words"
-    return [
-        Measurement(metric_type, f"{name} ({label})", value, num_examples, f"{protocol}; {counts}")
+        num_words = args.num_words or num_words
+        num_tokens = sum(len(ids) - 1 for ids in documents)
+        how += f"; {num_tokens:,} tokens, {num_bytes:,} bytes, {num_words:,} words"
+        mean = nats / scored
         for metric_type, name, value in (
-            ("loss", "Loss, nats per token", nats_per_token),
-            ("perplexity", "Perplexity per token", perplexity(nats_per_token)),
-            ("bits_per_byte", "Bits per byte", nats / (num_bytes * math.log(2))),
-            ("word_perplexity", "Perplexity per word", perplexity(nats / num_words) if num_words else math.nan),
-        )
-    ]
+            ("loss", "Loss, nats per token", mean),
+            ("perplexity", "Perplexity per token", perplexity(mean)),
+            ("bits_per_byte", "Bits per byte", mean * num_tokens / (num_bytes * math.log(2))),
+            ("word_perplexity", "Perplexity per word", perplexity(mean * num_tokens / num_words) if num_words else math.nan),
+        ):
+            measurements.append(Measurement(metric_type, f"{name} ({label})", value, num_examples, how))
+    return measurements
 
 
 # The command ---------------------------------------------------------------------------------------------------------

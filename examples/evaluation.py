@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the evaluation scripts share: arguments, data, and results that model cards are made from."""
+"""Shared by the evaluation scripts: arguments, data, and results that model cards are made from."""
 
 import json
 import logging
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pandas as pd
 import torch
 from datasets import Dataset
 from scripting import LOADERS, HubArguments, ending, load_pretrained, read_dataset
@@ -188,10 +189,5 @@ def write_results(file: Path, results: list[dict]) -> None:
 
 def print_results(results: list[dict]) -> None:
     """Prints a table."""
-    rows = [("dataset", "metric", "value", "examples")]
-    for result in results:
-        name = " ".join(filter(None, (result["dataset_name"], result["dataset_split"])))
-        rows.append((name, result["metric_name"], f"{result['metric_value']:.4f}", f"{result['num_examples']:,}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))))
+    columns = ["dataset_name", "dataset_split", "metric_name", "metric_value", "num_examples"]
+    print(pd.DataFrame(results, columns=columns).fillna("").to_string(index=False))

@@ -4,25 +4,24 @@
     python examples/prepare_tokens.py --tokenizer_name gpt2 --train_file data/ --block_size 1024 --output_dir tokens
     python examples/run_clm.py --tokenizer_name gpt2 --train_file tokens --block_size 1024 ...
 
-Interrupted, it resumes with the missing files when the command is given again.
+Interrupted, it resumes with the missing parts, from the cache of `datasets`, when the command is given again.
 """
 
 import logging
-import os
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
+from datasets import concatenate_datasets
 from scripting import HubArguments, load_pretrained, parse_args, read_dataset, run
-from texts import TextArguments, choose_eos, encode, load_files, text_column
+from texts import TextArguments, is_prepared, load_files, pack, tokenizer_fingerprint
 from transformers import AutoTokenizer
 
-from tost_hf.training.streams import PackedStream
-from tost_hf.training.token_shards import is_prepared, tokenizer_fingerprint, write_shards
+from tost_hf.files import staged_folder
 
 
 DEFAULT_BLOCK_SIZE = 1024
+EXAMPLES_PER_PART, MAX_PARTS = 10_000, 16  # each part is cached when it is tokenized
 
 
 @dataclass
@@ -33,9 +32,7 @@ class PreparationArguments(HubArguments):
     output_dir: str | None = field(default=None, metadata={"help": "The folder to write."})
     dataset_split: str = field(default="train", metadata={"help": "Which split of --dataset_name."})
     num_proc: int = field(default=1, metadata={"help": "Processes that tokenize."})
-    num_shards: int | None = field(
-        default=None, metadata={"help": "Files to write, at most as many as there are to read. Default: up to 8 per process."}
-    )
+    num_shards: int | None = field(default=None, metadata={"help": "Files to write. Default: 8 per process."})
 
     def __post_init__(self):
         for name in ("tokenizer_name", "output_dir"):
@@ -47,8 +44,7 @@ class PreparationArguments(HubArguments):
 
 
 def load_text(own_args: PreparationArguments, text_args: TextArguments):
-    """The examples to read, as a stream."""
-    options = {"cache_dir": own_args.cache_dir, "token": own_args.token, "streaming": True}
+    options = {"cache_dir": own_args.cache_dir, "token": own_args.token}
     if text_args.dataset_name is not None:
         return read_dataset(text_args.dataset_name, text_args.dataset_config_name, split=own_args.dataset_split, **options)
     if text_args.train_file is None:
@@ -64,19 +60,24 @@ def main(args: list[str] | None = None) -> None:
     block_size = text_args.block_size or DEFAULT_BLOCK_SIZE
     if block_size < 2:
         raise ValueError(f"--block_size must be at least 2, one token to see and one to predict, got {block_size}.")
+    folder = Path(own_args.output_dir)
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists; name another folder, or delete it.")
     tokenizer = load_pretrained(AutoTokenizer, own_args.tokenizer_name, **own_args.hub_options)
     dataset = load_text(own_args, text_args)
     files = None if text_args.dataset_name is not None else text_args.train_file
-    eos = choose_eos(files, tokenizer, text_args)
-    column = text_column("training", dataset, text_args.text_column)
-    names = text_args.dataset_name or [[os.path.basename(file), os.path.getsize(file)] for file in files]
-    terms = {"tokenizer": tokenizer_fingerprint(tokenizer), "eos_token": eos, "column": column, "names": names}
-    stream = PackedStream(
-        dataset, partial(encode, tokenizer=tokenizer, eos_token_id=eos), column, block_size, epochs=1, terms=terms
-    )
-    shards = min(own_args.num_shards or 8 * own_args.num_proc, dataset.num_shards)
-    blocks = write_shards(stream, Path(own_args.output_dir), shards, min(own_args.num_proc, shards), len(tokenizer))
-    print(f"{blocks:,} blocks of {block_size:,} tokens are in {own_args.output_dir}")
+    count, parts = min(MAX_PARTS, -(-len(dataset) // EXAMPLES_PER_PART)), []
+    for number in range(count):
+        options = {"num_proc": own_args.num_proc, "desc": f"Packing part {number + 1} of {count}"}
+        part = dataset.shard(count, number)
+        parts.append(pack("training", part, files, tokenizer, block_size, text_args, **options))
+    blocks = concatenate_datasets(parts)
+    if not len(blocks):
+        raise ValueError(f"The text is shorter than one block of {block_size} tokens; choose a smaller --block_size.")
+    blocks.info.description = tokenizer_fingerprint(tokenizer)
+    with staged_folder(folder) as staged:
+        blocks.save_to_disk(staged, num_shards=min(own_args.num_shards or 8 * own_args.num_proc, len(blocks)))
+    print(f"{len(blocks):,} blocks of {block_size:,} tokens are in {folder}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Reading tasks with one right word: LAMBADA (arXiv 1606.06031) and the Children's Book Test (arXiv 1511.02301)."""
+"""Cloze tasks with one right word: LAMBADA (arXiv 1606.06031) and the Children's Book Test (arXiv 1511.02301)."""
 
 import logging
 from pathlib import Path

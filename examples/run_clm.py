@@ -10,23 +10,14 @@ may be given instead. Start it with `accelerate launch` to use several devices.
 """
 
 import logging
-import os
 import sys
 from dataclasses import dataclass, field
 
+import scripting
 from datasets import Dataset
-from scripting import (
-    HubArguments,
-    load_pretrained,
-    override_config,
-    parse_args,
-    run,
-    set_up_logging,
-    train_and_report,
-)
+from scripting import load_pretrained, override_config, parse_args, run, set_up_logging, train_and_report
 from texts import DataTrainingArguments, load_blocks
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     EvalPrediction,
@@ -36,7 +27,7 @@ from transformers import (
     set_seed,
 )
 
-from tost_hf import PRESETS, ContextParallelTrainer, ToSTConfig, ToSTTrainingArguments
+from tost_hf import ContextParallelTrainer, ToSTTrainingArguments
 from tost_hf.training.callbacks import TrainingFilesCallback
 from tost_hf.training.metrics import TokenAccuracy, perplexity
 from tost_hf.training.streams import collate_blocks
@@ -53,24 +44,10 @@ class LanguageModelTrainer(StreamingTrainer, ContextParallelTrainer):
 
 
 @dataclass
-class ModelArguments(HubArguments):
+class ModelArguments(scripting.ModelArguments):
     """Which model, configuration and tokenizer."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The model to fine-tune; leave it out to train one from scratch."}
-    )
     model_type: str = field(default="tost", metadata={"help": "The kind of model to train from scratch by default sizes."})
-    config_name: str | None = field(
-        default=None,
-        metadata={"help": f"The configuration to train from scratch: {', '.join(PRESETS)}, a folder or a Hub id."},
-    )
-    config_overrides: str | None = field(
-        default=None,
-        metadata={
-            "help": "Changes to the configuration of a model trained from scratch, such as "
-            "n_layer=4,hidden_size=128,max_position_embeddings=null."
-        },
-    )
     tokenizer_name: str | None = field(
         default=None, metadata={"help": "The tokenizer, a folder or a Hub id; the model's own if left out."}
     )
@@ -90,14 +67,9 @@ class ModelArguments(HubArguments):
 
 def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     """The configuration of the model to fine-tune, or of the one to train from scratch."""
-    name = model_args.config_name or model_args.model_name_or_path
-    if name is None:
-        config = AutoConfig.for_model(model_args.model_type)
-    elif name in PRESETS and not os.path.isdir(name) and model_args.config_name is not None:
-        config = ToSTConfig.from_preset(name)
-    else:
-        config = load_pretrained(AutoConfig, name, **model_args.hub_options)
+    config = model_args.load_config()
     if getattr(config, "vocab_size", None) is None:
+        name = model_args.config_name or model_args.model_name_or_path
         raise ValueError(f"{name!r} is no language model but of the type {config.model_type!r}.")
     return override_config(config, model_args.config_overrides)
 

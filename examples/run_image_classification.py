@@ -18,11 +18,11 @@ import sys
 from dataclasses import dataclass, field
 
 import datasets
+import scripting
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image, ImageOps
 from scripting import (
-    HubArguments,
     check_limits,
     load_pretrained,
     override_config,
@@ -34,7 +34,6 @@ from scripting import (
 )
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    AutoConfig,
     AutoModelForImageClassification,
     EvalPrediction,
     PreTrainedConfig,
@@ -43,7 +42,7 @@ from transformers import (
     set_seed,
 )
 
-from tost_hf import VISION_PRESETS, ToSTVisionConfig
+from tost_hf import VISION_PRESETS
 from tost_hf.image_processing import make_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
 from tost_hf.training.metrics import TopKAccuracy
@@ -57,22 +56,11 @@ EVALUATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 
 
 @dataclass
-class ModelArguments(HubArguments):
+class ModelArguments(scripting.ModelArguments):
     """Which model or configuration."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The model to fine-tune; leave it out to train one from scratch."}
-    )
     model_type: str = field(
         default="tost_vision", metadata={"help": "The kind of model to train from scratch by default sizes."}
-    )
-    config_name: str | None = field(
-        default=None,
-        metadata={"help": f"The configuration to train from scratch: {', '.join(VISION_PRESETS)}, a folder or a Hub id."},
-    )
-    config_overrides: str | None = field(
-        default=None,
-        metadata={"help": "Changes to the configuration, such as num_hidden_layers=6,patch_size=4,drop_path_rate=0.1."},
     )
     image_size: int | None = field(
         default=None, metadata={"help": "Side of the images in training and evaluation. Default: the configuration's."}
@@ -287,18 +275,13 @@ class EvaluationImages(torch.utils.data.Dataset):
 
 def load_config(model_args: ModelArguments, recipe: str = "pretrain") -> PreTrainedConfig:
     """The configuration of the model to fine-tune, or of the one to train from scratch."""
-    name = model_args.config_name or model_args.model_name_or_path
-    defaults = {}
-    if name is None:
-        config = AutoConfig.for_model(model_args.model_type)
-    elif name in VISION_PRESETS and not os.path.isdir(name) and model_args.config_name is not None:
-        config = ToSTVisionConfig.from_preset(name)
-        if recipe == "pretrain":
-            defaults["drop_path_rate"] = DROP_PATH_RATES.get(name.split("-")[2], 0.15)
-    elif name.startswith("tost-vision-") and "/" not in name and not os.path.isdir(name):
+    name, preset = model_args.config_name or model_args.model_name_or_path, model_args.preset
+    if name is not None and name.startswith("tost-vision-") and preset is None and "/" not in name and not os.path.isdir(name):
         raise ValueError(f"There is no preset {name!r}; --config_name takes one of {', '.join(VISION_PRESETS)}.")
-    else:
-        config = load_pretrained(AutoConfig, name, **model_args.hub_options)
+    config = model_args.load_config()
+    defaults = {}
+    if preset in VISION_PRESETS and recipe == "pretrain":
+        defaults["drop_path_rate"] = DROP_PATH_RATES.get(preset.split("-")[2], 0.15)
     defaults["image_size"] = model_args.image_size or getattr(config, "image_size", 224)
     config = override_config(config, model_args.config_overrides, **defaults)
     if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The losses of a text's tokens: of sequences in batches, of a sweep over all of a text, of random windows."""
+"""Token losses: of sequences in batches, of a sliding-window sweep over a text, of random windows."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def pad(sequences: Sequence[torch.Tensor], side: str) -> dict[str, torch.Tensor]
 def by_length(sequences: Sequence[torch.Tensor], batch_size: int, what: str) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """Batches of sequences of like length, the longest first (memory runs out at once or never), and their places."""
     order = sorted(range(len(sequences)), key=lambda place: -len(sequences[place]))
-    for places in tqdm(DataLoader(order, batch_size, collate_fn=list), desc=what, disable=None):
+    for places in tqdm(DataLoader(order, batch_size, collate_fn=list), desc=what):
         yield places, [sequences[place] for place in places]
 
 
@@ -82,28 +82,12 @@ def sweep_windows(num_tokens: int, context: int, stride: int) -> Iterator[tuple[
 def sweep(
     model: PreTrainedModel, documents: Sequence[torch.Tensor], context: int, stride: int, batch_size: int
 ) -> tuple[float, int]:
-    """The loss of several texts, each as `sweep_loss` measures one."""
-    if not 1 <= stride <= context:
-        raise ValueError(
-            f"The stride must lie between 1 and the context of {context}, got {stride}: tokens would be left out."
-        )
-    windows, counts = [], []
-    for ids in documents:
-        for start, end, scored in sweep_windows(len(ids) - 1, context, stride):
-            windows.append(ids[start : end + 1])
-            counts.append(scored)
-    scores = score(model, windows, batch_size, "Sweeping")
-    return math.fsum(float(nats[-scored:].double().sum()) for (nats, _), scored in zip(scores, counts)), sum(counts)
-
-
-def sweep_loss(
-    model: PreTrainedModel, token_ids: Sequence[int] | torch.Tensor, *, context: int, stride: int, batch_size: int
-) -> tuple[float, int]:
-    """The loss of a text, every token but the first scored exactly once.
+    """The loss of texts, every token but the first of each scored exactly once.
 
     Args:
         model: a causal language model in evaluation mode.
-        token_ids: (T,); the first one is only seen: put the begin- or end-of-text token there to score all of a text.
+        documents: token ids, each (T,); the first one is not scored: put the begin- or end-of-text token there to score all of
+            a text.
         context: tokens the model sees at once.
         stride: tokens scored by each window but the first; every token sees at least `context - stride + 1` tokens before it,
             or all there are.
@@ -115,7 +99,17 @@ def sweep_loss(
     Raises:
         ValueError: the stride is larger than the context.
     """
-    return sweep(model, [torch.as_tensor(token_ids)], context, stride, batch_size)
+    if not 1 <= stride <= context:
+        raise ValueError(
+            f"The stride must lie between 1 and the context of {context}, got {stride}: tokens would be left out."
+        )
+    windows, counts = [], []
+    for ids in documents:
+        for start, end, scored in sweep_windows(len(ids) - 1, context, stride):
+            windows.append(ids[start : end + 1])
+            counts.append(scored)
+    scores = score(model, windows, batch_size, "Sweeping")
+    return math.fsum(float(nats[-scored:].double().sum()) for (nats, _), scored in zip(scores, counts)), sum(counts)
 
 
 def windows_loss(

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -17,8 +18,9 @@ import transformers
 import yaml
 from datasets import load_dataset
 from safetensors import SafetensorError
-from transformers import HfArgumentParser, PreTrainedConfig, Trainer, TrainerState, TrainingArguments
+from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, Trainer, TrainerState, TrainingArguments
 
+from tost_hf import PRESETS, VISION_PRESETS, ToSTConfig, ToSTVisionConfig
 from tost_hf.files import RUN_ARGUMENTS, TRAINER_STATE, staged_file
 from tost_hf.hub.secrets import safe_command
 from tost_hf.training.checkpoints import choose_checkpoint
@@ -27,6 +29,7 @@ from tost_hf.training.checkpoints import choose_checkpoint
 logger = logging.getLogger("scripting")
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and ARM processors, as torch.cpu names them
+COMPRESSED = ("gz", "bz2", "xz", "zst", "lz4")
 LOADERS = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
 
 
@@ -55,6 +58,44 @@ class HubArguments:
         }
 
 
+@dataclass
+class ModelArguments(HubArguments):
+    """Which model to fine-tune, or which configuration to train from scratch."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "The model to fine-tune; leave it out to train one from scratch."}
+    )
+    config_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "The configuration to train from scratch, a folder or a Hub id, or a preset: "
+            f"{', '.join((*PRESETS, *VISION_PRESETS))}."
+        },
+    )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={
+            "help": "Changes to the configuration, such as n_layer=4,hidden_size=128,max_position_embeddings=null or "
+            "num_hidden_layers=6,patch_size=4,drop_path_rate=0.1."
+        },
+    )
+
+    @property
+    def preset(self) -> str | None:
+        """The name of the preset to train from scratch, if it is one; a folder of that name wins."""
+        known = self.config_name in (*PRESETS, *VISION_PRESETS) and not os.path.isdir(self.config_name)
+        return self.config_name if known else None
+
+    def load_config(self) -> PreTrainedConfig:
+        """The configuration before `config_overrides`."""
+        name = self.config_name or self.model_name_or_path
+        if name is None:
+            return AutoConfig.for_model(self.model_type)
+        if self.preset is not None:
+            return (ToSTConfig if name in PRESETS else ToSTVisionConfig).from_preset(name)
+        return load_pretrained(AutoConfig, name, **self.hub_options)
+
+
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises in place of printing the hundreds of options that there are."""
@@ -68,11 +109,11 @@ def parse_args(args: list[str], *argument_classes: type, description: str | None
         ValueError: an argument is unknown, missing or of the wrong type, or the file is damaged.
     """
     if len(args) == 1 and args[0].endswith((".json", ".yaml", ".yml")):
-        args = _words(Path(args[0]))
+        args = _command_line_of(Path(args[0]))
     return _Parser(argument_classes, description=description).parse_args_into_dataclasses(args, look_for_args_file=False)
 
 
-def _words(file: Path) -> list[str]:
+def _command_line_of(file: Path) -> list[str]:
     """The arguments of a file as words of a command line, so that they are checked as such."""
     try:
         text = file.read_text(encoding="utf-8")
@@ -149,7 +190,9 @@ def load_pretrained(auto_class, name: str, **options):
 
 
 def ending(file: str) -> str:
-    return file.rpartition(".")[2].lower()
+    """The file name extension that tells the kind of file, compressed or not."""
+    name, _, last = file.lower().rpartition(".")
+    return name.rpartition(".")[2] if last in COMPRESSED else last
 
 
 def read_dataset(kind: str, config_name: str | None = None, **options):

@@ -2,6 +2,8 @@
 """Text to train on: which files; tokenized and packed into blocks before training, or streamed during it."""
 
 import glob
+import hashlib
+import json
 import os
 import zlib
 from dataclasses import dataclass, field
@@ -10,17 +12,15 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from datasets import Dataset
-from scripting import LOADERS, check_limits, read_dataset
-from scripting import ending as last_ending
+from datasets import Dataset, Features, List, Value, load_from_disk
+from scripting import COMPRESSED, LOADERS, check_limits, ending, read_dataset
 from transformers import PreTrainedTokenizerBase
 
 from tost_hf.training.streams import PackedStream
-from tost_hf.training.token_shards import check_prepared, is_prepared, load_prepared, tokenizer_fingerprint
 
 
-COMPRESSED = ("gz", "bz2", "xz", "zst", "lz4")
 PACKAGES = {"zst": "zstandard", "lz4": "lz4"}  # that decompress what Python itself cannot
+PROBE = "  Tokens, 1 2 34:\n\tÄpfel & def f(x): # tost\n"
 READ_FROM = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSED)}"
 
 
@@ -97,12 +97,6 @@ class DataTrainingArguments(TextArguments):
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def ending(file: str) -> str:
-    """What kind of file it is, compressed or not."""
-    name, _, last = file.rpartition(".")
-    return last_ending(name) if last.lower() in COMPRESSED else last_ending(file)
-
-
 def expand_files(given: str | list[str] | None) -> list[str] | None:
     """The files that names, patterns and folders stand for; a folder of prepared tokens, alone, stands for itself.
 
@@ -122,7 +116,7 @@ def expand_files(given: str | list[str] | None) -> list[str] | None:
     for file in files:
         if ending(file) not in LOADERS:
             raise ValueError(f"The text file {file!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
-        package = PACKAGES.get(last_ending(file))
+        package = PACKAGES.get(file.rpartition(".")[2].lower())
         if package is not None and find_spec(package) is None:
             raise ValueError(f"The text file {file!r} is read with a package that is not installed: pip install {package}.")
         if "://" in file:  # a URL, which datasets fetches
@@ -139,6 +133,8 @@ def expand_files(given: str | list[str] | None) -> list[str] | None:
 
 def _files_of(name: str) -> list[str]:
     if os.path.isdir(name):
+        if os.path.exists(os.path.join(name, "tokens.json")):
+            raise ValueError(f"The tokens of {name!r} were prepared by version 0.2; prepare them again.")
         files = sorted(str(path) for path in Path(name).iterdir() if path.is_file() and ending(path.name) in LOADERS)
         if not files:
             raise FileNotFoundError(f"The folder {name!r} has no text files ({READ_FROM}).")
@@ -149,6 +145,43 @@ def _files_of(name: str) -> list[str]:
             raise FileNotFoundError(f"No text file is called {name!r}.")
         return files
     return [name]
+
+
+# Prepared tokens -----------------------------------------------------------------------------------------------------
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the vocabulary and of how a text of many kinds of characters is tokenized."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE)["input_ids"]])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def is_prepared(folder: str) -> bool:
+    """Whether it is a folder of `Dataset.save_to_disk`, as prepare_tokens.py writes."""
+    return Path(folder, "state.json").is_file()
+
+
+def load_prepared(folder: str) -> Dataset:
+    """The blocks of a folder, "input_ids" as arrays of (block_size,) integers; nothing is read yet.
+
+    Raises:
+        ValueError: files are missing or damaged.
+    """
+    try:
+        return load_from_disk(folder).with_format("numpy")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"The tokens of {folder!r} are damaged: {error}; prepare them again.") from error
+
+
+def check_prepared(folder: str, blocks: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
+    """Raises a ValueError for tokens of another tokenizer, or in blocks of another size."""
+    size = getattr(blocks.features.get("input_ids"), "length", None)
+    if size is None:
+        raise ValueError(f"{folder!r} holds no tokens of prepare_tokens.py but the columns {', '.join(blocks.column_names)}.")
+    if size != block_size:
+        raise ValueError(f"The tokens of {folder!r} are in blocks of {size}, not {block_size}: use --block_size {size}.")
+    if blocks.info.description != tokenizer_fingerprint(tokenizer):
+        raise ValueError(f"The tokens of {folder!r} were made by another tokenizer; use that one, or prepare them again.")
 
 
 # Examples ------------------------------------------------------------------------------------------------------------
@@ -254,51 +287,60 @@ def pack_into_blocks(
     return {"input_ids": [tokens[i : i + block_size] for i in range(0, len(tokens) - block_size + 1, block_size)]}
 
 
-def are_lines(files: list[str] | None) -> bool:
+def is_line_based(files: list[str] | None) -> bool:
     return files is not None and ending(files[0]) == "txt"
 
 
 def choose_eos(files: list[str] | None, tokenizer: PreTrainedTokenizerBase, data_args: TextArguments) -> int | None:
     """The token that ends an example, if any."""
-    add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not are_lines(files)
+    add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not is_line_based(files)
     if add_eos and tokenizer.eos_token_id is None:
         raise ValueError("The tokenizer has no eos token to end a document with; set one, or use --add_eos_token false.")
     return tokenizer.eos_token_id if add_eos else None
 
 
+def pack(
+    split: str, dataset, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, text_args, **options
+):
+    """The examples as blocks of tokens, two bytes each where the vocabulary allows; `options` are those of `map`."""
+    token = Value("uint16" if len(tokenizer) <= 1 << 16 else "int32")
+    return dataset.map(
+        pack_into_blocks,
+        batched=True,
+        batch_size=10_000 if is_line_based(files) else 1_000,  # each such batch loses less than a block
+        remove_columns=dataset.column_names or list(first_example(split, dataset)),
+        features=Features({"input_ids": List(token, length=block_size)}),
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": text_column(split, dataset, text_args.text_column),
+            "block_size": block_size,
+            "eos_token_id": choose_eos(files, tokenizer, text_args),
+        },
+        **options,
+    )
+
+
 def prepare_blocks(
     split: str, dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, max_samples: int | None, data_args
 ):
-    """Blocks of tokens to train on or to evaluate, those of a stream as well with an end."""
+    """Blocks of tokens to train on or to evaluate, those of a stream as well with an end; a ValueError if there is not one."""
     files = data_args.train_file if split == "train" else data_args.validation_file or data_args.train_file
     files = None if data_args.dataset_name is not None else files
     if files is not None and is_prepared(files[0]):
-        check_prepared(files[0], tokenizer, block_size)
+        check_prepared(files[0], dataset, tokenizer, block_size)
         blocks = dataset
     else:
-        blocks = _pack(split, dataset, files, tokenizer, block_size, data_args)
+        options = {}
+        if not data_args.streaming:  # a stream has no workers, cache or length
+            options["num_proc"] = data_args.preprocessing_num_workers
+            options["load_from_cache_file"] = not data_args.overwrite_cache
+            options["desc"] = f"Packing the {split} text into blocks of {block_size}"
+        blocks = pack(split, dataset, files, tokenizer, block_size, data_args, **options)
+        if not first_example(split, blocks):
+            raise ValueError(
+                f"The {split} text is shorter than one block of {block_size} tokens; choose a smaller --block_size."
+            )
     return blocks if max_samples is None else blocks.take(max_samples)
-
-
-def _pack(split: str, dataset, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, data_args):
-    """The examples as blocks; a ValueError if there is not one."""
-    column, eos = text_column(split, dataset, data_args.text_column), choose_eos(files, tokenizer, data_args)
-    options = {}
-    if not data_args.streaming:  # a stream has no workers, cache or length
-        options["num_proc"] = data_args.preprocessing_num_workers
-        options["load_from_cache_file"] = not data_args.overwrite_cache
-        options["desc"] = f"Packing the {split} text into blocks of {block_size}"
-    blocks = dataset.map(
-        pack_into_blocks,
-        batched=True,
-        batch_size=10_000 if are_lines(files) else 1_000,  # each such batch loses less than a block
-        remove_columns=dataset.column_names or list(first_example(split, dataset)),
-        fn_kwargs={"tokenizer": tokenizer, "column": column, "block_size": block_size, "eos_token_id": eos},
-        **options,
-    )
-    if not first_example(split, blocks):
-        raise ValueError(f"The {split} text is shorter than one block of {block_size} tokens; choose a smaller --block_size.")
-    return blocks
 
 
 def stream_blocks(dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, data_args) -> PackedStream:
@@ -312,7 +354,7 @@ def stream_blocks(dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, 
         block_size,
         shuffle_buffer=data_args.shuffle_buffer,
         seed=seed,
-        terms={
+        settings={
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "eos_token": eos,
             "names": data_args.dataset_name or sorted(os.path.basename(file) for file in data_args.train_file),

@@ -8,7 +8,7 @@ pull requests, LFS, and faults on demand. All of it is in memory.
             ...
 
 As on the real one, large or binary files go to a second origin (`hub.storage_url`), which refuses every token. Not here: Xet,
-multipart uploads, paging, datasets, and routes that no test reaches.
+multipart uploads, ranges, paging, datasets, listings of folders, and routes that no test reaches.
 """
 
 import base64
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -151,15 +150,6 @@ def card_errors(readme: bytes, kind: str = "model") -> list[str]:
 # The server as a test sees it ----------------------------------------------------------------------------------------------
 
 
-class User(NamedTuple):
-    name: str
-    organizations: tuple[str, ...] = ()
-    role: str = "write"
-
-    def belongs_to(self, namespace: str) -> bool:
-        return namespace in (self.name, *self.organizations)
-
-
 @dataclass
 class LoggedRequest:
     method: str
@@ -180,9 +170,9 @@ class Fault:
     skip: int = 0
     times: int | None = None  # None: all that follow
     status: int | None = None  # answer with this error instead of doing anything
-    cut: str | None = None  # close the connection: "request" amid its body, "answer" after doing it, "body" amid the answer's
+    lost: bool = False  # close the connection instead of doing anything
     delay: float = 0.0  # seconds before doing anything
-    action: Callable[[], None] | None = None  # called before doing anything; amid the body with cut="request"
+    action: Callable[[], None] | None = None  # called before doing anything
     hits: int = 0
     seen: int = 0
 
@@ -204,11 +194,9 @@ class Hub:
         self.objects: dict[str, bytes] = {}  # of LFS, by their SHA-256
         self.requests: list[LoggedRequest] = []  # in the order of their arrival
         self.faults: list[Fault] = []
-        self.tampered: dict[str, bytes] = {}
         self.secret = secrets.token_hex(16)
-        # "writer" and "reader" belong to the organization tost, "stranger" does not
-        users = (User("writer", ("tost",)), User("reader", ("tost",), "read"), User("stranger"))
-        self.users = {f"hf_{secrets.token_hex(17)}": user for user in users}
+        # by their tokens; "writer" and "reader" belong to the organization tost, "stranger" does not
+        self.users = {f"hf_{secrets.token_hex(17)}": name for name in ("writer", "reader", "stranger")}
         self.servers = [ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Request,), {"hub": self})) for _ in range(2)]
         self.url, self.storage_url = (f"http://127.0.0.1:{server.server_port}" for server in self.servers)
 
@@ -224,7 +212,7 @@ class Hub:
 
     def token(self, name: str) -> str:
         """The access token of "writer", "reader" or "stranger"."""
-        return next(token for token, user in self.users.items() if user.name == name)
+        return next(token for token, user in self.users.items() if user == name)
 
     def environment(self, home: str | os.PathLike, token: str | None = None, **more: str) -> dict[str, str]:
         """The environment of a process that uses this Hub and no other, with HF_HOME at `home`."""
@@ -284,10 +272,6 @@ class Hub:
         finally:
             self.faults.remove(armed)
 
-    def tamper(self, name: str, path: str, data: bytes) -> None:
-        """From now on serves these bytes as the file (and every file of its content), though it is listed as before."""
-        self.tampered[self.repositories[name].tree("main")[path].sha256] = data
-
     def requested(self, method: str, path: str) -> list[LoggedRequest]:
         """The requests so far of a method to a path (regular expressions)."""
         return [request for request in self.requests if re.fullmatch(method, request.method) and re.search(path, request.path)]
@@ -342,7 +326,7 @@ class Request(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.user = self.hub.users.get(token)
         self.known = self.user is not None or not token
-        self.log = LoggedRequest(self.command, self.path, self.user and self.user.name, dict(self.headers))
+        self.log = LoggedRequest(self.command, self.path, self.user, dict(self.headers))
         with self.hub.lock:
             self.hub.requests.append(self.log)
             struck = [fault for fault in self.hub.faults if fault.strikes(self.command, self.path)]
@@ -356,13 +340,14 @@ class Request(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
     def handle_sound_or_faulty(self) -> None:
-        self.log.body = self.receive()
-        if self.fault.cut == "request":
-            self.close_connection = True
-            return
+        assert "Transfer-Encoding" not in self.headers, "chunked bodies are not implemented"
+        self.log.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         time.sleep(self.fault.delay)
         if self.fault.action:
             self.fault.action()
+        if self.fault.lost:
+            self.close_connection = True
+            return
         try:
             if self.fault.status:
                 raise HubError(self.fault.status, "injected failure")
@@ -370,34 +355,16 @@ class Request(BaseHTTPRequestHandler):
         except HubError as error:
             self.reply(error.body, error.status, **error.headers)
 
-    def receive(self) -> bytes:
-        """The body; with cut="request" half of it, on which a connection ends."""
-        assert "Transfer-Encoding" not in self.headers, "chunked bodies are not implemented"
-        size = int(self.headers.get("Content-Length", 0))
-        wanted = size // 2 if self.fault.cut == "request" else size
-        body = self.rfile.read(wanted)
-        if self.fault.cut == "request" and self.fault.action:
-            self.fault.action()
-        if len(body) < wanted:
-            raise ConnectionError("the client went away")
-        return body
-
     def reply(self, answer=None, status: int = 200, data: bytes | None = None, **headers: str) -> None:
         """Sends JSON, or the `data` given."""
         if data is None:
             headers = {"Content-Type": "application/json; charset=utf-8"} | headers
             data = b"" if answer is None else json.dumps(answer).encode()
-        if self.fault.cut == "answer":
-            self.close_connection = True
-            return
         self.log.status = status
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        if self.fault.cut == "body":
-            self.close_connection = True
-            data = data[: len(data) // 2]
         if self.command != "HEAD":
             self.wfile.write(data)
 
@@ -430,15 +397,21 @@ class Request(BaseHTTPRequestHandler):
     def open(self, kind: str | None, name: str, needs: str) -> Repository:
         """A repository, if the user may know of it; else the real Hub's answers."""
         repository = self.hub.repositories.get(f"spaces/{name}" if kind == "spaces" else name)
-        member = bool(self.user) and self.user.belongs_to(name.split("/")[0])
-        if repository is None or (repository.private and not member):
+        namespace = name.split("/")[0]
+        if repository is None or (repository.private and not self.belongs_to(namespace)):
             if self.user:
                 raise HubError(404, "Repository not found", "RepoNotFound")
             raise HubError(401, "Invalid username or password.", "RepoNotFound")
         proposes = self.user and (self.asks("create_pr") or "/refs%2Fpr%2F" in self.path)  # everyone may open a pull request
-        if needs == "write" and not proposes and not (member and self.user.role == "write"):
+        if needs == "write" and not proposes and not self.may_write(namespace):
             self.forbid()
         return repository
+
+    def belongs_to(self, namespace: str) -> bool:
+        return bool(self.user) and (namespace == self.user or (namespace == "tost" and self.user != "stranger"))
+
+    def may_write(self, namespace: str) -> bool:
+        return self.belongs_to(namespace) and self.user != "reader"
 
     def page(self, repository: Repository) -> str:
         """The address of a repository."""
@@ -453,8 +426,8 @@ class Request(BaseHTTPRequestHandler):
 
     @route("POST", "/api/repos/create")
     def create_repository(self):
-        namespace = self.json.get("organization") or (self.user.name if self.user else "")
-        if not (self.user and self.user.belongs_to(namespace) and self.user.role == "write"):
+        namespace = self.json.get("organization") or self.user or ""
+        if not self.may_write(namespace):
             self.forbid()
         name = f"{namespace}/{self.json['name']}"
         key = f"spaces/{name}" if self.json.get("type") == "space" else name
@@ -490,15 +463,12 @@ class Request(BaseHTTPRequestHandler):
             }
         )
 
-    @route("GET", API + "/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", needs="see")
+    @route("GET", API + "/tree/(?P<revision>[^/]+)(?P<folder>/.+)?", needs="see")
     def list_tree(self, repository: Repository, revision: str, folder: str | None):
-        prefix = f"{folder}/" if folder else ""
-        found = {path: entry for path, entry in sorted(repository.tree(revision).items()) if path.startswith(prefix)}
-        if folder and not found:
+        tree = sorted(repository.tree(revision).items())
+        if folder:  # transformers looks for one of chat templates
             raise HubError(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
-        if not self.asks("recursive"):
-            found = {path: entry for path, entry in found.items() if "/" not in path.removeprefix(prefix)}
-        self.reply([{"type": "file", "path": path, "oid": entry.oid} | entry.listing for path, entry in found.items()])
+        self.reply([{"type": "file", "path": path, "oid": entry.oid} | entry.listing for path, entry in tree])
 
     @route("GET HEAD", PAGE + "/resolve/(?P<revision>[^/]+)/(?P<path>.+)", needs="see")
     def resolve(self, repository: Repository, revision: str, path: str):
@@ -510,18 +480,7 @@ class Request(BaseHTTPRequestHandler):
         if entry.lfs:
             linked = {"X_Linked_ETag": f'"{entry.etag}"', "X_Linked_Size": str(len(entry.data))}
             return self.reply(status=302, Location=self.hub.storage(entry.sha256), **headers, **linked)
-        self.send_file(entry.data, **headers)
-
-    def send_file(self, data: bytes, **headers: str) -> None:
-        data = self.hub.tampered.get(hashlib.sha256(data).hexdigest()) or data
-        headers |= {"Content_Type": "application/octet-stream", "Accept_Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if not asked:
-            return self.reply(data=data, **headers)
-        first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
-        if first >= len(data):
-            raise HubError(416, "Range Not Satisfiable", Content_Range=f"bytes */{len(data)}")
-        self.reply(data=data[first : last + 1], status=206, Content_Range=f"bytes {first}-{last}/{len(data)}", **headers)
+        self.reply(data=entry.data, **headers)
 
     # Changes
 
@@ -558,7 +517,7 @@ class Request(BaseHTTPRequestHandler):
         if self.query("signature") != self.hub.secret:
             raise HubError(403, "bad signature")
         if self.command != "PUT":
-            return self.send_file(self.hub.objects[sha256], ETag=f'"{sha256}"')
+            return self.reply(data=self.hub.objects[sha256], ETag=f'"{sha256}"')
         if hashlib.sha256(self.log.body).hexdigest() != sha256:
             raise HubError(400, "the content is not what its name says")
         self.hub.objects[sha256] = self.log.body

@@ -9,11 +9,7 @@ from conftest import auto_processor_missing, randomize, small_vision_config
 from PIL import Image as PILImage
 from scripts import command_line
 from sklearn.datasets import load_digits
-from transformers import (
-    AutoImageProcessor,
-    ViTImageProcessorPil,
-    pipeline,
-)
+from transformers import AutoImageProcessor, ViTImageProcessorPil, pipeline
 
 from tost_hf import ToSTForImageClassification
 from tost_hf.image_processing import make_image_processor

@@ -58,16 +58,16 @@ class CountSent(TorchDispatchMode):
         return 0.0
 
 
-def parallel_model(way: str):
-    model = load("plan", tp=way == "tp", dtype=torch.float32)
+def parallel_model(strategy: str):
+    model = load("plan", tp=strategy == "tp", dtype=torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if way == "FSDP2":
+    if strategy == "FSDP2":
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    if way == "tp":
+    if strategy == "tp":
         return model
-    return DistributedDataParallel(parallelize(model, mesh) if way == "cp" else model)
+    return DistributedDataParallel(parallelize(model, mesh) if strategy == "cp" else model)
 
 
 def make_ids() -> torch.Tensor:
@@ -78,9 +78,9 @@ def size_of(x: torch.Tensor) -> int:
     return (x.to_local() if hasattr(x, "to_local") else x).nbytes
 
 
-def run(way: str) -> dict:
+def run(strategy: str) -> dict:
     """Bytes sent in a step, held after it, and kept by a forward pass."""
-    model = parallel_model(way)
+    model = parallel_model(strategy)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = make_ids()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # DDP forms its buckets
@@ -90,5 +90,5 @@ def run(way: str) -> dict:
     parameters = list(model.parameters())
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     held = sum(size_of(x) for x in [*parameters, *(parameter.grad for parameter in parameters), *moments])
-    kept = plan.kept_of(model, input_ids=ids, use_cache=False)
+    kept = plan.saved_tensor_bytes(model, input_ids=ids, use_cache=False)
     return {"sent": counted.sent, "held": held, "kept": kept}

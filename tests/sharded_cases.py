@@ -17,8 +17,8 @@ from tost_hf.training.checkpoints import choose_checkpoint
 
 STEPS, EQUAL_STEPS, BATCH = 20, 10, 8
 ON_CPUS = ["ddp", "cp", "ddp and cp"]
-WAYS = [*ON_CPUS, "fsdp2", "tp"]
-FLOAT32 = [f"{way}, float32" for way in ("ddp and cp", "fsdp2", "tp")]
+PARALLELISMS = [*ON_CPUS, "fsdp2", "tp"]
+FLOAT32 = [f"{parallelism}, float32" for parallelism in ("ddp and cp", "fsdp2", "tp")]
 # At training_args' own rate a channel of a first token comes within 1e-6 of 0 in step 7. There the published model divides
 # its square by EPS_SUM_SQ, with slopes of 1e6, or by the square, with none: rounding decides which, and the losses diverge.
 FLOAT32_RATE = 0.003
@@ -26,7 +26,7 @@ LAYERS = {"transformer_layer_cls_to_wrap": ToSTForCausalLM._no_split_modules}
 
 
 class ParallelTrainer(ContextParallelTrainer, TensorParallelTrainer):
-    """Of every way."""
+    """With every kind of parallelism."""
 
 
 def saved_model() -> Path:
@@ -38,40 +38,62 @@ def save_model(**options) -> None:
     randomize(ToSTForCausalLM(config)).save_pretrained(saved_model())
 
 
-def make_trainer(way: str, processes: int, output_dir: Path, dtype=torch.float64, **changes) -> ParallelTrainer:
+def make_trainer(parallelism: str, processes: int, output_dir: Path, dtype=torch.float64, **changes) -> ParallelTrainer:
     """Of steps of 8 texts, shared by so many processes."""
     if processes > 1:
         take_cpus_for_devices()
-    sharing = {"cp": processes, "tp": processes, "ddp and cp": 2}.get(way, 1)
+    sharing = {"cp": processes, "tp": processes, "ddp and cp": 2}.get(parallelism, 1)
     changes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH * sharing // processes} | changes
     changes["output_dir"] = str(output_dir)
-    changes["use_cpu"] = way in ON_CPUS
-    if "cp" in way:
+    changes["use_cpu"] = parallelism in ON_CPUS
+    if "cp" in parallelism:
         changes["context_parallel_size"] = sharing
-    if way == "fsdp2":
+    if parallelism == "fsdp2":
         changes |= {"fsdp": True, "fsdp_config": LAYERS}
-    how = {"distributed_config": DistributedConfig(tp_plan="auto")} if way == "tp" else {}
+    how = {"distributed_config": DistributedConfig(tp_plan="auto")} if parallelism == "tp" else {}
     model = ToSTForCausalLM.from_pretrained(saved_model(), dtype=dtype, **how)
     return ParallelTrainer(model, training_args(output_dir.parent, bf16=False, **changes), train_dataset=token_ids(64))
 
 
-def run(way: str) -> dict:
-    """The losses, and how many numbers of the parameters this process holds."""
+def count_processes() -> int:
+    """How many there are, which the environment tells Trainer."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     if processes > 1:
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
         os.environ |= dict(zip(names, [str(dist.get_rank())] * 2 + [str(processes)] * 2))
-    way, _, single = way.partition(", ")
+    return processes
+
+
+def train_ddp(name: str) -> list[int]:
+    """The steps trained: from the newest complete checkpoint on, or with a NaN loss of one process in step 4."""
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer("ddp", count_processes(), saved_model().parent, **options)
+    compute_loss, steps = trainer.compute_loss, []
+
+    def spoiled(*args, **kwargs):  # its value, not its gradient
+        steps.append(trainer.state.global_step + 1)
+        bad = name == "nan" and steps[-1] == 4 and trainer.args.process_index == 1
+        return compute_loss(*args, **kwargs) + (float("nan") if bad else 0.0)
+
+    trainer.compute_loss = spoiled
+    trainer.train(name == "resume")
+    return steps
+
+
+def run(parallelism: str) -> dict:
+    """The losses, and how many numbers of the parameters this process holds."""
+    processes = count_processes()
+    parallelism, _, single = parallelism.partition(", ")
     dtype, changes = (torch.float32, {"learning_rate": FLOAT32_RATE}) if single else (torch.float64, {})
     changes["max_steps"] = EQUAL_STEPS
-    trainer = make_trainer(way, processes, saved_model().parent / f"{way} {processes}", dtype, **changes)
+    trainer = make_trainer(parallelism, processes, saved_model().parent / f"{parallelism} {processes}", dtype, **changes)
     losses = train(trainer)
     parameters = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in trainer.model.parameters()]
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which Accelerate sets
     return {"losses": losses, "held": sum(parameter.numel() for parameter in parameters)}
 
 
-def launch(way: str, processes: str, output_dir: str, **changes) -> None:
+def launch(parallelism: str, processes: str, output_dir: str, **changes) -> None:
     """Trains in so many processes as `accelerate launch` and torchrun start them, from the newest checkpoint on."""
     how = LaunchConfig(
         min_nodes=1,
@@ -82,12 +104,12 @@ def launch(way: str, processes: str, output_dir: str, **changes) -> None:
         max_restarts=0,
         start_method="fork",  # from a process that has imported everything, and never computed anything
     )
-    elastic_launch(how, train_launched)(way, output_dir, changes)
+    elastic_launch(how, train_launched)(parallelism, output_dir, changes)
 
 
-def train_launched(way: str, output_dir: str, changes: dict) -> None:
+def train_launched(parallelism: str, output_dir: str, changes: dict) -> None:
     torch.set_num_threads(1)
-    trainer = make_trainer(way, int(os.environ["WORLD_SIZE"]), Path(output_dir), save_strategy="steps", **changes)
+    trainer = make_trainer(parallelism, int(os.environ["WORLD_SIZE"]), Path(output_dir), save_strategy="steps", **changes)
     trainer.train(choose_checkpoint(trainer, None))
     trainer.save_model()
     trainer.save_state()

@@ -69,8 +69,9 @@ def test_greedy_texts_equal_those_alone(any_model, config):
 class Journal:
     """Drives a scheduler step by step; keeps what each request's outputs were."""
 
-    def __init__(self, model, **options):
-        self.model, self.scheduler, self.outputs = model, BatchScheduler(model, **options), {}
+    def __init__(self, model, prefix_cache_bytes: int = 2**28, **options):
+        self.scheduler = BatchScheduler(model, ContinuousBatchingConfig(**options), prefix_cache_bytes)
+        self.model, self.outputs = model, {}
 
     def add(self, name: str, prompt, seed: int = 0, **options) -> None:
         self.outputs[name] = []
@@ -89,7 +90,7 @@ class Journal:
 def test_requests_join_leave_and_are_cancelled_at_random_times(any_model, seed):
     draw, prompts = random.Random(seed), some_prompts(14, seed)
     lengths = [draw.choice((1, 2, 7, 15)) for _ in prompts]
-    journal = Journal(any_model, max_batch_size=draw.choice((3, 6, 32)), max_prefill_tokens=draw.choice((1, 6, 64)))
+    journal = Journal(any_model, max_requests_per_batch=draw.choice((3, 6, 32)), max_batch_tokens=draw.choice((1, 6, 64)))
     cancelled, waiting = set(), list(range(len(prompts)))
     while waiting or journal.scheduler.busy:
         for _ in range(min(draw.choice((0, 0, 1, 4)), len(waiting))):
@@ -280,7 +281,7 @@ def test_a_model_that_always_fails_ends_every_request(model):
 
 
 def test_as_many_wait_as_may(model):
-    journal = Journal(model, max_batch_size=2, max_waiting=3)
+    journal = Journal(model, max_requests_per_batch=2, max_queue_size=3)
     for i in range(5):
         journal.add(str(i), [i], max_new_tokens=3)
     with pytest.raises(TooManyRequests, match="3 requests wait already"):

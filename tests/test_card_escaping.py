@@ -72,7 +72,7 @@ HARMLESS = []  # the cards with a harmless text, of the first test that needs th
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_texts_stay_texts(trained_folder, labelled_folder, tmp_path, text):
+def test_text_is_escaped(trained_folder, labelled_folder, tmp_path, text):
     def write(inserted):
         copies = [copytree(folder, tmp_path / inserted[:1] / folder.name) for folder in (trained_folder, labelled_folder)]
         for folder in fill(*copies, inserted):
@@ -125,5 +125,6 @@ SECRETS = (
 @pytest.mark.parametrize("text", SECRETS)
 def test_secrets_are_taken_out_everywhere(trained_folder, labelled_folder, text):
     for folder in fill(trained_folder, labelled_folder, text):
+        (folder / "README.md").write_text(f"# Mine\n\nI ran {text}\n")
         card = str(build_card(folder, repo_id="me/tiny"))
         assert SECRET[:20] not in card and "REMOVED" in card

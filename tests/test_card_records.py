@@ -24,7 +24,7 @@ def places(content, path=()):
 
 
 @pytest.mark.parametrize(("name", "kind"), [*((name, "language") for name in FILES), ("config.json", "vision")])
-def test_any_value_anywhere(trained_folder, labelled_folder, name, kind):
+def test_invalid_values(trained_folder, labelled_folder, name, kind):
     folder = {"language": trained_folder, "vision": labelled_folder}[kind]
     if name == "trainer_state.json":  # the others come first
         for other in ("eval_results.json", "all_results.json"):
@@ -102,7 +102,7 @@ CARDS = {  # metadata, and what is said of it; None if it is right
 
 
 @pytest.mark.parametrize(("content", "message"), CARDS.values(), ids=CARDS)
-def test_metadata_of_any_kind(bare_folder, capsys, content, message):
+def test_invalid_metadata(bare_folder, capsys, content, message):
     path = bare_folder / "README.md"
     path.write_text(f"---\n{content}\n---\n\n# Mine\n")
     before, started = path.read_bytes(), time.monotonic()
@@ -127,7 +127,7 @@ def test_metadata_of_any_kind(bare_folder, capsys, content, message):
         (b"x" * (2**22 + 1), "larger than"),
     ],
 )
-def test_cards_that_are_none(bare_folder, content, message):
+def test_unreadable_cards(bare_folder, content, message):
     (bare_folder / "README.md").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         build_card(bare_folder)
@@ -142,6 +142,6 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), ARGUMENTS)
-def test_arguments_that_are_none(bare_folder, capsys, arguments, message):
+def test_invalid_arguments(bare_folder, capsys, arguments, message):
     assert cli.main(["card", str(bare_folder), *arguments]) == 1
     assert message in capsys.readouterr().err and not (bare_folder / "README.md").exists()

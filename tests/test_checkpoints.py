@@ -5,17 +5,17 @@ import os
 import pickle
 import re
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 
 import image_runs
 import pytest
+import sharded_cases
 import text_runs
 import torch
 from conftest import randomize, small_config
+from processes import run_cases
 from safetensors.torch import load_file, save_file
-from scripts import launch
 from torch.distributed import checkpoint as distributed_checkpoint
 from transformers import TrainingArguments
 
@@ -334,42 +334,16 @@ def test_bad_gradient_is_not_saved(make, tmp_path):
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
-ONE_PROCESS_SEES_NAN = """
-import re
-import sys
-import torch
-from scripting import run
-import text_runs
-from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
-
-def main():
-    args = ToSTTrainingArguments(sys.argv[1], max_steps=6, save_strategy="steps", save_steps=1, logging_steps=1,
-                                 per_device_train_batch_size=4, disable_tqdm=True, report_to="none")
-    config = ToSTConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    trainer = ToSTTrainer(ToSTForCausalLM(config), args, train_dataset=text_runs.token_ids(64))
-    compute_loss = trainer.compute_loss
-
-    def spoiled(*args, **kwargs):  # its value, not its gradient
-        bad = trainer.state.global_step == 3 and trainer.args.process_index == 1
-        return compute_loss(*args, **kwargs) + torch.tensor(float("nan") if bad else 0.0)
-
-    trainer.compute_loss = spoiled
-    trainer.train()
-
-run(main)
-"""
-
-
 @pytest.mark.slow
 def test_all_processes_stop_when_one_has_a_nan_loss(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(ONE_PROCESS_SEES_NAN)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    printed = launch(tmp_path / "train.py", tmp_path, [str(tmp_path / "out")], processes=2, fails=True)
-    assert printed.count("train.py: error: The loss or its gradient became NaN or infinite after step 3, by step 4.") == 2
-    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (1, 2, 3)}
-    (tmp_path / "out/checkpoint-3/rng_state_1.pth").write_bytes(b"")  # only the second process needs it
-    (tmp_path / "out/checkpoint-2/optimizer.pt").unlink()
-    resume = ONE_PROCESS_SEES_NAN.replace("trainer.train()", "trainer.train(True)").replace("if bad else", "if None else")
-    (tmp_path / "train.py").write_text(resume + "print('resumed')")
-    printed = launch(tmp_path / "train.py", tmp_path, [str(tmp_path / "out")], processes=2)
-    assert printed.count("resumed") == 2 and printed.count("{'loss'") == 5  # from step 1
+    monkeypatch.setenv("TOST_TEST_MODELS", str(tmp_path))
+    sharded_cases.save_model()
+    for message in run_cases(sharded_cases.train_ddp, ["nan"], 2, tmp_path)["nan"]:
+        assert message.startswith(
+            "FloatingPointError: The loss or its gradient became NaN or infinite after step 3, by step 4."
+        )
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (1, 2, 3)}
+    (tmp_path / "checkpoint-3/rng_state_1.pth").write_bytes(b"")  # only the second process needs it
+    (tmp_path / "checkpoint-2/optimizer.pt").unlink()
+    (tmp_path / "store").unlink(missing_ok=True)
+    assert run_cases(sharded_cases.train_ddp, ["resume"], 2, tmp_path)["resume"] == [[2, 3, 4, 5, 6]] * 2

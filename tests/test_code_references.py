@@ -1,7 +1,4 @@
-"""Every way in which transformers is led from a model folder to code is rejected by `publish` and `verify`.
-
-The ways were read in transformers 5.23.0 and 5.18.0; `READ_AT` names the lines of both (paths below `transformers/`).
-"""
+"""Every way in which transformers 5.18 to 5.23 is led from a model folder to code is rejected by `publish` and `verify`."""
 
 import json
 import re
@@ -17,78 +14,40 @@ from tost_hf.hub.verification import verify
 
 EVIL = "evil/repo--module.Evil"
 PIPELINE = {"text-generation": {"impl": EVIL, "pt": ["AutoModelForCausalLM"], "type": "text"}}
-READ_AT = {  # the key: the places that read it in 5.23.0 | in 5.18.0
-    "auto_map of config.json": (
-        "models/auto/configuration_auto.py:406, auto_factory.py:207,358, tokenizer, processors: see below | "
-        "configuration_auto.py:398, auto_factory.py:212,362"
-    ),
-    "auto_map of tokenizer_config.json": (
-        "models/auto/tokenization_auto.py:823-828, processing_auto.py:300 | tokenization_auto.py:822, processing_auto.py:296"
-    ),
-    "auto_map of processor_config.json": "models/auto/processing_auto.py:251 | processing_auto.py:247",
-    "auto_map of preprocessor_config.json": (
-        "models/auto/image_processing_auto.py:639,647, feature_extraction_auto.py:332, processing_auto.py:262,287 | "
-        "image_processing_auto.py:634,642, feature_extraction_auto.py:328, processing_auto.py:258,283"
-    ),
-    "auto_map of video_preprocessor_config.json": (
-        "models/auto/video_processing_auto.py:367,381, processing_auto.py:275 | video_processing_auto.py:333,347"
-    ),
-    "custom_pipelines": "pipelines/__init__.py:1032-1064 | pipelines/__init__.py:938-968",
-    "custom_generate": "generation/utils.py:580,616,651 | generation/utils.py:571,642",
-    "adapter": "models/auto/auto_factory.py:296-313, pipelines/__init__.py:998-1014 | auto_factory.py:321, __init__.py:923",
-    "attention": "modeling_utils.py:1802, integrations/hub_kernels.py:844-869 | modeling_utils.py:1267,3743",
-    "generation modes": "generation/utils.py:143-154,2796 | generation/utils.py:141,2508",
-    "audio tokenizer": "processing_utils.py:1524-1535 | processing_utils.py:1464",
-    "reference": "dynamic_module_utils.py:605 (split at two hyphens) | dynamic_module_utils.py:602",
-}
 TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
-KEYS = [  # (the key of READ_AT, file, what is added to it)
-    ("auto_map of config.json", "config.json", {"auto_map": {"AutoModelForCausalLM": EVIL}}),
-    ("auto_map of config.json", "config.json", {"auto_map": {"AutoTokenizer": [None, EVIL]}}),
-    ("auto_map of config.json", "config.json", {"auto_map": {"AutoConfig": "configuration_tost.Evil"}}),
-    ("auto_map of config.json", "config.json", {"auto_map": {"AutoConfig": "evil.ToSTConfig"}}),
-    ("auto_map of tokenizer_config.json", TOKENIZER, {"auto_map": {"AutoTokenizer": [EVIL, EVIL]}}),
-    ("auto_map of tokenizer_config.json", TOKENIZER, {"auto_map": ["module.Evil", None]}),
-    ("auto_map of tokenizer_config.json", TOKENIZER, {"auto_map": {"AutoProcessor": "module.Evil"}}),
-    ("auto_map of processor_config.json", "processor_config.json", {"auto_map": {"AutoProcessor": EVIL}}),
-    (
-        "auto_map of processor_config.json",
-        "processor_config.json",
-        {"image_processor": {"auto_map": {"AutoImageProcessor": "module.Evil"}}},
-    ),
-    ("auto_map of preprocessor_config.json", "preprocessor_config.json", {"auto_map": {"AutoImageProcessor": EVIL}}),
-    ("auto_map of preprocessor_config.json", "preprocessor_config.json", {"auto_map": {"AutoFeatureExtractor": EVIL}}),
-    (
-        "auto_map of video_preprocessor_config.json",
-        "video_preprocessor_config.json",
-        {"auto_map": {"AutoVideoProcessor": EVIL}},
-    ),
-    ("auto_map of config.json", GENERATION, {"auto_map": {"AutoModel": EVIL}}),  # read nowhere today
-    (
-        "auto_map of config.json",
-        "sub/deep/config.json",
-        {"a": [{"auto_map": {"AutoModel": EVIL}}]},
-    ),  # from_pretrained(subfolder=)
-    ("custom_pipelines", "config.json", {"custom_pipelines": PIPELINE}),
-    ("custom_pipelines", "config.json", {"custom_pipelines": {"text-generation": {"impl": "module.Evil"}}}),
-    ("custom_generate", "config.json", {"custom_generate": "evil/repo"}),
-    ("custom_generate", GENERATION, {"custom_generate": "evil/repo"}),
-    ("adapter", "adapter_config.json", {"base_model_name_or_path": "evil/repo", "peft_type": "LORA"}),
-    ("attention", "config.json", {"_attn_implementation": "evil/kernel"}),
-    ("attention", "config.json", {"_attn_implementation": {"": "evil/kernel@v1"}}),
-    ("generation modes", GENERATION, {"penalty_alpha": 0.6, "top_k": 4}),
-    ("generation modes", GENERATION, {"num_beam_groups": 2, "num_beams": 2}),
-    ("generation modes", GENERATION, {"dola_layers": "high"}),
-    ("generation modes", GENERATION, {"force_words_ids": [[1]]}),
-    ("generation modes", GENERATION, {"constraints": [1]}),
-    ("generation modes", "config.json", {"task_specific_params": {"text-generation": {"penalty_alpha": 0.6}}}),  # in 5.18
-    (
-        "audio tokenizer",
-        "processor_config.json",
-        {"audio_tokenizer": {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": "evil/repo"}},
-    ),
-    ("reference", "config.json", {"a_later_key": [{"b": EVIL}]}),
-    ("reference", TOKENIZER, {"a_later_key": "repo--module.Evil"}),
+PROCESSOR, IMAGES = "processor_config.json", "preprocessor_config.json"
+AUDIO = {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": "evil/repo"}
+KEYS = [  # (file, what is added to it)
+    ("config.json", {"auto_map": {"AutoModelForCausalLM": EVIL}}),
+    ("config.json", {"auto_map": {"AutoTokenizer": [None, EVIL]}}),
+    ("config.json", {"auto_map": {"AutoConfig": "configuration_tost.Evil"}}),
+    ("config.json", {"auto_map": {"AutoConfig": "evil.ToSTConfig"}}),
+    (TOKENIZER, {"auto_map": {"AutoTokenizer": [EVIL, EVIL]}}),
+    (TOKENIZER, {"auto_map": ["module.Evil", None]}),
+    (TOKENIZER, {"auto_map": {"AutoProcessor": "module.Evil"}}),
+    (PROCESSOR, {"auto_map": {"AutoProcessor": EVIL}}),
+    (PROCESSOR, {"image_processor": {"auto_map": {"AutoImageProcessor": "module.Evil"}}}),
+    (IMAGES, {"auto_map": {"AutoImageProcessor": EVIL}}),
+    (IMAGES, {"auto_map": {"AutoFeatureExtractor": EVIL}}),
+    ("video_preprocessor_config.json", {"auto_map": {"AutoVideoProcessor": EVIL}}),
+    (GENERATION, {"auto_map": {"AutoModel": EVIL}}),  # read nowhere today
+    ("sub/deep/config.json", {"a": [{"auto_map": {"AutoModel": EVIL}}]}),  # from_pretrained(subfolder=)
+    ("config.json", {"custom_pipelines": PIPELINE}),
+    ("config.json", {"custom_pipelines": {"text-generation": {"impl": "module.Evil"}}}),
+    ("config.json", {"custom_generate": "evil/repo"}),
+    (GENERATION, {"custom_generate": "evil/repo"}),
+    ("adapter_config.json", {"base_model_name_or_path": "evil/repo", "peft_type": "LORA"}),
+    ("config.json", {"_attn_implementation": "evil/kernel"}),
+    ("config.json", {"_attn_implementation": {"": "evil/kernel@v1"}}),
+    (GENERATION, {"penalty_alpha": 0.6, "top_k": 4}),
+    (GENERATION, {"num_beam_groups": 2, "num_beams": 2}),
+    (GENERATION, {"dola_layers": "high"}),
+    (GENERATION, {"force_words_ids": [[1]]}),
+    (GENERATION, {"constraints": [1]}),
+    ("config.json", {"task_specific_params": {"text-generation": {"penalty_alpha": 0.6}}}),  # in 5.18
+    (PROCESSOR, {"audio_tokenizer": AUDIO}),
+    ("config.json", {"a_later_key": [{"b": EVIL}]}),
+    (TOKENIZER, {"a_later_key": "repo--module.Evil"}),
 ]
 FILES = ["evil.py", "custom_generate/generate.py", "sub/modeling_tost.py", "evil.pyc", "EVIL.PY"]
 
@@ -139,10 +98,9 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "content"), KEYS, ids=[f"{name}-{next(iter(new))}-{i}" for i, (_, name, new) in enumerate(KEYS)]
+    ("name", "content"), KEYS, ids=[f"{name}-{next(iter(new))}-{i}" for i, (name, new) in enumerate(KEYS)]
 )
-def test_keys_that_lead_to_code(model, key, name, content):
-    assert key in READ_AT
+def test_keys_that_lead_to_code(model, name, content):
     path = model / name
     before = path.read_bytes() if path.exists() else None
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +122,7 @@ def test_foreign_python_files(model, name):
         path.unlink()
 
 
-def test_words_that_only_look_like_it(tmp_path):
+def test_harmless_values(tmp_path):
     """Vocabularies hold any word, and Trainer's records any command."""
     folder = language_folder(tmp_path / "model")
     content = json.loads((folder / "tokenizer.json").read_text())

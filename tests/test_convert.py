@@ -15,7 +15,7 @@ from authors_checkpoints import (
     to_dtype,
     write_changed,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from tost_hf import ToSTConfig, ToSTForCausalLM, convert_from_original, convert_to_original
@@ -76,19 +76,14 @@ def test_greedy_continuation(converted, dtype, use_cache):
     assert torch.equal(actual, expected)
 
 
-def test_folder(converted):
-    _, folder = converted
-    assert {file.name for file in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
-    assert [file.name for file in folder.parent.iterdir()] == [folder.name]  # nothing temporary is left
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")  # tied: stored once
-    assert ToSTConfig.from_pretrained(folder).eos_token_id is None  # GPT-2's end-of-text is not in these vocabularies
-
-
 # There and back ------------------------------------------------------------------------------------------------------
 
 
 def test_there_and_back(converted, tmp_path):
     name, folder = converted
+    assert {file.name for file in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")  # tied: stored once
+    assert ToSTConfig.from_pretrained(folder).eos_token_id is None  # GPT-2's end-of-text is not in these vocabularies
     original = read_checkpoint(FIXTURES / f"{name}.pt")
     assert convert_to_original(folder, tmp_path / "ckpt.pt") == tmp_path / "ckpt.pt"
     back = read_checkpoint(tmp_path / "ckpt.pt")
@@ -100,19 +95,15 @@ def test_there_and_back(converted, tmp_path):
     assert back["model"]["lm_head.weight"].data_ptr() == back["model"]["transformer.wte.weight"].data_ptr()
 
 
-def test_back_records_the_training_state(converted, tmp_path):
-    path = convert_to_original(converted[1], tmp_path / "c.pt", iter_num=7, best_val_loss=3.25, config={"dataset": "d"})
-    back = read_checkpoint(path)
-    assert (back["iter_num"], back["best_val_loss"], back["config"]) == (7, torch.tensor(3.25), {"dataset": "d"})
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtype_is_kept(tmp_path, dtype):
     source = write_changed(tmp_path / "ckpt.pt", to_dtype(dtype), BIAS)
     folder = convert_from_original(source, tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
-    convert_to_original(folder, tmp_path / "back.pt")
-    assert_same_bits(read_checkpoint(tmp_path / "back.pt")["model"], read_checkpoint(source)["model"])
+    convert_to_original(folder, tmp_path / "back.pt", iter_num=7, best_val_loss=3.25, config={"dataset": "d"})
+    back = read_checkpoint(tmp_path / "back.pt")
+    assert_same_bits(back["model"], read_checkpoint(source)["model"])
+    assert (back["iter_num"], back["best_val_loss"], back["config"]) == (7, torch.tensor(3.25), {"dataset": "d"})
 
 
 def test_a_trained_and_sharded_folder_converts(tiny_model, tmp_path):
@@ -208,7 +199,7 @@ INVALID = {
     "NaN": (diverged, r"holds NaN or infinite numbers; take weights from before training diverged"),
     "impossible dropout": (stated(dropout=2.0), "dropout"),
     "model_args of another type": (lambda contents: contents.update(model_args=[1]), "model_args must be a dict"),
-    "an entry that is no tensor": (replace(H0 + "gamma1", 1.0), "gamma1.*not a named tensor"),
+    "an entry that is no tensor": (replace(H0 + "gamma1", 1.0), "gamma1.*not a dense tensor"),
     "state dict without a frame": (lambda contents: contents["model"], "not a checkpoint of the authors' code"),
     "a list": (lambda contents: [1, 2], "not a checkpoint of the authors' code"),
 }
@@ -224,17 +215,6 @@ def test_invalid_checkpoints(tmp_path, caplog, change, message):
     assert "lm_head differs" not in caplog.text
 
 
-def test_heads_must_divide_the_width(tmp_path):
-    def change(contents):
-        contents["model_args"].clear()
-        for layer in range(2):
-            contents["model"][f"transformer.h.{layer}.attn.temp"] = torch.ones(3, 1)
-            contents["model"][f"transformer.h.{layer}.attn.denom_bias"] = torch.ones(3, 32, 1)
-
-    with pytest.raises(ValueError, match=r"hidden_size \(32\) must be a multiple of num_attention_heads \(3\)"):
-        convert_from_original(write_changed(tmp_path / "ckpt.pt", change, BIAS), tmp_path / "model")
-
-
 class RunsCode:
     """Unpickled without care, this makes a folder."""
 
@@ -246,7 +226,7 @@ class RunsCode:
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
-def test_a_pickle_that_runs_code_is_rejected_and_nothing_runs(tmp_path, as_zip):
+def test_pickle_with_code(tmp_path, as_zip):
     contents = read_checkpoint(BIAS) | {"config": RunsCode(str(tmp_path / "ran"))}
     torch.save(contents, tmp_path / "evil.pt", _use_new_zipfile_serialization=as_zip)
     with pytest.raises(ValueError, match=r"evil.pt cannot be loaded without \w+.mkdir"):
@@ -285,7 +265,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("fields, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_models_that_the_authors_format_cannot_hold(tiny_config, tmp_path, fields, message):
+def test_unsupported_models(tiny_config, tmp_path, fields, message):
     config = ToSTConfig(**(tiny_config.to_dict() | fields))
     ToSTForCausalLM(config).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
@@ -294,30 +274,14 @@ def test_models_that_the_authors_format_cannot_hold(tiny_config, tmp_path, field
 
 
 def test_damaged_folders(tiny_model, tmp_path):
-    folder, weights = tmp_path / "model", tmp_path / "model" / "model.safetensors"
-    tiny_model.save_pretrained(folder)
-    data, state = weights.read_bytes(), load_file(weights)
-
-    def check_error(error, message):
-        with pytest.raises(error, match=message):
-            convert_to_original(folder, tmp_path / "ckpt.pt")
-
-    weights.write_bytes(data[:-100])
-    check_error(ValueError, "model.safetensors is not a readable safetensors file")
-    save_file({name: tensor for name, tensor in state.items() if name != "model.norm.weight"}, weights)
-    check_error(ValueError, "lacks model.norm.weight")
-    save_file(state | {"model.norm.weight": torch.full((32,), torch.inf)}, weights)
-    check_error(ValueError, "model.norm.weight holds NaN or infinite numbers")
-    save_file(state | {"score.weight": torch.zeros(2, 32)}, weights)
-    check_error(ValueError, "has score.weight")
-    weights.unlink()
-    check_error(FileNotFoundError, "model.safetensors is missing")
-    (folder / "model.safetensors.index.json").write_text("[]")
-    check_error(ValueError, "not an index")
-    (folder / "config.json").write_text('{"model_type": "tost", "num_attention_heads": 5}')
-    check_error(ValueError, "must be a multiple of num_attention_heads")
-    GPT2Config().save_pretrained(folder)
-    check_error(ValueError, "model of type 'gpt2'")
+    tiny_model.save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
+    GPT2Config().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="model of type 'gpt2'"):
+        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
 
 
 def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):

@@ -14,14 +14,13 @@ from authors_checkpoints import (
     relative_error,
     remove,
     replace,
-    to_dtype,
     write_changed,
 )
-from conftest import randomize, small_config, small_vision_config
+from conftest import randomize, small_vision_config
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
-from tost_hf import ToSTForCausalLM, ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
+from tost_hf import ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
 from tost_hf import convert_from_original as to_folder
 from tost_hf import convert_to_original as to_file
 from tost_hf.cli import main
@@ -117,14 +116,6 @@ def test_fine_tuned_files(tmp_path):
     assert_same_bits(read_checkpoint(tmp_path / "back.pth")["model"], read_checkpoint(P8)["model"])
 
 
-def test_dtype_is_kept(tmp_path):
-    source = write_changed(tmp_path / "checkpoint.pth", to_dtype(torch.float16), P8)
-    folder = to_folder(source, tmp_path / "model")
-    assert AutoModelForImageClassification.from_pretrained(folder).dtype == torch.float16
-    to_file(folder, tmp_path / "back.pth")
-    assert_same_bits(read_checkpoint(tmp_path / "back.pth")["model"], read_checkpoint(source)["model"])
-
-
 def test_settings_of_the_run(tmp_path):
     def change(contents):
         contents["args"].drop, contents["args"].drop_path = 0.1, 0.05
@@ -211,10 +202,7 @@ def deit(contents):
 INVALID = {
     "XCiT": (replace("blocks.0.local_mp.conv1.weight", torch.zeros(48, 1, 3, 3)), "XCiT .*local_mp.conv1"),
     "a plain ViT": (deit, "lacks blocks.0.attn.qkv.weight"),
-    "missing temp": (remove("blocks.0.attn.temp"), "lacks blocks.0.attn.temp"),
     "missing convolution": (remove("patch_embed.proj.2.0.weight"), "lacks|has"),
-    "layers with a gap": (replace("blocks.7.gamma1", torch.zeros(48)), r"lacks blocks\.2\..* has blocks\.7\.gamma1"),
-    "same key twice": (replace("module.cls_token", torch.zeros(1, 1, 48)), "cls_token twice"),
     "positions as a Linear": (
         replace("pos_embeder.token_projection.weight", torch.zeros(48, 64)),
         r"token_projection.weight has shape \(48, 64\) .* \(48, 64, 1, 1\)",
@@ -231,11 +219,8 @@ INVALID = {
         replace("patch_embed.proj.0.1.num_batches_tracked", torch.tensor(1.0)),
         r"num_batches_tracked has shape .*torch\.float32; .* dtype int64",
     ),
-    "integer weights": (replace("norm.bias", torch.zeros(48, dtype=torch.long)), "norm.bias has shape .* torch.int64"),
-    "an entry that is no tensor": (replace("blocks.0.gamma1", 1.0), "gamma1.*not a named tensor"),
     "impossible drop-path": (stated(drop_path=1.5), "drop_path_rate must be at least 0"),
     "image size of another type": (stated(input_size="large"), "image_size"),
-    "args of another type": (lambda contents: contents.update(args=[1]), "args must be a dict"),
 }
 
 
@@ -271,15 +256,13 @@ def test_a_namespace_is_the_only_class_that_is_loaded(tmp_path):
 
 
 UNSUPPORTED = {
-    "activation": ({"hidden_act": "relu"}, "hidden_act='relu'"),
     "epsilon": ({"layer_norm_eps": 1e-5}, "layer_norm_eps=1e-05"),
     "attention dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
-    "several dropouts": ({"embedding_dropout": 0.5}, "embedding_dropout=0.5"),
 }
 
 
 @pytest.mark.parametrize("fields, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_models_that_the_authors_format_cannot_hold(tmp_path, fields, message):
+def test_unsupported_models(tmp_path, fields, message):
     tiny(**fields).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         to_file(tmp_path / "model", tmp_path / "back.pth")
@@ -304,13 +287,3 @@ def test_command(tmp_path, capsys):
     assert_same_bits(read_checkpoint(back)["model"], read_checkpoint(P8)["model_ema"])
     assert main(["convert", folder, str(tmp_path / "other.pth"), "--ema"]) == 1
     assert "is a folder, which is converted back" in capsys.readouterr().err and not (tmp_path / "other.pth").exists()
-
-
-def test_a_vision_model_replaces_a_language_model(tmp_path):
-    ToSTForCausalLM(small_config()).save_pretrained(tmp_path / "model")
-    with pytest.raises(FileExistsError, match="not empty"):
-        to_folder(P16, tmp_path / "model")
-    assert isinstance(
-        AutoModelForImageClassification.from_pretrained(to_folder(P16, tmp_path / "model", overwrite=True)),
-        ToSTForImageClassification,
-    )

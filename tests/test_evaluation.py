@@ -12,6 +12,7 @@ import evaluate_lm
 import evaluation
 import pytest
 import scoring
+import torch
 from byte_models import EOS, byte_tokenizer, gpt2, make_args, make_model
 from datasets import Dataset
 from scripts import environment
@@ -166,7 +167,7 @@ def test_evaluate_lm(tmp_path, tokenizer, make, capsys):
     sweep = found["Penn Treebank (lines.txt)", "Loss, nats per token (sweep, context 32, stride 16, first 3 examples)"]
     texts = ["no it was n't <unk> but N years ago"] * 3
     ids = tokenizer(EOS + "".join(text + EOS for text in texts))["input_ids"]
-    nats, scored = scoring.sweep_loss(make(), ids, context=32, stride=16, batch_size=1)
+    nats, scored = scoring.sweep(make(), [torch.tensor(ids)], 32, 16, 1)
     if make is make_model:  # GPT-2's weights are random each time
         assert sweep["metric_value"] == pytest.approx(nats / scored, rel=1e-5)
     assert (sweep["num_examples"], sweep["seed"], sweep["dataset_type"]) == (3, 0, "lines.txt")

@@ -14,9 +14,6 @@ from PIL import Image as PILImage
 from tost_hf import ToSTForImageClassification, make_image_processor
 
 
-ROOT = Path(__file__).parents[1]
-FIXTURES = ROOT / "tests" / "fixtures" / "evaluation"
-
 CLASSES = ["ant", "bee", "cow", "dog", "elk", "fox", "gnu"]
 
 

@@ -17,9 +17,6 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 from tost_hf import ToSTConfig, ToSTForCausalLM
 
 
-ROOT = Path(__file__).parents[1]
-FIXTURES = ROOT / "tests" / "fixtures" / "evaluation"
-
 FIXTURES = Path(__file__).parent / "fixtures" / "evaluation"
 
 
@@ -90,14 +87,14 @@ def test_sweep_scores_each_token_once_with_the_context_its_stride_leaves(model, 
         end = min(context + windows_before * stride, num_ids - 1)
         expected += nats_after(model, ids[max(0, end - context) : t], ids[t])
     for batch_size in (1, 3, 64):
-        nats, scored = scoring.sweep_loss(model, ids, context=context, stride=stride, batch_size=batch_size)
+        nats, scored = scoring.sweep(model, [torch.tensor(ids)], context, stride, batch_size)
         assert scored == num_ids - 1
         assert nats == pytest.approx(expected, rel=1e-10)
 
 
 def test_sweep_rejects_a_stride_that_leaves_tokens_out(model):
     with pytest.raises(ValueError, match="between 1 and the context of 16, got 17"):
-        scoring.sweep_loss(model, random_ids(50), context=16, stride=17, batch_size=4)
+        scoring.sweep(model, [random_ids(50)], 16, 17, 4)
 
 
 def test_random_windows(model):
@@ -154,7 +151,7 @@ def test_what_the_protocols_score(model, tokenizer):
     options = {"context": 6, "stride": 3, "batch_size": 4}
 
     def loss(pieces: list[str]) -> float:
-        sums = [scoring.sweep_loss(model, tokenizer(EOS + piece)["input_ids"], **options) for piece in pieces]
+        sums = [scoring.sweep(model, [torch.tensor(tokenizer(EOS + piece)["input_ids"])], **options) for piece in pieces]
         return sum(nats for nats, _ in sums) / sum(scored for _, scored in sums)
 
     def measured(protocol, texts, **kwargs):
@@ -164,7 +161,7 @@ def test_what_the_protocols_score(model, tokenizer):
     assert measured("sweep", texts) == pytest.approx(loss([f"one\n{EOS}{EOS}two{EOS}"]), rel=1e-12)
     # with space for only one window: nothing precedes the first example
     ids = tokenizer(f"three{EOS}")["input_ids"]
-    nats, scored = scoring.sweep_loss(model, ids, context=5, stride=5, batch_size=1)
+    nats, scored = scoring.sweep(model, [torch.tensor(ids)], 5, 5, 1)
     args = make_args(protocols=["windows"], num_windows=3)
     windows = values(evaluate_lm.measure_loss(model, tokenizer, ["three"], args, context=5))
     assert windows["loss"] == pytest.approx(nats / scored, rel=1e-12)

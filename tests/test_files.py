@@ -22,11 +22,11 @@ OTHERS = (
 )
 
 
-def test_exact_names_alone_are_weights():
+def test_weights_names():
     assert tuple(filter(is_weights_name, WEIGHTS + OTHERS)) == WEIGHTS
 
 
-def test_what_stays_in_a_folder_that_is_overwritten(tmp_path):
+def test_files_kept_by_overwrite(tmp_path):
     target = tmp_path / "model"
     new = contents(language_folder(tmp_path / "new", seed=1))
     target.mkdir()
@@ -37,7 +37,7 @@ def test_what_stays_in_a_folder_that_is_overwritten(tmp_path):
     assert contents(target) == new | dict.fromkeys(OTHERS, b"old")
 
 
-def test_subfolders_of_a_folder_that_is_overwritten(tmp_path):
+def test_subfolders_kept_by_overwrite(tmp_path):
     """Their files are replaced one by one; of an earlier export only the program goes."""
     target = tmp_path / "page"
     program = ("model/export.json", "model/model.xml", "model/model.bin")
@@ -53,7 +53,7 @@ def test_subfolders_of_a_folder_that_is_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("in_the_way", ["folder", "file", "link"])
-def test_a_file_and_a_folder_never_replace_each_other(tmp_path, in_the_way):
+def test_file_and_folder_conflict(tmp_path, in_the_way):
     target, elsewhere = tmp_path / "page", tmp_path / "elsewhere"
     written = "README.md" if in_the_way == "folder" else "model/README.md"
     elsewhere.mkdir()
@@ -74,7 +74,7 @@ def test_a_file_and_a_folder_never_replace_each_other(tmp_path, in_the_way):
             check_folder(target, True, subfolders=["model"])
 
 
-def test_an_output_that_overlaps_its_source(tmp_path):
+def test_output_overlaps_source(tmp_path):
     (tmp_path / "model/parts").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "model")
     for output in ("model", "model/parts", "model/new", ".", "link", "link/new"):

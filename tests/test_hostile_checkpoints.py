@@ -58,17 +58,11 @@ def rezipped(compress=zipfile.ZIP_STORED, **members):
 
 
 HOSTILE = {
-    "one number repeated 1e11 times": (with_tensor(torch.zeros(1).expand(10**11, 32), WTE), "it repeats its numbers"),
-    "1e11 x 32 numbers where 32 belong": (with_tensor(torch.zeros(1).expand(10**11)), "it repeats its numbers"),
-    "a vector repeated": (
-        with_tensor(torch.zeros(32).expand(96, 32), WTE),
-        "12,288 bytes, of which .* stores 128",
-    ),
+    "one number repeated 1e11 times": (with_tensor(torch.zeros(1).expand(10**11, 32), WTE), "they repeat what is stored"),
     "one storage in every tensor": (
         lambda: saved(lambda contents: contents["model"].update(dict.fromkeys(map(str, range(2000)), contents["model"][WTE]))),
         "they repeat what is stored",
     ),
-    "a sparse tensor": (with_tensor(torch.zeros(32).to_sparse()), "not a dense tensor"),
     "a sparse tensor of 1e18 numbers": (
         with_tensor(torch.sparse_coo_tensor(torch.zeros(2, 1), torch.ones(1), (10**9, 10**9)), WTE),
         "not a dense tensor",
@@ -76,8 +70,6 @@ HOSTILE = {
     "a tensor without numbers": (with_tensor(torch.zeros(32, device="meta")), "not a dense tensor"),
     "a quantised tensor": (with_tensor(torch.quantize_per_tensor(torch.zeros(32), 0.1, 0, torch.qint8)), "not a dense tensor"),
     "float8": (with_tensor(torch.zeros(32).to(torch.float8_e4m3fn)), r"dtype torch.float8_e4m3fn; .* ask for shape"),
-    "complex numbers": (with_tensor(torch.zeros(32, dtype=torch.complex64)), "torch.complex64"),
-    "booleans": (with_tensor(torch.zeros(32, dtype=torch.bool)), "torch.bool"),
     "no dimensions": (with_tensor(torch.tensor(1.0), WTE), "must have 2 dimensions"),
     "an empty dimension": (with_tensor(torch.zeros(0, 32), WTE), "vocab_size=96, but the tensors say vocab_size=0"),
     "a name of a megabyte": (with_tensor(torch.zeros(1), "x\n" * 2**19), "has 'x"),
@@ -122,7 +114,7 @@ def test_hostile_checkpoints_are_rejected(make, message, tmp_path):
     assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
-def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp_path):
+def test_fuzzed_bytes(tmp_path):
     """Bytes of a checkpoint changed, cut, repeated and moved, with a fixed seed."""
     chance, rejected = random.Random(0), 0
     for trial in range(120):
@@ -147,7 +139,7 @@ def test_damaged_bytes_never_end_in_anything_but_an_error_message_or_a_model(tmp
     assert 60 < rejected <= 120
 
 
-def test_what_is_no_regular_file_is_rejected(tmp_path):
+def test_non_regular_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         with pytest.raises(ValueError, match=f"{path} is not a file; name the checkpoint"):
@@ -165,7 +157,7 @@ def test_wrong_configurations_of_folders(content, tmp_path):
     assert "\n" not in str(caught.value) and not (tmp_path / "ckpt.pt").exists()
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, tiny_model, capsys):
+def test_full_disk(tmp_path, tiny_model, capsys):
     """No file can grow past 20 kB: the libraries meet an error as on a full disk."""
     tiny_model.save_pretrained(tmp_path / "source")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

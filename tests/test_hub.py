@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -47,38 +45,7 @@ def same(left: dict, right: dict) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-FRESH = """
-import sys
-import torch, tost_hf
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
-name, folder = sys.argv[1:]
-writer = pipeline("text-generation", model=name)
-assert type(writer.model) is tost_hf.ToSTForCausalLM
-written = writer("import os", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-local = pipeline("text-generation", model=folder)("import os", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-assert written == local and written.startswith("import os") and len(written) > len("import os")
-tokens = AutoTokenizer.from_pretrained(name)("import os", return_tensors="pt").input_ids
-logits = [AutoModelForCausalLM.from_pretrained(source).eval()(tokens).logits for source in (name, folder)]
-assert torch.equal(*logits)
-"""
-
-
-@pytest.mark.slow
-def test_one_process_publishes_and_another_generates(hub, folder, tmp_path):
-    """Two processes from their start, each with its own HF_HOME."""
-    command = [sys.executable, "-m", "tost_hf.cli", "publish", folder, "tost/fresh"]
-    environment = hub.environment(tmp_path / "publisher", hub.token("writer"))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"{hub.url}/tost/fresh/commit/{hub.head('tost/fresh')}" in done.stdout
-    environment = hub.environment(tmp_path / "reader")
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, "tost/fresh", folder], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_publication_is_one_commit_of_the_whole_folder(hub, published):
+def test_one_commit_per_publication(hub, published):
     source, head = published["v1"]
     files, expected = hub.files("tost/tiny", "v1"), contents(source)
     code = {name for name in files if name.endswith(".py")}
@@ -92,22 +59,19 @@ def test_a_publication_is_one_commit_of_the_whole_folder(hub, published):
     assert "auto_map" not in json.loads((source / "config.json").read_text()), "publishing changed the folder"
 
 
-def test_published_models_load(hub, clients, published, computed):
-    """The newest, under a tag and by a hash, each with its own weights."""
+def test_published_models_load(hub, clients, folder, published, computed):
+    """The newest, under a tag, by a hash and on a branch, each with its own weights."""
     later = clients.load(published["main"][0])
     assert not same(later, computed)
     assert same(clients.load("tost/tiny"), later)
     for revision in ("v1", published["v1"][1]):
         assert same(clients.load("tost/tiny", revision=revision), computed)
-    missing = clients.load("tost/tiny", revision="v2")
-    assert missing.status == 1 and "v2" in missing.output and "OSError" in missing.output
-
-
-def test_a_branch(hub, clients, folder, published, computed):
     head = hub.head("tost/tiny")
     clients.command("publish", folder, "tost/tiny", "--revision", "dev", token=hub.token("writer")).check()
     assert hub.head("tost/tiny") == head != hub.head("tost/tiny", "dev")
     assert same(clients.load("tost/tiny", revision="dev"), computed)
+    missing = clients.load("tost/tiny", revision="v2")
+    assert missing.status == 1 and "v2" in missing.output and "OSError" in missing.output
 
 
 def test_sharded_weights(hub, clients, folder, computed, tmp_path):
@@ -116,8 +80,6 @@ def test_sharded_weights(hub, clients, folder, computed, tmp_path):
     names = [name for name in hub.files("tost/shards") if name.endswith(".safetensors")]
     assert len(names) >= 3 and "model.safetensors.index.json" in hub.files("tost/shards")
     assert same(clients.load("tost/shards"), computed)
-    count = "import huggingface_hub; print(huggingface_hub.get_safetensors_metadata(argv[0]).parameter_count)"
-    assert str({"F32": language_model().num_parameters()}) in clients.run(count, "tost/shards").check().output
 
     # whole weights take the shards' place within one commit
     head = hub.head("tost/shards")
@@ -148,29 +110,6 @@ def test_a_pull_request(hub, clients, published, tmp_path):
     assert same(clients.load("tost/tiny", revision="refs/pr/1"), clients.load(proposal))
 
 
-def test_several_publish_at_once(hub, clients, tmp_path):
-    """No commit is a mixture, none is lost: each is one folder entirely, and the head is one of them."""
-    folders = [language_folder(tmp_path / str(i), seed=i, max_shard_size=["40KB", "5GB"][i % 2]) for i in range(4)]
-    for i, source in enumerate(folders):
-        (source / "notes.txt").write_text(f"model {i}")
-    with hub.fail("POST", "/preupload/", delay=1, times=4):  # all have compared their files before one commits
-        running = [clients.start_command("publish", source, "tost/busy", token=hub.token("writer")) for source in folders]
-        for client in map(clients.wait, running):
-            client.check()
-    assert any(request.status == 412 for request in hub.requested("POST", "tost/busy/commit/")), "nobody was overtaken"
-    *commits, _ = hub.commits("tost/busy")
-    assert len(commits) == len(folders)
-    found = []
-    for commit in commits:
-        files = {name: data for name, data in hub.files("tost/busy", commit).items() if not name.endswith(".py")}
-        files.pop("config.json")
-        expected = [{k: v for k, v in contents(source).items() if k != "config.json"} for source in folders]
-        assert files in expected
-        found.append(expected.index(files))
-    assert sorted(found) == [0, 1, 2, 3]
-    assert same(clients.load("tost/busy"), clients.load(folders[found[0]]))
-
-
 def test_a_dry_run_sends_nothing(hub, clients, folder):
     before = len(hub.requests)
     done = clients.command("publish", folder, "tost/dry", "--dry-run", token=hub.token("writer")).check()
@@ -178,7 +117,7 @@ def test_a_dry_run_sends_nothing(hub, clients, folder):
     assert all(name in done.output for name in contents(folder)) and "nothing was sent" in done.output
 
 
-def test_publishing_again_sends_what_changed(hub, clients, tmp_path):
+def test_incremental_upload(hub, clients, tmp_path):
     folder = language_folder(tmp_path / "model")
     token = hub.token("writer")
     clients.command("publish", folder, "tost/again", token=token).check()
@@ -207,7 +146,7 @@ def test_tags_are_not_moved(hub, clients, published, tmp_path):
     assert hub.head("tost/tiny") == head and hub.head("tost/tiny", "v1") == published["v1"][1]
 
 
-def test_a_tag_that_is_set_meanwhile(hub, clients, tmp_path):
+def test_tag_race(hub, clients, tmp_path):
     """The command fails and says where the version is; again, it is rejected before anything is sent."""
     folder = language_folder(tmp_path / "model")
     hub.create("tost/raced", {"config.json": b"{}"})
@@ -226,16 +165,19 @@ def test_a_tag_that_is_set_meanwhile(hub, clients, tmp_path):
 
 
 def test_only_tagging_fails(hub, clients, tmp_path):
+    """Publishing again sets the tag alone, and once more changes nothing, as after an answer that was lost."""
     folder = language_folder(tmp_path / "model")
+    command = ("publish", folder, "tost/untagged", "--tag", "v1")
     with hub.fail("POST", "/tag/", status=403):
-        done = clients.command("publish", folder, "tost/untagged", "--tag", "v1", token=hub.token("writer"))
+        done = clients.command(*command, token=hub.token("writer"))
     head = hub.head("tost/untagged")
     assert done.status == 1 and f"is visible in tost/untagged as {head}" in done.output, done.output
-    clients.command("publish", folder, "tost/untagged", "--tag", "v1", token=hub.token("writer")).check()
-    assert hub.head("tost/untagged") == head == hub.repositories["tost/untagged"].refs["refs/tags/v1"]
+    for _ in range(2):
+        clients.command(*command, token=hub.token("writer")).check()
+        assert hub.head("tost/untagged") == head == hub.repositories["tost/untagged"].refs["refs/tags/v1"]
 
 
-def test_files_of_others_stay(hub, clients, tmp_path):
+def test_unrelated_files_are_kept(hub, clients, tmp_path):
     """Weights of an earlier version are replaced; what is merely named like them is somebody else's."""
     others = {"adapter_model.safetensors": b"theirs", "notes.safetensors.txt": b"theirs", "model_old.safetensors": b"theirs"}
     hub.create("tost/mixed", others | {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}"})
@@ -276,7 +218,7 @@ def test_missing_permissions(hub, clients, folder, published):
     assert hub.head("tost/tiny") == head and "tost/new" not in hub.repositories
 
 
-def test_the_server_rejects_a_card(hub, clients, tmp_path):
+def test_card_rejected_by_the_hub(hub, clients, tmp_path):
     """A licence that the Hub does not know is found before anything is uploaded."""
     folder = language_folder(tmp_path)
     (folder / "README.md").write_text(CARD.replace("apache-2.0", "my-own"))
@@ -308,20 +250,6 @@ assert left == right and len(left) == 5, (left, right)
     clients.run(classify, "tost/images", folder).check()
 
 
-def test_push_to_hub(hub, clients, folder, computed):
-    """transformers' own way to publish, with the source files: one commit too."""
-    push = """
-model = transformers.AutoModelForCausalLM.from_pretrained(argv[0])
-model.push_to_hub(argv[1], with_code=True)
-transformers.AutoTokenizer.from_pretrained(argv[0]).push_to_hub(argv[1])
-"""
-    clients.run(push, folder, "tost/pushed", token=hub.token("writer")).check()
-    assert len(hub.commits("tost/pushed")) == 3  # the server's, the model, the tokenizer
-    assert set(tost_hf.model.base_tost.CODE_FILES["tost"]) <= hub.files("tost/pushed").keys()
-    assert "auto_map" in json.loads(hub.files("tost/pushed")["config.json"])
-    assert same(clients.load("tost/pushed"), computed)
-
-
 def test_verify_and_info(clients, published):
     for source in ("tost/tiny", published["v1"][0]):
         done = clients.command("verify", source)
@@ -333,15 +261,20 @@ def test_verify_and_info(clients, published):
         assert rejected.status == 1 and "tost/nowhere" in rejected.output and "Traceback" not in rejected.output
 
 
-def test_a_tagged_version_may_be_published_again(hub, clients, tmp_path):
-    """As after an answer that was lost: nothing is missing, so nothing fails."""
-    folder = language_folder(tmp_path / "model")
-    for _ in range(2):
-        clients.command("publish", folder, "tost/twice", "--tag", "v1", token=hub.token("writer")).check()
-    assert len(hub.commits("tost/twice")) == 2  # the first one created the repository
+@pytest.mark.parametrize("name", ["model.safetensors", "modeling_tost.py", "README.md"])
+def test_file_with_other_bytes(clients, published, name):
+    """Bytes that are not those the repository lists: `tost-hf verify` says which file."""
+    clients.command("verify", "tost/tiny").check()
+    (path,) = (clients.folder / f"home/hub/models--tost--tiny/snapshots/{published['main'][1]}").glob(name)
+    blob, original = path.resolve(), path.read_bytes()
+    for damaged in (original[:-1], original[:-1] + b"?"):
+        blob.write_bytes(damaged)
+        done = clients.command("verify", "tost/tiny")
+        assert done.status == 1 and f"{name} is not the file that the repository lists" in done.output, done.output
+    blob.write_bytes(original)
 
 
-def test_by_products_of_training_stay_behind(tmp_path):
+def test_training_by_products_are_excluded(tmp_path):
     folder = language_folder(tmp_path / "model")
     expected = publish(folder, "tost/dry", dry_run=True).uploaded
     for name in ("training_args.bin", "checkpoint-10/optimizer.pt", "runs/events", ".git/config", "__pycache__/a.pyc"):
@@ -359,13 +292,13 @@ raise SystemExit(tost_hf.cli.main(argv))
 """
 
 
-def test_no_token_gets_out(hub, clients, folder):
+def test_no_token_leaks(hub, clients, folder):
     """Neither into what is printed, though debugging is on, nor into commits, cards, addresses or to the storage."""
     token = hub.token("writer")
     done = clients.run(TALKATIVE, "publish", folder, "tost/secret", "--private", token=token).check()
     assert "authorization" in done.output.lower(), "debugging was not on"
     clients.run(TALKATIVE, "verify", "tost/secret", token=token).check()
-    for fault in ({"status": 500}, {"cut": "request"}, {"cut": "answer"}):
+    for fault in ({"status": 500}, {"lost": True}):
         with hub.fail("POST", "/commit/", **fault):
             assert clients.run(TALKATIVE, "publish", folder, "tost/secret-2", token=token).status == 1
     assert leaks(hub, folder, clients.folder) == []

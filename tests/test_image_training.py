@@ -5,9 +5,7 @@ import torch
 from image_runs import make_trainer, tiny_vision_model
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import (
-    HfArgumentParser,
-)
+from transformers import HfArgumentParser
 
 from tost_hf import ToSTForImageClassification
 from tost_hf.training.trainer_vision import ToSTVisionTrainingArguments

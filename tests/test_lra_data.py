@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 from PIL import Image
@@ -146,7 +147,7 @@ def test_the_picture_is_the_fine_one_reduced():
 
 # Files ----------------------------------------------------------------------------------------------------------------
 
-COUNTS = ["--train_rows", "12", "--validation_rows", "3", "--test_rows", "4"]
+COUNTS = ["--train_examples", "12", "--validation_examples", "3", "--test_examples", "4"]
 SMALL = {
     "listops": ["--min_length", "5", "--max_length", "40"],
     "pathfinder": ["--side", "16", "--dashes", "3", "--seed_distance", "3", "--distractors", "1", "--num_proc", "2"],
@@ -187,13 +188,20 @@ def test_files_are_read_by_datasets_and_by_the_task(tmp_path, texts, task):
             assert [listops.TOKENS[x - 1] for x in example["input_ids"]] == parsed(stored["Source"].split())
 
 
+def test_old_names_of_the_counts_warn(tmp_path):
+    counts = [word.replace("_examples", "_rows") for word in COUNTS]
+    with pytest.warns(FutureWarning, match="called --\\*_examples now"):
+        make_data.main(["listops", "--output_dir", str(tmp_path), *counts, *SMALL["listops"]])
+    assert pq.read_metadata(tmp_path / "train.parquet").num_rows == 12
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "Which data"),
         (["chess"], "Which data"),
         (["listops", "--output_dir", "x", "--max_length", "3", "--min_length", "3"], "No length lies between 3 and 3"),
-        (["listops", "--output_dir", "x", "--train_rows", "-1"], "must not be negative"),
+        (["listops", "--output_dir", "x", "--train_examples", "-1"], "must not be negative"),
         (["pathfinder", "--output_dir", "x", "--side", "16"], "lower seed_distance, or make the picture larger"),
         (["retrieval", "--output_dir", "x", "--texts", "y"], "two data sets or more, got 1"),
     ],

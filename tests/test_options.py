@@ -26,7 +26,7 @@ from tost_hf.hub.cards import build_card
 from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
 from tost_hf.model.configuration_tost import OPTION_DEFAULTS
-from tost_hf.model.layers_tost import ShortConvolution, find_taps
+from tost_hf.model.layers_tost import ShortConvolution
 
 
 F64 = {"rtol": 1e-9, "atol": 1e-9}
@@ -342,7 +342,7 @@ def test_convolution_equals_its_definition(kernel, length):
     x, recent = torch.randn(2, length, 5, dtype=torch.float64), torch.randn(2, kernel - 1, 5, dtype=torch.float64)
     mask = torch.rand(2, length) > 0.4
     for past, padding in itertools.product((None, recent), (None, mask)):
-        out, last = convolution(x, find_taps(kernel, padding, None), past)
+        out, last = convolution(x, padding, recent=past)
         for b in range(2):
             seen = list(torch.zeros(kernel - 1, 5, dtype=torch.float64) if past is None else past[b])
             for t in range(length):

@@ -18,25 +18,27 @@ def measured(request, tmp_path_factory):
         patch.setenv("TOST_TEST_MODELS", str(folder))
         plan_cases.save_model()
         model = ToSTForCausalLM.from_pretrained(plan_cases.folder_of("plan"))
-        return request.param, model, run_cases(plan_cases.run, list(plan.WAYS), request.param, folder)
+        return request.param, model, run_cases(plan_cases.run, list(plan.STRATEGIES), request.param, folder)
 
 
-@pytest.mark.parametrize("way", plan.WAYS)
-def test_processes_hold_and_send_what_is_planned(measured, way):
+@pytest.mark.parametrize("strategy", plan.STRATEGIES)
+def test_processes_hold_and_send_what_is_planned(measured, strategy):
     processes, model, answers = measured
     parameters = model.num_parameters()
-    sent = plan.exchanged(model.config, parameters, way, processes, plan_cases.TOKENS, SINGLE)
-    loss = 4 * (processes - 1) * 2 if way == "cp" else 0  # gathered, and its gradient
-    for process in answers[way]:
+    sent = plan.bytes_sent(model.config, parameters, strategy, processes, plan_cases.TOKENS, SINGLE)
+    loss = 4 * (processes - 1) * 2 if strategy == "cp" else 0  # gathered, and its gradient
+    for process in answers[strategy]:
         assert process["sent"] == sent + loss
-        assert process["held"] == pytest.approx(plan.held(parameters, way, processes), rel=0.05)  # tp does not cut the norms
+        assert process["held"] == pytest.approx(plan.state_bytes(parameters, strategy, processes), rel=0.05)
 
 
 def test_kept_tensors_are_those_of_the_plan(measured):
     processes, model, answers = measured
     ids = plan_cases.make_ids()
-    whole = plan.kept_of(model.model, input_ids=ids, use_cache=False)
-    assert whole == plan.kept_bytes(model.config, layers=2, tokens=plan_cases.TOKENS, dtype=model.dtype) * plan_cases.TOKENS
-    kept = plan.kept_of(model, input_ids=ids, use_cache=False)
+    whole = plan.saved_tensor_bytes(model.model, input_ids=ids, use_cache=False)
+    assert (
+        whole == plan.activation_bytes(model.config, layers=2, tokens=plan_cases.TOKENS, dtype=model.dtype) * plan_cases.TOKENS
+    )
+    kept = plan.saved_tensor_bytes(model, input_ids=ids, use_cache=False)
     for process in answers["cp"]:
         assert process["kept"] == pytest.approx(kept / processes, rel=0.1)

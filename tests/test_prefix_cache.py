@@ -147,7 +147,7 @@ def test_states_of_a_batch_are_copies(any_model):
 
 def run_chats(model, prefix_cache_bytes: int, chats: int = 5, turns: int = 4, **options) -> tuple[list, list[int]]:
     """Each turn's prompt is all that was said before and a new question: the answers, and the cached tokens of the prompts."""
-    journal = Journal(model, max_prefill_tokens=128, prefix_cache_bytes=prefix_cache_bytes)
+    journal = Journal(model, max_batch_tokens=128, prefix_cache_bytes=prefix_cache_bytes)
     texts = [tokens_of(100 + i, i % 2) for i in range(chats)]  # two system prompts
     answers, cached = [], []
     for turn in range(turns):
@@ -180,7 +180,7 @@ def test_alone_and_from_a_chunk_border_it_is_exact_to_the_bit(model):
     prompts = [tokens_of(260) + tokens_of(n, seed=n) for n in (80, 90)]
     logits = {}
     for prefix_cache_bytes in (0, 2**24):
-        journal = Journal(model, max_prefill_tokens=128, prefix_cache_bytes=prefix_cache_bytes)
+        journal = Journal(model, max_batch_tokens=128, prefix_cache_bytes=prefix_cache_bytes)
         seen = logits[prefix_cache_bytes] = []
         hook = model.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.logits))
         for i, prompt in enumerate(prompts):

@@ -35,9 +35,9 @@ def clients(hub, tmp_path_factory):
             yield forks
 
 
-def start(clients: Clients, code: str, way: str, processes: int, folder: Path) -> Client:
+def start(clients: Clients, code: str, parallelism: str, processes: int, folder: Path) -> Client:
     model = clients.folder / ("dropout" if code == KILLED else "plain")
-    return clients.start(code, way, processes, folder, TOST_TEST_MODELS=str(model))
+    return clients.start(code, parallelism, processes, folder, TOST_TEST_MODELS=str(model))
 
 
 def children(pid: int) -> list[int]:
@@ -58,48 +58,48 @@ def kill_one(clients: Clients, run: Client, checkpoint: Path, delay: float, chan
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
-@pytest.mark.parametrize("way, processes", [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("ddp and cp", 4)])
-def test_killed_process_ends_the_run_which_resumes_bit_for_bit(clients, tmp_path, way, processes):
+@pytest.mark.parametrize("parallelism, processes", [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("ddp and cp", 4)])
+def test_killed_process_ends_the_run_which_resumes_bit_for_bit(clients, tmp_path, parallelism, processes):
     """With dropout, and a save at every step."""
     seed = random.randrange(1_000_000)
     print(f"The moment is that of seed {seed}.")
     chance = random.Random(seed)
-    clients.wait(start(clients, KILLED, way, processes, tmp_path / "whole")).check()
-    checkpoint = tmp_path / "killed" / f"checkpoint-{chance.randint(1, STEPS - 8)}"
-    kill_one(clients, start(clients, KILLED, way, processes, tmp_path / "killed"), checkpoint, chance.uniform(0, 0.1), chance)
-    assert not (tmp_path / "killed" / "trainer_state.json").exists()
-    clients.wait(start(clients, KILLED, way, processes, tmp_path / "killed")).check()
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == STEPS
-    whole, killed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed"))
-    assert killed == whole
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    clients.wait(start(clients, KILLED, parallelism, processes, whole)).check()
+    run = start(clients, KILLED, parallelism, processes, killed)
+    kill_one(clients, run, killed / f"checkpoint-{chance.randint(1, STEPS - 8)}", chance.uniform(0, 0.1), chance)
+    assert not (killed / "trainer_state.json").exists()
+    clients.wait(start(clients, KILLED, parallelism, processes, killed)).check()
+    assert losses(killed) == losses(whole) and len(losses(whole)) == STEPS
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def begun(clients, tmp_path_factory):
-    """The losses of two processes that train in a way, and the folder with a checkpoint of theirs in the middle of it."""
+    """Trains two processes with a parallelism; the folder keeps their checkpoint of half the steps."""
     folders = {}
 
-    def begin(way: str) -> Path:
-        if way not in folders:
-            folders[way] = tmp_path_factory.mktemp("begun")
-            clients.wait(start(clients, RESUMES, way, 2, folders[way])).check()
-            shutil.rmtree(folders[way] / f"checkpoint-{STEPS}")
-        return folders[way]
+    def begin(parallelism: str) -> Path:
+        if parallelism not in folders:
+            folders[parallelism] = tmp_path_factory.mktemp("begun")
+            clients.wait(start(clients, RESUMES, parallelism, 2, folders[parallelism])).check()
+            shutil.rmtree(folders[parallelism] / f"checkpoint-{STEPS}")
+        return folders[parallelism]
 
     return begin
 
 
-def resume(clients: Clients, begun: Path, way: str, processes: int, folder: Path) -> Client:
+def resume(clients: Clients, begun: Path, parallelism: str, processes: int, folder: Path) -> Client:
     shutil.copytree(begun / f"checkpoint-{STEPS // 2}", folder / f"checkpoint-{STEPS // 2}")
-    return clients.wait(start(clients, RESUMES, way, processes, folder))
+    return clients.wait(start(clients, RESUMES, parallelism, processes, folder))
 
 
 @pytest.mark.parametrize(
-    "before, way, processes",
+    "before, parallelism, processes",
     [("ddp", "ddp", 1), ("ddp", "ddp", 4), ("cp", "cp", 4), ("cp", "ddp", 2), ("fsdp2", "fsdp2", 4), ("tp", "tp", 4)],
 )
-def test_other_numbers_of_processes_resume_with_the_same_losses(clients, begun, tmp_path, before, way, processes):
-    run = resume(clients, begun(before), way, processes, tmp_path).check()
+def test_other_numbers_of_processes_resume_with_the_same_losses(clients, begun, tmp_path, before, parallelism, processes):
+    run = resume(clients, begun(before), parallelism, processes, tmp_path).check()
     assert "was saved by another number of processes" in run.output or processes == 2
     expected = losses(begun(before))
     assert losses(tmp_path) == pytest.approx(expected, rel=0, abs=1e-5) and len(expected) == STEPS
@@ -108,7 +108,7 @@ def test_other_numbers_of_processes_resume_with_the_same_losses(clients, begun, 
 
 
 @pytest.mark.parametrize(
-    "before, way, message",
+    "before, parallelism, message",
     [
         ("ddp", "tp", "was not tensor-parallel and now is:"),
         ("tp", "ddp", "was tensor-parallel and now is not"),
@@ -116,6 +116,6 @@ def test_other_numbers_of_processes_resume_with_the_same_losses(clients, begun, 
         ("fsdp2", "ddp", "None of the checkpoints can be resumed from"),
     ],
 )
-def test_another_parallelism_is_rejected(clients, begun, tmp_path, before, way, message):
-    run = resume(clients, begun(before), way, 2, tmp_path)
+def test_another_parallelism_is_rejected(clients, begun, tmp_path, before, parallelism, message):
+    run = resume(clients, begun(before), parallelism, 2, tmp_path)
     assert run.status == 1 and re.search(f"ValueError: .*{message}", run.output), run.output

@@ -16,11 +16,9 @@ from conftest import randomize, small_config
 from datasets import Dataset
 from scripts import EXAMPLES, launch, losses
 from text_runs import EOS, TINY
-from transformers import (
-    AutoTokenizer,
-)
+from transformers import AutoTokenizer
 
-from tost_hf import ToSTConfig, ToSTForCausalLM
+from tost_hf import ToSTForCausalLM
 
 
 RUN_CLM = EXAMPLES / "run_clm.py"
@@ -53,11 +51,6 @@ def test_accelerate_launch_with_one_and_two_processes(tmp_path, clm_args):
 
 
 # run_clm.py, in this process -----------------------------------------------------------------------------------------
-
-
-def test_presets():
-    config = run_clm.load_config(run_clm.ModelArguments(config_name="tost-medium"))
-    assert isinstance(config, ToSTConfig) and (config.num_hidden_layers, config.hidden_size) == (24, 1024)
 
 
 def test_folder_named_like_a_preset_wins(tmp_path, monkeypatch, tiny_config):
@@ -149,13 +142,6 @@ def test_each_example_of_other_files_ends_with_eos(tmp_path, text_folder, ending
     assert ("import os\n" + EOS + "x = 1" + EOS).startswith(joined) and len(joined) > 20
     blocks, tokenizer = blocks_of(text_folder, file, block_size=2, add_eos_token=False)
     assert EOS not in decode(blocks, tokenizer)
-
-
-def test_streaming_gives_the_same_blocks(tmp_path, text_folder):
-    (tmp_path / "part.txt").write_text("one = 1\ntwo = 2\n" * 50, encoding="utf-8")
-    whole, _ = blocks_of(text_folder, tmp_path / "part.txt")
-    streamed, _ = blocks_of(text_folder, tmp_path / "part.txt", streaming=True)
-    assert streamed == whole and len(whole) > 10
 
 
 def test_held_out_examples_are_not_trained_on():

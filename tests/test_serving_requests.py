@@ -17,7 +17,6 @@ from serving_clients import (
     RESPONSES,
     Served,
     asking,
-    both_ways,
     everywhere,
     serving,
 )
@@ -25,7 +24,6 @@ from serving_clients import (
 from tost_hf.serving.application import MAX_BODY_BYTES
 from tost_hf.serving.server import patch_server
 from tost_hf.serving.server_generation import MAX_TOKENS
-from tost_hf.serving.server_models import ServedModels
 
 
 folder, served = serving_clients.folder, serving_clients.served  # fixtures
@@ -40,8 +38,6 @@ def open_server():
 
 RIGHT = {
     "to the last position": ("hi", {}, POSITIONS - 2),
-    "three tokens": ("hi", {"LIMIT": 3}, 3),
-    "own configuration": ("hi", {"generation_config": '{"do_sample": true, "max_new_tokens": 4}'}, 4),
     "more than there are": ("hi", {"LIMIT": 10**30}, POSITIONS - 2),
     "one position left": ("x" * (POSITIONS - 1), {}, 1),
     "greedy": ("hi", {"LIMIT": 3, "temperature": 0}, 3),
@@ -49,7 +45,6 @@ RIGHT = {
     "configuration without a length": ("hi", {"generation_config": "{}"}, POSITIONS - 2),
     "length of all": ("hi", {"generation_config": '{"max_length": 7}'}, 5),
     "emoji": ("🙂", {"LIMIT": 3}, 3),
-    "right to left": ("שלום", {"LIMIT": 3}, 3),
     "control characters": ("\0\x1b\r\n\u2028", {"LIMIT": 3}, 3),
     "field nobody uses": ("hi", {"LIMIT": 3, "user": "me"}, 3),
 }
@@ -83,30 +78,16 @@ WRONG = {  # first those that the model or each endpoint tells
     "all but zero": ("hi", {"generation_config": '{"do_sample": true, "temperature": 1e-40}'}, "at least 0.001"),
     "shorter than the prompt": ("hi", {"generation_config": '{"max_length": 2}'}, "At least 1 token must be generated"),
     "no tokens": ("hi", {"LIMIT": 0}, "greater than 0"),
-    "null for text": (None, {}, ""),
     "unknown field": ("hi", {"colour": "red"}, "Unexpected fields in the request: {'colour'}"),
     "many beams": ("hi", {"generation_config": '{"num_beams": 1000000}'}, "less than or equal to 8"),
-    "number for text": (5, {}, "valid string"),
-    "negative": ("hi", {"LIMIT": -1}, "greater than 0"),
-    "half a token": ("hi", {"LIMIT": 1.5}, "valid integer"),
     "text for a number": ("hi", {"LIMIT": "3"}, "valid integer"),
-    "bool for a number": ("hi", {"LIMIT": True}, "valid integer"),
-    "hot": ("hi", {"temperature": "hot"}, "temperature: Input should be a valid number"),
-    "below zero": ("hi", {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
     "NaN": ("hi", {"temperature": float("nan")}, "temperature: "),
     "top_p": ("hi", {"top_p": 2}, "top_p: Input should be less than or equal to 1"),
     "seed": ("hi", {"seed": 2**70}, "seed: "),
-    "stream of a number": ("hi", {"stream": 1}, "stream: Input should be a valid boolean"),
     "another model": ("hi", {"model": "owner/other"}, "loads no other model"),
-    "model of a number": ("hi", {"model": 5}, "model: Input should be a valid string"),
     "configuration of a list": ("hi", {"generation_config": "[]"}, "generation_config: "),
     "broken configuration": ("hi", {"generation_config": "{"}, "generation_config: Invalid JSON"),
     "code of a repository": ("hi", {"generation_config": '{"penalty_alpha": 0.6}'}, "penalty_alpha: Extra inputs"),
-    "memory for nothing": ("hi", {"generation_config": '{"max_cache_len": 1000000000}'}, "max_cache_len: Extra inputs"),
-    "many answers": ("hi", {"generation_config": '{"num_return_sequences": 9}'}, "num_return_sequences: "),
-    "no length": ("hi", {"generation_config": '{"max_new_tokens": 0}'}, "greater than 0"),
-    "length of text": ("hi", {"generation_config": '{"max_new_tokens": "a"}'}, "valid integer"),
-    "penalty": ("hi", {"generation_config": '{"repetition_penalty": -1}'}, "greater than 0"),
     "no end": ("hi", {"generation_config": '{"eos_token_id": [[]]}'}, "eos_token_id"),
 }
 
@@ -128,47 +109,26 @@ def chat(**fields) -> tuple[str, dict]:
 
 ODD = {
     "stop of nothing": (*chat(stop=""), 400, "stop"),
-    "stops of nothing": (*chat(stop=[""]), 400, "stop"),
     "five stops": (*chat(stop=list("abcde")), 400, "stop"),
-    "stop of a number": (*chat(stop=[5]), 400, "stop"),
-    "long stop": (*chat(stop="x" * 10**6), 400, "stop"),
     "frequency": (*chat(frequency_penalty=-1), 400, "frequency_penalty: Input should be greater than -1"),
-    "bias of a word": (*chat(logit_bias={"a": 1}), 400, ""),
     "bias of a token unknown": (*chat(logit_bias={"99999": 1}), 400, "vocabulary size is 320"),
-    "strong bias": (*chat(logit_bias={"5": 1e9}), 400, "logit_bias.5: Input should be less than or equal to 100"),
     "own template": (*chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400, "the server sets chat_template"),
-    "padding": (*chat(chat_template_kwargs={"padding": True, "max_length": 10**12}), 400, "max_length, padding"),
     "tools of numbers": (*chat(tools=[5]), 400, "tools.0"),
     "no messages": (CHAT, {"messages": []}, 400, "messages: "),
-    "messages of text": (CHAT, {"messages": "hi"}, 400, "messages: "),
     "message without a role": (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages.0.role: Field required"),
-    "content of a number": (CHAT, asking(CHAT, 5), 400, "messages.0.content"),
     "part without text": (CHAT, asking(CHAT, [{"type": "text"}]), 400, "lacks the field 'text'"),
-    "part without a type": (CHAT, asking(CHAT, [{"text": "hi"}]), 400, "lacks the field 'type'"),
-    "call without a function": (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "lacks the field"),
     "calls of a number": (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, "cannot be read"),
-    "input of numbers": (RESPONSES, {"input": [3]}, 400, "input"),
     "input of nothing": (RESPONSES, {"input": []}, 400, "input"),
     "input of an unknown kind": (RESPONSES, {"input": [{"role": "user"}, {"type": "odd"}]}, 422, "Unsupported input item"),
-    "instructions of a number": (RESPONSES, {"input": "hi", "instructions": 5}, 400, "instructions"),
     "prompts": (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "prompt"),
     "no prompt": (COMPLETIONS, {}, 400, "prompt: Field required"),
     "empty body": (COMPLETIONS, b"", 400, "Invalid JSON"),
-    "half a body": (COMPLETIONS, b'{"prompt": "h', 400, "Invalid JSON"),
-    "list": (COMPLETIONS, b"[]", 400, "The body: Input should be an object"),
-    "null": (COMPLETIONS, b"null", 400, "object"),
-    "not UTF-8": (COMPLETIONS, b'{"prompt": "\xff"}', 400, "Invalid JSON"),
     "half a character": (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "Invalid JSON"),
     "deep": (COMPLETIONS, b"[" * 10**6, 400, "recursion limit"),
     "huge": (COMPLETIONS, b" " * (MAX_BODY_BYTES + 1), 413, f"at most {MAX_BODY_BYTES} are read"),
     "load another model": ("/load_model", {"model": "owner/other"}, 400, "loads no other model"),
-    "load a folder": ("/load_model", {"model": "/etc"}, 400, "loads no other model"),
-    "load weights of another file": ("/load_model", {"model": "FOLDER:x.gguf"}, 400, "loads no other model"),
     "load nothing": ("/load_model", {}, 422, "Missing `model`"),
-    "load a number": ("/load_model", {"model": 5}, 400, "model: Input should be a valid string"),
     "unload": ("/reset", {}, 404, "There is no /reset here"),
-    "decisions": ("/v1/systemone", {"model": "x", "state": "x" * 10**6, "questions": {}}, 404, "There is no"),
-    "audio": ("/v1/audio/transcriptions", {"model": "owner/other"}, 404, "There is no"),
     "unknown place": ("/v2/completions", {}, 404, "There is no /v2/completions here"),
 }
 
@@ -181,36 +141,28 @@ def test_beams_are_not_streamed(served, path):
     assert answer.status == 400 and "cannot be streamed" in answer.error
 
 
-@everywhere
-@both_ways
-def test_model_whose_own_settings_ask_for_code_is_not_run(served, monkeypatch, path, stream):
+def test_model_whose_own_settings_ask_for_code_is_not_run(served, monkeypatch):
     """transformers would take contrastive search from a repository, and ask at the server's terminal whether to run it."""
     monkeypatch.setattr(served.model.generation_config, "penalty_alpha", 0.6)
     monkeypatch.setattr(served.model.generation_config, "top_k", 4)
-    answer = served.ask(path, asking(path, "hi", stream=stream))
+    answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi"))
     assert answer.status == 400 and "contrastive_search is not possible here" in answer.error
 
 
 @pytest.mark.parametrize("path, body, status, message", ODD.values(), ids=ODD)
 def test_odd_requests(served, path, body, status, message):
-    if body == {"model": "FOLDER:x.gguf"}:
-        body = {"model": f"{served.folder}:x.gguf"}
     answer = served.ask(path, body)
     assert (answer.status, message in answer.error) == (status, True), answer
     assert len(answer.error) > 10
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_other_methods_are_rejected(served, method):
-    answer = served.ask(COMPLETIONS, method=method)
+def test_other_methods_and_content_types_are_rejected(served):
+    """A web page elsewhere can send other content types without being asked."""
+    answer = served.ask(COMPLETIONS, method="PUT")
     assert answer.status == 405 and answer.error == "Method Not Allowed"
-
-
-@pytest.mark.parametrize("kind", [{}, {"Content-Type": "text/plain"}, {"Content-Type": "multipart/form-data"}])
-def test_only_json_is_read(served, kind):
-    """A web page elsewhere can send the other kinds without being asked."""
-    answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi"), headers=kind)
-    assert answer.status == 415 and "Content-Type: application/json" in answer.error
+    for headers in ({}, {"Content-Type": "text/plain"}):
+        answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi"), headers=headers)
+        assert answer.status == 415 and "Content-Type: application/json" in answer.error
 
 
 def test_own_model_is_named_and_loaded(served):
@@ -220,10 +172,10 @@ def test_own_model_is_named_and_loaded(served):
     assert served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", model=str(served.folder), max_tokens=2)).usage == (2, 2)
 
 
-@pytest.mark.parametrize("value", ["\xff\xfe", "x" * 5000, "{}{}", ""])
-def test_request_id_of_a_client_is_only_repeated(served, value):
-    answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1), headers=JSON | {"X-Request-Id": value})
-    assert answer.status == 200 and answer.usage == (2, 1)
+def test_request_id_of_a_client_is_only_repeated(served):
+    for value in ("\xff\xfe", "x" * 5000, "{}{}", ""):
+        answer = served.ask(COMPLETIONS, asking(COMPLETIONS, "hi", max_tokens=1), headers=JSON | {"X-Request-Id": value})
+        assert answer.status == 200 and answer.usage == (2, 1)
 
 
 def test_client_that_sends_half_a_request(served):
@@ -245,12 +197,13 @@ def foreign_code(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+VISION_CONFIG = '{"model_type": "tost_vision", "architectures": ["ToSTForImageClassification"]}'
 NOT_SERVED = {
     "no folder": (lambda folder: shutil.rmtree(folder), ""),
     "foreign code": (foreign_code, "trust_remote_code"),
     "damaged weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "damaged"),
     "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
-    "vision model": (lambda folder: (folder / "config.json").write_text('{"model_type": "tost_vision"}'), "ToSTVisionConfig"),
+    "vision model": (lambda folder: (folder / "config.json").write_text(VISION_CONFIG), "ToSTVisionConfig"),
     "odd classes": (lambda folder: (folder / "config.json").write_text('{"architectures": [3]}'), "Unrecognized"),
 }
 
@@ -284,6 +237,7 @@ def test_prompts_of_a_model_without_positions_are_bounded(served, monkeypatch):
     "module, name",
     [
         ("model_manager", "ModelManager"),
+        ("model_manager", "transformers"),
         ("utils", "GenerationState"),
         ("server", "build_server"),
         ("completion", "CompletionUsage"),
@@ -294,10 +248,3 @@ def test_server_without_a_part_to_guard_is_not_started(module, name, monkeypatch
     monkeypatch.delattr(f"transformers.cli.serving.{module}.{name}")
     with pytest.raises(ImportError, match=f"has no {module}.{name}, which tost-hf replaces"), patch_server():
         pass
-
-
-def test_transformers_loads_models_where_the_guard_expects_it():
-    """`_load_model` is the one private method that is replaced."""
-    ModelManager = ServedModels.__base__
-    assert "_load_model" in ModelManager.load_model_and_processor.__code__.co_names
-    assert {"tqdm_class", "progress_callback"} < set(ModelManager._load_model.__code__.co_varnames)

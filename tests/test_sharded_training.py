@@ -18,19 +18,19 @@ def trained(request, tmp_path_factory):
         patch.setenv("TOST_TEST_MODELS", str(folder))
         sharded_cases.save_model()
         one = {dtype: sharded_cases.run(f"ddp{dtype}") for dtype in ("", ", float32")}
-        return one, run_cases(sharded_cases.run, sharded_cases.WAYS + sharded_cases.FLOAT32, request.param, folder)
+        return one, run_cases(sharded_cases.run, sharded_cases.PARALLELISMS + sharded_cases.FLOAT32, request.param, folder)
 
 
-@pytest.mark.parametrize("way", sharded_cases.WAYS + sharded_cases.FLOAT32)
-def test_several_processes_train_as_one(trained, way):
-    if "tp" in way and not is_accelerate_available("1.12"):
+@pytest.mark.parametrize("parallelism", sharded_cases.PARALLELISMS + sharded_cases.FLOAT32)
+def test_several_processes_train_as_one(trained, parallelism):
+    if "tp" in parallelism and not is_accelerate_available("1.12"):
         pytest.skip("transformers' Trainer is tensor-parallel with accelerate 1.12 and later")
-    one, several = trained[0][", float32" * ("float32" in way)], trained[1]
+    one, several = trained[0][", float32" * ("float32" in parallelism)], trained[1]
     assert len(one["losses"]) == sharded_cases.EQUAL_STEPS and one["losses"][-1] < one["losses"][0] - 0.3
-    for process in several[way]:
+    for process in several[parallelism]:
         assert process["losses"] == pytest.approx(one["losses"], rel=0, abs=1e-5)
-    held = {process["held"] / one["held"] for process in several[way]}
-    assert max(held) < 0.75 if way.startswith(("fsdp2", "tp")) else held == {1.0}
+    held = {process["held"] / one["held"] for process in several[parallelism]}
+    assert max(held) < 0.75 if parallelism.startswith(("fsdp2", "tp")) else held == {1.0}
 
 
 @pytest.mark.parametrize(

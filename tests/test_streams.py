@@ -9,20 +9,20 @@ import shutil
 from collections import Counter
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import datasets
 import prepare_tokens
 import pytest
 import run_clm
 import texts
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from packaging.version import Version
 from scripting import read_dataset
 from scripts import EXAMPLES, command_line, launch, losses
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from tost_hf.training import token_shards
 from tost_hf.training.streams import POSITION, PackedStream, StreamCollator, collate_blocks
 
 
@@ -61,10 +61,15 @@ def make(folder, kind: str, held_out: int = 0, **options) -> PackedStream:
 def test_each_document_once_per_epoch_over_two_processes_with_two_workers(folder, kind, shuffle_buffer):
     seen = Counter()
     for process in range(2):
-        stream = make(folder, kind, shuffle_buffer=shuffle_buffer, epochs=1)
+        stream = make(folder, kind, shuffle_buffer=shuffle_buffer)
         stream.shard(process, processes=2, workers=2)
-        loader = DataLoader(stream, batch_size=4, num_workers=2, collate_fn=StreamCollator(collate_blocks))
-        seen.update(token for batch in loader for token in batch["input_ids"].flatten().tolist())
+        done = set()
+        for batch in DataLoader(stream, batch_size=1, num_workers=2, collate_fn=StreamCollator(collate_blocks)):
+            worker, epoch, *_ = json.loads(batch[POSITION])
+            if epoch == 0:
+                seen.update(batch["input_ids"].flatten().tolist())
+            elif len(done := done | {worker}) == 2:
+                break
     lost = Counter(LENGTHS) - seen
     assert not seen - Counter(LENGTHS) and lost.total() < 4 * BLOCK  # less than a block per worker, and nothing twice
     assert len(seen) > len(LENGTHS) - 4 * BLOCK
@@ -87,7 +92,7 @@ def test_resuming_from_every_position(folder, monkeypatch, kind, shuffle_buffer,
     expected = [block["input_ids"].tolist() for block in blocks]
     assert blocks[-1][POSITION][1] >= 2  # the third epoch
     assert shuffle_buffer == 0 or expected[:400] != sorted(expected[:400])
-    for number in range(0, 890, 37):
+    for number in range(0, 890, 19):
         stream = new()
         stream.record(json.dumps(blocks[number][POSITION]))
         again = new()
@@ -111,7 +116,7 @@ def test_checkpoint_stores_the_position_in_the_stream(tmp_path, clm_args, text_p
     run_clm.main(args())
     whole = losses(tmp_path / "out")
     state = json.loads((tmp_path / "out/checkpoint-7/stream_0.json").read_text())
-    assert state["places"][0][0] == 1 and len(whole) == 14
+    assert state["positions"][0][0] == 1 and len(whole) == 14
     delete_after_step_7(tmp_path / "out")
     run_clm.main(args())
     assert losses(tmp_path / "out") == whole
@@ -211,34 +216,36 @@ def prepare(text_folder, text_parts, tmp_path):
 def test_prepared_tokens_are_trained_on(prepare, tmp_path, clm_args, text_folder, text_parts):
     folder = prepare(num_proc=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens"]
-    found = [block["input_ids"].tolist() for block in token_shards.load_prepared(folder)]
+    found = [block["input_ids"].tolist() for block in texts.load_prepared(str(folder))]
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
     documents = read_dataset("json", data_files=f"{text_parts}/*.gz", split="train", cache_dir=str(tmp_path / "cache"))["text"]
     tokens = sum(len(texts.encode([document], tokenizer, 0)) for document in documents)
-    assert tokens - 2 * 32 < 32 * len(found) <= tokens  # less than a block lost per file
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "tokens-00000-of-00002.arrow",
-        "tokens-00001-of-00002.arrow",
-        "tokens.json",
-    ]
+    assert tokens - 2 * 32 < 32 * len(found) <= tokens  # less than a block lost by each of two processes
+    assert len(list(folder.glob("*.arrow"))) == 2
+    assert load_from_disk(folder).features["input_ids"].feature.dtype == "uint16"
     run_clm.main(clm_args(train_file=folder, max_steps=None, num_train_epochs=1, validation_file=None, do_eval=True))
     held_out = max(1, len(found) * 5 // 100)
     assert len(losses(tmp_path / "out")) == -(-(len(found) - held_out) // 4)
 
 
-def test_preparing_resumes_with_the_missing_files(prepare, tmp_path, text_parts):
-    whole = {path.name: path.read_bytes() for path in prepare().iterdir()}
-    shutil.move(tmp_path / "tokens", tmp_path / "tokens.partial")
-    (tmp_path / "tokens.partial/tokens-00001-of-00002.arrow").unlink()
-    kept = (tmp_path / "tokens.partial/tokens-00000-of-00002.arrow").stat().st_mtime_ns
-    with pytest.raises(ValueError, match=r"begun with other settings \(block_size was 32 and is 16\)"):
-        prepare(block_size=16)
-    shutil.copytree(text_parts, tmp_path / "others")
-    shutil.move(tmp_path / "others/0.jsonl.gz", tmp_path / "others/9.jsonl.gz")
-    with pytest.raises(ValueError, match=r"begun with other settings \(the text files differ\)"):
-        prepare(train_file=tmp_path / "others")
-    assert {path.name: path.read_bytes() for path in prepare().iterdir()} == whole
-    assert (tmp_path / "tokens/tokens-00000-of-00002.arrow").stat().st_mtime_ns == kept
+def test_preparing_resumes_with_the_missing_parts(prepare, monkeypatch, tmp_path):
+    written = []
+
+    def pack(*args, **options):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        (cached,) = texts.pack(*args, **options).cache_files
+        written.append((cached["filename"], Path(cached["filename"]).stat().st_mtime_ns))
+
+    monkeypatch.setattr(prepare_tokens, "EXAMPLES_PER_PART", 4)
+    monkeypatch.setattr(prepare_tokens, "pack", pack)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "tokens").exists()
+    monkeypatch.setattr(prepare_tokens, "pack", texts.pack)
+    prepare(cache_dir=tmp_path / "cache")
+    assert [(name, Path(name).stat().st_mtime_ns) for name, _ in written] == written
+    assert len(list(Path(written[0][0]).parent.glob("cache-*"))) > len(written)
 
 
 def test_bad_tokens(prepare, tmp_path, clm_args, text_parts):
@@ -257,12 +264,19 @@ def test_bad_tokens(prepare, tmp_path, clm_args, text_parts):
         run_clm.main(clm_args(train_file=folder, streaming=True))
     with pytest.raises(ValueError, match="are in blocks of 32, not 16: use --block_size 32"):
         run_clm.main(clm_args(train_file=folder, block_size=16))
-    settings = folder / "tokens.json"
-    for old, new, message in (('"tokenizer": "', '"tokenizer": "0', "by another tokenizer"), ("{", "", "is damaged")):
-        settings.write_text(settings.read_text().replace(old, new, 1))
+    info = folder / "dataset_info.json"
+    for old, new, message in (('"description": "', '"description": "0', "by another tokenizer"), ("{", "", "are damaged")):
+        info.write_text(info.read_text().replace(old, new, 1))
         with pytest.raises(ValueError, match=message):
             run_clm.main(clm_args(train_file=folder))
+    Dataset.from_dict({"text": ["abc"] * 9}).save_to_disk(tmp_path / "text")
+    with pytest.raises(ValueError, match=r"holds no tokens of prepare_tokens\.py but the columns text"):
+        run_clm.main(clm_args(train_file=tmp_path / "text"))
+    (text_parts / "tokens.json").touch()
+    with pytest.raises(ValueError, match=r"prepared by version 0\.2"):
+        run_clm.main(clm_args(train_file=text_parts))
+    (text_parts / "tokens.json").unlink()
     prepare(output_dir=tmp_path / "torn")
-    (tmp_path / "torn/tokens-00001-of-00002.arrow").write_bytes(b"torn")
+    (tmp_path / "torn/data-00001-of-00002.arrow").write_bytes(b"torn")
     with pytest.raises(ValueError, match="are damaged"):
         run_clm.main(clm_args(train_file=tmp_path / "torn"))

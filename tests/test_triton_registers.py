@@ -10,7 +10,7 @@ from test_triton import INTERPRETED, needs_triton
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
-from kernel_costs import CAPABILITIES, DECAY, PLAIN, Cost, compile_ahead, cost
+from kernel_costs import CAPABILITIES, DECAY, PLAIN, Cost, compile_ahead, kernel_cost
 
 
 # The most that a kernel may cost at H 12, p 64, bfloat16: what was measured below with ptxas of Triton 3.9, and some to spare.
@@ -36,7 +36,7 @@ def test_instructions_and_bytes_within_the_budget(capability, tmp_path, monkeypa
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     for name, most in BUDGET.items():
-        found, spilled = cost(name, capability, tmp_path)
+        found, spilled = kernel_cost(name, capability, tmp_path)
         assert spilled <= 16, name
         assert all(x <= y for x, y in zip(found, most)), (name, found)
 

@@ -1,12 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ToST, its options beyond the paper, GPT-2 and Mamba-2 trained alike on a folder of text, with equal parameters.
+"""ToST, its options beyond the paper, GPT-2 and Mamba-2 of equal parameters, trained alike on a folder of text.
 
     python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER
     python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER --models "ToST conv token" GPT-2 --jobs 2
     python examples/benchmarks/run.py compare_lm --text TEXT_FOLDER --size large  # about 25 M parameters: for a GPU
 
-A folder of .txt files, or of parquet or JSON files with a column "text" (one document per row), or a dataset's Hub id. Where
-there is no validation split, the last tenth of the characters is held out. A byte-level BPE tokenizer is trained on the
+A folder of .txt files, or of parquet or JSON files with a document per example in the column "text", or a dataset's Hub id.
+Where there is no validation split, the last tenth of the characters is held out. A byte-level BPE tokenizer is trained on the
 training text; that of the small size has no merges, so that each token is one byte. Every model has the parameters of a GPT-2
 of so many layers within 1 %, by its number of layers and the width of its MLP (`equal_size`). `bigram` counts which token
 follows which in the training text: a model that does not beat it makes no use of its context.
@@ -27,9 +27,9 @@ import torch
 from datasets import DatasetDict, load_dataset
 from language_models import MODELS, equal_size, make_language_model
 from records import read_records, select
-from registry import training_benchmark
+from registry import benchmark
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from training import Clock, Results, train
+from training import Results, StepTimer, train
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -122,33 +122,37 @@ def bigram_loss(training: torch.Tensor, blocks: list[dict], vocab_size: int, smo
 
 @dataclass(frozen=True)
 class Data:
-    """Examples of `context` tokens, and the loss of a bigram table on the held-out ones."""
+    """Examples of `context` tokens to train on, the held-out text, and the loss of a bigram table on its examples."""
 
+    tokenizer: Tokenizer
     examples: list[dict[str, torch.Tensor]]
+    held_out_texts: list[str]
     held_out: list[dict[str, torch.Tensor]]
-    vocab_size: int
     bigram_loss: float
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.get_vocab_size()
 
 
 @functools.cache
 def prepare(text: str, size: Size) -> Data:
     """Loads a text, trains its tokenizer, splits it into examples."""
     training, validation = load_texts(text)
-    training = shorten(training, size.train_characters)
+    training, validation = shorten(training, size.train_characters), shorten(validation, size.validation_characters)
     tokenizer = train_tokenizer(shorten(training, 4_000_000), size.vocab_size)
-    vocab_size = tokenizer.get_vocab_size()
     tokens = encode(tokenizer, training)
-    held_out = split_into_examples(encode(tokenizer, shorten(validation, size.validation_characters)), size.context)
-    baseline = bigram_loss(tokens, held_out, vocab_size)
+    held_out = split_into_examples(encode(tokenizer, validation), size.context)
+    baseline = bigram_loss(tokens, held_out, tokenizer.get_vocab_size())
     print(f"{len(tokens):,} training tokens, {len(held_out) * size.context:,} to validate; bigram {baseline:.3f}", flush=True)
-    return Data(split_into_examples(tokens, size.context), held_out, vocab_size, baseline)
+    return Data(tokenizer, split_into_examples(tokens, size.context), validation, held_out, baseline)
 
 
 def train_language_model(name: str, data: Data, size: Size, *, steps: int, learning_rate: float, seed: int) -> tuple:
     """The trained model and its metrics."""
     sizes = {"vocab_size": data.vocab_size, "head_dim": size.head_dim, "context": size.context}
     model = make_language_model(name, **equal_size(name, width=size.width, layers=size.layers, **sizes))
-    clock = Clock()
+    clock = StepTimer()
     trainer = train(
         model,
         data.examples,
@@ -194,7 +198,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="models trained at the same time, on a CPU with one thread each")
 
 
-@training_benchmark("compare_lm", __doc__, add_arguments, steps=None, learning_rates=(3e-3, 1e-2))
+@benchmark("compare_lm", __doc__, add_arguments, trains=True, learning_rates=(3e-3, 1e-2))
 def run(args: Namespace, results: Results) -> None:
     size = SIZES[args.size]
     args.steps = args.steps or size.steps

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a new token costs: a ToST-base-sized model beside transformers' GPT-2 of equal width.
+"""Decoding latency of a ToST-base-sized model and of transformers' GPT-2 of equal width.
 
     python examples/benchmarks/run.py decode                                     # CPU: positions 10, 100 and 1,000
     python examples/benchmarks/run.py decode --models ToST "ToST conv token" --positions 10 10000
@@ -20,7 +20,7 @@ import torch
 from language_models import NO_STATISTICS, OPTIONS, make_language_model
 from records import Spread
 from registry import benchmark
-from timing import Report, attempt, describe, dtype_name, measure, peak_bytes, ratio, spread
+from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spread
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, StaticCache
 
@@ -110,8 +110,8 @@ def start(name: str, kind, model, token, position: int, args):
 
 
 @torch.no_grad()
-def benchmark_batch(models, batch: int, positions, args, report: Report) -> dict[tuple[str, int], list[float]]:
-    """Reports one batch size; returns the seconds of each model at each position in each round."""
+def benchmark_batch(models, batch: int, positions, args, report: Report) -> None:
+    """Reports one batch size."""
     torch.compiler.reset()
     token = torch.randint(0, VOCABULARY, (batch, 1), device=args.device)
     kind = StaticSteps if args.static else DynamicSteps
@@ -138,7 +138,6 @@ def benchmark_batch(models, batch: int, positions, args, report: Report) -> dict
         if not args.static:
             metrics["forward peak MiB"] = steps.peak / 2**20
         report.add(case, metrics)
-    return seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=gpu_default)
 
 
-@benchmark("decode", __doc__, add_arguments, dtype=True, labels=2)
+@benchmark("decode", __doc__, add_arguments, dtype=True)
 def run(args: argparse.Namespace, report: Report) -> None:
     on_gpu = args.device == "cuda"
     args.static = on_gpu if args.static is None else args.static
@@ -166,10 +165,4 @@ def run(args: argparse.Namespace, report: Report) -> None:
     longest = max(1024, max(positions) + args.steps)
     models = {name: build(name, args.layers, longest).to(args.device, args.dtype) for name in args.models}
     for batch in batches:
-        seconds = benchmark_batch(models, batch, positions, args, report)
-        for name in args.models:
-            times = {position: times for (model, position), times in seconds.items() if model == name}
-            if len(times) > 1:
-                first, last = min(times), max(times)
-                growth = ratio(times[last], times[first])
-                print(f"{name}: time at {last:,} / time at {first:,}: {describe(growth)}")
+        benchmark_batch(models, batch, positions, args, report)

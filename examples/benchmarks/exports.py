@@ -3,12 +3,10 @@
 (`exported_state`). Both need `pip install "tost-hf[export]"`, the first also openvino and executorch for their formats.
 """
 
-import contextlib
 import copy
 import importlib.util
 import json
 import multiprocessing
-import os
 import re
 import tempfile
 import time
@@ -34,8 +32,7 @@ on the sample and, where its dimensions are dynamic, on inputs of other shapes; 
 at real tokens, relative to the model's own. transformers' exporters cast the float64 sums of a ToST cache to float32 in the
 sample, so that those of a given cache must be cast as well (`tost-hf export` has a float32 state). OpenVINO's programs are
 made with `stateful=False`, since the exporters' own runner expects the cache among the outputs. Each case is a separate
-process, ended after ten minutes; a runtime's first printed error is taken for the cause. Cases that have records are not
-run again.
+process, ended after ten minutes. Cases that have records are not run again.
 """
 FORMATS = {  # the exporter, its configuration, and the package it needs
     "torch": ("DynamoExporter", "DynamoConfig", "torch"),
@@ -107,7 +104,7 @@ def try_case(kind: str, name: str, case: str) -> tuple[str, float]:
         return f"{package} is not installed", float("inf")
     exporters = importlib.import_module("transformers.exporters")
     model, inputs = make_case(name, case)
-    stage, note, worst, printed = "export", "works", 0.0, []
+    stage, note, worst = "export", "works", 0.0
     try:
         options = getattr(exporters, config)(dynamic=len(inputs) > 1, **OPTIONS.get(kind, {}))
         program = getattr(exporters, exporter)().export(model, copy.deepcopy(inputs[0]), options)
@@ -115,14 +112,12 @@ def try_case(kind: str, name: str, case: str) -> tuple[str, float]:
             stage, expected = shapes, model(**copy.deepcopy(given)).logits
             if cast_sums(given.get("past_key_values")):
                 note = "works, sums cast to float32"
-            with printed_lines(printed):
-                found = program(**{key: x for key, x in given.items() if key != "use_cache"})
+            found = program(**{key: x for key, x in given.items() if key != "use_cache"})
             logits = torch.as_tensor(found["logits"] if isinstance(found, dict) else found.logits)
             real = given["attention_mask"][:, -expected.shape[1] :].bool() if "attention_mask" in given else ...
             worst = max(worst, ((logits - expected)[real].abs().max() / expected.abs().max()).item())
     except Exception as error:  # whatever a library raises is what the record is to say
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"{stage}: {cause(printed, lines or [type(error).__name__])}", float("inf")
+        return f"{stage}: {reason(error)}", float("inf")
     return (note if worst < ALLOWED else "differs"), worst
 
 
@@ -134,27 +129,11 @@ def cast_sums(cache) -> bool:
     return bool(layers)
 
 
-@contextlib.contextmanager
-def printed_lines(lines: list[str]):
-    """Adds what runtimes print as errors to `lines`, without where in their code they do so."""
-    kept = os.dup(2)
-    with tempfile.TemporaryFile("w+", errors="replace") as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            file.seek(0)
-            found = (re.match(r"\[(?!cpuinfo)\w+\.(?:cpp|h):\d+\] (.*)", line) for line in file)
-            lines += [match[1].strip() for match in found if match]
-
-
-def cause(printed: list[str], lines: list[str]) -> str:
-    """The most informative line, shortened: the first that was printed, or one of the error's."""
-    lines = [line for line in lines if not re.match(r"Exception from|\[AUTO\]|Check '", line)] or lines
+def reason(error: Exception) -> str:
+    """The most informative line of an error, shortened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     telling = [line for line in lines if re.search(r"[Ee]xpected|not support|Unsupported|must|cannot|Error|fail", line)]
-    return re.sub(r"\s+", " ", (printed or telling or lines)[0])[:140]
+    return re.sub(r"\s+", " ", (telling or lines)[0])[:140]
 
 
 def try_in_process(*case: str) -> tuple[str, float]:

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the Triton kernels cost on a GPU, read off their machine code: compiled ahead of time, without one.
+"""Registers, instructions and bytes of the Triton kernels, from machine code that is compiled ahead of time, without a GPU.
 
     python examples/benchmarks/run.py kernel_costs
 
@@ -88,7 +88,7 @@ def compile_ahead(name, H, p, dtype, capability, causal, absent, folder):
     return sass, *(int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
 
 
-def weigh(sass: str, trips: Sequence[float]) -> tuple[float, float]:
+def count_instructions(sass: str, trips: Sequence[float]) -> tuple[float, float]:
     """A thread's instructions, and its bytes by loads and stores of 8 bytes and more; code in loops as often as it runs."""
     found, labels = [], {}
     for line in sass.splitlines():
@@ -105,11 +105,11 @@ def weigh(sass: str, trips: Sequence[float]) -> tuple[float, float]:
     return sum(counts), sum(count * int(bits[1]) / 8 for count, bits in zip(counts, width) if bits)
 
 
-def cost(name: str, capability: int, folder: Path) -> tuple[Cost, int]:
+def kernel_cost(name: str, capability: int, folder: Path) -> tuple[Cost, int]:
     """What a kernel of the plain causal form costs, and its spilled bytes."""
     sass, registers, spilled = compile_ahead(name, HEADS, CHANNELS, "bf16", capability, True, (*PLAIN, *DECAY), folder)
     launched = launch(name, HEADS, CHANNELS)
-    instructions, requested = weigh(sass, launched.trips)
+    instructions, requested = count_instructions(sass, launched.trips)
     # threads past the last head run along, and request nothing
     return Cost(registers, instructions / launched.elements, requested * launched.used / launched.elements), spilled
 
@@ -119,6 +119,6 @@ def run(args, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for capability in CAPABILITIES:
             for name in KERNELS:
-                found, _ = cost(name, capability, Path(folder))
+                found, _ = kernel_cost(name, capability, Path(folder))
                 case = {"kernel": name.removesuffix("_kernel"), "H": HEADS, "p": CHANNELS}
                 report.add(case | {"dtype": "bfloat16", "target": f"sm_{capability}"}, found._asdict())

@@ -30,7 +30,15 @@ NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def make_language_model(
-    name: str, *, vocab_size: int, width: int, layers: int, head_dim: int, context: int | None, inner: int | None = None
+    name: str,
+    *,
+    vocab_size: int,
+    width: int,
+    layers: int,
+    head_dim: int,
+    context: int | None,
+    inner: int | None = None,
+    chunk_size: int = 32,
 ) -> PreTrainedModel:
     """A small causal language model to be trained from scratch.
 
@@ -39,6 +47,7 @@ def make_language_model(
         context: length of the learned position tables (Mamba-2 has none); None is the position-free ToST.
         inner: the size inside a block that can be chosen freely: the MLP's width (default 4 * `width`), in Mamba-2, which
             has no MLP, the size of the state (default 32).
+        chunk_size: of Mamba-2, whose fallback without kernels is quadratic within a chunk.
 
     Raises:
         ValueError: there is no such model.
@@ -81,7 +90,7 @@ def make_language_model(
             head_dim=head_dim,
             state_size=inner or 32,
             n_groups=1,
-            chunk_size=32,  # the fallback without kernels is quadratic within a chunk
+            chunk_size=chunk_size,
             initializer_range=0.02,
             tie_word_embeddings=True,
             **NO_IDS,
@@ -107,8 +116,8 @@ def hybrid_layers(layers: int) -> list[str]:
 class LayerWithoutStatistics(TokenStatisticsSelfAttention):
     """What is left of a TSSA layer when memberships and moments are 1: the convolution and two projections."""
 
-    def forward(self, hidden_states: torch.Tensor, conv_taps: torch.Tensor | None = None, **_) -> tuple[torch.Tensor, None]:
-        hidden_states, _ = self.convolution(hidden_states, conv_taps)
+    def forward(self, hidden_states: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
+        hidden_states, _ = self.convolution(hidden_states)
         return self.out_proj(-self.in_proj(hidden_states)), None
 
 

@@ -4,13 +4,11 @@
 from dataclasses import replace
 
 import torch
-from records import Spread
-from registry import DECAYS, OPERATORS, PASSES, benchmark, literal, make_grad, make_run
+from registry import DECAYS, OPERATORS, PASSES, benchmark, make_grad, make_run, reference
 from timing import (
     KEEP_FREED_MEMORY,
     Report,
     attempt,
-    describe_crossover,
     dtype_name,
     measure,
     peak_bytes,
@@ -24,11 +22,11 @@ from tost_hf import TokenStatisticsSelfAttention
 OP = """The TSSA operator: this package, the reference implementation, and attention; forward and backward, causal and
 bidirectional; with --memory the peak memory of a forward pass over 131,072 tokens.
 
-`literal` is the reference implementation with autograd's backward, as the authors' eager code computes it: in float32
+`reference` is the reference implementation with autograd's backward, as the authors' eager code computes it: in float32
 whatever the input's dtype, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention (flash on a GPU) on
 queries, keys and values of the same shape, and `fla ...` are operators of flash-linear-attention where it is installed.
 
-`x floor` is the time over that of the least memory traffic: w read and the output written, and in the backward pass w and
+`x roofline` is the time over the bandwidth bound: w read and the output written, and in the backward pass w and
 the gradient read and w's gradient written, at the bandwidth of a large copy that is timed in turns with the operators. A TSSA
 variant that differs from the reference in float64, in outputs or gradients, is not timed, and the exit status is 1. On a GPU
 the times are the device's own, without the host's time to launch, except for `eager`, whose thousands of launches at long
@@ -37,16 +35,15 @@ lengths are more than the host can queue ahead.
 CPU_SHAPES = [(4, 1024, 12, 64)]
 GPU_SHAPES = [(max(16384 // T, 1), T, 12, 64) for T in (512, 1024, 2048, 4096, 16384, 32768, 131072)] + [(8, 8192, 12, 64)]
 LONG_SHAPE = (1, 131072, 12, 64)
-FLOOR_TENSORS = {"forward": 2, "forward + backward": 5}  # times the bytes of w
+ROOFLINE_TENSORS = {"forward": 2, "forward + backward": 5}  # times the bytes of w
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (5e-3, 2e-2)}  # relative, of outputs and gradients
-OURS = ("triton", "compiled", "eager")  # of which the fastest counts
 
 
 def exact(inputs, grad, causal) -> list[torch.Tensor]:
     """The results of `run_once`, by the reference in float64."""
     inputs = [x.detach().double().requires_grad_() for x in inputs]
-    output = literal(*inputs, causal=causal)
+    output = reference(*inputs, causal=causal)
     return [output.detach(), output.detach(), *torch.autograd.grad(output, inputs, grad.double())]
 
 
@@ -64,8 +61,8 @@ def run_once(variant: str, inputs, grad, causal: bool, device: str):
 
 def find_error(results, expected, dtype) -> str | None:
     """Which of an operator's results is wrong; None if none is."""
-    for index, (result, reference) in enumerate(zip(results, expected, strict=True)):
-        error = ((result.double() - reference).norm() / reference.norm()).item()
+    for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+        error = ((result.double() - wanted).norm() / wanted.norm()).item()
         if not error <= TOLERANCE[dtype][min(index // 2, 1)]:  # NaN is wrong too
             names = ("output without gradients", "output")
             return f"relative error {error:.1e} of its " + (names[index] if index < 2 else f"gradient of input {index - 1}")
@@ -92,8 +89,8 @@ def check_operators(variants, shape, causal: bool, dtype, device: str) -> tuple[
     return operators, wrong
 
 
-def time_operators(operators, shape, causal: bool, which: str, args, report: Report) -> dict[str, Spread]:
-    """Reports one pass at one shape; returns the milliseconds of each variant."""
+def time_operators(operators, shape, causal: bool, which: str, args, report: Report) -> None:
+    """Reports one pass at one shape."""
     grad = make_grad(shape, args.dtype, args.device)
     runs = {variant: make_run(op, inputs, grad, which) for variant, (op, inputs) in operators.items()}
     source = torch.empty(COPY_BYTES[args.device], dtype=torch.uint8, device=args.device).random_()
@@ -101,22 +98,21 @@ def time_operators(operators, shape, causal: bool, which: str, args, report: Rep
     timed = runs | {"copy": lambda: target.copy_(source)}
     seconds = measure(timed, args.repeats, device=args.device, ahead=True)
     copy = seconds.pop("copy")
-    floor_bytes = FLOOR_TENSORS[which] * grad.nbytes
-    floor = [s * floor_bytes / (2 * source.nbytes) for s in copy]
+    min_bytes = ROOFLINE_TENSORS[which] * grad.nbytes
+    roofline = [s * min_bytes / (2 * source.nbytes) for s in copy]
     case = {"form": "causal" if causal else "bidirectional", "pass": which}
     case |= dict(zip("BTHp", shape)) | {"dtype": dtype_name(args.dtype)}
     for variant, times in seconds.items():
-        metrics = {"ms": spread(times) * 1e3, "GB/s": None, "x floor": None}
+        metrics = {"ms": spread(times) * 1e3, "GB/s": None, "x roofline": None}
         if OPERATORS[variant].is_tssa:
-            metrics["GB/s"] = spread(1e-9 * floor_bytes / s for s in times)
-            metrics["x floor"] = ratio(times, floor)
-        for baseline in ("literal", "literal compiled"):
+            metrics["GB/s"] = spread(1e-9 * min_bytes / s for s in times)
+            metrics["x roofline"] = ratio(times, roofline)
+        for baseline in ("reference", "reference compiled"):
             metrics[f"{baseline} / this"] = ratio(seconds[baseline], times) if baseline in seconds else None
         if args.device == "cuda":
             metrics["peak MiB"] = peak_bytes(runs[variant], args.device) / 2**20
         report.add({"variant": variant} | case, metrics)
     report.add({"variant": "copy"} | case, {"GB/s": spread(2e-9 * source.nbytes / s for s in copy)})
-    return {variant: spread(times) * 1e3 for variant, times in seconds.items()}
 
 
 def report_memory(shape, args, report: Report) -> None:
@@ -135,7 +131,7 @@ def add_op_arguments(parser) -> None:
     parser.add_argument("--shape", type=int, **shape)
     parser.add_argument("--form", nargs="+", choices=("causal", "bidirectional"), default=("causal", "bidirectional"))
     parser.add_argument("--pass", nargs="+", choices=PASSES, default=PASSES, dest="passes")
-    parser.add_argument("--variants", nargs="+", choices=OPERATORS, help="default: all; with --memory eager and literal")
+    parser.add_argument("--variants", nargs="+", choices=OPERATORS, help="default: all; with --memory eager and reference")
     parser.add_argument("--memory", action="store_true", help="peak memory of a long forward pass instead of times")
 
 
@@ -145,25 +141,20 @@ def op_environment(args) -> dict[str, str]:
 
 @benchmark("op", OP, add_op_arguments, dtype=True, environment=op_environment)
 def run_op(args, report: Report) -> int:
-    args.variants = args.variants or (("eager", "literal") if args.memory else OPERATORS)
+    args.variants = args.variants or (("eager", "reference") if args.memory else OPERATORS)
     if args.memory:
         for shape in args.shape or [LONG_SHAPE]:
             report_memory(tuple(shape), args, report)
         return 0
 
-    all_wrong, gains = [], {}
+    all_wrong = []
     for shape in args.shape or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES):
         for form in args.form:
             torch.compiler.reset()
             operators, wrong = check_operators(args.variants, shape, form == "causal", args.dtype, args.device)
             all_wrong += wrong
             for which in args.passes:
-                times = time_operators(operators, shape, form == "causal", which, args, report)
-                best = min((times[x].value for x in OURS if x in times), default=None)
-                if best and "sdpa" in times:
-                    gains.setdefault(f"{form}, {which}", {})[shape[1]] = times["sdpa"].value / best
-    for title, found in gains.items():
-        print(f"{title}: " + describe_crossover(found, "sdpa", "tokens"))
+                time_operators(operators, shape, form == "causal", which, args, report)
     return 1 if all_wrong else 0
 
 

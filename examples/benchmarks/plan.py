@@ -1,10 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What training takes on 1 to 1,024 GPUs, on paper: memory per GPU, bytes exchanged per step, the share of time that takes.
+"""A plan of training on 1 to 1,024 GPUs: memory per GPU, bytes sent per step, and the share of time for communication.
 
     python examples/benchmarks/plan.py
 
-Parameters and kept tensors are counted on models of the real sizes without memory (torch's meta device); the exchanges are
-those of the code, counted as ring algorithms send them. tests/test_plan.py compares both with what processes hold and send.
+Parameters and activations saved for the backward pass are counted on models of the real sizes on torch's meta device, the
+collectives of the code as ring algorithms send them. tests/test_plan.py compares both with processes.
 """
 
 from functools import cache
@@ -22,15 +22,15 @@ GPUS = (1, 8, 64, 1024)
 TOKENS = {"4k": 2**12, "128k": 2**17, "1M": 2**20}
 SPEEDS = (25, 50, 400)  # GB/s that a GPU sends
 FLOPS = 400e12  # per second, that a GPU attains: an assumption
-WAYS = ("DDP", "FSDP2", "tp", "cp")
+STRATEGIES = ("DDP", "FSDP2", "tp", "cp")
 TRAINED_BYTES = 16  # per parameter in float32: itself, its gradient, two moments of AdamW
 
 
-class ModelCosts(NamedTuple):
-    """What a model is made of and keeps for the backward pass; of kept tensors, bytes."""
+class ModelSize(NamedTuple):
+    """Parameters, and bytes of saved activations per token."""
 
     parameters: int
-    kept_per_token: float
+    activations_per_token: float
 
 
 class Precision(NamedTuple):
@@ -49,25 +49,25 @@ def make_config(name: str) -> ToSTConfig:
 
 
 @cache
-def count(name: str) -> ModelCosts:
+def count(name: str) -> ModelSize:
     config = make_config(name)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in ToSTForCausalLM(config).parameters())
-    one, two = (kept_bytes(config, layers=layers) for layers in (1, 2))
-    return ModelCosts(parameters, one + (config.num_hidden_layers - 1) * (two - one))
+    one, two = (activation_bytes(config, layers=layers) for layers in (1, 2))
+    return ModelSize(parameters, one + (config.num_hidden_layers - 1) * (two - one))
 
 
-def kept_bytes(config: ToSTConfig, layers: int, tokens: int = 64, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Bytes per token that a trunk of so many of a model's layers keeps for its backward pass, its parameters aside."""
+def activation_bytes(config: ToSTConfig, layers: int, tokens: int = 64, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Bytes per token that a trunk of so many layers saves for its backward pass, parameters excluded."""
     fields = config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
     with torch.device("meta"):
         trunk = ToSTModel(ToSTConfig.from_dict(fields)).to(dtype)
         ids = torch.zeros(1, tokens, dtype=torch.long)
-    return kept_of(trunk, input_ids=ids, use_cache=False) / tokens
+    return saved_tensor_bytes(trunk, input_ids=ids, use_cache=False) / tokens
 
 
-def kept_of(model: torch.nn.Module, **inputs) -> int:
-    """Bytes that a forward pass keeps, each storage once, parameters aside."""
+def saved_tensor_bytes(model: torch.nn.Module, **inputs) -> int:
+    """Bytes that a forward pass saves for backward, each storage once, parameters excluded."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept = {}
 
@@ -82,12 +82,14 @@ def kept_of(model: torch.nn.Module, **inputs) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def held(parameters: int, way: str, gpus: int) -> float:
-    """Bytes of parameters, gradients and optimizer state that each GPU holds; norms, which tp does not cut, counted as cut."""
-    return parameters * TRAINED_BYTES / (gpus if way in ("FSDP2", "tp") else 1)
+def state_bytes(parameters: int, strategy: str, gpus: int) -> float:
+    """Bytes of parameters, gradients and optimizer state of each GPU; norms, which tp replicates, are counted as sharded."""
+    return parameters * TRAINED_BYTES / (gpus if strategy in ("FSDP2", "tp") else 1)
 
 
-def exchanged(config: ToSTConfig, parameters: int, way: str, gpus: int, tokens: int, precision: Precision = MIXED) -> float:
+def bytes_sent(
+    config: ToSTConfig, parameters: int, strategy: str, gpus: int, tokens: int, precision: Precision = MIXED
+) -> float:
     """Bytes that each GPU sends in a step on one text per group of GPUs, or on one each.
 
     Args:
@@ -95,28 +97,28 @@ def exchanged(config: ToSTConfig, parameters: int, way: str, gpus: int, tokens: 
     """
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     others, ring = gpus - 1, (gpus - 1) / gpus
-    if way == "FSDP2":  # the weights twice, gradients once
+    if strategy == "FSDP2":  # the weights twice, gradients once
         return 3 * ring * parameters * precision.sharded
-    if way == "tp":
+    if strategy == "tp":
         hidden = 2 * ring * tokens * width * precision.activations  # of one sum over all GPUs
         softmax = others * tokens * 8  # a logarithm per token in float64; its gradient likewise
         logits = ring * tokens * config.vocab_size * precision.activations
         return (4 * layers + 2) * hidden + 2 * layers * softmax + logits
     gradients = 2 * ring * parameters * 4
-    if way == "cp":  # sums of squares; sums weighted with memberships, and of these, in float64; their gradients likewise
+    if strategy == "cp":  # sums of squares; sums weighted with memberships, and of these, in float64; their gradients likewise
         gradients += 2 * layers * others * (4 * width + 8 * (width + heads))
     return gradients
 
 
-def seconds_of_compute(parameters: int, way: str, gpus: int, tokens: int) -> float:
+def compute_seconds(parameters: int, strategy: str, gpus: int, tokens: int) -> float:
     """Of one GPU in a step: six operations per parameter and token, at `FLOPS`."""
-    return 6 * parameters * tokens / FLOPS / (gpus if way in ("tp", "cp") else 1)
+    return 6 * parameters * tokens / FLOPS / (gpus if strategy in ("tp", "cp") else 1)
 
 
 # Tables ----------------------------------------------------------------------------------------------------------------
 
 
-def amount(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes in words: 3.2 GB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
@@ -125,39 +127,39 @@ def amount(size: float) -> str:
 
 
 def memory_table(_=None) -> str:
-    """Memory per GPU, of one text on one GPU or cut along its tokens."""
+    """Memory per GPU, of a sequence on one GPU or sharded along its tokens (cp)."""
     head = ["model, parameters", "GPUs", "DDP, cp", "FSDP2, tp", *(f"kept, {length}" for length in TOKENS)]
     lines = []
     for name in SIZES:
         parameters, per_token = count(name)
         for gpus in GPUS:
-            trained = [amount(held(parameters, way, gpus)) for way in ("DDP", "FSDP2")]
-            kept = [amount(per_token * tokens / gpus) for tokens in TOKENS.values()]
+            trained = [format_bytes(state_bytes(parameters, strategy, gpus)) for strategy in ("DDP", "FSDP2")]
+            kept = [format_bytes(per_token * tokens / gpus) for tokens in TOKENS.values()]
             lines.append([f"{name}, {parameters / 1e6:,.0f} M" if gpus == 1 else "", f"{gpus:,}", *trained, *kept])
     return markdown(head, lines)
 
 
-def exchange_table(_=None, gpus: int = 8) -> str:
+def communication_table(_=None, gpus: int = 8) -> str:
     """Bytes that each of 8 GPUs sends in a step, and the share of time at each speed if nothing overlaps."""
-    head = ["model", "way", *(f"{length}: sent; share at {', '.join(map(str, SPEEDS))} GB/s" for length in TOKENS)]
+    head = ["model", "strategy", *(f"{length}: sent; share at {', '.join(map(str, SPEEDS))} GB/s" for length in TOKENS)]
     lines = []
     for name in SIZES:
         config, parameters = make_config(name), count(name).parameters
-        for way in WAYS:
+        for strategy in STRATEGIES:
             cells = []
             for tokens in TOKENS.values():
-                if way == "tp" and config.num_attention_heads % gpus:
+                if strategy == "tp" and config.num_attention_heads % gpus:
                     cells.append("heads do not divide")
                     continue
-                sent = exchanged(config, parameters, way, gpus, tokens)
-                compute = seconds_of_compute(parameters, way, gpus, tokens)
+                sent = bytes_sent(config, parameters, strategy, gpus, tokens)
+                compute = compute_seconds(parameters, strategy, gpus, tokens)
                 shares = [sent / speed / 1e9 / (sent / speed / 1e9 + compute) for speed in SPEEDS]
-                cells.append(f"{amount(sent)}; {', '.join(f'{share:.0%}' for share in shares)}")
-            lines.append([name if way == WAYS[0] else "", way, *cells])
+                cells.append(f"{format_bytes(sent)}; {', '.join(f'{share:.0%}' for share in shares)}")
+            lines.append([name if strategy == STRATEGIES[0] else "", strategy, *cells])
     return markdown(head, lines)
 
 
-TABLES = {"plan memory": memory_table, "plan exchange": exchange_table}
+TABLES = {"plan memory": memory_table, "plan exchange": communication_table}
 
 if __name__ == "__main__":
     print(*(make() for make in TABLES.values()), sep="\n\n")

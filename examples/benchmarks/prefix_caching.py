@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What prefix caching saves: questions after one system prompt, chats of many turns, and the bytes of 10,000 prefixes.
+"""Prefix caching: time to first token after a system prompt, chats of many turns, and the memory of 10,000 prefixes.
 
     python examples/benchmarks/run.py prefix_caching                       # all three, on a CPU
     python examples/benchmarks/run.py prefix_caching --cases questions --models ToST GPT-2 --system 100 2000
@@ -118,12 +118,12 @@ def chats(args: argparse.Namespace, report: Report) -> None:
         off, seconds_off, _ = run_chats(model, args, False, do_sample)
         on, seconds_on, cached = run_chats(model, args, True, do_sample)
         tokens = args.chats * args.turns * args.tokens
-        case = {"case": "chats", "model": "ToST", "tokens": args.turns, "layers": args.layers}
-        case |= {"sampling": "seeded" if do_sample else "greedy"}
+        sampling = "seeded" if do_sample else "greedy"
+        case = {"case": "chats", "model": "ToST", "tokens": args.turns, "sampling": sampling, "layers": args.layers}
         metrics = {"tokens/s without": tokens / seconds_off, "tokens/s with": tokens / seconds_on}
         metrics |= {"with / without": seconds_off / seconds_on, "cached tokens": cached}
         metrics |= {"equal answers": sum(x == y for x, y in zip(on, off)), "answers": len(on)}
-        report.add({name: case[name] for name in ("case", "model", "tokens", "sampling", "layers")}, metrics)
+        report.add(case, metrics)
 
 
 def resident_bytes() -> int:
@@ -167,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-cache-bytes", type=int, default=2**26, help="of the case prefixes")
 
 
-@benchmark("prefix_caching", __doc__, add_arguments, labels=3, repeats=3)
+@benchmark("prefix_caching", __doc__, add_arguments, repeats=3)
 def run(args: argparse.Namespace, report: Report) -> None:
     random.seed(0)
     with torch.no_grad():

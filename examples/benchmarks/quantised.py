@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What quantisation costs and gains on a CPU: loss on real texts and images, bytes, time of a token.
+"""Quantisation on a CPU: loss on real texts and images, size of the weights, time per token.
 
     make demo && python examples/digits.py                                     # the two models
     python examples/benchmarks/run.py quantised           # their losses and bytes, saved and loaded again
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from decode import DynamicSteps
 from demo import write_texts
 from PIL import Image
 from records import read_records, select
@@ -25,7 +26,7 @@ from registry import benchmark
 from scoring import score, tokenize
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from timing import Report, measure, ratio, spread
+from timing import Report, attempt, describe_error, measure, ratio, spread
 from torch.nn import functional as F
 from transformers import (
     AutoImageProcessor,
@@ -33,7 +34,6 @@ from transformers import (
     AutoModelForImageClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
-    DynamicCache,
     QuantoConfig,
     TorchAoConfig,
 )
@@ -121,13 +121,8 @@ def saved(subject: Subject, model, loss: float) -> tuple[str, float | None]:
             size = sum(file.stat().st_size for file in Path(scratch).iterdir() if "model" in file.name) / 2**20
             off = abs(subject.loss(again) - loss)
         except Exception as error:  # whatever a library raises is what the record is to say
-            return reason(error), None
+            return f"no: {describe_error(error)}", None
     return ("yes" if off < 1e-4 else f"no: the loss differs by {off:.2g}"), size
-
-
-def reason(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"no: {type(error).__name__}: {first[:150]}"
 
 
 def losses(args, report: Report) -> None:
@@ -143,25 +138,18 @@ def losses(args, report: Report) -> None:
                 model = load(subject.auto_class, subject.folder, options())
                 loss = subject.loss(model)
             except Exception as error:
-                report.add(case | {"saved": reason(error)}, {"loss": float("inf")})
+                report.add(case | {"saved": f"no: {describe_error(error)}"}, {"loss": float("inf")})
                 continue
             verdict, size = saved(subject, model, loss)
             report.add(case | {"saved": verdict}, {"loss": loss, "saved MiB": size})
 
 
-class Steps:
-    """One-token steps; `reset` makes a new cache of the prefix."""
-
-    def __init__(self, model):
-        self.model, self.token = model, torch.ones(1, 1, dtype=torch.long)
-        self.reset()
-
-    def reset(self):
-        self.cache = DynamicCache(config=self.model.config)
-        self.model(self.token.expand(1, POSITION), past_key_values=self.cache, logits_to_keep=1)
-
-    def __call__(self):
-        self.model(self.token, past_key_values=self.cache)
+def start_steps(folder: str, options: Callable[[], dict[str, Any]]) -> DynamicSteps:
+    """One-token steps of a quantised model, run once."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **({"dtype": torch.float32} | options())).eval()
+    steps = DynamicSteps(model, torch.ones(1, 1, dtype=torch.long), POSITION, 1, compiled=False)
+    steps()
+    return steps
 
 
 @torch.inference_mode()
@@ -171,13 +159,9 @@ def speed(args, report: Report) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         tost_hf.ToSTForCausalLM(tost_hf.ToSTConfig.from_preset("tost-base")).save_pretrained(scratch)
         for method, options in METHODS.items():
-            try:
-                model = AutoModelForCausalLM.from_pretrained(scratch, **({"dtype": torch.float32} | options())).eval()
-                steps = Steps(model)
-                steps()
+            steps = attempt(method, start_steps, scratch, options)
+            if steps is not None:
                 runs[method] = steps
-            except Exception as error:
-                print(f"{method}: {reason(error)}", flush=True)
     seconds = measure(runs, args.repeats, warm_up=1, reset=lambda method: runs[method].reset())
     for method, times in seconds.items():
         metrics = {"ms a token": spread(times) * 1e3, "float32 / this": ratio(seconds["float32"], times)}
@@ -189,6 +173,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--speed", action="store_true", help="time tost-base in place of the losses")
 
 
-@benchmark("quantised", __doc__, add_arguments, labels=2)
+@benchmark("quantised", __doc__, add_arguments)
 def run(args, report: Report) -> None:
     (speed if args.speed else losses)(args, report)

@@ -1,6 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The records of results/*.csv, of which every table, plot and published number is made: where they come from, how they are
-written and read.
+"""The records of results/*.csv: their origin, writing and reading. All tables, plots and published numbers are made from them.
 
 A record is one metric of one case: its origin (date, machine, versions, script, command), the case's columns, the metric and
 its value. Speeds also have the minimum and the maximum of the rounds of which the value is the median. `script` is the name of

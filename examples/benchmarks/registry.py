@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The benchmarks that run.py runs, and the operators that they compare; the models are in language_models.py.
 
-To add a benchmark, write a function of the parsed arguments and the report, register it with `@benchmark` (speed) or
-`@training_benchmark` in a module here or in ../research, and list its name and module in `BENCHMARKS`:
+To add a benchmark, write a function of the parsed arguments and the report, register it with `@benchmark` in a module here or
+in ../research, and list its name and module in `BENCHMARKS`:
 
     def add_arguments(parser): parser.add_argument("--layers", type=int, default=12)
 
@@ -55,7 +55,7 @@ BENCHMARKS = {  # name to the module that registers it
     "resolution": "resolution",
     "scaling": "scaling",
     "serving": "serving",
-    "tightness": "tightness",
+    "tightness": "observations",
     "train_lm": "train_lm",
 }
 
@@ -69,9 +69,8 @@ class Benchmark:
         description: for `--help`.
         add_arguments: adds its own arguments to the parser.
         trains: whether it trains models (arguments --steps, --seeds, --learning_rates) or times them (--device, --repeats).
-        defaults: of the shared arguments.
+        steps, learning_rates, repeats: defaults of these arguments.
         dtype: whether there is `--dtype`; `run` gets it as a torch dtype.
-        labels: of `timing.Report`.
         file: for one that trains, the file of its records.
         environment: from the parsed arguments, the variables that its process must be started with.
     """
@@ -79,10 +78,11 @@ class Benchmark:
     run: Callable[[argparse.Namespace, Any], int | None]
     description: str | None
     add_arguments: Callable[[argparse.ArgumentParser], object]
-    trains: bool
-    defaults: dict[str, object]
+    trains: bool = False
+    steps: int | None = None
+    learning_rates: Sequence[float] = ()
+    repeats: int = 5
     dtype: bool = False
-    labels: int = 1
     file: str = "results"
     environment: Callable[[argparse.Namespace], dict[str, str]] = lambda args: {}
 
@@ -90,30 +90,14 @@ class Benchmark:
 _REGISTERED: dict[str, Benchmark] = {}
 
 
-def benchmark(name: str, description: str | None, add_arguments: Callable = lambda parser: None, repeats: int = 5, **fields):
-    """Registers a speed benchmark, `run(args, report)` with a `timing.Report`; `fields` are those of `Benchmark`."""
+def benchmark(name: str, description: str | None, add_arguments: Callable = lambda parser: None, **fields):
+    """Registers `run(args, report)` with a `timing.Report`, or with a `training.Results` if it `trains`.
+
+    `fields` are those of `Benchmark`.
+    """
 
     def register(run):
-        _REGISTERED[name] = Benchmark(run, description, add_arguments, False, {"repeats": repeats}, **fields)
-        return run
-
-    return register
-
-
-def training_benchmark(
-    name: str,
-    description: str | None,
-    add_arguments: Callable,
-    *,
-    steps: int | None,
-    learning_rates: Sequence[float],
-    file: str = "results",
-):
-    """Registers a benchmark that trains, `run(args, results)` with a `training.Results`."""
-
-    def register(run):
-        defaults = {"steps": steps, "learning_rates": list(learning_rates)}
-        _REGISTERED[name] = Benchmark(run, description, add_arguments, True, defaults, file=file)
+        _REGISTERED[name] = Benchmark(run, description, add_arguments, **fields)
         return run
 
     return register
@@ -189,7 +173,7 @@ def call_tssa(backend: str) -> Callable:
     return op
 
 
-def literal(w, temp, denom_bias=None, causal=True):
+def reference(w, temp, denom_bias=None, causal=True):
     """The reference implementation, with autograd's backward."""
     return tssa_reference.causal(w, temp, denom_bias)[0] if causal else tssa_reference.bidirectional(w, temp)[0]
 
@@ -224,8 +208,8 @@ OPERATORS = {
     "triton": Operator(lambda: call_tssa("triton"), needs_gpu=True),
     "compiled": Operator(lambda: call_tssa("reference"), compiled=True),
     "eager": Operator(lambda: call_tssa("reference")),
-    "literal": Operator(lambda: literal),
-    "literal compiled": Operator(lambda: literal, compiled=True),
+    "reference": Operator(lambda: reference),
+    "reference compiled": Operator(lambda: reference, compiled=True),
     "sdpa": Operator(lambda: attention, QKV, is_tssa=False),
     "fla linear_attn": Operator(
         from_fla("linear_attn", "chunk_linear_attn", "q", "k", "v", normalize=False), QKV, is_tssa=False, causal_only=True

@@ -1,13 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What an image costs at 224 to 2,048 pixels per side: ToST-small beside transformers' ViT-small, both with 16-pixel patches.
+"""Latency and peak memory on images of 224 to 2,048 pixels per side: ToST-small and ViT-small with 16-pixel patches.
 
     python examples/benchmarks/run.py resolution
     python examples/benchmarks/run.py resolution --training --preset tiny --sizes 96 224 --batch 32  # training steps
 
 Random weights (they do not change the cost), batch 1, eager, forward only; ViT with PyTorch's scaled dot product attention,
 and the `image_size` of every resolution. The models take turns, with a C library that keeps freed memory. Reports the time
-of a forward pass, its peak memory beyond the loaded model (on a CPU measured in a separate process), the first size from
-which on ToST is the faster, and the ratios of times at four times the tokens: 4 is linear growth, 16 quadratic.
+of a forward pass and its peak memory beyond the loaded model (on a CPU measured in a separate process).
 
 With --training it is steps on batches of --batch images (forward, backward, Trainer's fused AdamW), of the XCA and softmax
 trunks as well, and the shares of a step that the profiler finds for matrix products and convolutions. TSSA's share is the time
@@ -21,8 +20,6 @@ from registry import benchmark
 from timing import (
     KEEP_FREED_MEMORY,
     Report,
-    describe,
-    describe_crossover,
     dtype_name,
     in_new_process,
     measure,
@@ -174,16 +171,9 @@ def run(args, report: Report) -> None:
     for name in MODELS:
         where = (name, sides, args.layers, args.device, args.dtype)
         peaks[name] = find_peaks(*where) if args.device == "cuda" else in_new_process(find_peaks, *where)
-    seconds, gains = {}, {}
     for side in sides:
-        seconds[side] = find_seconds(side, args.layers, args.repeats, args.device, args.dtype)
-        for name, times in seconds[side].items():
-            case = case_of(name, side, 1, args)
-            gain = ratio(seconds[side]["ViT"], times)
-            report.add(case, {"ms": spread(times) * 1e3, "peak MiB": peaks[name][side] / 2**20, "ViT / this": gain})
-        gains[side] = ratio(seconds[side]["ViT"], seconds[side]["ToST"]).value
-    print(describe_crossover(gains, "ViT", "pixels per side"))
-    for side in seconds:
-        if 2 * side in seconds:
-            growth = (f"{name} {describe(ratio(seconds[2 * side][name], seconds[side][name]))}" for name in MODELS)
-            print(f"time at {2 * side} / time at {side} pixels, four times the tokens: {', '.join(growth)}")
+        seconds = find_seconds(side, args.layers, args.repeats, args.device, args.dtype)
+        for name, times in seconds.items():
+            gain = ratio(seconds["ViT"], times)
+            metrics = {"ms": spread(times) * 1e3, "peak MiB": peaks[name][side] / 2**20, "ViT / this": gain}
+            report.add(case_of(name, side, 1, args), metrics)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Runs a benchmark: prints its table and appends its records to results/*.csv.
+"""Runs a benchmark: prints its results and appends its records to results/*.csv.
 
     python examples/benchmarks/run.py decode
     python examples/benchmarks/run.py decode --help
@@ -30,18 +30,18 @@ def make_parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(f"run.py {name}", description=benchmark.description, formatter_class=formatter)
     if benchmark.trains:
-        parser.add_argument("--steps", type=int, help="optimizer steps of a run")
+        parser.add_argument("--steps", type=int, default=benchmark.steps, help="optimizer steps of a run")
         parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run for each")
         rates = "tried with the first seed; the best one is used with the others"
-        parser.add_argument("--learning_rates", type=float, nargs="+", help=rates)
+        parser.add_argument("--learning_rates", type=float, nargs="+", default=list(benchmark.learning_rates), help=rates)
     else:
         parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-        parser.add_argument("--repeats", type=int, help="rounds, of which the median, minimum and maximum are reported")
+        rounds = "rounds, of which the median, minimum and maximum are reported"
+        parser.add_argument("--repeats", type=int, default=benchmark.repeats, help=rounds)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV that records are appended to")
     if benchmark.dtype:
         parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
     benchmark.add_arguments(parser)
-    parser.set_defaults(**{name: x for name, x in benchmark.defaults.items() if parser.get_default(name) is None})
     return parser
 
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None, may_restart: bool = False) -> int:
 
         return benchmark.run(args, Results(args, benchmark.file)) or 0
     print_header(args.device)
-    return benchmark.run(args, Report(args, benchmark.labels)) or 0
+    return benchmark.run(args, Report(args)) or 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a server gives its clients: tokens per second of `tost-hf serve`, asked by 1, 8 and 32 clients at once.
+"""Throughput of `tost-hf serve`: tokens per second for 1, 8 and 32 concurrent clients.
 
     python examples/benchmarks/run.py serving    # CPU: a ToST-base-sized model, answers of 32 tokens to prompts of 16
     python examples/benchmarks/run.py serving --models "ToST conv token"  # options beyond the paper
@@ -106,7 +106,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
 
 
-@benchmark("serving", __doc__, add_arguments, repeats=3, dtype=True, labels=2)
+@benchmark("serving", __doc__, add_arguments, repeats=3, dtype=True)
 def run(args: argparse.Namespace, report: Report) -> None:
     random.seed(0)
     for name in args.models:

@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import torch
 from language_models import MODELS, make_language_model
-from registry import training_benchmark
-from training import Batches, Results, label_accuracy, over_seeds, train
+from registry import benchmark
+from training import Batches, Results, label_accuracy, run_seeds, train
 
 
 NO_LABEL = -100
@@ -71,7 +71,7 @@ def add_locality_arguments(parser) -> None:
     parser.add_argument("--length", type=int, default=96, help="tokens of a sequence")
 
 
-@training_benchmark("locality", LOCALITY, add_locality_arguments, steps=300, learning_rates=(3e-3, 1e-2))
+@benchmark("locality", LOCALITY, add_locality_arguments, trains=True, steps=300, learning_rates=(3e-3, 1e-2))
 def run_locality(args, results: Results) -> None:
     for task in args.tasks:
         make = partial(make_locality_batch, task=task, batch=args.batch, length=args.length)
@@ -132,7 +132,7 @@ def add_recall_arguments(parser) -> None:
     parser.add_argument("--vocab_size", type=int, default=256, help="half of it are keys, half values")
 
 
-@training_benchmark("recall", RECALL, add_recall_arguments, steps=20_000, learning_rates=(1e-3,))
+@benchmark("recall", RECALL, add_recall_arguments, trains=True, steps=20_000, learning_rates=(1e-3,))
 def run_recall(args, results: Results) -> None:
     def make_batch(rng, pairs=None):
         pairs = pairs or int(rng.choice(args.pairs))
@@ -146,9 +146,7 @@ def run_recall(args, results: Results) -> None:
             held_out = {n: Batches(partial(make_batch, pairs=n), args.test_batches, TEST_SEED + n) for n in args.pairs}
             return model, {str(pairs): label_accuracy(model, batches) for pairs, batches in held_out.items()}
 
-        found = over_seeds(
-            run, args.seeds, args.learning_rates, lambda metrics: sum(metrics[str(n)] for n in args.pairs), name
-        )
+        found = run_seeds(run, args.seeds, args.learning_rates, lambda metrics: sum(metrics[str(n)] for n in args.pairs), name)
         for seed, (model, metrics) in found.items():
             for pairs in args.pairs:
                 case = {"task": f"{pairs} pairs", "model": name, "steps": args.steps, "batch": TOKENS // (4 * pairs)}

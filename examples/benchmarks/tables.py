@@ -98,7 +98,7 @@ def show(how: str, records: Records, file: str, case: Mapping[str, object]) -> s
 
 def older_token_gains(records: Records, file: str, case: Mapping) -> list[float]:
     """By how much each seed's loss grows without the tokens before the last 1,024, in 0.0001 nats."""
-    whole, recent = (records.values(file, **case, metric=x) for x in ("loss", "loss_without_older_past"))
+    whole, recent = (records.values(file, **case, metric=x) for x in ("loss", "loss_with_state_reset"))
     return [1e4 * (b - a) for a, b in zip(whole, recent)]
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the speed benchmarks share: interleaved timing on CPU and GPU, its statistics, memory, the report.
+"""Shared by the speed benchmarks: interleaved timing on CPU and GPU, its statistics, peak memory, the report.
 
 A time is the median of several rounds, with the minimum and the maximum. What is compared takes turns within a round, and a
 ratio is taken round by round, so that other load on the machine affects all alike.
@@ -43,24 +43,6 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """Exponent of growth: least-squares slope of log y over log x. 1 is linear, 2 quadratic."""
     return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
-
-
-def crossover(ratios: Mapping[int, float]) -> int | None:
-    """The first size from which on every measured ratio (rival's time / ToST's) is above 1; None if there is none."""
-    found = None
-    for size in sorted(ratios, reverse=True):
-        if not ratios[size] > 1:
-            break
-        found = size
-    return found
-
-
-def describe_crossover(ratios: Mapping[int, float], rival: str, unit: str) -> str:
-    found = crossover(ratios)
-    measured = ", ".join(f"{size:,}" for size in sorted(ratios))
-    if found is None:
-        return f"ToST is faster than {rival} at no length from which on it stays so (measured: {measured} {unit})."
-    return f"ToST is faster than {rival} from {found:,} {unit} on (measured: {measured})."
 
 
 # Time -----------------------------------------------------------------------------------------------------------------
@@ -188,42 +170,26 @@ def print_header(device: torch.device | str = "cpu") -> None:
 
 
 class Report:
-    """The records of a speed benchmark: each case is printed and appended to `<results>/<benchmark>.csv` as it comes.
+    """The records of a speed benchmark: each case is printed and appended to `<results>/<benchmark>.csv` as it comes."""
 
-    The first `labels` columns of a case name the line of the printed table; the others are its heading.
-    """
-
-    def __init__(self, args: argparse.Namespace, labels: int = 1):
-        self.path = args.results / f"{args.benchmark}.csv"
-        self.origin, self.labels, self.heading = origin(args), labels, None
+    def __init__(self, args: argparse.Namespace):
+        self.path, self.origin = args.results / f"{args.benchmark}.csv", origin(args)
 
     def add(self, case: Mapping[str, object], metrics: Mapping[str, Spread | float | None]) -> None:
         """One case (its columns are the same throughout a benchmark) and its metrics; None for what was not measured."""
-        columns = list(case.items())
-        label = " ".join(digits(x) if isinstance(x, int) else x for _, x in columns[: self.labels])
-        heading = ", ".join(x if isinstance(x, str) else f"{name} {x:,}" for name, x in columns[self.labels :])
-        if (heading, list(metrics)) != self.heading:
-            self.heading = (heading, list(metrics))
-            print(f"\n{heading}\n{'':20}" + "".join(f"{name:>27}" for name in metrics))
-        print(f"{label:20}" + "".join(f"{describe(x):>27}" for x in metrics.values()), flush=True)
         spreads = {name: x if isinstance(x, Spread) else Spread(x, x, x) for name, x in metrics.items() if x is not None}
+        label = ", ".join(x if isinstance(x, str) else f"{name} {x:,}" for name, x in case.items())
+        print(f"{label}: " + ", ".join(f"{name} {describe(x)}" for name, x in spreads.items()), flush=True)
         values = {name: [f"{value:.6g}" for value in x] for name, x in spreads.items()}
         append_records(
             self.path, [{**self.origin, **case, **dict(zip(VALUE_COLUMNS, (name, *x)))} for name, x in values.items()]
         )
 
 
-def describe(x: Spread | float | None) -> str:
+def describe(x: Spread) -> str:
     """Median and range, three digits each."""
-    if x is None:
-        return "-"
-    if not isinstance(x, Spread):
-        return digits(x)
-    return f"{digits(x.value)} ({digits(x.low)}..{digits(x.high)})"
-
-
-def digits(x: float) -> str:
-    return f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.3g}"
+    value, low, high = (f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.3g}" for x in x)
+    return value if low == high else f"{value} ({low}..{high})"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -235,6 +201,10 @@ def attempt(label: str, run: Callable, *args):
     try:
         return run(*args)
     except Exception as error:  # whatever a rival raises
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        print(f"{label}: not available here ({type(error).__name__}: {reason})", flush=True)
+        print(f"{label}: not available here ({describe_error(error)})", flush=True)
         return None
+
+
+def describe_error(error: Exception) -> str:
+    """Its type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"

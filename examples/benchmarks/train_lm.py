@@ -17,11 +17,10 @@ import importlib.util
 
 import torch
 from language_models import make_language_model
-from records import Spread
 from registry import benchmark
-from timing import Report, attempt, describe_crossover, dtype_name, measure, peak_bytes, ratio, spread
+from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spread
 from torch.nn import functional as F
-from transformers import AttentionInterface, Mamba2Config, Mamba2ForCausalLM
+from transformers import AttentionInterface
 
 
 SIZES = {  # width, layers, heads, vocabulary
@@ -49,24 +48,14 @@ AttentionInterface.register("causal_sdpa", causal_attention)
 def build(name: str, size: str, layers: int, length: int):
     """A model with the widths of the size named, for texts of this length."""
     width, _, heads, vocabulary = SIZES[size]
-    if name != "Mamba-2":
-        model = make_language_model(
-            name, vocab_size=vocabulary, width=width, layers=layers, head_dim=width // heads, context=length
-        )
-        if name == "GPT-2":
-            model.set_attn_implementation("causal_sdpa")
-            model.loss_type = "ForCausalLM"  # it is the default, but a warning says so and splits the compiled graph
-        return model
-    config = Mamba2Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        head_dim=64,
-        num_heads=2 * width // 64,
-        n_groups=1,
-        tie_word_embeddings=True,
-    )
-    return Mamba2ForCausalLM(config)
+    options = {"head_dim": width // heads, "context": length}
+    if name == "Mamba-2":  # as published
+        options = {"head_dim": 64, "context": None, "inner": 128, "chunk_size": 256}
+    model = make_language_model(name, vocab_size=vocabulary, width=width, layers=layers, **options)
+    if name == "GPT-2":
+        model.set_attn_implementation("causal_sdpa")
+        model.loss_type = "ForCausalLM"  # it is the default, but a warning says so and splits the compiled graph
+    return model
 
 
 def count_parameters(name: str, size: str, layers: int, length: int) -> int:
@@ -106,8 +95,8 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def benchmark_length(length: int, equal: str, args, report: Report) -> dict[str, Spread]:
-    """Reports one length; returns the milliseconds of a step of each model."""
+def benchmark_length(length: int, equal: str, args, report: Report) -> None:
+    """Reports one length."""
     torch.compiler.reset()
     gc.collect()  # compiled models of the length before hold one another
     size_layers = args.layers or SIZES[args.size][1]
@@ -134,7 +123,6 @@ def benchmark_length(length: int, equal: str, args, report: Report) -> dict[str,
                 "parameters": step.parameters,
             },
         )
-    return {name: spread(times) * 1e3 for name, times in seconds.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,10 +144,5 @@ def run(args: argparse.Namespace, report: Report) -> None:
     if "Mamba-2" in args.models and importlib.util.find_spec("mamba_ssm") is None:
         print("Mamba-2 runs in plain PyTorch: mamba_ssm is not installed.")
     for equal in args.equal:
-        gains = {}
         for length in dict.fromkeys(args.lengths or LENGTHS[args.device]):
-            steps = benchmark_length(length, equal, args, report)
-            if {"ToST", "GPT-2"} <= steps.keys():
-                gains[length] = steps["GPT-2"].value / steps["ToST"].value
-        if gains:
-            print(f"equal {equal}: " + describe_crossover(gains, "GPT-2", "tokens"))
+            benchmark_length(length, equal, args, report)

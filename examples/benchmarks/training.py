@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the benchmarks that train share: one way to train, one file of records, one choice of learning rates.
+"""Shared by the benchmarks that train: the training run, its records, the choice of learning rates.
 
 Every model of a comparison gets the same steps, batches, optimizer and learning rates to choose from.
 """
@@ -64,7 +64,7 @@ class Results:
         """Runs the seeds of this case that have no records yet, and adds the records of each as it ends.
 
         Args:
-            run, score: as in `over_seeds`.
+            run, score: as in `run_seeds`.
             learning_rate: in place of those of the arguments.
             width, case: what tells the case from others; `case` is `add`'s other arguments, with `steps` those of the run.
         """
@@ -77,7 +77,7 @@ class Results:
                 continue
             first = select(self.records, **wanted, seed=args.seeds[0], metric="learning_rate")
             rates = [float(record["value"]) for record in first] or ([learning_rate] if learning_rate else args.learning_rates)
-            ((network, metrics),) = over_seeds(run, [seed], rates, score, f"{case['task']}, {case['model']}").values()
+            ((network, metrics),) = run_seeds(run, [seed], rates, score, f"{case['task']}, {case['model']}").values()
             self.add(metrics, network=network, seed=seed, **case)
 
     def print_means(self) -> None:
@@ -115,7 +115,7 @@ class _StopAtNaN(TrainerCallback):
             control.should_training_stop = True
 
 
-class Clock(TrainerCallback):
+class StepTimer(TrainerCallback):
     """The seconds of each step: forward, backward, the optimizer; no evaluation, no loading."""
 
     def __init__(self):
@@ -178,7 +178,7 @@ def label_accuracy(model: PreTrainedModel, batches: Iterable[dict[str, torch.Ten
     return right / total
 
 
-def over_seeds(
+def run_seeds(
     run: Run, seeds: list[int], learning_rates: list[float], score: Callable[[dict[str, float]], float], label: str
 ) -> dict[int, tuple[nn.Module, dict[str, float]]]:
     """Runs every seed, with the learning rate that gave the highest score on the first one.

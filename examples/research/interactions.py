@@ -21,8 +21,8 @@ import torch
 from compare_lm import SIZES, encode, split_into_examples
 from compare_vision import Images, accuracy, load_images, make_classifier, train_classifier
 from language_models import make_language_model
-from observations import CONTEXT, load_text, make_reader, train_reader
-from registry import training_benchmark
+from observations import CONTEXT, load_text, make_text_model, train_text_model
+from registry import benchmark
 from torch.nn import functional as F
 from training import Batches, Results, train
 from transformers import PreTrainedModel
@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 LOCAL_SHARES = (0, 25, 50, 75, 100)  # % of the tokens that follow from the one two positions before
 VOCAB_SIZE, PREFERRED, FOLLOWERS, DISTANCE = 32, 4, 2, 2
 LENGTH, SYNTHETIC_BATCH, SYNTHETIC_RATE = 96, 8, 1e-2
-READERS = ("ToST", "GPT-2")
+LANGUAGE_MODELS = ("ToST", "GPT-2")
 TRUNKS = {"ToST": "tssa", "softmax": "softmax"}
 WORDS = (1, 2, 4, 16, 64)
 PATCHES = (1, 2, 4, 8)  # sides of a square; those that divide the grid are used
@@ -77,7 +77,7 @@ def mean_loss(model: PreTrainedModel, batches) -> float:
 
 def synthetic(args, results: Results) -> None:
     for share in LOCAL_SHARES:
-        for name in READERS:
+        for name in LANGUAGE_MODELS:
 
             def run(seed, learning_rate, share=share, name=name):
                 def make(rng):
@@ -121,19 +121,20 @@ def shuffle_patches(pixels: torch.Tensor, patch_size: int, side: int, generator:
 
 
 def texts(args, results: Results) -> None:
-    text = load_text(args)
+    data, _ = load_text(args)
+    held_out_text = "".join(data.held_out_texts)
     held_out = {
         window: split_into_examples(
-            encode(text.tokenizer, [shuffle_words(text.held_out, window, np.random.default_rng(0))]), CONTEXT
+            encode(data.tokenizer, [shuffle_words(held_out_text, window, np.random.default_rng(0))]), CONTEXT
         )
         for window in WORDS
     }
     batches = {window: torch.utils.data.DataLoader(blocks[: args.test_texts], 50) for window, blocks in held_out.items()}
-    for name in READERS:
+    for name in LANGUAGE_MODELS:
 
         def run(seed, _, name=name):
-            model = make_reader(args, text.vocab_size, name)
-            train_reader(model, text, args, seed=seed)
+            model = make_text_model(args, data.vocab_size, name)
+            train_text_model(model, data, args, seed=seed)
             return model, {f"loss, window {window}": mean_loss(model, shuffled) for window, shuffled in batches.items()}
 
         case = {"task": "text", "model": name, "batch": args.text_batch, "context": CONTEXT}
@@ -164,7 +165,7 @@ def add_arguments(parser) -> None:
     parser.set_defaults(layers=2, test_images=2000)
 
 
-@training_benchmark("interactions", __doc__, add_arguments, steps=300, learning_rates=(1e-3,))
+@benchmark("interactions", __doc__, add_arguments, trains=True, steps=300, learning_rates=(1e-3,))
 def run(args, results: Results) -> None:
     for part in (synthetic, texts, images):
         part(args, results)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A position-free ToST far past the length it was trained at: what the constant state is worth, and what it costs.
+"""A position-free ToST far beyond its training length: loss, memberships, time and memory by position.
 
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER --model my-position-free-tost
@@ -20,10 +20,10 @@ import time
 import torch
 from compare_lm import encode, load_texts, shorten, split_into_examples, train_tokenizer
 from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
-from registry import training_benchmark
+from registry import benchmark
 from timing import peak_bytes
 from torch.nn import functional as F
-from training import Results, over_seeds, train
+from training import Results, run_seeds, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tost_hf import CausalStatisticsCache
@@ -86,7 +86,7 @@ def read(model, tokens: torch.Tensor) -> list[dict[str, float]]:
             "start": start,
             "stop": stop,
             "loss": losses[part].mean().item(),
-            "loss_without_older_past": recent_losses[part].mean().item(),
+            "loss_with_state_reset": recent_losses[part].mean().item(),
             "entropy_shortfall": shortfalls[:, part].mean().item(),
             "entropy_shortfall_highest_layer": shortfalls[:, part].mean(1).max().item(),
             "cache_bytes": sum(x.nbytes for layer in cache.layers for x in layer.state),
@@ -139,7 +139,7 @@ def train_models(training: list[str], validation: list[str], args) -> tuple[dict
         )
         return trainer.model.eval(), {"loss": trainer.evaluate()["eval_loss"]}
 
-    found = over_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"], args.variant)
+    found = run_seeds(run, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"], args.variant)
     return {seed: model for seed, (model, _) in found.items()}, tokens
 
 
@@ -153,7 +153,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch", type=int, default=2, help=f"blocks of {TRAINED_AT:,} tokens per step")
 
 
-@training_benchmark("long_context", __doc__, add_arguments, steps=400, learning_rates=(3e-3,))
+@benchmark("long_context", __doc__, add_arguments, trains=True, steps=400, learning_rates=(3e-3,))
 def run(args, results: Results) -> None:
     training, validation = load_texts(args.text)
     if args.model is None:

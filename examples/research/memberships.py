@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What memberships know about photographs: their agreement with k-means on colour and place, trained and untrained.
+"""Agreement of memberships with k-means clusters of colour and place on photographs, trained and untrained.
 
     python examples/benchmarks/run.py memberships --model model_cards/trained/tost-cifar10-1m
 
@@ -22,7 +22,7 @@ import sklearn.datasets
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from registry import training_benchmark
+from registry import benchmark
 from training import Results
 from transformers import AutoModelForImageClassification, PreTrainedModel, ViTImageProcessorPil, set_seed
 
@@ -119,7 +119,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--maps", type=Path, help="a folder for pictures of every layer and head")
 
 
-@training_benchmark("memberships", __doc__, add_arguments, steps=None, learning_rates=(), file="memberships")
+@benchmark("memberships", __doc__, add_arguments, trains=True, file="memberships")
 def run(args, results: Results) -> None:
     files = args.photos or sample_photos()
     model = AutoModelForImageClassification.from_pretrained(args.model, dtype=torch.float32).eval()

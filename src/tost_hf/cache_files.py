@@ -3,17 +3,18 @@
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
+from .files import staged_file
 from .model.cache_tost import (
     STATE_NAMES,
     CausalStatisticsCache,
@@ -30,7 +31,6 @@ from .model.tssa import TSSAState
 FILE_FORMAT = "tost_causal_statistics/1"
 MAX_LENGTH_DIGITS = 18  # of a number of tokens; an int64 holds it
 TOKENS = "input_ids"  # the tensor of a file that names its text
-HASHED_BYTES = 2**24  # at a time
 
 
 class StateBytes(NamedTuple):
@@ -111,9 +111,7 @@ def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
-        data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        for part in data.split(HASHED_BYTES):
-            digest.update(part.numpy().data)
+        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -126,7 +124,7 @@ def save_cache(
 ) -> None:
     """Writes a cache of a ToST model (from `generate`, a forward pass, or your own) to a safetensors file.
 
-    The file is written under a temporary name and then moved, so an interrupted call leaves an older file whole.
+    An interrupted call leaves an older file whole.
 
     Args:
         model, input_ids: the model that computed the cache and the tokens, (B, T), that it has seen: the file then names both,
@@ -159,17 +157,8 @@ def save_cache(
         metadata |= {"model": str(model.config.name_or_path), "weights": hash_weights(model)}
         metadata["revision"] = str(getattr(model.config, "_commit_hash", None) or "")
     metadata["sha256"] = _hash_tensors(tensors)
-    folder = os.path.dirname(os.path.abspath(filename))
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, filename)
-    except SafetensorError as error:  # a full disk comes as one
-        raise OSError(f"{os.fspath(filename)!r} could not be written; is the disk full? ({error})") from error
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+    with staged_file(Path(filename)) as staged:
+        save_file(tensors, staged, metadata=metadata)
 
 
 def load_cache(
@@ -194,10 +183,13 @@ def load_cache(
     return _fill_cache(filename, tensors, metadata, config, static)
 
 
-def load_prefix(filename: str | os.PathLike, model: Any) -> CachedPrefix:
+def load_prefix(filename: str | os.PathLike, model: Any, weights: str | None = None) -> CachedPrefix:
     """Reads a text's cache that `tost-hf cache` or `save_cache(..., model=, input_ids=)` wrote, for the same model.
 
     Continue it by `model.generate(torch.cat([prefix.input_ids, more], 1), past_key_values=prefix.cache)`.
+
+    Args:
+        weights: the `hash_weights` of the model, where it is known; reading them takes a while.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -212,7 +204,8 @@ def load_prefix(filename: str | os.PathLike, model: Any) -> CachedPrefix:
     input_ids = tensors[TOKENS].long()
     if input_ids.ndim != 2 or len(input_ids) != 1 or str(input_ids.shape[1]) != metadata.get("seq_length"):
         raise ValueError(f"{os.fspath(filename)!r} is not the cache of one text: its tokens are {tuple(input_ids.shape)}.")
-    if metadata.get("weights") != (weights := hash_weights(model)):
+    weights = hash_weights(model) if weights is None else weights
+    if metadata.get("weights") != weights:
         source = " at ".join(filter(None, (metadata.get("model"), metadata.get("revision")))) or "another model"
         raise ValueError(
             f"{os.fspath(filename)!r} was written with other weights, those of {source} (SHA-256 "

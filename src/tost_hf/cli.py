@@ -50,9 +50,6 @@ def _make_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    source = argparse.ArgumentParser(add_help=False)
-    source.add_argument("source", metavar="FOLDER|REPO_ID", help="a model folder, or a repository of the Hub")
-    source.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
     model.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
@@ -178,7 +175,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "me/my-tost",
         "me/my-tost --revision v1",
         "./my-tost",
-        parents=[source],
+        parents=[model],
     )
     add(
         "info",
@@ -187,7 +184,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "Prints size, state, positions, licence and files. Of a repository no weights are downloaded.",
         "me/my-tost",
         "./my-tost",
-        parents=[source],
+        parents=[model],
     )
     inspect = add(
         "inspect",
@@ -370,9 +367,8 @@ def _card(args: argparse.Namespace) -> None:
 
 
 def _publish(args: argparse.Namespace) -> None:
-    from .hub.publishing import check_target, publish, publish_space
+    from .hub.publishing import publish, publish_space
 
-    check_target(args.repo_id, revision=args.revision, tag=args.tag, create_pr=args.create_pr)
     if args.card and args.space:
         raise ValueError("--card writes a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
     if args.card:
@@ -399,14 +395,14 @@ def _publish(args: argparse.Namespace) -> None:
 def _verify(args: argparse.Namespace) -> int:
     from .hub.verification import verify
 
-    checks = verify(args.source, revision=args.revision)
+    checks = verify(args.model, revision=args.revision)
     for check in checks:
         print(f"{'ok' if check.passed else 'FAILED':8}{check.name:10}{check.detail}")
     failed = sum(not check.passed for check in checks)
     print(
-        f"{args.source}: {failed} of {len(checks)} checks failed"
+        f"{args.model}: {failed} of {len(checks)} checks failed"
         if failed
-        else f"{args.source}: all {len(checks)} checks passed"
+        else f"{args.model}: all {len(checks)} checks passed"
     )
     return int(failed > 0)
 
@@ -414,7 +410,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> None:
     from .hub.verification import info
 
-    for name, value in info(args.source, revision=args.revision).items():
+    for name, value in info(args.model, revision=args.revision).items():
         print(f"{name:12}{value}")
 
 

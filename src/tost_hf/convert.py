@@ -93,10 +93,25 @@ _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # prefixes by torch.compile
 _VISION_MODULES = ("cls_token", "patch_embed.", "cls_attn_blocks.", "pos_embeder.")
 _XCIT_MODULES = (".local_mp.", ".norm3.", ".gamma3")  # XCiT's local patch interaction
 _POSITION_PROJECTION = "pos_embeder.token_projection.weight"  # a 1x1 convolution in the authors' code, a Linear here
-_SETTINGS = {  # what is read of the run that wrote the file
-    "model_args": ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout", "TSSA"),
-    "args": ("input_size", "drop", "drop_path", "num_heads", "tokens_norm", "model"),
+_LANGUAGE_SETTINGS = {  # the authors' name of each setting in `model_args`, and ours
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "block_size": "max_position_embeddings",
+    "bias": "use_bias",
+    "vocab_size": "vocab_size",
+    "dropout": "hidden_dropout",
 }
+_VISION_SETTINGS = {  # likewise in `args`
+    "input_size": "image_size",
+    "nb_classes": "num_labels",
+    "drop": "hidden_dropout",
+    "drop_path": "drop_path_rate",
+    # in the authors' code these two belong to the model that a name chooses; `convert_from_original` reads them
+    "num_heads": "num_attention_heads",
+    "tokens_norm": "normalize_patch_tokens",
+}
+_SETTINGS = {"model_args": (*_LANGUAGE_SETTINGS, "TSSA"), "args": (*_VISION_SETTINGS, "model")}
 _END_OF_TEXT = 50256  # of GPT-2's tokenizer, which the authors use
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")  # one number in the authors' code
 
@@ -147,14 +162,14 @@ def convert_from_original(
     contents = _load_pickle(checkpoint)
     state = _state_dict(contents, "model_ema" if ema else "model", checkpoint)
     if any(name.startswith(_VISION_MODULES) for name in state):
-        stated = _stated_settings(contents, "args", checkpoint)
+        stated = _read_settings(contents, "args", checkpoint)
         config: Config = _vision_config(state, stated, num_attention_heads, normalize_patch_tokens, checkpoint)
     elif num_attention_heads is not None or normalize_patch_tokens is not None:
         raise ValueError(
             f"{checkpoint} is not a vision checkpoint; num_attention_heads and normalize_patch_tokens are for those alone."
         )
     else:
-        config = _language_config(state, _stated_settings(contents, "model_args", checkpoint), checkpoint)
+        config = _language_config(state, _read_settings(contents, "model_args", checkpoint), checkpoint)
     model = _model(config)
     _load_authors_tensors(model, state, checkpoint)
     if isinstance(config, ToSTConfig) and not config.tie_word_embeddings:
@@ -258,7 +273,7 @@ def _load_authors_tensors(model: PreTrainedModel, state: StateDict, source: Path
     """Loads a state dict with the authors' names into a model; ValueError if it is not the model's."""
     config, own = cast(Config, model.config), model.state_dict()
     _check_tensors(state, _to_authors(config, own), source)
-    renamed = {rename(name, _names(config)): tensor for name, tensor in state.items()}
+    renamed = {rename(name, _names(config)): tensor.contiguous() for name, tensor in state.items()}
     model.load_state_dict({name: renamed[name].reshape(tensor.shape) for name, tensor in own.items()}, assign=True)
     model.tie_weights()
 
@@ -316,7 +331,9 @@ def _state_dict(contents: object, key: str, source: Path) -> StateDict:
     for name, tensor in stored.items():
         if not isinstance(name, str):
             raise ValueError(f"{source}: {key!r} holds a name that is not text but {type(name).__name__}.")
-        _check_stored(tensor, f"{source}: the entry {list_names([name])} of {key!r}")
+        is_tensor = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        if not is_tensor or tensor.is_quantized or tensor.device.type != "cpu":
+            raise ValueError(f"{source}: the entry {list_names([name])} of {key!r} is not a dense tensor with its numbers.")
         bare = _WRAPPERS.sub("", name)
         if bare in state:
             raise ValueError(f"{source} holds {list_names([bare])} twice, under different prefixes.")
@@ -327,22 +344,7 @@ def _state_dict(contents: object, key: str, source: Path) -> StateDict:
     return state
 
 
-def _check_stored(tensor: object, what: str) -> None:
-    """Rejects everything but a dense tensor whose every number is stored."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{what} is not a named tensor.")
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if not plain or tensor.is_quantized or tensor.device.type != "cpu":
-        raise ValueError(f"{what} is not a dense tensor with its numbers in the file.")
-    stored = tensor.untyped_storage().nbytes()
-    if tensor.nbytes > stored:
-        raise ValueError(
-            f"{what} has shape {tuple(tensor.shape)}, {tensor.nbytes:,} bytes, of which the file stores {stored:,}: it "
-            "repeats its numbers."
-        )
-
-
-def _stated_settings(contents: Mapping, key: str, source: Path) -> Mapping:
+def _read_settings(contents: Mapping, key: str, source: Path) -> Mapping:
     """`model_args` or `args`: what the run that wrote the file was told."""
     stated = contents.get(key, {})
     if isinstance(stated, argparse.Namespace):
@@ -407,13 +409,7 @@ def _language_config(state: StateDict, model_args: Mapping, source: Path) -> ToS
     embedding, head = state["transformer.wte.weight"], state.get("lm_head.weight")
     tied = head is None or (head.dtype == embedding.dtype and torch.equal(head, embedding))  # as in the authors' models
     end_of_text = _END_OF_TEXT if vocab_size > _END_OF_TEXT else None
-    fields = {
-        "num_hidden_layers": sizes["n_layer"],
-        "num_attention_heads": sizes["n_head"],
-        "hidden_size": n_embd,
-        "max_position_embeddings": sizes["block_size"],
-        "use_bias": sizes["bias"],
-        "vocab_size": vocab_size,
+    fields = {_LANGUAGE_SETTINGS[name]: size for name, size in sizes.items()} | {
         "tie_word_embeddings": tied,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -451,16 +447,7 @@ def _language_args(config: ToSTConfig, source: Path) -> dict:
         **dict.fromkeys(_DROPOUTS, config.hidden_dropout),
     }
     _reject_settings(config, fixed, source)
-    return {
-        "n_layer": config.num_hidden_layers,
-        "n_head": config.num_attention_heads,
-        "n_embd": config.hidden_size,
-        "block_size": config.max_position_embeddings,
-        "bias": config.use_bias,
-        "vocab_size": config.vocab_size,
-        "dropout": config.hidden_dropout,
-        "TSSA": True,
-    }
+    return {name: getattr(config, ours) for name, ours in _LANGUAGE_SETTINGS.items()} | {"TSSA": True}
 
 
 # Vision models
@@ -537,15 +524,7 @@ def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
         "embedding_dropout": config.hidden_dropout,
     }
     _reject_settings(config, fixed, source)
-    return {
-        "input_size": config.image_size,
-        "nb_classes": config.num_labels,
-        "drop": config.hidden_dropout,
-        "drop_path": config.drop_path_rate,
-        # in the authors' code these two belong to the model that a name chooses; `convert_from_original` reads them
-        "num_heads": config.num_attention_heads,
-        "tokens_norm": config.normalize_patch_tokens,
-    }
+    return {name: getattr(config, ours) for name, ours in _VISION_SETTINGS.items()}
 
 
 # The transformers folder

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ListOps of Long Range Arena: nested lists of digits under MIN, MAX, MED and SM, written anew from the published rules.
+"""ListOps of Long Range Arena: nested lists of digits under MIN, MAX, MED and SM, reimplemented from the published rules.
 
 A tree grows from the root at depth 1: below the greatest depth a node is an operator with probability 1/4, else a digit. An
 operator has 2 to 10 arguments. A text's length counts operators, digits and closing brackets; the parentheses that the
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 OPERATOR_PROBABILITY = 0.25
-FEWEST_ARGUMENTS = 2
+MIN_ARGUMENTS = 2
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"
 TOKENS = (*OPERATORS, END, *"0123456789")  # a model's token ids count them from 1; 0 is padding
@@ -32,9 +32,9 @@ class ListOpsRules:
     def __post_init__(self):
         if not 1 <= self.min_length + 1 < self.max_length:
             raise ValueError(f"No length lies between {self.min_length} and {self.max_length}, both excluded.")
-        if self.max_depth < 2 or self.max_arguments < FEWEST_ARGUMENTS:
+        if self.max_depth < 2 or self.max_arguments < MIN_ARGUMENTS:
             raise ValueError(
-                f"An expression needs a depth of at least 2 and {FEWEST_ARGUMENTS} arguments, got {self.max_depth} and "
+                f"An expression needs a depth of at least 2 and {MIN_ARGUMENTS} arguments, got {self.max_depth} and "
                 f"{self.max_arguments}."
             )
 
@@ -56,7 +56,7 @@ class _Grower:
             digit = self.rng.randrange(10)
             return str(digit), digit
         self._count(2)
-        arguments = [self.grow(depth + 1) for _ in range(self.rng.randint(FEWEST_ARGUMENTS, self.rules.max_arguments))]
+        arguments = [self.grow(depth + 1) for _ in range(self.rng.randint(MIN_ARGUMENTS, self.rules.max_arguments))]
         operator = self.rng.choice(OPERATORS)
         text = operator
         for argument, _ in arguments:

@@ -1,12 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Long Range Arena in small: ToST, softmax and linear attention on one trunk, on shortened tasks, for minutes.
+"""Shortened tasks of Long Range Arena, trained in minutes: ToST, softmax and linear attention on one trunk.
 
     python examples/benchmarks/run.py lra --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
 
 ListOps has expressions of fewer than 64 tokens here, Text the first 128 bytes of a review, Image 10 x 10 grey pixels,
 Pathfinder 12 x 12 pixels with paths of 2 dashes, and Retrieval asks of two excerpts of 64 characters whether both are of
 WikiText-2, both of reviews, or one of each. This shows that all parts work, and nothing about long ranges: the full tasks are
-trained by the commands that are printed at the end. Seeds that have records are not run again.
+trained by the commands of README.md. Seeds that have records are not run again.
 """
 
 import statistics
@@ -14,27 +14,19 @@ from collections import Counter
 from pathlib import Path
 
 import make_data
-import torch
 from lra_models import ATTENTION, make_config, make_model
 from lra_tasks import TASKS, Examples, collate, load_splits
-from registry import training_benchmark
+from registry import benchmark
 from scripting import override_config
 from training import Results, train
 
 
 LENGTHS = {"listops": 64, "text": 128, "retrieval": 64, "image": 100, "pathfinder": 144}
 EXAMPLES = {"train": 10_000, "test": 2_000}
-MADE = {  # how the data is made that is made here
+GENERATOR_OPTIONS = {  # how the data is made that is made here
     "listops": "--min_length 3 --max_length 64 --max_depth 4 --max_arguments 5",
     "pathfinder": "--side 12 --dashes 2 --seed_distance 2.5 --distractors 1 --distractor_dashes 2",
     "retrieval": "--excerpt 64",
-}
-FULL = {  # the data of the full tasks
-    "listops": "data/listops",
-    "text": "stanfordnlp/imdb",
-    "retrieval": "AAN_FOLDER",
-    "image": "uoft-cs/cifar10",
-    "pathfinder": "data/pathfinder",
 }
 
 
@@ -42,37 +34,18 @@ def load(task: str, args) -> dict[str, Examples]:
     """Training and test examples of a shortened task; generated ones are made first if they are missing."""
     given = {"text": args.imdb, "image": args.images}
     folder = Path(given.get(task) or args.data / task)
-    if task in MADE and not (folder / "test.parquet").exists():
+    if task in GENERATOR_OPTIONS and not (folder / "test.parquet").exists():
         texts = ["--texts", args.wikitext, args.imdb] if task == "retrieval" else []
-        counts = [f"--{split}_rows={EXAMPLES.get(split, 0)}" for split in make_data.SPLITS]
-        make_data.main([task, "--output_dir", str(folder), *texts, *counts, *MADE[task].split()])
+        counts = [f"--{split}_examples={EXAMPLES.get(split, 0)}" for split in make_data.SPLITS]
+        make_data.main([task, "--output_dir", str(folder), *texts, *counts, *GENERATOR_OPTIONS[task].split()])
     splits = load_splits(str(folder), TASKS[task])
     parts = {split: splits[split].select(range(min(count, len(splits[split])))) for split, count in EXAMPLES.items()}
     return {split: Examples(part, TASKS[task], LENGTHS[task], f"The {split} data of {task}") for split, part in parts.items()}
 
 
-@torch.no_grad()
-def accuracy(model, examples: Examples, batch: int = 100) -> float:
-    model.eval()
-    right = 0
-    for start in range(0, len(examples), batch):
-        inputs = collate([examples[i] for i in range(start, min(start + batch, len(examples)))])
-        labels = inputs.pop("labels")
-        right += int((model(**{k: v.to(model.device) for k, v in inputs.items()}).logits.argmax(-1).cpu() == labels).sum())
-    return right / len(examples)
-
-
-def most_frequent(examples: Examples) -> float:
+def majority_share(examples: Examples) -> float:
     """The share of the most frequent label."""
     return max(Counter(examples.labels).values()) / len(examples)
-
-
-def full_command(task: str, attention: str = "tost") -> str:
-    """What trains a task as the paper did."""
-    return (
-        f"python examples/research/lra/run_lra.py --task {task} --dataset_name {FULL[task]} --attention {attention} "
-        f"--do_train --output_dir lra-{task}-{attention}"
-    )
 
 
 def add_arguments(parser) -> None:
@@ -87,7 +60,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch", type=int, default=32, help="texts per step")
 
 
-@training_benchmark("lra", __doc__, add_arguments, steps=300, learning_rates=(1e-3,), file="lra")
+@benchmark("lra", __doc__, add_arguments, trains=True, steps=300, learning_rates=(1e-3,), file="lra")
 def run(args, results: Results) -> None:
     for task, name in (("text", "imdb"), ("retrieval", "wikitext"), ("retrieval", "imdb"), ("image", "images")):
         if task in args.tasks and getattr(args, name) is None:
@@ -100,15 +73,15 @@ def run(args, results: Results) -> None:
 
             def train_one(seed, learning_rate, task=task, name=name, examples=examples, sizes=sizes):
                 model = make_model(override_config(make_config(f"tost-lra-{task}", name), None, **sizes))
-                options = {"batch_size": args.batch, "data_collator": collate, "learning_rate": learning_rate, "seed": seed}
+                options = {"batch_size": args.batch, "data_collator": collate, "per_device_eval_batch_size": 100}
+                options |= {"learning_rate": learning_rate, "seed": seed}
                 trainer = train(model, examples["train"], steps=args.steps, **options)
+                tested = trainer.predict(examples["test"])
                 loss = statistics.mean([log["loss"] for log in trainer.state.log_history if "loss" in log][-5:])
-                metrics = {"accuracy": accuracy(model, examples["test"]), "chance": most_frequent(examples["test"])}
-                metrics["training_loss"] = loss
-                return model, metrics
+                accuracy = (tested.predictions.argmax(-1) == tested.label_ids).mean()
+                return model, {"accuracy": accuracy, "chance": majority_share(examples["test"]), "training_loss": loss}
 
             case = {"task": task, "model": name, "batch": args.batch, "context": LENGTHS[task]}
             # by the training loss: the test examples choose nothing
             results.add_missing(train_one, lambda metrics: -metrics["training_loss"], width=args.width, **case)
     results.print_means()
-    print("\nThe tasks themselves, by the paper's recipes:\n\n" + "\n".join(map(full_command, args.tasks)))

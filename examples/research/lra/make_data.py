@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Makes the data of Long Range Arena's tasks that have rules: parquet files, written as the examples are made.
+"""Generates the data of Long Range Arena's tasks that have rules: parquet files, written as the examples are made.
 
     python examples/research/lra/make_data.py listops --output_dir data/listops
     python examples/research/lra/make_data.py pathfinder --output_dir data/pathfinder --num_proc 8
@@ -12,6 +12,7 @@ which its authors give out themselves; `run_lra.py` reads their files.
 
 import random
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,23 +40,29 @@ BATCH = 500  # examples that are written at a time
 PAIR_EXAMPLES = {"train": 20_000, "validation": 2_000, "test": 2_000}
 
 
+def count_field(split: str):
+    """Under its old name as well, for one version."""
+    metadata = {"help": "Default: as many as published.", "aliases": [f"--{split}_rows"]}
+    return field(default=None, metadata=metadata)
+
+
 @dataclass
 class MakeArguments:
     """Where the data goes, and how much of it."""
 
     output_dir: str = field(metadata={"help": "The folder for train.parquet, validation.parquet and test.parquet."})
-    train_rows: int | None = field(default=None, metadata={"help": "Default: as many as published."})
-    validation_rows: int | None = field(default=None, metadata={"help": "Default: as many as published."})
-    test_rows: int | None = field(default=None, metadata={"help": "Default: as many as published."})
+    train_examples: int | None = count_field("train")
+    validation_examples: int | None = count_field("validation")
+    test_examples: int | None = count_field("test")
     seed: int = field(default=0, metadata={"help": "The same seed gives the same examples."})
     num_proc: int = field(default=1, metadata={"help": "Processes that make pictures; the examples do not depend on it."})
 
     def counts(self, published: dict[str, int]) -> dict[str, int]:
         """The number of examples of each split; ValueError if one is negative."""
-        given = {split: getattr(self, f"{split}_rows") for split in SPLITS}
+        given = {split: getattr(self, f"{split}_examples") for split in SPLITS}
         for split, count in given.items():
             if count is not None and count < 0:
-                raise ValueError(f"--{split}_rows must not be negative, got {count}.")
+                raise ValueError(f"--{split}_examples must not be negative, got {count}.")
         return {split: published[split] if count is None else count for split, count in given.items()}
 
 
@@ -108,17 +115,21 @@ def make_pairs(args: MakeArguments, rules: PairRules) -> None:
     features = Features({name: Value("int64" if name == "label" else "string") for name in names})
     found = {name: read_dataset(name) for name in rules.texts}
     for split, count in args.counts(PAIR_EXAMPLES).items():
-        texts = [joined(name, splits, split, rules) for name, splits in found.items()] if count else []
+        texts = [concat_texts(name, splits, split, rules) for name, splits in found.items()] if count else []
         write_split(
-            Path(args.output_dir), split, features, pairs(texts, rules.excerpt, random.Random(f"{args.seed} {split}")), count
+            Path(args.output_dir),
+            split,
+            features,
+            draw_pairs(texts, rules.excerpt, random.Random(f"{args.seed} {split}")),
+            count,
         )
 
 
-def joined(name: str, splits: dict, split: str, rules: PairRules) -> str:
+def concat_texts(name: str, splits: dict, split: str, rules: PairRules) -> str:
     """The texts of one split, as one; ValueError if they are not there or too short."""
     if split not in splits or rules.text_column not in splits[split].column_names:
         raise ValueError(
-            f"{name!r} has no split {split!r} with a column {rules.text_column!r}: see --text_column, --{split}_rows."
+            f"{name!r} has no split {split!r} with a column {rules.text_column!r}: see --text_column, --{split}_examples."
         )
     text = "\n".join(splits[split][rules.text_column])
     if len(text) < 2 * rules.excerpt:
@@ -126,7 +137,7 @@ def joined(name: str, splits: dict, split: str, rules: PairRules) -> str:
     return text
 
 
-def pairs(texts: list[str], size: int, rng: random.Random) -> Iterator[dict]:
+def draw_pairs(texts: list[str], size: int, rng: random.Random) -> Iterator[dict]:
     """Two excerpts of `size` characters, half of the time of one text (label 1), else of two (0)."""
     while True:
         label = rng.randrange(2)
@@ -150,6 +161,9 @@ def main(args: list[str] | None = None) -> None:
         parse_args([task], MakeArguments, *(rules for _, rules in TASKS.values()), description=__doc__)
     if task not in TASKS:
         raise ValueError(f"Which data? Give one of {', '.join(TASKS)} first, then its options; --help lists them.")
+    if any(word.partition("=")[0] in (f"--{split}_rows" for split in SPLITS) for word in others):
+        message = "--*_rows is called --*_examples now; the old name goes with the next version."
+        warnings.warn(message, FutureWarning, stacklevel=2)
     make, rules = TASKS[task]
     make(*parse_args(others, MakeArguments, rules, description=__doc__))
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Pathfinder of Long Range Arena: do two marked ends belong to one dashed path? Written anew from the published rules.
+"""Pathfinder of Long Range Arena: do two marked ends belong to one dashed path? Reimplemented from the published rules.
 
 Two long paths of dashes start a set distance apart; short paths are strewn between them as distractors. A path continues from
 the end of its last dash, past a gap, in a direction drawn with weight cos^2(continuity * turn) from those that are free: a
@@ -18,9 +18,10 @@ from PIL import Image, ImageDraw
 
 PUBLISHED_EXAMPLES = {"train": 160_000, "validation": 20_000, "test": 20_000}
 DIRECTIONS = np.arange(36) * (2 * math.pi / 36)
-LEAST_WEIGHT = 1e-4  # of a direction
+MIN_WEIGHT = 1e-4  # of a direction
 DISTRACTOR_TRIALS = 20  # paths begun before a distractor is left out
-PATIENCE, BACK = 6, 3  # steps per dash before two paths are begun anew; dashes that both paths back up at a dead end
+PATIENCE = 6  # steps per dash before two paths are begun anew
+BACKTRACK_DASHES = 3  # that both paths back up at a dead end
 POINTS = 4  # of a dash, between which and another's the distance is taken
 
 
@@ -72,7 +73,7 @@ def _points(dashes: np.ndarray) -> np.ndarray:
     return tails + np.linspace(0, 1, POINTS)[:, None] * (heads - tails)
 
 
-def _free(dashes: np.ndarray, others: list[np.ndarray], rules: PathfinderRules) -> np.ndarray:
+def _is_clear(dashes: np.ndarray, others: list[np.ndarray], rules: PathfinderRules) -> np.ndarray:
     """Which of the dashes (N, 2, 2) lie within the picture and clear of all the others, (N,) of truth values."""
     low, high = rules.padding, rules.side - 1 - rules.padding
     free = ((dashes >= low) & (dashes <= high)).all((1, 2))
@@ -86,7 +87,7 @@ def _free(dashes: np.ndarray, others: list[np.ndarray], rules: PathfinderRules) 
 def make_scene(rng: np.random.Generator, rules: PathfinderRules) -> Scene:
     """A scene; begins anew until both long paths fit."""
     label, start = int(rng.integers(2)), int(rng.integers(2))
-    while (paths := _two_paths(rng, rules)) is None:
+    while (paths := _make_paths(rng, rules)) is None:
         pass
     end = start if label else 1 - start
     markers = np.stack([paths[start][0][0], paths[end][-1][1]])
@@ -97,12 +98,12 @@ def make_scene(rng: np.random.Generator, rules: PathfinderRules) -> Scene:
     return Scene([np.stack(path) for path in paths], markers, label)
 
 
-def _two_paths(rng: np.random.Generator, rules: PathfinderRules) -> list[list[np.ndarray]] | None:
+def _make_paths(rng: np.random.Generator, rules: PathfinderRules) -> list[list[np.ndarray]] | None:
     """Two paths that grow by turns from points `seed_distance` apart; None where they do not fit."""
     first = rng.uniform(2 * rules.seed_distance, rules.side - 1 - 2 * rules.seed_distance, 2)
     points = first, first + _step(rng.choice(DIRECTIONS), rules.seed_distance)
     one, two = ([np.stack([point, point + _step(rng.choice(DIRECTIONS), rules.dash_length)])] for point in points)
-    if not (_free(np.stack(one), two, rules)[0] and _free(np.stack(two), one, rules)[0]):
+    if not (_is_clear(np.stack(one), two, rules)[0] and _is_clear(np.stack(two), one, rules)[0]):
         return None
     for _ in range(PATIENCE * rules.dashes):
         path, other = (one, two) if len(one) <= len(two) else (two, one)
@@ -110,7 +111,7 @@ def _two_paths(rng: np.random.Generator, rules: PathfinderRules) -> list[list[np
             return [one, two]
         if not _extend(rng, rules, path, other):
             for stuck in (one, two):
-                del stuck[max(1, len(stuck) - BACK) :]
+                del stuck[max(1, len(stuck) - BACKTRACK_DASHES) :]
     return None
 
 
@@ -122,9 +123,9 @@ def _extend(rng: np.random.Generator, rules: PathfinderRules, path: list, others
     weights = np.cos(np.minimum(turns * rules.continuity, math.pi / 2)) ** 2
     starts = head + _step(old, rules.margin) + _step(DIRECTIONS, rules.margin)
     dashes = np.stack([starts, starts + _step(DIRECTIONS, rules.dash_length)], 1)
-    forward = weights > LEAST_WEIGHT
+    forward = weights > MIN_WEIGHT
     weights[~forward] = 0
-    weights[forward] *= _free(dashes[forward], [*others, *path[:-1]], rules)
+    weights[forward] *= _is_clear(dashes[forward], [*others, *path[:-1]], rules)
     if not weights.any():
         return False
     path.append(dashes[rng.choice(len(dashes), p=weights / weights.sum())])
@@ -135,7 +136,7 @@ def _distractor(rng: np.random.Generator, rules: PathfinderRules, others: list) 
     for _ in range(DISTRACTOR_TRIALS):
         point = rng.uniform(rules.padding, rules.side - 1 - rules.padding, 2)
         path = [np.stack([point, point + _step(rng.choice(DIRECTIONS), rules.dash_length)])]
-        if not _free(np.stack(path), others, rules)[0]:
+        if not _is_clear(np.stack(path), others, rules)[0]:
             continue
         if all(_extend(rng, rules, path, others) for _ in range(rules.distractor_dashes - 1)):
             return path

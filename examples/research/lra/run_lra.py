@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains a model on a task of Long Range Arena, by the paper's recipe unless told otherwise, and tests it.
+"""Trains a model on a task of Long Range Arena, by default with the paper's recipe, and tests it.
 
     python examples/research/lra/make_data.py listops --output_dir data/listops
     python examples/research/lra/run_lra.py --task listops --dataset_name data/listops --do_train --output_dir my-listops
@@ -112,29 +112,24 @@ class LRATrainingArguments(ToSTTrainingArguments):
     logging_steps: float = field(default=0.002, metadata={"help": "Steps between losses in the log, or a share of the run."})
 
     def __post_init__(self):
-        self.task_recipe = TASKS[self.task].recipe
-        self._recipes_warmup = self.warmup_steps is None
-        if self.warmup_steps is None:
-            self.warmup_steps = self.task_recipe.warmup
-        for name, value in (
-            ("learning_rate", self.task_recipe.learning_rate),
-            ("weight_decay", self.task_recipe.weight_decay),
-            ("lr_scheduler_type", self.task_recipe.schedule),
-        ):
+        recipe = TASKS[self.task].recipe
+        self._shorten_recipe_warmup = self.warmup_steps is None
+        for name in ("learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"):
             if getattr(self, name) is None:
-                setattr(self, name, value)
+                setattr(self, name, getattr(recipe, name))
         if self.max_steps is None and self.num_train_epochs is None:
-            self.max_steps = self.task_recipe.steps
+            self.max_steps = recipe.max_steps
         if self.per_device_train_batch_size is None:
             processes = int(os.environ.get("WORLD_SIZE", 1)) // self.context_parallel_size or 1
-            self.per_device_train_batch_size = max(1, self.task_recipe.batch // processes)
+            self.per_device_train_batch_size = max(1, recipe.batch_size // processes)
         super().__post_init__()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Number of warm-up steps in a run of `num_training_steps`."""
-        if not self._recipes_warmup:
+        recipe = TASKS[self.task].recipe
+        if not self._shorten_recipe_warmup:
             return super().get_warmup_steps(num_training_steps)
-        return min(self.task_recipe.warmup, round(self.task_recipe.warmup * num_training_steps / self.task_recipe.steps))
+        return min(recipe.warmup_steps, round(recipe.warmup_steps * num_training_steps / recipe.max_steps))
 
 
 class LRATrainer(ToSTTrainer):
@@ -148,7 +143,7 @@ class LRATrainer(ToSTTrainer):
             super().create_model_card(*args, **kwargs)
 
 
-class Course(TrainerCallback):
+class PlotCurves(TrainerCallback):
     """Draws the losses and accuracies so far at every evaluation."""
 
     def on_evaluate(self, args, state, control, **kwargs):
@@ -245,7 +240,7 @@ def main(args: list[str] | None = None) -> None:
         data_collator=collate,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=most_likely,
-        callbacks=[Course()],
+        callbacks=[PlotCurves()],
     )
     samples = {"train": len(examples["train"]), "eval": len(examples["validation"])}
     train_and_report(

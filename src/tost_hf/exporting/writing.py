@@ -7,14 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import HfApi, snapshot_download
 from transformers import PreTrainedConfig
 
 from ..cache_files import state_bytes
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
 from ..hub.checks import check_weights, load_config
-from ..hub.connection import hub_calls, listing
-from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model
+from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model, model_folder
 from ..hub.records import IMAGE_PROCESSOR_FILES
 from .comparing import Agreement, compare
 from .formats import DTYPES, FORMATS, check_format, executorch_methods, fixed_sizes
@@ -109,21 +107,6 @@ def _compare(program: ModelProgram, folder: Path, facts: dict, tolerance: float)
     except Exception as error:  # each runtime has other exceptions
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"The exported program does not run: {reason}. Nothing was written.") from error
-
-
-def model_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
-    """The folder of a model, downloaded where `source` is a repository.
-
-    Raises:
-        OSError: there is no such folder or repository, or the Hub cannot be reached.
-    """
-    if os.path.isdir(source):
-        return Path(source)
-    if os.path.isabs(source) or os.fspath(source).startswith(".") or os.path.exists(source):
-        raise FileNotFoundError(f"There is no model folder {os.fspath(source)!r}.")
-    with hub_calls():
-        sha = listing(HfApi(), os.fspath(source), revision).sha
-        return Path(snapshot_download(os.fspath(source), revision=sha))
 
 
 def _load_tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.PathLike | None) -> Any:
@@ -233,4 +216,4 @@ def _describe_state(facts: dict) -> str:
     return f"{words}A call reads {calls} of one text; `runtime.py` splits texts accordingly.\n\n"
 
 
-__all__ = ["DTYPES", "FACTS", "FORMATS", "Exported", "describe", "export_model", "model_folder"]
+__all__ = ["DTYPES", "FACTS", "FORMATS", "Exported", "describe", "export_model"]

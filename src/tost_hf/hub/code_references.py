@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Which files of a model folder lead transformers to code that is not ToST's. Nothing here imports or runs any of it.
 
-With `trust_remote_code=True`, transformers 5.18 to 5.23 finds code through (tests/test_code_references.py names the lines):
+With `trust_remote_code=True`, transformers 5.18 to 5.23 finds code through:
 
 - `auto_map`, in the configurations of models, tokenizers, processors, image, video and feature processors;
 - `custom_pipelines` in config.json, which `pipeline()` imports;
@@ -21,28 +21,12 @@ from ..model.base_tost import AUTO_MAPS, CODE_FILES
 
 
 # of this version, and of earlier ones: files that `publish` replaces or removes in a repository
-CODE_NAMES = frozenset(name for names in CODE_FILES.values() for name in names) | {
-    "attention_tost.py",
-    "batch_requests_tost.py",
-    "batch_scheduler_tost.py",
-    "batching_tost.py",
-    "cache_layer_tost.py",
-    "convolution_tost.py",
-    "ista_tost.py",
-    "modeling_tost_base.py",
-    "modeling_tost_heads.py",
-    "modeling_tost_vision_backbone.py",
-    "remote_code.py",
-    "tssa_bidirectional.py",
-    "tssa_check.py",
-    "tssa_chunks.py",
-    "tssa_compiled.py",
-    "tssa_formulas.py",
-    "tssa_layer.py",
-    "tssa_state.py",
-    "tssa_sums.py",
-    "tssa_tuned.py",
-}
+_EARLIER_NAMES = (
+    "attention_tost batch_requests_tost batch_scheduler_tost batching_tost cache_layer_tost convolution_tost ista_tost "
+    "modeling_tost_base modeling_tost_heads modeling_tost_vision_backbone remote_code tssa_bidirectional tssa_check "
+    "tssa_chunks tssa_compiled tssa_formulas tssa_layer tssa_state tssa_sums tssa_tuned"
+)
+CODE_NAMES = {name for names in CODE_FILES.values() for name in names} | {f"{name}.py" for name in _EARLIER_NAMES.split()}
 MAX_JSON_BYTES = 256 * 2**20
 # of "custom_generate" the file is read today; the key is rejected should a configuration ever hold it
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate", "base_model_name_or_path", "audio_tokenizer_name_or_path")

@@ -3,11 +3,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from pathlib import Path
 
-from huggingface_hub import HfApi, get_session
+from huggingface_hub import HfApi, ModelInfo, SpaceInfo, get_session, snapshot_download
 from huggingface_hub.errors import HTTPError
-from huggingface_hub.hf_api import RepoSibling
 
 
 TIME_LIMIT = 60.0  # seconds without an answer, or without progress, of one request
@@ -35,22 +34,19 @@ def hub_calls() -> Iterator[None]:
         session.timeout = before
 
 
-class Listing(NamedTuple):
-    """A repository at a revision."""
-
-    id: str
-    sha: str  # of the commit
-    private: bool
-    files: list[RepoSibling]  # names, sizes, hashes
-
-
-def listing(api: HfApi, repo_id: str, revision: str | None = None, repo_type: str = "model") -> Listing:
-    """A repository's commit at a revision, and the names, sizes and hashes of its files; of a "model" or a "space"."""
+def get_repo_info(api: HfApi, repo_id: str, revision: str | None = None, repo_type: str = "model") -> ModelInfo | SpaceInfo:
+    """The commit of a model or Space at a revision, and the names, sizes and hashes of its files."""
     ask = api.space_info if repo_type == "space" else api.model_info
-    found = ask(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
-    if found.sha is None:
-        raise OSError(f"The Hub names no commit of {repo_id} at {revision or 'main'}; run it again.")
-    return Listing(found.id, found.sha, bool(found.private), found.siblings or [])
+    return ask(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
 
 
-__all__ = ["Listing", "hub_calls", "listing"]
+def download(
+    repo_id: str, revision: str | None = None, token: str | None = None, patterns: list[str] | None = None
+) -> tuple[Path, ModelInfo]:
+    """A model repository at a revision, or its files that match patterns: the folder in the cache, and what the Hub lists."""
+    with hub_calls():
+        found = HfApi(token=token).model_info(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
+        return Path(snapshot_download(repo_id, revision=found.sha, token=token, allow_patterns=patterns)), found
+
+
+__all__ = ["download", "get_repo_info", "hub_calls"]

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils import logging
 
 from .checks import model_class
+from .connection import download
 from .records import IMAGE_PROCESSOR_FILES
 
 
@@ -32,6 +33,19 @@ class LoadedModel(NamedTuple):
 
     model: PreTrainedModel
     output: str
+
+
+def model_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """The folder of a model, downloaded where `source` is a repository.
+
+    Raises:
+        OSError: there is no such folder or repository, or the Hub cannot be reached.
+    """
+    if os.path.isdir(source):
+        return Path(source)
+    if os.path.isabs(source) or os.fspath(source).startswith(".") or os.path.exists(source):
+        raise FileNotFoundError(f"There is no model folder {os.fspath(source)!r}.")
+    return download(os.fspath(source), revision)[0]
 
 
 def check_loading(folder: Path, config: PreTrainedConfig) -> LoadedModel:
@@ -56,24 +70,18 @@ def check_loading(folder: Path, config: PreTrainedConfig) -> LoadedModel:
 
 
 def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """The folder's model, by this package's code, for evaluation; ValueError if anything is missing or left over."""
+    """The folder's model, whose weights passed `check_weights`, by this package's code, for evaluation."""
 
     def load():
-        return model_class(config).from_pretrained(
-            folder, output_loading_info=True, trust_remote_code=False, local_files_only=True
-        )
+        return model_class(config).from_pretrained(folder, trust_remote_code=False, local_files_only=True).eval()
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model, loading = _load("the model", load)
+        return _load("the model", load)
     finally:
         if shown:
             logging.enable_progress_bar()
-    problems = {kind: sorted(names) for kind, names in loading.items() if names}
-    if problems:
-        raise ValueError(f"Loading the model reports {problems}.")
-    return model.eval()
 
 
 def check_output(model: PreTrainedModel, config: PreTrainedConfig) -> str:
@@ -138,4 +146,4 @@ def _reason(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-__all__ = ["check_loading", "check_output", "load_fitting_tokenizer", "load_model"]
+__all__ = ["check_loading", "check_output", "load_fitting_tokenizer", "load_model", "model_folder"]

@@ -10,18 +10,17 @@ import time
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from ..files import is_weights_name
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
-from .checks import check_card, check_space, check_weights, forbidden_file, load_config, points_outside
+from .checks import check_card, check_space, check_weights, forbidden_file, load_config
 from .code_references import CODE_NAMES, foreign_code
-from .connection import hub_calls, listing
+from .connection import get_repo_info, hub_calls
 from .loading import check_loading
 from .secrets import check_detect_secrets
 
@@ -44,7 +43,7 @@ class Publication:
         uploaded: names of the files that were sent, sorted.
         deleted: weights and code of an earlier version that this one does not have.
         unchanged: names of the files that the repository had already.
-        num_parameters: of the model; None of a Space.
+        num_parameters: of the model; None of a Space, and of a push during training.
 
     Example:
         >>> publish("./my-tost", "me/my-tost", dry_run=True).uploaded
@@ -56,7 +55,7 @@ class Publication:
     uploaded: tuple[str, ...]
     deleted: tuple[str, ...]
     unchanged: tuple[str, ...]
-    num_parameters: int | None
+    num_parameters: int | None = None
 
 
 def publish(
@@ -103,8 +102,7 @@ def publish(
     """
     folder = Path(folder)
     check_detect_secrets()
-    target = _Target(repo_id, "model", private, revision, tag, create_pr)
-    check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
+    _check_target(repo_id, revision, tag, create_pr)
     config = load_config(folder)
     if foreign := foreign_code(model_files(folder)):  # before a model is built, which may load what the configuration names
         raise ValueError(
@@ -116,7 +114,7 @@ def publish(
     with tempfile.TemporaryDirectory() as scratch:
         files = _files(folder, Path(scratch), config.model_type, with_code)
         check_loading(folder, config)
-        done = _send(target, files, dry_run, token, commit_message)
+        done = _send(files, repo_id, "model", private, revision, tag, create_pr, dry_run, token, commit_message)
     return replace(done, num_parameters=num_parameters)
 
 
@@ -143,14 +141,14 @@ def publish_space(
     """
     folder = Path(folder)
     check_detect_secrets()
-    check_target(repo_id, revision=revision, tag=tag, create_pr=create_pr)
+    _check_target(repo_id, revision, tag, create_pr)
     check_space(folder)
     files = model_files(folder)
     _check_files(folder, files)
-    return _send(_Target(repo_id, "space", private, revision, tag, create_pr), files, dry_run, token, commit_message)
+    return _send(files, repo_id, "space", private, revision, tag, create_pr, dry_run, token, commit_message)
 
 
-def check_target(repo_id: str, *, revision: str | None = None, tag: str | None = None, create_pr: bool = False) -> None:
+def _check_target(repo_id: str, revision: str | None, tag: str | None, create_pr: bool) -> None:
     """Raises ValueError for an invalid repository name, and for a pull request with a branch or a tag."""
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
@@ -179,25 +177,21 @@ def _check_files(folder: Path, files: dict[str, Path]) -> None:
 def forbidden_content(folder: Path, files: dict[str, Path]) -> list[str]:
     """Why files of a folder (name -> path), and links in it, must not be published."""
     reasons = [reason for name, path in files.items() if (reason := forbidden_file(name, path))]
-    return reasons + _forbidden_links(folder)
+    links = [name for name, path in _published_paths(folder).items() if path.is_symlink() and not _is_file_of(folder, path)]
+    return [*reasons, *(f"{name} is a link to something that is not a file of the folder" for name in links)]
 
 
 def model_files(folder: Path) -> dict[str, Path]:
     """The files of a model folder, name -> path, without by-products of training and tools, and links that lead out."""
-    return {
-        name: path for name, path in _published_paths(folder).items() if path.is_file() and not points_outside(path, folder)
-    }
+    return {name: path for name, path in _published_paths(folder).items() if _is_file_of(folder, path)}
 
 
-def _forbidden_links(folder: Path) -> list[str]:
-    """Why links in a model folder cannot be published: one reason for each that leads out of it, to a folder or nowhere."""
-    reasons = []
-    for name, path in _published_paths(folder).items():
-        if path.is_symlink() and points_outside(path, folder):
-            reasons.append(f"{name} is a link to something outside the folder")
-        elif path.is_symlink() and not path.is_file():
-            reasons.append(f"{name} is a link to {'a folder' if path.is_dir() else 'nothing, or to itself'}")
-    return reasons
+def _is_file_of(folder: Path, path: Path) -> bool:
+    """Whether a path in a folder is a file, or a link to one of the folder or of the Hub's cache, which links to its blobs."""
+    target, folder = Path(os.path.realpath(path)), folder.resolve()  # Path.resolve raises for a link to itself
+    is_cache = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
+    is_blob = is_cache and target.parent == folder.parents[1] / "blobs"
+    return path.is_file() and (target.is_relative_to(folder) or is_blob)
 
 
 def _published_paths(folder: Path) -> dict[str, Path]:
@@ -215,49 +209,32 @@ def _published_paths(folder: Path) -> dict[str, Path]:
     return found
 
 
-class _Target(NamedTuple):
-    """Where a publication goes."""
-
-    repo_id: str
-    repo_type: str  # "model" or "space"
-    private: bool | None
-    revision: str | None
-    tag: str | None
-    create_pr: bool
-
-
 @hub_calls()
 def _send(
-    target: _Target, files: dict[str, Path], dry_run: bool, token: str | None, commit_message: str | None
+    files: dict[str, Path],
+    repo_id: str,
+    repo_type: str,
+    private: bool | None,
+    revision: str | None,
+    tag: str | None,
+    create_pr: bool,
+    dry_run: bool,
+    token: str | None,
+    commit_message: str | None,
 ) -> Publication:
+    """Creates the repository unless it is there, and commits and tags the files; arguments are those of `publish`."""
     if dry_run:
-        return Publication(target.repo_id, None, None, tuple(sorted(files)), (), (), None)
+        return Publication(repo_id, None, None, tuple(sorted(files)), (), ())
     api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
-    target = target._replace(repo_id=_create_repository(api, target))
-    if target.tag is not None:
-        _check_tag(api, target, target.tag, files)
-    commit = commit_files(
-        api,
-        target.repo_id,
-        files,
-        commit_message or f"Publish with tost_hf {__version__}",
-        revision=target.revision,
-        create_pr=target.create_pr,
-        repo_type=target.repo_type,
-    )
-    if target.tag is not None:
-        _set_tag(api, target, target.tag, commit)
-    unchanged = tuple(sorted(set(files) - set(commit.uploaded)))
-    return Publication(target.repo_id, commit.hash, commit.url, commit.uploaded, commit.deleted, unchanged, None)
-
-
-class Commit(NamedTuple):
-    """What `commit_files` did; without a URL where there was nothing to do."""
-
-    hash: str
-    url: str | None
-    uploaded: tuple[str, ...]
-    deleted: tuple[str, ...]
+    space_sdk = "static" if repo_type == "space" else None
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type, space_sdk=space_sdk).repo_id
+    if tag is not None:
+        _check_tag(api, repo_id, repo_type, tag, files)
+    message = commit_message or f"Publish with tost_hf {__version__}"
+    done = commit_files(api, repo_id, files, message, revision=revision, create_pr=create_pr, repo_type=repo_type)
+    if tag is not None:
+        _set_tag(api, repo_id, repo_type, tag, done.commit_hash)
+    return done
 
 
 @hub_calls()
@@ -270,8 +247,8 @@ def commit_files(
     revision: str | None = None,
     create_pr: bool = False,
     repo_type: str = "model",
-) -> Commit:
-    """Brings files (name in the repository -> where they lie) to a repository, in one commit.
+) -> Publication:
+    """Brings files (name in the repository -> path) to a repository, in one commit.
 
     Only what differs is sent. When another commit comes in between, the comparison is made again.
     """
@@ -279,10 +256,11 @@ def commit_files(
         api.create_branch(repo_id, branch=revision, exist_ok=True, repo_type=repo_type)
     attempt = 0
     while True:
-        there = listing(api, repo_id, revision, repo_type)
-        uploaded, deleted = _difference(files, there.files)
+        there = get_repo_info(api, repo_id, revision, repo_type)
+        uploaded, deleted = _difference(files, there.siblings or [])
+        unchanged = tuple(sorted(set(files) - set(uploaded)))
         if not uploaded and not deleted:
-            return Commit(there.sha, None, (), ())
+            return Publication(repo_id, there.sha, None, (), (), unchanged)
         additions = [CommitOperationAdd(name, str(files[name])) for name in uploaded]
         deletions = [CommitOperationDelete(name) for name in deleted]
         try:
@@ -295,51 +273,33 @@ def commit_files(
                 parent_commit=there.sha,
                 repo_type=repo_type,
             )
+            return Publication(repo_id, done.oid, done.pr_url or done.commit_url, uploaded, deleted, unchanged)
         except HfHubHTTPError as error:
             if error.response is None or error.response.status_code != 412 or attempt == MAX_COMMIT_RETRIES:
                 raise
             attempt += 1
             time.sleep(random.uniform(0, 0.2 * attempt))
-        else:
-            return Commit(done.oid, done.pr_url or done.commit_url, uploaded, deleted)
 
 
-def _create_repository(api: HfApi, target: _Target) -> str:
-    """Creates the repository unless it is there; returns its full name."""
-    if target.create_pr:  # proposing needs no right to write
-        try:
-            return listing(api, target.repo_id, repo_type=target.repo_type).id
-        except RepositoryNotFoundError:
-            pass
-    return api.create_repo(
-        target.repo_id,
-        private=target.private,
-        exist_ok=True,
-        repo_type=target.repo_type,
-        space_sdk="static" if target.repo_type == "space" else None,
-    ).repo_id
-
-
-def _check_tag(api: HfApi, target: _Target, tag: str, files: dict[str, Path]) -> None:
+def _check_tag(api: HfApi, repo_id: str, repo_type: str, tag: str, files: dict[str, Path]) -> None:
     """A tag that is there already must not silently stay at another version, so nothing is sent."""
     try:
-        taken = listing(api, target.repo_id, tag, target.repo_type)
+        taken = get_repo_info(api, repo_id, tag, repo_type)
     except RevisionNotFoundError:
         return
-    if not any(_difference(files, taken.files)):
-        return  # this very version, tagged by a run whose answer was lost
-    raise ValueError(f"{target.repo_id} already has {tag!r} at {taken.sha}; choose another tag, or delete it first.")
+    if any(_difference(files, taken.siblings or [])):  # else it is this very version, tagged by a run whose answer was lost
+        raise ValueError(f"{repo_id} already has {tag!r} at {taken.sha}; choose another tag, or delete it first.")
 
 
-def _set_tag(api: HfApi, target: _Target, tag: str, commit: Commit) -> None:
+def _set_tag(api: HfApi, repo_id: str, repo_type: str, tag: str, commit: str | None) -> None:
     """Puts the tag on the commit, and reads it back: somebody else may have set it in the meantime."""
-    visible = f"The version is visible in {target.repo_id} as {commit.hash}, but not tagged {tag!r}"
+    visible = f"The version is visible in {repo_id} as {commit}, but not tagged {tag!r}"
     try:
-        api.create_tag(target.repo_id, tag=tag, revision=commit.hash, exist_ok=True, repo_type=target.repo_type)
-        tagged = listing(api, target.repo_id, tag, target.repo_type).sha
+        api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True, repo_type=repo_type)
+        tagged = get_repo_info(api, repo_id, tag, repo_type).sha
     except (HTTPError, OSError) as error:
         raise OSError(f"{visible}: {error} Run it again to set the tag alone.") from error
-    if tagged != commit.hash:
+    if tagged != commit:
         raise OSError(f"{visible}: somebody else has just set this tag on {tagged}. Choose another tag, and run it again.")
 
 

@@ -98,17 +98,7 @@ def safe_command(argv: Iterable[str]) -> str:
 
     `--hub_token X`, `--hub-token=X`, `--hub_tok X` (argparse completes it), `-t X`, `--model_args a=b,token=X`.
     """
-    words: list[str] = []
-    secret_follows = False
-    for word in argv:
-        if secret_follows and not word.startswith("--"):
-            words.append(REMOVED)
-            secret_follows = False
-            continue
-        name = SECRET_OPTION.match(word)
-        secret_follows = name is not None and name[0] == word
-        words.append(f"{name[0]}={REMOVED}" if name and word.startswith("=", name.end()) else redact(word))
-    return shlex.join(words)
+    return redact(shlex.join(argv))
 
 
 # Options -------------------------------------------------------------------------------------------------------------------
@@ -116,7 +106,6 @@ def safe_command(argv: Iterable[str]) -> str:
 _PREFIX = r"(?:(?:hub|hf|push[_-]to[_-]hub|use[_-]auth|auth|access|api|bot|github|refresh|user|wandb)[_-])?"
 _NAME = _PREFIX + r"token|(?:[\w-]*[_-])?(?:password|passwd|secret|(?:access|api|secret)[_-]?key)"
 _OPTION_NAME = rf"(?:--(?:{_NAME}|{_PREFIX}t(?:o(?:ke?)?)?)|-t(?![\w-]))"  # also what argparse completes to a token
-SECRET_OPTION = re.compile(rf"{_OPTION_NAME}|(?:{_NAME})(?==)", re.IGNORECASE)
 SECRET_VALUE = re.compile(  # each group `value` is to be taken out of a text
     rf"(?<![\w-])(?:{_OPTION_NAME}(?:=|(?:\s|\\\n){{1,40}}(?!--))(?P<word>(?:'[^']*'|\"[^\"]*\"|\\.|[^\s'\"\\])+)"
     rf"|(?:{_NAME})=(?P<assigned>'[^']*'|\"[^\"]*\"|[^\s,;&'\"\\]+)"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -19,7 +18,7 @@ from ..model.configuration_tost import CAUSAL_STATISTICS
 from ..version import __version__
 from .checks import check_card, check_weights, load_config, model_class, parameter_count, weight_files
 from .code_references import foreign_code
-from .connection import hub_calls, listing
+from .connection import download
 from .loading import NUM_TOKENS, check_loading
 from .publishing import forbidden_content, same_content
 from .records import CARD, load_card
@@ -54,13 +53,7 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
     """
     local = os.path.isdir(source)
     checks: list[Check] = []
-    if local:
-        folder, siblings = Path(source), None
-    else:
-        with hub_calls():
-            found = listing(HfApi(token=token), str(source), revision)
-            folder = Path(snapshot_download(str(source), revision=found.sha, token=token))
-        siblings = found.files
+    folder, found = (Path(source), None) if local else download(str(source), revision, token)
 
     def check(name: str, run: Callable[[], str]) -> bool:
         try:
@@ -71,8 +64,8 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
             checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
         return checks[-1].passed
 
-    if siblings is not None:
-        check("hashes", lambda: _check_hashes(folder, siblings))
+    if found is not None:
+        check("hashes", lambda: _check_hashes(folder, found.siblings or []))
     check("files", lambda: _check_files(folder))
     if check("config", lambda: _describe(load_config(folder))):
         config, foreign = load_config(folder), foreign_code(_all_files(folder))
@@ -188,12 +181,9 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         folder = Path(source)
         sizes = {path.name: path.stat().st_size for path in weight_files(folder)}
     else:
-        with hub_calls():
-            found = listing(HfApi(token=token), str(source), revision)
-            listed = {sibling.rfilename: sibling.size or 0 for sibling in found.files}
-            small: list[str] = [name for name in ("config.json", "README.md", "generation_config.json") if name in listed]
-            folder = Path(snapshot_download(str(source), revision=found.sha, token=token, allow_patterns=small))
+        folder, found = download(str(source), revision, token, ["config.json", "README.md", "generation_config.json"])
         facts["repository"] = f"{found.id} at {found.sha}{', private' if found.private else ''}"
+        listed = {sibling.rfilename: sibling.size or 0 for sibling in found.siblings or []}
         sizes = {name: size for name, size in listed.items() if name.endswith(".safetensors")}
     config = load_config(folder)
     facts["model"] = _describe(config)

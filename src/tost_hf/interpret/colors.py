@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Colours of heads and the text of tokens, the same in figures and on pages.
+"""Colours of heads, the same in figures and on pages.
 
 Heads have the colours of Okabe and Ito, which the colour-blind can tell apart. Past the eighth head the colours repeat,
 hatched or underlined.
@@ -28,22 +28,4 @@ def strongest_heads(memberships: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return above / above.max().clamp_min(1e-12), strongest
 
 
-def rgb(color: str) -> list[float]:
-    """Red, green and blue of "#rrggbb", from 0 to 1."""
-    return [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-
-
-def tint(color: str, strength: float) -> str:
-    """The colour mixed with white, light enough for black text."""
-    share = 0.15 + 0.65 * strength
-    return "#" + "".join(f"{round(255 * (1 - share + share * x)):02x}" for x in rgb(color))
-
-
-def visible(token: str) -> str:
-    """A token as it is displayed: ↵ before line breaks, tabs as spaces, and a dot for unprintable characters."""
-    shown = token.replace("\r\n", "\n").replace("\t", "    ")
-    shown = "".join(character if character.isprintable() or character == "\n" else "·" for character in shown)
-    return shown.replace("\n", "↵\n") or "·"
-
-
-__all__ = ["COLORS", "HATCHES", "head_style", "rgb", "strongest_heads", "tint", "visible"]
+__all__ = ["COLORS", "HATCHES", "head_style", "strongest_heads"]

@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from .colors import COLORS, HATCHES, head_style, rgb, strongest_heads
+from .colors import COLORS, HATCHES, head_style, strongest_heads
 
 
 if TYPE_CHECKING:
@@ -37,20 +38,13 @@ def _add_colorbar(figure: "Figure", drawn: Any, axes: Any, label: str = "", aspe
     bar.ax.ticklabel_format(axis="y", useOffset=False)
 
 
-def _show_picture(axis, picture: torch.Tensor, pale: bool = False) -> None:
+def _show_picture(axis, picture: torch.Tensor, pale: bool = False) -> Any:
     """A picture (height, width, 3) with values from 0 to 1; or, under a map, in light greys."""
-    if pale:  # one byte per pixel: every layer and head has a copy
-        axis.imshow((255 * (0.5 + 0.4 * picture.mean(-1))).byte().numpy(), cmap="gray", vmin=0, vmax=255)
-    else:
-        axis.imshow(picture.numpy())
     axis.axis("on")
     axis.set(xticks=[], yticks=[])
-
-
-def _extent(picture: torch.Tensor) -> tuple[float, float, float, float]:
-    """The extent of a map that covers the whole picture."""
-    height, width = picture.shape[:2]
-    return -0.5, width - 0.5, height - 0.5, -0.5
+    if pale:  # one byte per pixel: every layer and head has a copy
+        return axis.imshow((255 * (0.5 + 0.4 * picture.mean(-1))).byte().numpy(), cmap="gray", vmin=0, vmax=255)
+    return axis.imshow(picture.numpy())
 
 
 def plot_membership_maps(maps: torch.Tensor, picture: torch.Tensor, layers: Sequence[int]) -> "Figure":
@@ -74,8 +68,8 @@ def plot_membership_maps(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
         low, high = float(values.min()), float(values.max())
         for head, shares in enumerate(values):
             axis = block[head // columns, 1 + head % columns]
-            _show_picture(axis, picture, pale=True)
-            drawn = axis.imshow(shares.numpy(), cmap="viridis", vmin=low, vmax=high, alpha=0.8, extent=_extent(picture))
+            extent = _show_picture(axis, picture, pale=True).get_extent()
+            drawn = axis.imshow(shares.numpy(), cmap="viridis", vmin=low, vmax=high, alpha=0.8, extent=extent)
             if lines > 1 or i == 0:
                 axis.set_title(f"head {head + 1}", fontsize=8)
         _add_colorbar(figure, drawn, block.ravel().tolist(), aspect=10 * lines)
@@ -95,30 +89,27 @@ def _layer_grid(panels: int, aspect: float) -> tuple["Figure", list]:
 
 def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequence[int]) -> "Figure":
     """The strongest head of each patch, from Pi (layers, H, rows, columns), over the picture; paler where it is weaker."""
+    from matplotlib.colors import to_rgba_array
     from matplotlib.patches import Patch
 
     _, heads, rows, columns = maps.shape
     figure, axes = _layer_grid(1 + len(maps), picture.shape[0] / picture.shape[1])
     _show_picture(axes[0], picture)
     axes[0].set_title("input", fontsize=9)
-    colors = torch.tensor([rgb(head_style(head)[0]) for head in range(heads)])
-    across = torch.linspace(-0.5, picture.shape[1] - 0.5, columns + 1)
-    down = torch.linspace(-0.5, picture.shape[0] - 0.5, rows + 1)
+    colors, marks = zip(*(head_style(head) for head in range(heads)))
     for axis, values, layer in zip(axes[1:], maps, layers):
         strength, strongest = strongest_heads(values)
-        opacity = 0.25 + 0.6 * strength
-        _show_picture(axis, picture, pale=True)
-        axis.imshow(torch.cat([colors[strongest], opacity[..., None]], -1).numpy(), extent=_extent(picture))
-        for mark in range(1, len(HATCHES)):
-            marked = torch.where(strongest // len(COLORS) % len(HATCHES) == mark, 1.0, math.nan)
-            if not marked.isnan().all():
-                hatch = {"hatch": HATCHES[mark], "facecolor": "none", "edgecolor": "#333", "linewidth": 0}
-                axis.pcolor(across.numpy(), down.numpy(), marked.numpy(), **hatch)
+        left, right, bottom, top = extent = _show_picture(axis, picture, pale=True).get_extent()
+        axis.imshow(to_rgba_array(colors)[strongest.numpy()], alpha=(0.25 + 0.6 * strength).numpy(), extent=extent)
+        edges = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
+        for mark in set(marks) - {0}:
+            hatched = np.where(np.array(marks)[strongest.numpy()] == mark, 1.0, math.nan)
+            axis.pcolor(*edges, hatched, hatch=HATCHES[mark], facecolor="none", edgecolor="#333", linewidth=0)
         axis.set_title(f"layer {layer}", fontsize=9)
-    patches = []
-    for head in range(heads):
-        color, mark = head_style(head)
-        patches.append(Patch(facecolor=color, hatch=HATCHES[mark], edgecolor="#333", linewidth=0.5, label=f"head {head + 1}"))
+    patches = [
+        Patch(facecolor=color, hatch=HATCHES[mark], edgecolor="#333", linewidth=0.5, label=f"head {head + 1}")
+        for head, (color, mark) in enumerate(zip(colors, marks))
+    ]
     figure.legend(handles=patches, loc="outside lower center", ncols=min(heads, 8), fontsize=8, frameon=False)
     return figure
 

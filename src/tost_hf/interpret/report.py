@@ -12,12 +12,13 @@ import torch
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from ..files import staged_folder
+from ..hub.checks import check_weights, load_config
+from ..hub.loading import load_model, model_folder
 from ..model.configuration_tost import ToSTConfig
-from ..model.configuration_tost_vision import ToSTVisionConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
 from . import plots
 from .inputs import load_image, load_text, require_extra, tokenize
-from .pages import GENERATOR, colored_text, index_page
+from .pages import GENERATOR, ColoredText, color_text, index_page
 from .quantities import (
     NORMALIZATIONS,
     CompressionTerms,
@@ -36,7 +37,7 @@ from .trace import ModelTrace, find_modules, pick_layer, trace_model, tssa_layer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
-    from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 INDEX = "index.html"
 
@@ -47,7 +48,7 @@ class _InputReport(NamedTuple):
     trace: ModelTrace
     facts: list[tuple[str, str]]  # names and values, for the page
     pictures: dict[str, "Figure"]  # by file name
-    text: str = ""  # HTML of a text's tokens, coloured
+    text: ColoredText | None = None
 
 
 def inspect_path(
@@ -81,49 +82,36 @@ def inspect_path(
             remote code and `trust_remote_code` is False.
         ImportError: matplotlib or Pillow is missing.
     """
-    from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification, AutoTokenizer
+    from transformers import AutoImageProcessor, AutoTokenizer
 
     require_extra("PIL")
     require_extra("matplotlib")
-    config = _load(AutoConfig, "configuration", model, trust_remote_code)
-    if not isinstance(config, ToSTConfig | ToSTVisionConfig):
-        raise ValueError(f"{os.fspath(model)} contains a model of type {config.model_type!r}, not a ToST model.")
-    _check_memory(config)
-    is_classifier = any(name.endswith("ForImageClassification") for name in config.architectures or ())
-    loaded = _load(AutoModelForImageClassification if is_classifier else AutoModel, "model", model, trust_remote_code)
-    source, helper = model if processor is None else processor, None
+    folder = model_folder(model)
+    config = load_config(folder)
+    check_weights(folder, config)
+    source, helper = os.fspath(folder if processor is None else processor), None
     if isinstance(config, ToSTConfig):
-        helper = _load(AutoTokenizer, "tokenizer", source, trust_remote_code)
-    elif processor is not None or not os.path.isdir(model) or Path(model, IMAGE_PROCESSOR_NAME).is_file():
-        helper = _load(AutoImageProcessor, "image processor", source, trust_remote_code)
+        helper = _load_processor(AutoTokenizer, "tokenizer", source, trust_remote_code)
+    elif processor is not None or (folder / IMAGE_PROCESSOR_NAME).is_file():
+        helper = _load_processor(AutoImageProcessor, "image processor", source, trust_remote_code)
+    loaded = load_model(folder, config)
+    loaded.name_or_path = os.fspath(model)
     return inspect_model(loaded, helper, input, out_dir, layers=layers, image_size=image_size)
 
 
-def _check_memory(config: "PreTrainedConfig") -> None:
-    """Rejects a model larger than this machine's memory: transformers allocates weights that the file lacks."""
-    from transformers import AutoModel
-
-    with torch.device("meta"):
-        size = AutoModel.from_config(config, trust_remote_code=False).num_parameters() * 2  # bytes, at least
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    if size > memory:
-        raise ValueError(f"The configuration asks for at least {size:,} bytes of weights; this machine has {memory:,}.")
-
-
-def _load(auto_class: Any, what: str, source: str | os.PathLike, trust_remote_code: bool):
-    """`from_pretrained` without a prompt, and with errors of one line."""
+def _load_processor(auto_class: Any, kind: str, source: str, trust_remote_code: bool):
+    """`from_pretrained` of a tokenizer or image processor, without a prompt, and with errors of one line."""
     try:
         return auto_class.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises nearly anything on damaged files
-        name = os.fspath(source)
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"The {what} of {name} is remote code, which was not run; if you have read it and trust it, pass "
+                f"The {kind} of {source} is remote code, which was not run; if you have read it and trust it, pass "
                 "trust_remote_code=True (--trust-remote-code)."
             ) from error
-        hint = "; name the one that the model uses (--processor)" if what in ("tokenizer", "image processor") else ""
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"The {what} of {name} cannot be loaded{hint}: {reason[:300]}") from error
+        hint = "name the one that the model uses (--processor)"
+        raise ValueError(f"The {kind} of {source} cannot be loaded; {hint}: {reason[:300]}") from error
 
 
 def inspect_model(
@@ -176,8 +164,6 @@ def inspect_model(
         raise ValueError("image_size is for images; this is a language model.")
     else:
         trace, facts, pictures, text = _inspect_text(model, processor_or_tokenizer, input, numbers)
-    if not trace.memberships.isfinite().all():
-        raise ValueError("The model's memberships are NaN: its weights overflow, or the image processor's settings are wrong.")
     terms = {name: compression_terms(trace, name) for name in NORMALIZATIONS}
     chosen = numbers if len(numbers) <= 3 else [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
     grams = [subspace_gram(model, layer) for layer in chosen]
@@ -187,7 +173,7 @@ def inspect_model(
     with staged_folder(out_dir) as folder:
         for name, picture in pictures.items():
             picture.savefig(folder / name)
-        (folder / INDEX).write_text(index_page(facts, pictures, _table(model, trace, terms), text), encoding="utf-8")
+        (folder / INDEX).write_text(index_page(facts, pictures, _layer_table(model, trace, terms), text), encoding="utf-8")
     return [out_dir / INDEX, *(out_dir / name for name in pictures)]
 
 
@@ -199,16 +185,14 @@ def _select_layers(layers: Sequence[int] | None, total: int) -> list[int]:
     return sorted({pick_layer(list(range(1, total + 1)), layer) for layer in layers})
 
 
-def _check_targets(out_dir: Path, names: Iterable[str]) -> None:
-    """Rejects the replacement of any file that is not from an earlier run, whose page links to its pictures."""
+def _check_targets(out_dir: Path, pictures: Iterable[str]) -> None:
+    """Rejects the replacement of files that are not from an earlier run, which its page tells."""
     if out_dir.exists() and not out_dir.is_dir():
         raise FileExistsError(f"{out_dir} is a file; name a folder to write to.")
     index = out_dir / INDEX
     page = index.read_text(encoding="utf-8", errors="replace") if index.is_file() else ""
-    if os.path.lexists(index) and GENERATOR not in page:
-        raise FileExistsError(f"{index} is not a page of this command; name another folder, or move it away.")
-    existing = [name for name in names if os.path.lexists(out_dir / name)]
-    if foreign := [name for name in existing if f"href='{name}'" not in page or (out_dir / name).is_dir()]:
+    foreign = [name for name in (INDEX, *pictures) if os.path.lexists(out_dir / name)]
+    if foreign and GENERATOR not in page:
         raise FileExistsError(
             f"{out_dir} contains {', '.join(foreign)}, not written by this command; name another folder, or move them away."
         )
@@ -273,7 +257,7 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> _InputReport:
     if trace.log_forget_factors is not None:
         factors, half_lives = forget_factors(trace)[0, indices], half_life(trace)[0, indices]
         pictures["forgetting.png"] = plots.plot_forget_factors(factors, half_lives, layers)
-    return _InputReport(trace, facts, pictures, colored_text(tokens, maps, layers))
+    return _InputReport(trace, facts, pictures, color_text(tokens, maps, layers))
 
 
 def _model_facts(model, trace: ModelTrace) -> list[tuple[str, str]]:
@@ -286,7 +270,7 @@ def _model_facts(model, trace: ModelTrace) -> list[tuple[str, str]]:
     return facts
 
 
-def _table(model, trace: ModelTrace, terms: dict[str, CompressionTerms]) -> list[list[str]]:
+def _layer_table(model, trace: ModelTrace, terms: dict[str, CompressionTerms]) -> list[list[str]]:
     """The numbers of each layer, after the headings."""
     headings = ["layer", "entropy of Pi", "share of ln H", "R, tokens", "R_c, tokens", "R, channels", "R_c, channels"]
     headings += ["overlap within", "overlap between"]

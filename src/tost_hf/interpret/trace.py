@@ -66,7 +66,7 @@ def trace_model(
 
     Raises:
         ValueError: the model has no TSSA layers (the "xca" and "softmax" baselines have no memberships), a sequence has no
-            real token, or the model rejects the inputs.
+            real token, the model rejects the inputs, or memberships are NaN.
     """
     layers = tssa_layers(model)
     inputs = _model_inputs(model, input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values)
@@ -96,6 +96,8 @@ def trace_model(
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits = getattr(model(**inputs), "logits", None)
 
+    if not all(x.isfinite().all() for x in memberships):
+        raise ValueError("The model's memberships are NaN: its weights overflow, or its inputs are not finite.")
     grid = None
     if "pixel_values" in inputs:
         patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
 from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
-from .layers_tost import find_taps, input_window, last_inputs
+from .layers_tost import move_tokens, places_after_padding
 from .tssa_reference import TSSAState, as_state
 
 
@@ -345,8 +346,9 @@ def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
     sums = TSSAState(*(old + term.sum(1) for old, term in zip(state, terms)))
     if recent is not None:
         assert tokens.inputs is not None  # recorded with recent inputs
-        kernel = recent.shape[1] + 1
-        recent = last_inputs(input_window(recent, tokens.inputs, kernel), find_taps(kernel, real, None), kernel)
+        past = recent.shape[1]
+        place = places_after_padding(F.pad(real, (past, 0), value=True))
+        recent = move_tokens(torch.cat([recent, tokens.inputs], 1), place)[:, -past:]
     return LayerPast(sums, recent)
 
 

@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache
 
 from .cache_tost import CausalStatisticsCache, cached_length, check_cache
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
-from .layers_tost import find_taps
 from .tssa_reference import sequence_starts
 
 
@@ -24,7 +23,6 @@ class ToSTInputs(NamedTuple):
     position_ids: torch.Tensor  # (B, T)
     seq_idx: torch.Tensor | None  # (B, T), sequence numbers of packed sequences
     past_key_values: Cache | None
-    conv_taps: torch.Tensor | None  # see `find_taps`
     attention_masks: dict  # see `build_attention_masks`
 
 
@@ -80,9 +78,8 @@ def resolve_inputs(
     unpacked = seq_idx is None or (given_idx is None and torch.compiler.is_compiling())
     if use_cache and past_key_values is None and unpacked:
         past_key_values = CausalStatisticsCache(config)
-    taps = None if config.conv_kernel is None else find_taps(config.conv_kernel, mask, seq_idx)
     masks = prepared or build_attention_masks(config, inputs_embeds, full_mask, seq_idx, past_key_values, past_length)
-    return ToSTInputs(mask, position_ids, seq_idx, past_key_values, taps, masks)
+    return ToSTInputs(mask, position_ids, seq_idx, past_key_values, masks)
 
 
 def _reject_ring_attention() -> None:

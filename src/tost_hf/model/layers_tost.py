@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Layers that text and vision models share: the short convolution, the ISTA step, Token Statistics Self-Attention."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,98 +33,61 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.zeros(hidden_size, kernel))
 
     def forward(
-        self, hidden_states: torch.Tensor, taps: torch.Tensor | None = None, recent: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        recent: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolves tokens.
 
         Args:
             hidden_states: (B, T, D).
-            taps: from `find_taps`, needed with padding or packed sequences.
+            mask: (B, T), true or 1 at real tokens; None if all are.
+            seq_idx: (B, T), sequence numbers of packed sequences.
             recent: the `kernel - 1` inputs before these tokens, (B, kernel - 1, D); None at the start of a sequence.
 
         Returns:
-            The convolved tokens (B, T, D), and the last `kernel - 1` inputs (B, kernel - 1, D).
+            The convolved tokens (B, T, D), and the last `kernel - 1` real inputs (B, kernel - 1, D), oldest first.
         """
-        window = input_window(recent, hidden_states, self.kernel)
-        T = hidden_states.shape[1]
+        past, T = self.kernel - 1, hidden_states.shape[1]
+        # unique numbers, even if given ones repeat
+        seq_idx = None if seq_idx is None else F.pad(sequence_starts(seq_idx).cumsum(1), (past, 0))
+        window = F.pad(hidden_states, (0, 0, past, 0))
+        if recent is not None:
+            window = torch.cat([recent.to(hidden_states.dtype), hidden_states], 1)
+        place = None
+        if mask is not None:
+            place = places_after_padding(F.pad(mask.bool(), (past, 0), value=True))
+            window = move_tokens(window, place)
+            seq_idx = None if seq_idx is None else move_tokens(seq_idx, place)
         weights = self.weight.unbind(1)
-        out = hidden_states * (1 + weights[0])
+        out = window[:, past:] * (1 + weights[0])
         for j in range(1, self.kernel):
-            first = self.kernel - 1 - j
-            earlier = window[:, first : first + T] if taps is None else _gather_tokens(window, taps[:, :-1, j - 1])
+            earlier = window[:, past - j : past - j + T]
+            if seq_idx is not None:
+                other = seq_idx[:, past - j : past - j + T] != seq_idx[:, past:]
+                earlier = earlier.masked_fill(other.unsqueeze(-1), 0)
             out = torch.addcmul(out, earlier, weights[j])
-        return out, last_inputs(window, taps, self.kernel)
+        if place is not None:  # back in the given order; padding gets the output of any token
+            index = (place[:, past:] - past).clamp_min(0)
+            out = out.gather(1, index.unsqueeze(-1).expand_as(out))
+        # a copy: a view in a cache would keep the whole window in memory
+        return out, window[:, -past:].clone()
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kernel={self.kernel}"
 
 
-def convolve(
-    convolution: ShortConvolution,
-    hidden_states: torch.Tensor,
-    mask: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    *,
-    taps: torch.Tensor | None = None,
-    recent: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ShortConvolution.forward`; without `taps`, those of `mask` and `seq_idx`, each (B, T)."""
-    taps = find_taps(convolution.kernel, mask, seq_idx) if taps is None else taps
-    return convolution(hidden_states, taps, recent)
+def places_after_padding(real: torch.Tensor) -> torch.Tensor:
+    """The places (B, N) of tokens once all padding stands before the real tokens, by `real` (B, N)."""
+    padding = ~real
+    return torch.where(real, padding.sum(1, keepdim=True) + real.cumsum(1), padding.cumsum(1)) - 1
 
 
-def input_window(recent: torch.Tensor | None, hidden_states: torch.Tensor, kernel: int) -> torch.Tensor:
-    """The inputs that a convolution reads, (B, kernel - 1 + T, D): the recent ones, or zeros, and the new ones."""
-    if recent is None:
-        return F.pad(hidden_states, (0, 0, kernel - 1, 0))
-    return torch.cat([recent.to(hidden_states.dtype), hidden_states], 1)
-
-
-def last_inputs(window: torch.Tensor, taps: torch.Tensor | None, kernel: int) -> torch.Tensor:
-    """The last `kernel - 1` inputs of an `input_window`, oldest first."""
-    # a copy: a view in a cache would keep the whole window in memory
-    return window[:, 1 - kernel :].clone() if taps is None else _gather_tokens(window, taps[:, -1].flip(-1))
-
-
-def find_taps(kernel: int, mask: torch.Tensor | None, seq_idx: torch.Tensor | None) -> torch.Tensor | None:
-    """Indices in an `input_window` of the inputs before each token, and before the token that comes next.
-
-    Args:
-        mask: (B, T), true at real tokens; None if all are.
-        seq_idx: (B, T), sequence numbers of packed sequences, which have no cached past.
-
-    Returns:
-        (B, T + 1, kernel - 1), the nearest first; None if they are the inputs directly before.
-    """
-    if mask is None and seq_idx is None:
-        return None
-    like = seq_idx if mask is None else mask
-    assert like is not None
-    B, T = like.shape
-    last = torch.arange(kernel - 1 + T, device=like.device).expand(B, -1)  # index of the last real input up to each
-    if mask is not None:
-        last = last.masked_fill(F.pad(~mask.bool(), (kernel - 1, 0), value=False), 0).cummax(1)[0]
-    before = F.pad(last, (1, 0))  # the same before each; that of the first is not used
-    taps = [before[:, kernel - 1 :]]
-    while len(taps) < kernel - 1:
-        taps.append(before.gather(1, taps[-1]))
-    found = torch.stack(taps, -1)
-    if seq_idx is None:
-        return found
-    seq_idx = sequence_starts(seq_idx).cumsum(1)  # unique numbers, even if given ones repeat
-    # without a past the first input of the window is 0, which is what an absent input counts as
-    tokens = (found - (kernel - 1)).clamp_min(0)
-    theirs = seq_idx.gather(1, tokens.flatten(1)).view_as(tokens)
-    own = torch.cat([seq_idx, seq_idx[:, -1:]], 1).unsqueeze(-1)
-    return found.masked_fill((found < kernel - 1) | (theirs != own), 0)
-
-
-def _gather_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Tokens of x (B, N, D) at `index` (B, n)."""
-    B, N, D = x.shape
-    first = torch.arange(B, device=x.device).unsqueeze(1) * N
-    # not x[...]: the gradient of indexing is summed in an arbitrary order
-    return F.embedding(index + first, x.reshape(B * N, D))
+def move_tokens(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """The tokens of x (B, N, ...) moved to `place` (B, N), a permutation."""
+    return torch.zeros_like(x).scatter(1, place.view(*place.shape, *[1] * (x.ndim - 2)).expand_as(x), x)
 
 
 # ISTA step ------------------------------------------------------------------------------------------------------------
@@ -174,13 +136,7 @@ class LayerOperators(NamedTuple):
 
     tssa: Callable[..., TSSAOutput] = tssa
     step: Callable[..., TSSAOutput] = tssa_step
-    convolve: Callable[..., tuple[torch.Tensor, torch.Tensor]] = convolve
-
-
-UNNORMALIZED_SCORES = LayerOperators(
-    tssa=functools.partial(tssa, normalize_scores=False),
-    step=functools.partial(tssa_step, normalize_scores=False),
-)
+    convolve: Callable[..., tuple[torch.Tensor, torch.Tensor]] = ShortConvolution.__call__
 
 
 class TokenStatisticsSelfAttention(nn.Module):
@@ -236,7 +192,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        self.operators = LayerOperators() if normalize_scores else UNNORMALIZED_SCORES
+        self.operators = LayerOperators()
         if not causal and (forgetting != "none" or conv_kernel is not None):
             raise ValueError("forgetting and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
         self.backend = backend
@@ -295,7 +251,6 @@ class TokenStatisticsSelfAttention(nn.Module):
         position_ids: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values=None,
-        conv_taps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the layer.
 
@@ -305,7 +260,6 @@ class TokenStatisticsSelfAttention(nn.Module):
             position_ids: (B, T), indices into `denom_bias`; required if the layer has one.
             seq_idx: (B, T), packed sequences; see `tssa`.
             past_key_values: a cache of `CausalStatisticsLayer`s; read, then updated.
-            conv_taps: output of `find_taps` for the convolution; computed here if None.
 
         Returns:
             The attended tokens (B, T, D) and the membership (B, H, T).
@@ -315,9 +269,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         inputs, recent = hidden_states, None
         if self.convolution is not None:
             past = None if layer is None else layer.past_inputs
-            hidden_states, recent = self.operators.convolve(
-                self.convolution, inputs, attention_mask, seq_idx, taps=conv_taps, recent=past
-            )
+            hidden_states, recent = self.operators.convolve(self.convolution, inputs, attention_mask, seq_idx, past)
         w = self.in_proj(hidden_states).view(B, T, -1, self.head_dim)
         log_decay = self.log_decay(hidden_states)
         if self.denom_bias is None:
@@ -348,6 +300,7 @@ class TokenStatisticsSelfAttention(nn.Module):
                 seq_idx=seq_idx,
                 initial_state=state,
                 log_decay=log_decay,
+                normalize_scores=self.normalize_scores,
                 backend=self.backend,
             )
         positions, log_decay, mask = (None if x is None else x[:, 0] for x in (positions, log_decay, mask))
@@ -359,10 +312,11 @@ class TokenStatisticsSelfAttention(nn.Module):
             positions=positions,
             mask=mask,
             log_decay=log_decay,
+            normalize_scores=self.normalize_scores,
             backend=self.backend,
             in_place=layer.may_be_overwritten,
         )
         return TSSAOutput(out.unsqueeze(1), membership.unsqueeze(-1), state)
 
 
-__all__ = ["ISTAStep", "ShortConvolution", "convolve", "find_taps", "input_window", "last_inputs"]
+__all__ = ["ISTAStep", "ShortConvolution", "TokenStatisticsSelfAttention"]

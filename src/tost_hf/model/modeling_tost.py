@@ -288,14 +288,13 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         position_ids: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        conv_taps: torch.Tensor | None = None,
         attention_masks: dict | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         if self.attends:
             options: dict[str, Any] = {"attention_masks": attention_masks, "position_embeddings": position_embeddings}
         else:
-            options = {"seq_idx": seq_idx, "conv_taps": conv_taps}
+            options = {"seq_idx": seq_idx}
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states) if self.pre_norm else hidden_states,
             attention_mask=attention_mask,

@@ -190,7 +190,7 @@ def _sequences_to_separate(seq_idx: torch.Tensor | None, sums: TSSAState) -> lis
 
 
 class _Decay(NamedTuple):
-    """Factors of a chunk, each exp of a sum of logarithms that is at most 0. H is 1 where all heads share them."""
+    """Decay factors of a chunk, each exp of a sum of logarithms that is at most 0. H is 1 where all heads share them."""
 
     tokens: tuple[torch.Tensor, ...]  # BLOCK_TOKENS times (elements, blocks, H, 1), of each token
     into: tuple[

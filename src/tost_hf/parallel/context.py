@@ -21,7 +21,13 @@ from torch.nn import functional as F
 
 from ..model.configuration_tost import CAUSAL_STATISTICS
 from ..model.inputs_tost import resolve_inputs
-from ..model.layers_tost import LayerOperators, ShortConvolution, TokenStatisticsSelfAttention, find_taps
+from ..model.layers_tost import (
+    LayerOperators,
+    ShortConvolution,
+    TokenStatisticsSelfAttention,
+    move_tokens,
+    places_after_padding,
+)
 from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
 from ..model.tssa_reference import TSSAState, compute_dtype, real_tokens, sequence_starts, zero_state
@@ -322,44 +328,32 @@ def convolve_context_parallel(
     mesh: DeviceMesh,
     convolution: ShortConvolution,
     hidden_states: torch.Tensor,
-    mask: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    *,
-    taps: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
     recent: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`convolve` of one shard of the tokens, (B, own tokens, D), after the last inputs of the shards before it."""
+    """`ShortConvolution` of one shard of the tokens, (B, own tokens, D), after the last inputs of the shards before it."""
     B, T, D = hidden_states.shape
     past = convolution.kernel - 1
     mask = hidden_states.new_ones(B, T, dtype=torch.bool) if mask is None else mask.bool()
     number = mask.new_zeros(B, T, dtype=torch.long) if seq_idx is None else seq_idx
-    begins = (number[:, -1] != 0).to(hidden_states.dtype)  # whether a sequence begins anywhere in this shard
-    last, found = _last_inputs(convolution.kernel, hidden_states, mask, number)
-    notes = torch.stack([found.to(last.dtype), begins.unsqueeze(1).expand(B, past)], -1)
-    gathered = gather(torch.cat([last, notes], -1), mesh)
-    inputs, notes = gathered[..., :D], gathered[..., D:].detach()
-    own = mesh.get_local_rank()
+    # the last inputs of this shard's last sequence, whether each exists, and whether a sequence begins in this shard
+    found = F.pad(mask & (number == number[:, -1:]), (past, 0))
+    begins = (number[:, -1:] != 0).expand_as(found)
+    notes = torch.stack([found, begins], -1).to(hidden_states.dtype)
+    inputs = F.pad(hidden_states, (0, 0, past, 0)).masked_fill(~found.unsqueeze(-1), 0)
+    last = move_tokens(torch.cat([inputs, notes], -1), places_after_padding(found))[:, -past:]
+    gathered = gather(last, mesh)
     # tokens before this shard's own, padding where there is none; those of this shard and later ones are padding too
-    is_earlier = torch.arange(len(notes), device=notes.device) < own
-    found = (notes[..., 0] != 0) & is_earlier.view(-1, 1, 1)
-    count = ((notes[..., 1] != 0) & is_earlier.view(-1, 1, 1)).long().cumsum(0)
-    before = [x.transpose(0, 1).flatten(1, 2) for x in (inputs, found, count)]
+    notes = gathered[..., D:].detach() != 0
+    is_earlier = torch.arange(len(notes), device=notes.device) < mesh.get_local_rank()
+    found, begins = (notes & is_earlier.view(-1, 1, 1, 1)).unbind(-1)
+    count = begins.long().cumsum(0)
+    before = [x.transpose(0, 1).flatten(1, 2) for x in (gathered[..., :D], found, count)]
     number = number + count[-1, :, :1]
     window, mask, number = (torch.cat(pair, 1) for pair in zip(before, (hidden_states, mask, number)))
-    out, recent = convolution(window, find_taps(convolution.kernel, mask, number))
+    out, recent = convolution(window, mask, number)
     return out[:, -T:], recent
-
-
-def _last_inputs(
-    kernel: int, hidden_states: torch.Tensor, mask: torch.Tensor, number: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `kernel - 1` inputs of this shard's last sequence, oldest first, and whether each exists."""
-    taps = find_taps(kernel, mask, number)
-    assert taps is not None  # there is a mask
-    token = taps[:, -1].flip(-1) - (kernel - 1)
-    found = token >= 0
-    index = token.clamp_min(0).unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
-    return hidden_states.gather(1, index).masked_fill(~found.unsqueeze(-1), 0), found
 
 
 def _reject_step(*args, **kwargs):

@@ -39,9 +39,9 @@ class HeadwiseParallel(TensorParallelLayer):
             _check_heads("num_key_value_heads", layer.config.num_attention_heads // layer.num_key_value_groups, mesh)
             return module
         _check_heads("num_attention_heads", layer.num_heads, mesh)
-        variant = {"softmax": functools.partial(membership_over_all_heads, mesh), "normalize_scores": layer.normalize_scores}
+        softmax = functools.partial(membership_over_all_heads, mesh)
         layer.operators = layer.operators._replace(
-            tssa=functools.partial(tssa, **variant), step=functools.partial(tssa_step, **variant)
+            tssa=functools.partial(tssa, softmax=softmax), step=functools.partial(tssa_step, softmax=softmax)
         )
         return super().install_forward(module, mesh)
 

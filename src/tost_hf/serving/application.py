@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The server's application: requests are validated before they reach transformers' handlers, and errors get a message."""
 
+import asyncio
 import inspect
 import types
 from collections.abc import Callable, Coroutine, Generator
@@ -8,14 +9,13 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, NonNegativeInt, PositiveInt, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.server import build_server
 
@@ -33,9 +33,7 @@ REQUEST_ERRORS: tuple[type[Exception], ...] = (
     LookupError,
     TemplateError,
     OSError,
-    RequestValidationError,
 )
-SERVER_ERRORS: tuple[type[Exception], ...] = (GenerationFailed, Exception)
 
 
 def _check_template_variables(variables: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +147,7 @@ def build_validated_server(model_manager, chat_handler, **more_handlers) -> Fast
     app.add_exception_handler(HTTPException, lambda _, error: error_response(error.status_code, error.detail))
     for kind in REQUEST_ERRORS:
         app.add_exception_handler(kind, lambda _, error: error_response(400, _describe_error(error)))
-    for kind in SERVER_ERRORS:
+    for kind in (GenerationFailed, Exception):
         app.add_exception_handler(kind, lambda _, error: error_response(500, str(error) or type(error).__name__))
     return app
 
@@ -170,7 +168,6 @@ async def start_in_thread(function: Callable[..., Coroutine], *args: Any, limite
     ended, value = await anyio.to_thread.run_sync(run_first_step, limiter=limiter)
     if ended:
         return value
-    await anyio.lowlevel.checkpoint_if_cancelled()  # the client has disconnected meanwhile
     return await _resume(steps)
 
 
@@ -205,7 +202,9 @@ class RequestValidation:
             await self.app(scope, receive, send)
             return
         try:
-            body, request = self._check(scope, await _read(scope, receive))
+            body, request = self._check(scope["path"], await _read(scope, receive))
+        except ClientDisconnect:
+            return
         except HTTPException as error:
             await error_response(error.status_code, error.detail)(scope, receive, send)
             return
@@ -217,31 +216,25 @@ class RequestValidation:
                 return message
             await anyio.sleep_forever()
 
-        failure = None
-        async with anyio.create_task_group() as group:
+        async def watch_client() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            request.disconnect()
 
-            async def watch_client() -> None:
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                group.cancel_scope.cancel()
+        watching = asyncio.create_task(watch_client())
+        try:
+            await self.app(scope, checked_body, send)
+        finally:
+            watching.cancel()
+            request.disconnect()
 
-            group.start_soon(watch_client)
-            try:
-                await self.app(scope, checked_body, send)
-            except Exception as error:
-                failure = error  # raised outside: the group would put it into an ExceptionGroup
-            group.cancel_scope.cancel()
-        request.cancel()  # which is still running where the client has disconnected
-        if failure is not None:
-            raise failure
-
-    def _check(self, scope, body: bytes) -> tuple[bytes, ClientRequest]:
+    def _check(self, path: str, body: bytes) -> tuple[bytes, ClientRequest]:
         """The request as it was understood, so that nobody after this understands it in another way.
 
         Without its seed, by which the rest of the server would seed everybody's draws, and its prefix, which it does not know.
         """
         try:
-            request = ENDPOINTS[scope["path"]].model_validate_json(body)
+            request = ENDPOINTS[path].model_validate_json(body)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(str(part) for part in first["loc"]) or "The body"
@@ -260,13 +253,10 @@ async def _read(scope, receive) -> bytes:
 
     Raises:
         HTTPException: the endpoint is unknown, or the body too large or not JSON.
+        ClientDisconnect: the body is incomplete.
     """
-    kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
-    body, size, more = bytearray(), 0, True
-    while more:
-        message = await receive()
-        more = message["type"] == "http.request" and message.get("more_body", False)
-        chunk = message.get("body", b"")
+    request, body, size = Request(scope, receive), bytearray(), 0
+    async for chunk in request.stream():
         size += len(chunk)
         if size <= MAX_BODY_BYTES:
             body += chunk
@@ -274,6 +264,7 @@ async def _read(scope, receive) -> bytes:
         raise HTTPException(404, f"There is no {scope['path']} here; POST to {', '.join(ENDPOINTS)}.")
     if size > MAX_BODY_BYTES:
         raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BODY_BYTES} are read.")
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":  # a web page may send other kinds to any server that its reader can reach
         raise HTTPException(415, f"Send the header Content-Type: application/json, not {kind or 'none'!r}.")
     return bytes(body)

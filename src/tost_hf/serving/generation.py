@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils import logging
 
 from .requests import BatchOutput, BatchRequest, prepare_request
-from .scheduler import MAX_BATCH_SIZE, MAX_PREFILL_TOKENS, PREFIX_CACHE_BYTES, BatchScheduler
+from .scheduler import PREFIX_CACHE_BYTES, BatchScheduler
 
 
 class BatchingManager:
@@ -44,7 +44,7 @@ class BatchingManager:
             ValueError: with this `batching_config` no request would ever be computed.
         """
         self.model, self.generation_config = model, generation_config
-        self.scheduler = _build_scheduler(model, batching_config, prefix_cache_bytes)
+        self.scheduler = BatchScheduler(model, batching_config, prefix_cache_bytes)
         self._seeds = _seed_generator(batching_config)
         self._changed = threading.Condition()  # of all that follows
         self._results: list[BatchOutput] = []
@@ -264,7 +264,7 @@ def generate_batch(
     options.pop("cache_implementation", None)  # "paged", where `generate` calls this
     answers = options.pop("num_return_sequences", None) or getattr(generation_config, "num_return_sequences", None) or 1
     options |= {"generation_config": generation_config, "record_timestamps": record_timestamps, "num_return_sequences": 1}
-    scheduler, seeds = _build_scheduler(model, continuous_batching_config), _seed_generator(continuous_batching_config)
+    scheduler, seeds = BatchScheduler(model, continuous_batching_config), _seed_generator(continuous_batching_config)
     scheduler.max_waiting = None
     results: dict[str, BatchOutput] = {}
     requests = []
@@ -284,30 +284,6 @@ def generate_batch(
     return {request.output.request_id: results[request.output.request_id] for request in requests}
 
 
-def _build_scheduler(
-    model: Any, config: ContinuousBatchingConfig | None, prefix_cache_bytes: int = PREFIX_CACHE_BYTES
-) -> BatchScheduler:
-    config = ContinuousBatchingConfig() if config is None else config
-    check_batching_config(config)
-    return BatchScheduler(
-        model,
-        max_batch_size=config.max_requests_per_batch or MAX_BATCH_SIZE,
-        max_prefill_tokens=config.max_batch_tokens or MAX_PREFILL_TOKENS,
-        max_waiting=config.max_queue_size or None,
-        return_logprobs=config.return_logprobs,
-        prefix_cache_bytes=prefix_cache_bytes if config.allow_block_sharing else 0,
-    )
-
-
-def check_batching_config(config: ContinuousBatchingConfig) -> None:
-    """Raises ValueError where no request would ever be computed."""
-    for name in ("max_requests_per_batch", "max_batch_tokens"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, or None for the default; got {value}.")
-    if config.max_queue_size < 0:
-        raise ValueError(f"max_queue_size must be at least 1, or 0 for any number; got {config.max_queue_size}.")
-
-
 def _seed_generator(config: ContinuousBatchingConfig | None) -> torch.Generator | None:
     """The generator of the requests' seeds; None for torch's default one."""
     return None if config is None or config.seed is None else torch.Generator().manual_seed(config.seed)
@@ -319,7 +295,6 @@ def _draw_seed(generator: torch.Generator | None) -> int:
 
 __all__ = [
     "BatchingManager",
-    "check_batching_config",
     "continuous_batching_context_manager",
     "generate_batch",
     "init_continuous_batching",

@@ -8,16 +8,16 @@ the scheduler adds a state there.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from .batch_states import state_tensors
 
 
-TOKEN_BYTES = 4  # token ids are int32 in the tree
 NODE_BYTES = 1024  # of a node and its state, beside token ids and tensors; estimated
 FINGERPRINT_VALUES = 64  # of each parameter
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -30,19 +30,22 @@ class PrefixMatch(NamedTuple):
 
 
 class _Node:
-    """A node of the tree: its `edge` is the token ids from its parent's end to its own."""
+    """A node of the tree: its `edge` is the token ids from its parent's end to its own, `depth` all before its end."""
 
-    __slots__ = ("children", "edge", "parent", "pinned", "state", "state_bytes")
+    __slots__ = ("children", "depth", "edge", "parent", "pinned", "state", "state_bytes")
 
-    def __init__(self, parent: "_Node | None", edge: bytes):
-        self.parent, self.edge = parent, edge
-        self.children: dict[bytes, _Node] = {}  # by the first token of their edges
+    def __init__(self, parent: "_Node | None", edge: np.ndarray):
+        self.parent, self.edge = parent, edge.copy()  # of a text that need not stay in memory
+        self.depth: int = len(edge) + (0 if parent is None else parent.depth)
+        self.children: dict[int, _Node] = {}  # by the first token of their edges
         self.state: Cache | None = None
         self.state_bytes, self.pinned = 0, False
+        if parent is not None:
+            parent.children[int(edge[0])] = self
 
     @property
     def nbytes(self) -> int:
-        return NODE_BYTES + len(self.edge) + self.state_bytes
+        return NODE_BYTES + self.edge.nbytes + self.state_bytes
 
 
 class PrefixCache:
@@ -69,7 +72,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drops all states."""
-        self._root = _Node(None, b"")
+        self._root = _Node(None, encode_tokens([]))
         self._evictable: OrderedDict[_Node, None] = OrderedDict()  # nodes with states, least recently used first
         self._num_pinned = 0
         self._fingerprint: Hashable = None
@@ -83,15 +86,14 @@ class PrefixCache:
                 self.clear()
             self._fingerprint = fingerprint
 
-    def find(self, tokens: bytes) -> PrefixMatch:
+    def find(self, tokens: np.ndarray) -> PrefixMatch:
         """The longest prefix of a text (`encode_tokens`) that has a state."""
         _, best, shared = self._descend(tokens)
-        if best is not None and not best.pinned:
+        if best.state is not None and not best.pinned:
             self._evictable.move_to_end(best)
-        length = 0 if best is None else self._depth(best)
-        return PrefixMatch(length // TOKEN_BYTES, None if best is None else best.state, shared // TOKEN_BYTES)
+        return PrefixMatch(best.depth, best.state, shared)
 
-    def store(self, tokens: bytes, state: Cache, version: int, pinned: bool = False) -> None:
+    def store(self, tokens: np.ndarray, state: Cache, version: int, pinned: bool = False) -> None:
         """Stores the state after a text.
 
         Not stored: what is not finite, was computed before the model changed, or is larger than the whole cache.
@@ -103,7 +105,7 @@ class PrefixCache:
         """
         tensors = state_tensors(state)
         nbytes = sum(x.nbytes for x in tensors)
-        if version != self.version or (not pinned and nbytes + len(tokens) + 2 * NODE_BYTES > self.max_bytes):
+        if version != self.version or (not pinned and nbytes + tokens.nbytes + 2 * NODE_BYTES > self.max_bytes):
             return
         if not all(bool(x.isfinite().all()) for x in tensors):
             return
@@ -124,43 +126,36 @@ class PrefixCache:
 
     # The tree ---------------------------------------------------------------------------------------------------------
 
-    def _descend(self, tokens: bytes) -> tuple[_Node, _Node | None, int]:
-        """The deepest node on the path of a text, the deepest with a state, and the bytes shared with any stored text."""
-        node, best, shared = self._root, None, 0
-        while (child := node.children.get(tokens[shared : shared + TOKEN_BYTES])) is not None:
-            common = _common_length(child.edge, tokens, shared)
+    def _descend(self, tokens: np.ndarray) -> tuple[_Node, _Node, int]:
+        """The deepest node on the path of a text, the deepest with a state (or the root), and the tokens on that path."""
+        node = best = self._root
+        while node.depth < len(tokens) and (child := node.children.get(int(tokens[node.depth]))) is not None:
+            rest = tokens[node.depth :][: len(child.edge)]
+            differing = np.flatnonzero(child.edge[: len(rest)] != rest)
+            common = int(differing[0]) if len(differing) else len(rest)
             if common < len(child.edge):
-                return node, best, shared + common
-            node, shared = child, shared + common
+                return node, best, node.depth + common
+            node = child
             best = best if node.state is None else node
-        return node, best, shared
+        return node, best, node.depth
 
-    def _depth(self, node: _Node) -> int:
-        depth = 0
-        while node.parent is not None:
-            depth, node = depth + len(node.edge), node.parent
-        return depth
-
-    def _insert(self, tokens: bytes) -> _Node:
+    def _insert(self, tokens: np.ndarray) -> _Node:
         """The node at the end of a text; added if there is none."""
         node, _, shared = self._descend(tokens)
-        depth = self._depth(node)
-        if shared > depth:  # the text leaves an edge in its middle, or ends there
-            node = self._split(node.children[tokens[depth : depth + TOKEN_BYTES]], shared - depth)
+        if shared > node.depth:  # the text leaves an edge in its middle, or ends there
+            node = self._split(node.children[int(tokens[node.depth])], shared - node.depth)
         return node if shared == len(tokens) else self._add(node, tokens[shared:])
 
-    def _add(self, parent: _Node, edge: bytes) -> _Node:
-        node = parent.children[edge[:TOKEN_BYTES]] = _Node(parent, edge)
+    def _add(self, parent: _Node, edge: np.ndarray) -> _Node:
+        node = _Node(parent, edge)
         self.nbytes += node.nbytes
         return node
 
     def _split(self, node: _Node, length: int) -> _Node:
-        """A new node `length` bytes into this node's edge."""
-        assert node.parent is not None
+        """A new node `length` tokens into this node's edge."""
         upper = _Node(node.parent, node.edge[:length])
-        node.parent.children[node.edge[:TOKEN_BYTES]] = upper
-        node.parent, node.edge = upper, node.edge[length:]
-        upper.children[node.edge[:TOKEN_BYTES]] = node
+        node.parent, node.edge = upper, node.edge[length:].copy()
+        upper.children[int(node.edge[0])] = node
         self.nbytes += NODE_BYTES
         return upper
 
@@ -170,32 +165,18 @@ class PrefixCache:
         node.state, node.state_bytes = None, 0
         while node.parent is not None and node.state is None and not node.children:
             self.nbytes -= node.nbytes
-            del node.parent.children[node.edge[:TOKEN_BYTES]]
+            del node.parent.children[int(node.edge[0])]
             node = node.parent
         if node.parent is not None and node.state is None and len(node.children) == 1:  # join it with its only child
             (child,) = node.children.values()
-            child.parent, child.edge = node.parent, node.edge + child.edge
-            node.parent.children[node.edge[:TOKEN_BYTES]] = child
+            child.parent, child.edge = node.parent, np.concatenate([node.edge, child.edge])
+            node.parent.children[int(child.edge[0])] = child
             self.nbytes -= NODE_BYTES
 
 
-def _common_length(edge: bytes, tokens: bytes, start: int) -> int:
-    """Bytes of whole tokens that an edge and a text from `start` on have in common."""
-    if tokens.startswith(edge, start):
-        return len(edge)
-    low, high = 0, min(len(edge), len(tokens) - start) // TOKEN_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tokens.startswith(edge[: middle * TOKEN_BYTES], start):
-            low = middle
-        else:
-            high = middle - 1
-    return low * TOKEN_BYTES
-
-
-def encode_tokens(tokens: list[int]) -> bytes:
+def encode_tokens(tokens: Sequence[int]) -> np.ndarray:
     """Token ids as the prefix cache compares them."""
-    return torch.tensor(tokens, dtype=torch.int32).numpy().tobytes()
+    return np.array(tokens, dtype=np.int32)
 
 
 @torch.no_grad()

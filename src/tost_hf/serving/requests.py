@@ -49,7 +49,7 @@ class BatchRequest:
     deliver: Callable[[BatchOutput], object]
     streaming: bool = False
     cancelled: bool = False
-    attempts: int = 0  # to compute it together with others, which failed
+    retried: bool = False  # after a pass with others, which failed
     cache_version: int = 0  # of the prefix cache when its prefill began
 
     def __post_init__(self) -> None:
@@ -73,9 +73,13 @@ class BatchRequest:
 
     def start(self) -> None:
         """Marks it as no longer waiting."""
-        if self.output.status == RequestStatus.PENDING:
+        if not self.retried:
             self.output.lifespan = (time.perf_counter(), -1)
         self.output.status = RequestStatus.PREFILLING
+
+    def retry(self) -> None:
+        """Marks it as waiting again, to be continued from what it has generated."""
+        self.retried, self.output.status = True, RequestStatus.PENDING
 
     def add_token(self, token: int, logprob: float | None = None) -> None:
         """Appends a token and delivers; finishes where it is the last one."""

@@ -2,18 +2,19 @@
 """The scheduler of continuous batching: requests join a running batch and leave it between two tokens."""
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import ContinuousBatchingConfig
 from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.utils import logging
 
 from ..model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 from .batch_states import concat_states, empty_state, select_states, state_tensors
-from .prefix_cache import TOKEN_BYTES, PrefixCache, encode_tokens, model_fingerprint
+from .prefix_cache import PrefixCache, encode_tokens, model_fingerprint
 from .requests import BatchRequest, Cancelled
 from .sampling import sample_tokens
 
@@ -25,7 +26,6 @@ PREFIX_CACHE_BYTES = 2**28
 MAX_BORDER_STATES = 32  # stored of one prompt, before its last chunk
 LARGE_STATES = 8
 MIN_CHUNK = 32
-MAX_ATTEMPTS = 3
 
 
 class TooManyRequests(RuntimeError):
@@ -41,8 +41,7 @@ class _Prefill:
 
     def __init__(self, request: BatchRequest, state: Cache):
         self.request, self.state = request, state
-        self.key = encode_tokens(request.tokens[:-1])
-        self.tokens = request.tokens[:-1]
+        self.tokens = encode_tokens(request.tokens[:-1])
         self.length = 0  # tokens that are in the state
         self.branch_point = 0
 
@@ -50,15 +49,11 @@ class _Prefill:
     def done(self) -> bool:
         return self.length == len(self.tokens)
 
-    def prefix(self, length: int) -> bytes:
-        """The first tokens, as the prefix cache compares them."""
-        return self.key[: length * TOKEN_BYTES]
-
     def resume(self, cache: PrefixCache) -> None:
         """Continues from a longer prefix, if the cache has a state of it."""
-        found = cache.find(self.key)
+        found = cache.find(self.tokens)
         if found.state is not None and found.length > self.length:
-            if not self.request.attempts:  # else it finds its own state
+            if not self.request.retried:  # else it finds its own state
                 self.request.output.num_cached_tokens += found.length - self.length
             self.state, self.length = found.state, found.length
         self.branch_point = found.shared_length
@@ -76,53 +71,56 @@ class _Prefill:
 
 
 class BatchScheduler:
-    """Computes requests together. Each `step` processes a chunk of waiting prompts and decodes a token for all others.
+    """Continues many sequences at once, each by its own options, as if it were alone.
 
-    A request that fails alone ends with its error. Where a forward pass over several fails, each is retried individually, from
-    what it has generated, so that only the cause fails. `submit` and `cancel` may be called from other threads than `step`.
+    Each `step` processes some tokens of prompts and then decodes one token for each request whose prompt is complete. A
+    request that fails gets an error and the others continue: where a forward pass fails, its requests are retried
+    individually, from what they have generated, so that only the cause fails. `submit` and `cancel` may be called from other
+    threads than `step`.
 
     Prompts continue from the longest prefix in the `prefix_cache`, which gets states at chunk borders and at the ends of
     prompts and answers. It is asked before each chunk, so prompts that arrive together compute a common prefix once.
 
     Args:
         model: a `ToSTForCausalLM`; put into evaluation mode.
-        max_batch_size: how many requests are computed together.
-        max_prefill_tokens: how many tokens of prompts are processed in one step.
-        max_waiting: how many more requests are accepted; None for any number.
-        return_logprobs: whether outputs have the logarithms of their tokens' probabilities.
+        config: see generation.py.
         prefix_cache_bytes: size of the prefix cache; 0 for none.
+
+    Raises:
+        ValueError: with this `config` no request would ever be computed.
     """
 
     def __init__(
         self,
         model: Any,
-        *,
-        max_batch_size: int = MAX_BATCH_SIZE,
-        max_prefill_tokens: int = MAX_PREFILL_TOKENS,
-        max_waiting: int | None = None,
-        return_logprobs: bool = False,
+        config: ContinuousBatchingConfig | None = None,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ):
+        config = ContinuousBatchingConfig() if config is None else config
+        check_batching_config(config)
         self.model = model.eval()
-        self.max_batch_size, self.max_prefill_tokens, self.max_waiting = max_batch_size, max_prefill_tokens, max_waiting
-        self.return_logprobs = return_logprobs
+        self.max_batch_size = config.max_requests_per_batch or MAX_BATCH_SIZE
+        self.max_prefill_tokens = config.max_batch_tokens or MAX_PREFILL_TOKENS
+        self.max_waiting = config.max_queue_size or None
+        self.return_logprobs = config.return_logprobs
         self.has_attention = set(model.config.layer_types) != {CAUSAL_STATISTICS}
-        self.prefix_cache = PrefixCache(prefix_cache_bytes)
-        self.waiting: deque[BatchRequest] = deque()
-        self.prefills: deque[_Prefill] = deque()
+        self.prefix_cache = PrefixCache(prefix_cache_bytes if config.allow_block_sharing else 0)
+        self.requests: dict[BatchRequest, None] = {}  # that are not done, in the order they came
+        self.prefills: list[_Prefill] = []
         self.running: list[BatchRequest] = []  # in the order of the batch in `cache`
         self.cache: Cache | None = None
-        self._lock = threading.Lock()  # of the three collections of requests
+        self._lock = threading.Lock()  # of `requests`; only `step` uses the rest
 
     @property
     def busy(self) -> bool:
         """Whether there is something to compute."""
-        return bool(self.waiting or self.prefills or self.running)
+        return bool(self.requests)
 
-    def _requests(self) -> list[BatchRequest]:
-        """All that are not done."""
-        prefilling = [prefill.request for prefill in self.prefills]
-        return [*self.waiting, *prefilling, *self.running]
+    @property
+    def waiting(self) -> list[BatchRequest]:
+        """The requests that are not being computed."""
+        with self._lock:
+            return [request for request in self.requests if request.output.status == RequestStatus.PENDING]
 
     def submit(self, request: BatchRequest) -> None:
         """Adds a request to the queue.
@@ -131,97 +129,83 @@ class BatchScheduler:
             TooManyRequests: the queue is full.
         """
         with self._lock:
-            if self.max_waiting is not None and len(self._requests()) >= self.max_batch_size + self.max_waiting:
+            if self.max_waiting is not None and len(self.requests) >= self.max_batch_size + self.max_waiting:
                 raise TooManyRequests(f"{self.max_waiting} requests wait already; try again later.")
-            self.waiting.append(request)
+            self.requests[request] = None
 
     def pin_prefix(self, tokens: Sequence[int], cache: Cache) -> None:
         """Stores the state after a text, never to be evicted as long as the model stays the same; before the first step."""
         self.prefix_cache.validate(model_fingerprint(self.model))
         state = concat_states(self.model.config, [cache], len(tokens))
-        self.prefix_cache.store(encode_tokens(list(tokens)), state, self.prefix_cache.version, pinned=True)
+        self.prefix_cache.store(encode_tokens(tokens), state, self.prefix_cache.version, pinned=True)
 
     def cancel(self, request_id: str | None = None) -> None:
         """Cancels a request, or all, at the next step; nothing happens where it is done."""
         with self._lock:
-            for request in self._requests():
+            for request in self.requests:
                 if request_id in (None, request.output.request_id):
                     request.cancel()
 
     def fail_all(self, error: BaseException) -> None:
         """Ends every request with this error."""
         with self._lock:
-            ended = self._requests()
-            self.waiting, self.prefills, self.running, self.cache = deque(), deque(), [], None
+            ended, self.requests = self.requests, {}
+        self.prefills, self.running, self.cache = [], [], None
         for request in ended:
             request.fail(error)
 
     @torch.no_grad()
     def step(self) -> None:
         """Processes a chunk of prompts, then decodes a token for every request whose prompt is complete."""
-        self._drop_cancelled()
+        self._fail_cancelled()
         self._admit()
         if self.prefills:
             self._prefill()
         if self.running and self.cache is not None:
             self._decode(self.running, self.cache)
-            with self._lock:
-                self._keep([i for i, request in enumerate(self.running) if not request.output.is_finished()])
+            self._remove_done()
 
     # Admission and removal --------------------------------------------------------------------------------------------
 
-    def _drop_cancelled(self) -> None:
+    def _fail_cancelled(self) -> None:
         with self._lock:
-            cancelled = dict.fromkeys(request for request in self._requests() if request.cancelled)
-            if not cancelled:
-                return
-            self.waiting = deque(request for request in self.waiting if request not in cancelled)
-            self.prefills = deque(prefill for prefill in self.prefills if prefill.request not in cancelled)
-            self._keep([i for i, request in enumerate(self.running) if request not in cancelled])
+            cancelled = [request for request in self.requests if request.cancelled]
         for request in cancelled:
             request.fail(Cancelled("The request was cancelled."))
+        self._remove(cancelled)
+
+    def _remove_done(self) -> None:
+        computed = [*(prefill.request for prefill in self.prefills), *self.running]
+        self._remove([request for request in computed if request.output.is_finished()])
+
+    def _remove(self, requests: list[BatchRequest]) -> None:
+        if not requests:
+            return
+        with self._lock:
+            for request in requests:
+                del self.requests[request]
+        self.prefills = [prefill for prefill in self.prefills if prefill.request in self.requests]
+        kept = [i for i, request in enumerate(self.running) if request in self.requests]
+        if len(kept) < len(self.running):
+            self.running = [self.running[i] for i in kept]
+            cache, self.cache = self.cache, None
+            if self.running and cache is not None:
+                self.cache = select_states(self.model.config, cache, kept, self._longest)
 
     def _admit(self) -> None:
         """Moves waiting requests to the prefills while the batch has space."""
-        if not self.waiting or len(self.prefills) + len(self.running) >= self.max_batch_size:
-            return
-        if self.prefix_cache.enabled:
+        free = self.max_batch_size - len(self.prefills) - len(self.running)
+        admitted = self.waiting[:free] if free else []
+        if admitted and self.prefix_cache.enabled:
             self.prefix_cache.validate(model_fingerprint(self.model))
-        with self._lock:
-            while self.waiting and len(self.prefills) + len(self.running) < self.max_batch_size:
-                request = self.waiting.popleft()
-                request.start()
-                request.cache_version = self.prefix_cache.version
-                self.prefills.append(_Prefill(request, empty_state(self.model)))
+        for request in admitted:
+            request.start()
+            request.cache_version = self.prefix_cache.version
+            self.prefills.append(_Prefill(request, empty_state(self.model)))
 
-    def _retry_individually(self, requests: Sequence[BatchRequest], error: Exception) -> None:
-        """After a forward pass over these requests failed; a single one has failed for good."""
-        with self._lock:
-            self._remove(requests)
-            retried = [request for request in requests if len(requests) > 1 and request.attempts < MAX_ATTEMPTS]
-            for request in retried:
-                request.attempts += 1
-            self.waiting.extendleft(reversed(retried))
-        for request in requests:
-            if request not in retried:
-                logger.error("A generation failed.", exc_info=error)
-                request.fail(error)
-
-    def _remove(self, requests: Sequence[BatchRequest]) -> None:
-        """Removes requests whose prompts are processed, or all that are decoded."""
-        if requests is self.running:
-            self.running, self.cache = [], None
-        else:
-            self.prefills = deque(prefill for prefill in self.prefills if prefill.request not in requests)
-
-    def _keep(self, indices: list[int]) -> None:
-        """Removes all other requests from the batch."""
-        if len(indices) == len(self.running):
-            return
-        cache, self.cache = self.cache, None
-        self.running = [self.running[i] for i in indices]
-        if self.running and cache is not None:
-            self.cache = select_states(self.model.config, cache, indices, self._longest)
+    def _fail(self, request: BatchRequest, error: Exception) -> None:
+        logger.error("A generation failed.", exc_info=error)
+        request.fail(error)
 
     @property
     def _longest(self) -> int:
@@ -233,25 +217,28 @@ class BatchScheduler:
     def _prefill(self) -> None:
         """Processes the next chunks of prompts; those that are complete join the batch."""
         chunks = self._choose_chunks()
-        if chunks:
+        passes = [chunks] if chunks else []
+        while passes:
+            processed = passes.pop()
             try:
-                self._process_chunks(chunks)
+                self._process_chunks(processed)
             except Exception as error:  # whatever a model raises
-                self._retry_individually([prefill.request for prefill in chunks], error)
-                return
-        done = [prefill for prefill in self.prefills if self._resume(prefill)]
-        with self._lock:
-            self._remove([prefill.request for prefill in (*chunks, *done)])
-            self.prefills.extend(prefill for prefill in chunks if not prefill.done)  # others come first
-        for prefill in done:
-            if prefill.request.attempts:  # the last token is the first that may fail again, and is computed alone
+                if len(processed) == 1:
+                    self._fail(next(iter(processed)).request, error)
+                else:
+                    passes += [{prefill: end} for prefill, end in processed.items()]
+        self._remove_done()
+        for prefill in self.prefills:
+            if self._resume(prefill) and prefill.request.retried:  # computed alone, since the pass with others failed
                 prefill.state = concat_states(self.model.config, [prefill.state], len(prefill.tokens))
                 self._decode([prefill.request], prefill.state)
-        done = [prefill for prefill in done if not prefill.request.output.is_finished()]
+        self._remove_done()
+        done = [prefill for prefill in self.prefills if prefill.done]
+        unfinished = [prefill for prefill in self.prefills if not prefill.done]
+        self.prefills = sorted(unfinished, key=lambda prefill: prefill in chunks)  # others come first
         if done:
             caches = [prefill.state for prefill in done] if self.cache is None else [self.cache, *(x.state for x in done)]
-            with self._lock:
-                self.running = [*self.running, *(prefill.request for prefill in done)]
+            self.running += [prefill.request for prefill in done]
             self.cache = concat_states(self.model.config, caches, self._longest)
 
     def _resume(self, prefill: _Prefill) -> bool:
@@ -263,7 +250,7 @@ class BatchScheduler:
     def _choose_chunks(self) -> dict[_Prefill, int]:
         """The prefills to process, and where their chunks end: the first, and others of similar lengths.
 
-        A text that is chosen already is left out: its state is found in the cache then. So are, after a failure, all but one.
+        A text that is chosen already is left out: its state is found in the cache then.
         """
         chosen: dict[_Prefill, int] = {}
         texts: set[bytes] = set()
@@ -271,18 +258,17 @@ class BatchScheduler:
             if self._resume(prefill):
                 continue
             end = prefill.next_border(self.max_prefill_tokens)
+            text = prefill.tokens[:end].tobytes()
             sizes = [end - prefill.length, *(border - other.length for other, border in chosen.items())]
-            if self.prefix_cache.enabled and prefill.prefix(end) in texts:
+            if self.prefix_cache.enabled and text in texts:
                 continue
             # padding between keys and a chunk would count in the windows of sliding attention
             if max(sizes) > (min(sizes) if self.has_attention else 2 * min(sizes)):
                 continue
-            if chosen and (len(sizes) * max(sizes) > self.max_prefill_tokens or prefill.request.attempts):
+            if chosen and len(sizes) * max(sizes) > self.max_prefill_tokens:
                 continue
             chosen[prefill] = end
-            texts.add(prefill.prefix(end))
-            if prefill.request.attempts:
-                break
+            texts.add(text)
         return chosen
 
     def _process_chunks(self, chunks: dict[_Prefill, int]) -> None:
@@ -290,7 +276,7 @@ class BatchScheduler:
         starts = torch.tensor([[prefill.length] for prefill in chunks], device=device)
         sizes = torch.tensor([[end - prefill.length] for prefill, end in chunks.items()], device=device)
         longest, size = int(starts.max()), int(sizes.max())
-        tokens = [prefill.tokens[prefill.length : end] for prefill, end in chunks.items()]
+        tokens = [prefill.tokens[prefill.length : end].tolist() for prefill, end in chunks.items()]
         index = torch.arange(size, device=device) - (size - sizes)  # in the chunk; negative at padding
         mask = None
         if len(chunks) > 1:
@@ -311,7 +297,7 @@ class BatchScheduler:
             prefill.state = cache if len(chunks) == 1 else select_states(config, cache, [i], end)
             prefill.length = end
             if self._is_stored(prefill):
-                self._store(prefill.request, prefill.prefix(end), prefill.state)
+                self._store(prefill.request, prefill.tokens[:end], prefill.state)
 
     def _is_stored(self, prefill: _Prefill) -> bool:
         """Whether the prefix cache gets this state: of a long prompt not every one, with many keys only the last border's."""
@@ -329,9 +315,9 @@ class BatchScheduler:
         """Whether the prefix cache has space for few such states."""
         return sum(x.nbytes for x in state_tensors(state)) * LARGE_STATES > self.prefix_cache.max_bytes
 
-    def _store(self, request: BatchRequest, key: bytes, state: Cache) -> None:
+    def _store(self, request: BatchRequest, tokens: np.ndarray, state: Cache) -> None:
         if self.prefix_cache.max_bytes:
-            self.prefix_cache.store(key, state, request.cache_version)
+            self.prefix_cache.store(tokens, state, request.cache_version)
 
     # Decoding ---------------------------------------------------------------------------------------------------------
 
@@ -355,7 +341,12 @@ class BatchScheduler:
                 use_cache=True,
             ).logits[:, -1]
         except Exception as error:  # whatever a model raises
-            self._retry_individually(requests, error)
+            if len(requests) == 1:
+                self._fail(requests[0], error)
+            else:  # each is read again, since their states are lost
+                for request in requests:
+                    request.retry()
+                self.running, self.cache = [], None
             return
         sample_tokens(requests, logits, self.return_logprobs)
         for i, request in enumerate(requests):
@@ -366,4 +357,13 @@ class BatchScheduler:
                     self._store(request, encode_tokens(request.tokens[:length]), state)
 
 
-__all__ = ["MAX_BATCH_SIZE", "MAX_PREFILL_TOKENS", "PREFIX_CACHE_BYTES", "BatchScheduler", "TooManyRequests"]
+def check_batching_config(config: ContinuousBatchingConfig) -> None:
+    """Raises ValueError where no request would ever be computed."""
+    for name in ("max_requests_per_batch", "max_batch_tokens"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, or None for the default; got {value}.")
+    if config.max_queue_size < 0:
+        raise ValueError(f"max_queue_size must be at least 1, or 0 for any number; got {config.max_queue_size}.")
+
+
+__all__ = ["PREFIX_CACHE_BYTES", "BatchScheduler", "TooManyRequests", "check_batching_config"]

@@ -36,10 +36,10 @@ from transformers.generation import GenerationMode
 
 from ..cache_files import CachedPrefix
 from ..model.modeling_tost import ToSTForCausalLM
-from .generation import BatchingManager, check_batching_config
+from .generation import BatchingManager
 from .requests import BATCHED_MODES, BatchOutput, BatchRequest, Cancelled, prepare_request
 from .sampling import RejectNonFinite
-from .scheduler import PREFIX_CACHE_BYTES, TooManyRequests
+from .scheduler import TooManyRequests, check_batching_config
 
 
 SERVED_MODES = (*BATCHED_MODES, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)  # others' code is in repositories
@@ -58,9 +58,16 @@ class ClientRequest:
     seed: int | None = None
     prefix: str | None = None
     generation: BatchRequest | None = None
+    disconnected: bool = False
 
-    def cancel(self) -> None:
-        """Ends the generation; nothing happens where it is done."""
+    @property
+    def output(self) -> BatchOutput:
+        """The output of the generation, which has begun."""
+        return cast(BatchRequest, self.generation).output
+
+    def disconnect(self) -> None:
+        """Ends the generation, or the one that is about to begin; nothing happens where it is done."""
+        self.disconnected = True
         if self.generation is not None:
             self.generation.cancel()
 
@@ -68,43 +75,47 @@ class ClientRequest:
 current_request: ContextVar[ClientRequest] = ContextVar("current_request")
 
 
-def chat_usage(**counts: Any) -> CompletionUsage:
-    """OpenAI's usage of the current request, with the tokens that were read from the prefix cache."""
-    client = current_request.get(None)
-    if client is not None and client.generation is not None:
-        output = client.generation.output
-        counts["prompt_tokens"] = len(output.prompt_ids)  # with those of the prefix
-        counts["total_tokens"] = counts["prompt_tokens"] + counts["completion_tokens"]
-        details = PromptTokensDetails(cached_tokens=output.num_cached_tokens)
-        return CompletionUsage(**counts, prompt_tokens_details=details)
-    return CompletionUsage(**counts)
+def chat_usage(completion_tokens: int, **counts: int) -> CompletionUsage:
+    """OpenAI's usage of the current request, with its prefix, and the tokens that were read from the prefix cache."""
+    output = current_request.get().output
+    return CompletionUsage(
+        prompt_tokens=len(output.prompt_ids),
+        completion_tokens=completion_tokens,
+        total_tokens=len(output.prompt_ids) + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=output.num_cached_tokens),
+    )
 
 
 def response_usage(input_tokens: int, output_tokens: int) -> ResponseUsage:
     """`chat_usage` for the Responses API."""
-    usage = chat_usage(prompt_tokens=input_tokens, completion_tokens=output_tokens, total_tokens=input_tokens + output_tokens)
-    cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens or 0
-    result = compute_usage(usage.prompt_tokens, output_tokens)
-    result.input_tokens_details.cached_tokens = cached
-    return result
+    output = current_request.get().output
+    usage = compute_usage(len(output.prompt_ids), output_tokens)
+    usage.input_tokens_details.cached_tokens = output.num_cached_tokens
+    return usage
 
 
 class GenerationFailed(RuntimeError):
     """The model failed; the request is valid."""
 
+    def __init__(self, reason: object):
+        super().__init__(f"The generation failed: {shorten(reason)}")
 
-class BoundedGenerationState(GenerationState):
-    """Hands out one `BoundedGeneration` per model."""
+
+class ServedGeneration(GenerationState, BaseGenerateManager):
+    """Generates for all requests together; beams, compiled steps and other models' texts one at a time, on another thread.
+
+    Both methods raise, before anything is computed, ValueError for a request that does not fit the model, and HTTPException
+    (429) where too many wait. Both are called on a worker thread (see `start_in_thread`) and continue on the event loop.
+    """
 
     def __init__(
         self,
-        continuous_batching: bool = True,
+        prefixes: Mapping[str, CachedPrefix],
+        prefix_cache_bytes: int,
         cb_config: ContinuousBatchingConfig | None = None,
-        prefixes: Mapping[str, CachedPrefix] | None = None,
-        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         **options,
     ):
-        """Batching is always continuous. `cb_config`: see generation.py. `prefixes`: those that requests may name.
+        """`prefixes`: those that requests may name. `cb_config`: see generation.py.
 
         Raises:
             ValueError: with this `cb_config` no request would ever be computed; or `prefix_cache_bytes` is negative.
@@ -116,31 +127,19 @@ class BoundedGenerationState(GenerationState):
         config.max_requests_per_batch = config.max_requests_per_batch or MAX_TOGETHER
         config.max_queue_size = config.max_queue_size or MAX_WAITING
         super().__init__(cb_config=config, **options)
-        self._managers: dict[str, BoundedGeneration] = {}
-        self._new_manager = partial(BoundedGeneration, config, {} if prefixes is None else prefixes, prefix_cache_bytes)
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> "BoundedGeneration":
-        if model_id not in self._managers:
-            self._managers[model_id] = self._new_manager()
-        return self._managers[model_id]
-
-
-class BoundedGeneration(BaseGenerateManager):
-    """Generates for all requests together; beams, compiled steps and other models' texts one at a time, on another thread.
-
-    Both methods raise, before anything is computed, ValueError for a request that does not fit the model, and HTTPException
-    (429) where too many wait. Both are called on a worker thread (see `start_in_thread`) and continue on the event loop.
-    """
-
-    def __init__(self, config: ContinuousBatchingConfig, prefixes: Mapping[str, CachedPrefix], prefix_cache_bytes: int):
-        self._config, self._prefixes, self._prefix_cache_bytes = config, prefixes, prefix_cache_bytes
+        self._prefixes, self._prefix_cache_bytes = prefixes, prefix_cache_bytes
         self._thread = InferenceThread()  # one for all that is generated alone: compiled steps are bound to their thread
+
+    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
+        return isinstance(model, ToSTForCausalLM)
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> "ServedGeneration":
+        return self
 
     def stop(self) -> None:
         """Does nothing: the threads end with the process."""
 
     def generate_streaming(self, *args, **kwargs):
-        anyio.from_thread.check_cancelled()  # the client has disconnected while its prompt was tokenized
         return anyio.from_thread.run_sync(partial(self._start_streaming, *args, **kwargs))
 
     def _start_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
@@ -155,13 +154,13 @@ class BoundedGeneration(BaseGenerateManager):
                 streamer.put(output)
             except Exception as failure:  # a tokenizer that cannot decode what was generated
                 streamer.cancel()
-                error = GenerationFailed(_describe_failure(f"{type(failure).__name__}: {failure}"))
+                error = GenerationFailed(f"{type(failure).__name__}: {failure}")
             if error is not None:
                 queue.put_nowait(_StreamError(str(error)))
             elif output.is_finished():
                 streamer.end()
 
-        streamer.request = self._submit(model, processor, inputs, gen_config, pass_on, streaming=True)
+        self._submit(model, processor, inputs, gen_config, pass_on, streaming=True)
         return queue, streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
@@ -187,19 +186,18 @@ class BoundedGeneration(BaseGenerateManager):
         gen_config: GenerationConfig,
         pass_on: Callable[[BatchOutput], object],
         streaming: bool = False,
-    ) -> BatchRequest:
+    ) -> None:
         """Submits a request whose outputs come to `pass_on` on this event loop."""
         loop, client = asyncio.get_running_loop(), current_request.get()
         if gen_config.max_new_tokens is None and gen_config.max_length is None:
             gen_config.max_new_tokens = DEFAULT_NEW_TOKENS
-        prompt, positions = inputs["input_ids"][0].tolist(), MAX_TOKENS
+        prompt, positions = torch.as_tensor(inputs["input_ids"]).flatten().tolist(), MAX_TOKENS
         if client.prefix is not None:
             if (prefix := self._prefixes.get(client.prefix)) is None:
                 names = ", ".join(self._prefixes) or "none"
                 raise ValueError(f"There is no prefix {client.prefix!r} here; there are: {names}.")
-            tokens = prefix.continued_by(prompt, getattr(processor, "bos_token_id", None))
-            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-            prompt, positions = tokens[0].tolist(), MAX_TOKENS + prefix.input_ids.shape[1]
+            prompt = prefix.continued_by(prompt, getattr(processor, "bos_token_id", None))[0].tolist()
+            positions += prefix.input_ids.shape[1]
         request = prepare_request(
             model,
             prompt,
@@ -214,6 +212,12 @@ class BoundedGeneration(BaseGenerateManager):
         )
         gen_config.max_new_tokens, gen_config.max_length = request.max_new_tokens, None  # by which handlers see why it ended
         client.generation = request
+        if client.disconnected:
+            request.cancel()
+        if isinstance(model, ToSTForCausalLM):
+            gen_config.use_cache = None  # which transformers' handlers have turned off, for a batch with pages
+            tokens = torch.tensor([prompt], device=model.device)
+            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         batched = isinstance(model, ToSTForCausalLM) and gen_config.cache_implementation is None
         if batched and request.settings.get_generation_mode() in BATCHED_MODES:
             try:
@@ -222,12 +226,11 @@ class BoundedGeneration(BaseGenerateManager):
                 raise HTTPException(429, str(error)) from error
         else:
             self._thread.submit(_generate_alone, request, model, processor, inputs, gen_config)
-        return request
 
     def _batching_manager(self, model: ToSTForCausalLM) -> BatchingManager:
         """The model's manager: an attribute of the model, so that both are unloaded together."""
         if (manager := vars(model).get(MANAGER_NAME)) is None:
-            manager = BatchingManager(model, batching_config=self._config, prefix_cache_bytes=self._prefix_cache_bytes)
+            manager = BatchingManager(model, batching_config=self._cb_config, prefix_cache_bytes=self._prefix_cache_bytes)
             for prefix in self._prefixes.values():
                 manager.scheduler.pin_prefix(prefix.input_ids[0].tolist(), prefix.cache)
             manager.start()
@@ -240,7 +243,7 @@ class TextStreamer(CBStreamer):
 
     def __init__(self, tokenizer: Any, queue: asyncio.Queue, response_parser: Any):
         super().__init__(cast(Any, None), "", tokenizer, asyncio.get_running_loop(), queue, response_parser=response_parser)
-        self.request: BatchRequest | None = None
+        self.client = current_request.get()
         self._text = ""  # that was sent
 
     def put(self, output) -> None:
@@ -253,8 +256,7 @@ class TextStreamer(CBStreamer):
             self._send(text[len(self._text) :] if text.startswith(self._text) else None)
 
     def cancel(self) -> None:
-        if self.request is not None:
-            self.request.cancel()
+        self.client.disconnect()
 
     def _send(self, text: str | None) -> None:
         if text:
@@ -302,11 +304,7 @@ def _find_error(output: BatchOutput) -> Exception | None:
     """What the client is told of a request that failed."""
     if isinstance(output.cause, ValueError):
         return ValueError(shorten(output.error))
-    return None if output.error is None else GenerationFailed(_describe_failure(output.error))
-
-
-def _describe_failure(message: object) -> str:
-    return f"The generation failed: {shorten(message)}"
+    return None if output.error is None else GenerationFailed(output.error)
 
 
 def shorten(message: object) -> str:

@@ -4,7 +4,6 @@
 import base64
 import hashlib
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -94,18 +93,10 @@ def _npm_pack(packages: Sequence[Package], folder: str) -> None:
     if npm is None:
         raise FileNotFoundError(f"The page's JavaScript libraries are fetched by npm, which is not installed. {advice}")
     network = "--offline" if constants.HF_HUB_OFFLINE else "--prefer-offline"
-    options = ["--json", "--loglevel=silent", "--no-update-notifier", network, f"--pack-destination={folder}"]
+    options = ["--loglevel=error", "--no-update-notifier", network, f"--pack-destination={folder}"]
     done = subprocess.run([npm, "pack", *options, *specs], capture_output=True, text=True, cwd=folder)
     if done.returncode != 0:
-        raise OSError(f"npm cannot fetch the page's JavaScript libraries ({_npm_error(done)}). {advice}")
-
-
-def _npm_error(done: subprocess.CompletedProcess[str]) -> str:
-    try:
-        reason = json.loads(done.stdout)["error"]["summary"]
-    except (ValueError, KeyError, TypeError):
-        reason = done.stderr
-    return " ".join(str(reason).split()) or f"exit status {done.returncode}"
+        raise OSError(f"npm cannot fetch the page's JavaScript libraries ({' '.join(done.stderr.split())}). {advice}")
 
 
 def _read(package: Package, folder: Path) -> bytes:

@@ -9,25 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers.utils import IMAGE_PROCESSOR_NAME, is_vision_available
 
 from ..exporting import export_model
-from ..exporting.writing import model_folder
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config, parameter_count
-from ..hub.loading import TOKENIZER_FILES
+from ..hub.loading import TOKENIZER_FILES, model_folder
 from ..hub.markdown import escape
 from ..hub.records import CARD, load_card
+from ..image_processing import make_image_processor
 from ..interpret.colors import head_style
 from ..model.configuration_tost_vision import ToSTVisionConfig
 from ..version import __version__
 from .packages import RUNTIME, TOKENIZERS, unpack
-from .pictures import read_preprocessing
 
 
 PAGE_FILES = ("index.html", "tost.js")
 VENDOR = "vendor"
 MODEL = "model"  # the folder of what `export_model` writes
 FACTS = "space.json"  # the page's description of its model, besides export.json
+FILTERS = {2: "bilinear", 3: "bicubic"}  # of Pillow, by their numbers there
 KINDS = {"ToSTForCausalLM": "language", "ToSTForImageClassification": "vision"}
 
 
@@ -83,7 +84,7 @@ def write_space(
         "heads": [dict(zip(("color", "mark"), head_style(head))) for head in range(config.num_attention_heads)],
     }
     if isinstance(config, ToSTVisionConfig):
-        facts["image"] = read_preprocessing(config, source)._asdict()
+        facts["image"] = _read_preprocessing(config, source)
     elif tokenizer is None and not any((source / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"{source} has no tokenizer, which the page needs: name the model's (--tokenizer).")
     with staged_folder(target) as folder:
@@ -96,6 +97,52 @@ def write_space(
             shutil.copyfile(str(resources.files(__package__) / "page" / name), folder / name)
         (folder / CARD).write_text(_card(facts["title"], os.fspath(model), source), encoding="utf-8")
     return target
+
+
+def _read_preprocessing(config: ToSTVisionConfig, source: Path) -> dict[str, Any]:
+    """What the page does with an image: that of the image processor in the folder, or else of `make_image_processor`.
+
+    Raises:
+        ValueError: the page does not implement it, or the model does not accept its output.
+        ImportError: Pillow is missing.
+    """
+    if not is_vision_available():
+        raise ImportError("A page for images needs Pillow: pip install 'tost-hf[vision]'.")
+    from transformers import ViTImageProcessorPil
+
+    processor: Any = make_image_processor(config)
+    if (source / IMAGE_PROCESSOR_NAME).is_file():
+        try:
+            processor = ViTImageProcessorPil.from_pretrained(source, local_files_only=True)
+        except Exception as error:  # whatever a damaged file leads to
+            raise ValueError(f"The image processor of {source} cannot be loaded: {error}") from error
+    size, crop = dict(processor.size or {}), dict(processor.crop_size or {}) if processor.do_center_crop else None
+    sides = {key: value for key, value in size.items() if value is not None}
+    exact = (sides["height"], sides["width"]) if set(sides) == {"height", "width"} else None
+    if not processor.do_resize or not (exact or set(sides) == {"shortest_edge"}) or int(processor.resample) not in FILTERS:
+        raise ValueError(
+            f"The page does not implement the preprocessing of the image processor of {source}: it supports resizing to a "
+            f"height and width or to a shortest edge, with {' or '.join(FILTERS.values())} filters. Save "
+            "make_image_processor(config) beside the model."
+        )
+    if crop is None and exact is None:
+        raise ValueError(f"The image processor of {source} returns images of many shapes; the page needs one: crop them.")
+    height, width = exact if crop is None and exact is not None else (crop["height"], crop["width"])  # type: ignore[index]
+    if height % config.patch_size or width % config.patch_size or config.num_channels != 3:
+        raise ValueError(
+            f"The image processor of {source} returns RGB images of {height} x {width} pixels; the model takes "
+            f"{config.num_channels} channels, and sides that are multiples of {config.patch_size}."
+        )
+    return {  # in this order; sides in pixels
+        "shortest_edge": sides.get("shortest_edge"),  # resize the shorter side to this; None: both sides to `resized`
+        "resized": exact,  # (height, width)
+        "filter": FILTERS[int(processor.resample)],
+        "height": height,  # of the center crop, the model's input
+        "width": width,
+        "scale": processor.rescale_factor if processor.do_rescale else 1.0,  # factor of the bytes
+        "mean": list(processor.image_mean) if processor.do_normalize else [0.0] * 3,  # subtracted from each channel
+        "std": list(processor.image_std) if processor.do_normalize else [1.0] * 3,  # divisor of each channel
+    }
 
 
 def _check_files(folder: Path, kind: str) -> None:

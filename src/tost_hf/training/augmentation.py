@@ -36,8 +36,8 @@ _ONE_WAY = [
 # Kornia's contrast multiplies, as Pillow's brightness does; its brightness adds, which is harsher
 _UP = [("color", 1.0, 1.9), ("contrast", 1.0, 1.9), ("sharpness", 1.0, 1.9), ("brightness", 1.0, 1.45)]
 _DOWN = [("color", 0.1, 1.0), ("contrast", 0.1, 1.0), ("sharpness", 0.1, 1.0), ("brightness", 0.55, 1.0)]
-_RISING = 2 * _ONE_WAY + _UP
-_FALLING = 2 * [("solarize", 0.0, 1.0)] + _DOWN  # the lower the value the stronger
+_INCREASING = 2 * _ONE_WAY + _UP
+_DECREASING = 2 * [("solarize", 0.0, 1.0)] + _DOWN  # the lower the value the stronger
 
 
 class TrainingView:
@@ -72,7 +72,9 @@ class TrainingView:
         self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
         self.crop = ResizedCropGenerator(self.size, scale, (3 / 4, 4 / 3))
         self.flip = RandomHorizontalFlip()
-        self.rising, self.falling = (RandAugment(1, 1, [[entry] for entry in entries]) for entries in (_RISING, _FALLING))
+        self.increasing, self.decreasing = (
+            RandAugment(1, 1, [[entry] for entry in entries]) for entries in (_INCREASING, _DECREASING)
+        )
         self.erase = RandomErasing(p=erasing)
 
     @torch.no_grad()
@@ -95,11 +97,11 @@ class TrainingView:
     def _distort(self, x: torch.Tensor) -> torch.Tensor:
         magnitude = float(torch.normal(float(self.magnitude), float(self.magnitude_std), ()))
         magnitude = min(max(magnitude, 1e-3), MAX_MAGNITUDE - 1e-3)
-        rising = torch.rand(()) < len(_RISING) / len(_RISING + _FALLING)
-        chosen = self.rising if rising else self.falling
+        increasing = torch.rand(()) < len(_INCREASING) / len(_INCREASING + _DECREASING)
+        rand_augment = self.increasing if increasing else self.decreasing
         # kornia declares a whole number, and takes any
-        chosen.m = magnitude if rising else MAX_MAGNITUDE - magnitude  # type: ignore[assignment]
-        return chosen(x)
+        rand_augment.m = magnitude if increasing else MAX_MAGNITUDE - magnitude  # type: ignore[assignment]
+        return rand_augment(x)
 
 
 class RepeatedSampler(torch.utils.data.Sampler):
@@ -144,20 +146,20 @@ def mix(
     labels = F.one_hot(labels, num_labels).float()
     use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < 0.5)
     alpha = cutmix if use_cutmix else mixup
-    own = float(rng.beta(alpha, alpha))
+    lam = float(rng.beta(alpha, alpha))  # the share of the image itself
     others = images.flip(0)
     if use_cutmix:
         height, width = images.shape[-2:]
         y, x = rng.integers(height), rng.integers(width)
-        half = math.sqrt(1 - own) / 2
+        half = math.sqrt(1 - lam) / 2
         top, bottom = max(0, int(y - half * height)), min(height, int(y + half * height))
         left, right = max(0, int(x - half * width)), min(width, int(x + half * width))
         images = images.clone()
         images[..., top:bottom, left:right] = others[..., top:bottom, left:right]
-        own = 1 - (bottom - top) * (right - left) / (height * width)
+        lam = 1 - (bottom - top) * (right - left) / (height * width)
     else:
-        images = own * images + (1 - own) * others
-    return images, own * labels + (1 - own) * labels.flip(0)
+        images = lam * images + (1 - lam) * others
+    return images, lam * labels + (1 - lam) * labels.flip(0)
 
 
 class ImageCollator:

@@ -22,18 +22,18 @@ class FiniteLossCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.finite_until = 0  # a step
+        self.last_finite_step = 0  # a step
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.finite_until = state.global_step
+        self.last_finite_step = state.global_step
 
     def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs) -> None:
         skipped = getattr(optimizer, "step_was_skipped", False)  # by a loss scaler, whose gradients may be infinite
         names = ("loss",) if skipped else ("loss", "grad_norm")
         seen = [float(logs[name]) for name in names if name in (logs or {})]  # the same for all processes
         if seen:
-            self._require(all(map(math.isfinite, seen)), args, state)
-            self.finite_until = state.global_step
+            self._check_finite(all(map(math.isfinite, seen)), args, state)
+            self.last_finite_step = state.global_step
 
     def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
         if control.should_save or control.should_evaluate:
@@ -49,15 +49,15 @@ class FiniteLossCallback(TrainerCallback):
         held = [parameter.detach() for parameter in parameters if parameter.is_floating_point() and parameter.numel()]
         largest = nn.utils.get_total_norm(held, norm_type=math.inf) if held else torch.tensor(0.0)
         failed = reduce((~largest.isfinite()).float().to(args.device), "sum")  # over the processes, which hold other shards
-        self._require(failed.item() == 0, args, state)
-        self.finite_until = max(self.finite_until, state.global_step - 1)  # the loss of this step is logged later
+        self._check_finite(failed.item() == 0, args, state)
+        self.last_finite_step = max(self.last_finite_step, state.global_step - 1)  # the loss of this step is logged later
 
-    def _require(self, finite: bool, args, state) -> None:
+    def _check_finite(self, finite: bool, args, state) -> None:
         if not finite:
             finished = [str(path) for path in checkpoints(args.output_dir).values() if is_finished(path)]
             last = f"the last checkpoint is {finished[0]}" if finished else "there is no checkpoint"
             raise FloatingPointError(
-                f"The loss or its gradient became NaN or infinite after step {self.finite_until}, by step "
+                f"The loss or its gradient became NaN or infinite after step {self.last_finite_step}, by step "
                 f"{state.global_step}. Training has stopped, and nothing was saved since: {last}. Lower the learning rate, or "
                 "look for bad values in the data and in the model trained from."
             )

@@ -28,9 +28,9 @@ from ..files import TRAINER_STATE, staged_file
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-NOT_LISTED = (MANIFEST, "README.md")  # a card may be rewritten
+UNLISTED_FILES = (MANIFEST, "README.md")  # a card may be rewritten
 SAMPLE_BYTES = 1 << 16  # hashed at either end of a file
-TORCH_WRITES = "inline_container|PytorchStreamWriter|iostream"  # in a RuntimeError: torch.save could not write
+TORCH_WRITE_ERRORS = "inline_container|PytorchStreamWriter|iostream"  # in a RuntimeError: torch.save could not write
 
 
 def output_folder(trainer: Trainer) -> Path:
@@ -65,7 +65,7 @@ def begin_manifest(folder: Path) -> None:
 def write_manifest(folder: Path) -> None:
     """Lists the files of a checkpoint that is complete."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    listed = {name: fingerprint(path) for name, path in files.items() if name not in NOT_LISTED}
+    listed = {name: fingerprint(path) for name, path in files.items() if name not in UNLISTED_FILES}
     with staged_file(folder / MANIFEST) as staged:
         staged.write_text(json.dumps({"files": listed}, indent=2) + "\n", encoding="utf-8")
 
@@ -299,7 +299,7 @@ def _explain_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not re.search(TORCH_WRITES, str(error)):
+        if isinstance(error, RuntimeError) and not re.search(TORCH_WRITE_ERRORS, str(error)):
             raise
         raise OSError(
             f"Saving the checkpoint {folder} failed: {error}. Earlier checkpoints are unchanged: free disk space and start "

@@ -1,15 +1,13 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Text that is read during training: `PackedStream` shards files, packs, shuffles, and stores its position.
 
-A position in the stream is a few small numbers (`StreamPosition`): the record of a file before which a buffer of blocks
-begins, and how many of its blocks were used. What follows is computed again from the records, the same tokens in the same
-order, so that neither the buffer nor the remaining tokens are saved, and `datasets`' own shuffling, which loses its buffer, is
-not used.
+A position in the stream is the state of a file's records, as `datasets` has it, the tokens read before it that did not fill a
+block, and how many blocks of the buffer that begins there were used. The buffer is read again on resuming: `datasets`' own
+shuffling loses it.
 """
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,22 +21,14 @@ BLOCKS_PER_BUFFER = 64  # without shuffling
 
 
 class StreamPosition(NamedTuple):
-    """Where the stream of a worker continues."""
+    """Where the stream of a worker continues: the beginning of a buffer, and how many of its blocks were used."""
 
     epoch: int = 0
     file: int = 0  # counted among those which the worker has in this epoch
     records: dict | None = None  # the state of that file's records; None at its beginning
-    tokens: int = 0  # used of those that come from there on: there the buffer begins
+    tokens: Sequence[int] = ()  # read before them and not yet part of a block
     buffer: int = 0  # its number
     blocks: int = 0  # used of it
-
-
-class _TokenChunk(NamedTuple):
-    """The tokens of some records, and the position before them."""
-
-    position: StreamPosition
-    tokens: np.ndarray
-    ends_epoch: bool = False
 
 
 class StreamError(ValueError):
@@ -54,17 +44,16 @@ class PackedStream(IterableDataset):
     The files are sharded over the workers of all processes, anew in every epoch if they are shuffled. A worker reads every
     document of its files once per epoch. The texts are tokenized and concatenated, and the tokens cut into blocks; those that
     remain at the end of an epoch begin the next one, so that none is dropped. The files of an epoch and the blocks of a buffer
-    are shuffled.
+    are shuffled. It has no end.
 
     Args:
         dataset: a `datasets.IterableDataset`; its `num_shards` are its files.
         encode: tokenizes texts; returns their tokens concatenated.
         column: the column with the text, a string or None.
         block_size: tokens of a block.
-        shuffle_buffer: how many blocks are shuffled at a time, in each worker; 0 for the order of the files.
+        shuffle_buffer: how many blocks, at least, are shuffled at a time in each worker; 0 for the order of the files.
         seed: of the order.
-        epochs: after how many to end, dropping what is left over then; None for no end.
-        terms: what must be the same when a run resumes, names and values for JSON.
+        settings: what must be the same when a run resumes, names and values for JSON.
 
     Its items are dicts: "input_ids", (block_size,) int32, and `POSITION`.
     """
@@ -78,13 +67,12 @@ class PackedStream(IterableDataset):
         *,
         shuffle_buffer: int = 0,
         seed: int = 0,
-        epochs: int | None = None,
-        terms: dict[str, Any] | None = None,
+        settings: dict[str, Any] | None = None,
     ):
         self.dataset, self.encode, self.column, self.block_size = dataset, encode, column, block_size
-        self.shuffle_buffer, self.seed, self.epochs = shuffle_buffer, seed, epochs
-        self.terms = {"block_size": block_size, "shuffle_buffer": shuffle_buffer, "seed": seed, "files": dataset.num_shards}
-        self.terms |= terms or {}
+        self.shuffle_buffer, self.seed = shuffle_buffer, seed
+        self.settings = {"block_size": block_size, "shuffle_buffer": shuffle_buffer, "seed": seed, "files": dataset.num_shards}
+        self.settings |= settings or {}
         self.shard(process=0, processes=1, workers=0)
 
     def shard(self, process: int, processes: int, workers: int) -> None:
@@ -105,7 +93,7 @@ class PackedStream(IterableDataset):
                 f"{self.dataset.num_shards} files of a stream: each needs at least one. Give more files, fewer workers or "
                 "processes, or prepare the tokens first (examples/prepare_tokens.py) and train without --streaming."
             )
-        self.process, self.terms = process, self.terms | {"processes": processes, "workers": workers}
+        self.process, self.settings = process, self.settings | {"processes": processes, "workers": workers}
         self._positions = [StreamPosition()] * workers
         self._next_worker = 0  # the one whose batch comes next
 
@@ -117,7 +105,7 @@ class PackedStream(IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this process continues after the recorded batches, for JSON."""
-        return {"terms": self.terms, "next_worker": self._next_worker, "places": self._positions}
+        return {"settings": self.settings, "next_worker": self._next_worker, "positions": self._positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state of `state_dict`.
@@ -125,13 +113,18 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: the stream was another one.
         """
-        changed = changed_terms(state["terms"], self.terms)
+        before, now = state.get("settings", {}), self.settings  # none before 0.3
+        changed = {
+            name: f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]
+        }
+        if "names" in changed:  # which may be many
+            changed["names"] = "the text files differ"
         if changed:
             raise ValueError(
-                f"The stream of text that was saved is not this one: {changed}. Resume with what it was, or start the data "
-                "over with --ignore_data_skip."
+                f"The stream of text that was saved is not this one: {', '.join(changed.values())}. Resume with what it was, "
+                "or start the data over with --ignore_data_skip."
             )
-        self._positions = [StreamPosition(*values) for values in state["places"]]
+        self._positions = [StreamPosition(*values) for values in state["positions"]]
         self._next_worker = state["next_worker"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -140,80 +133,63 @@ class PackedStream(IterableDataset):
             raise RuntimeError(f"This stream is sharded over {len(self._positions)} workers; read it with as many.")
         # a loader takes a batch from each worker in turn, beginning with the first
         worker = (self._next_worker + (0 if info is None else info.id)) % len(self._positions)
-        for buffer, position in self._buffers(worker):
-            blocks = buffer.reshape(-1, self.block_size)
+        reader = self.process * self.settings["workers"] + worker
+        for blocks, position in self._buffers(reader, self._positions[worker]):
             order = np.arange(len(blocks))
             if self.shuffle_buffer:
-                order = self._random(1, self._reader(worker), position.buffer).permutation(len(blocks))
+                order = self._random(1, reader, position.buffer).permutation(order)
             for number in range(position.blocks, len(blocks)):
                 yield {"input_ids": blocks[order[number]], POSITION: (worker, *position._replace(blocks=number + 1))}
-
-    def _reader(self, worker: int) -> int:
-        return self.process * self.terms["workers"] + worker
 
     def _random(self, *numbers: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *numbers])
 
-    def _buffers(self, worker: int) -> Iterator[tuple[np.ndarray, StreamPosition]]:
-        """Tokens of whole blocks, and their position, before which some of the blocks may have been used."""
-        start = self._positions[worker]
-        full = (self.shuffle_buffer or BLOCKS_PER_BUFFER) * self.block_size
-        chunks: deque[_TokenChunk] = deque()  # the first `used` of their tokens are done with
-        held, used, number, blocks = 0, start.tokens, start.buffer, start.blocks
-        for chunk in self._read_files(self._reader(worker), start):
-            chunks.append(chunk)
-            held += len(chunk.tokens)
-            while held - used >= (full if not chunk.ends_epoch else self.block_size):
-                size = min(full, (held - used) // self.block_size * self.block_size)
-                tokens = np.concatenate([chunk.tokens for chunk in chunks])
-                yield tokens[used : used + size], chunks[0].position._replace(tokens=used, buffer=number, blocks=blocks)
-                used, number, blocks = used + size, number + 1, 0
-                while chunks and used >= len(chunks[0].tokens):
-                    done = len(chunks.popleft().tokens)
-                    held, used = held - done, used - done
+    def _buffers(self, reader: int, start: StreamPosition) -> Iterator[tuple[np.ndarray, StreamPosition]]:
+        """Buffers of blocks (blocks, block_size), and where each begins. One ends with its epoch."""
+        size = (self.shuffle_buffer or BLOCKS_PER_BUFFER) * self.block_size
+        chunks = [np.asarray(start.tokens, np.int32)]
+        for tokens, position in self._read_files(reader, start):
+            chunks.append(tokens)
+            if sum(map(len, chunks)) >= size or position.epoch > start.epoch:
+                tokens = np.concatenate(chunks)
+                used = len(tokens) // self.block_size * self.block_size
+                yield tokens[:used].reshape(-1, self.block_size), start
+                chunks = [tokens[used:]]
+                start = position._replace(tokens=chunks[0].tolist(), buffer=start.buffer + 1)
 
-    def _read_files(self, reader: int, start: StreamPosition) -> Iterator[_TokenChunk]:
-        """The tokens of a worker's files from a position on, epoch after epoch; an empty chunk of tokens ends each."""
+    def _read_files(self, reader: int, start: StreamPosition) -> Iterator[tuple[np.ndarray, StreamPosition]]:
+        """A worker's tokens from a position on, epoch after epoch, and the position after them; none at an epoch's end."""
         epoch, first, state = start.epoch, start.file, start.records
-        while self.epochs is None or epoch < self.epochs:
+        while True:
             files = np.arange(self.dataset.num_shards)
             if self.shuffle_buffer:
                 files = self._random(0, epoch).permutation(files)
-            files = files[reader :: self.terms["processes"] * self.terms["workers"]]
+            files = files[reader :: self.settings["processes"] * self.settings["workers"]]
             whole, count = (first, state) == (0, None), 0
             for number in range(first, len(files)):
                 records = self.dataset.shard(num_shards=self.dataset.num_shards, index=int(files[number]))
-                for chunk in self._read_file(records, StreamPosition(epoch, number, state)):
-                    count += len(chunk.tokens)
-                    yield chunk
+                if state is not None:
+                    records.load_state_dict(state)
+                for tokens in self._read_file(records):
+                    count += len(tokens)
+                    yield tokens, StreamPosition(epoch, number, records.state_dict())
                 state = None
             if whole and not count:
                 raise StreamError(f"There is no text in {len(files)} files of the {self.dataset.num_shards} to train on.")
             first, epoch = 0, epoch + 1
-            yield _TokenChunk(StreamPosition(epoch), np.empty(0, np.int32), ends_epoch=True)
+            yield np.empty(0, np.int32), StreamPosition(epoch)
 
-    def _read_file(self, records, position: StreamPosition) -> Iterator[_TokenChunk]:
-        if position.records is not None:
-            records.load_state_dict(position.records)
+    def _read_file(self, records) -> Iterator[np.ndarray]:
         try:
             for batch in records.iter(batch_size=RECORDS_PER_BATCH):  # in a worker, iter(records) would shard them again
                 texts = [text for text in batch.get(self.column, ()) if text]
                 if wrong := [text for text in texts if not isinstance(text, str)]:
                     raise StreamError(f"The column {self.column!r} holds no text but values such as {wrong[0]!r}.")
-                yield _TokenChunk(position, np.asarray(self.encode(texts), dtype=np.int32))
-                position = position._replace(records=records.state_dict())
+                yield np.asarray(self.encode(texts), dtype=np.int32)
         except StreamError:
             raise
         except Exception as error:  # datasets raises whatever the readers of many formats raise
             raise StreamError(f"The training text cannot be read further: {error.__cause__ or error}") from error
-
-
-def changed_terms(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What differs, for an error message; of the texts' names, which may be many, that they do."""
-    changed = {name: f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]}
-    if "names" in changed:
-        changed["names"] = "the text files differ"
-    return ", ".join(changed.values())
 
 
 class StreamCollator:

@@ -3,7 +3,7 @@
 
 import os
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,12 +19,17 @@ from .checkpoints import CheckpointTrainer
 from .trainer_hub import PublishingTrainer
 
 
-PAPER_MAX_STEPS = 600_000
-PAPER_WARMUP_STEPS = 2_000
-PAPER_BATCH_SIZE = 60  # sequences of a micro-batch of tost-base
-PAPER_ACCUMULATION = 8  # micro-batches of a step, over all processes: 480 sequences
-PAPER_MIN_LR_RATE = 0.1
-NOT_DECAYED = KEPT_IN_FLOAT32
+RECIPES = {
+    "paper": {
+        "batch_size": 480,  # sequences of a step, over all processes
+        "per_device_train_batch_size": 60,
+        "max_steps": 600_000,
+        "warmup_steps": 2_000,
+        "lr_scheduler_type": SchedulerType.COSINE_WITH_MIN_LR,
+    },
+}
+MIN_LR_RATE = 0.1  # of the learning rate, at the end of the recipe's schedule
+NO_WEIGHT_DECAY = KEPT_IN_FLOAT32
 
 
 def recipe_field(text: str, **metadata) -> Any:
@@ -34,8 +39,13 @@ def recipe_field(text: str, **metadata) -> Any:
 
 @dataclass
 class RecipeArguments(TrainingArguments):
-    """`TrainingArguments` with a `recipe` for what is left out: what the arguments for text and for images have in common."""
+    """`TrainingArguments` with a `recipe` for what is left out: what the arguments for text and for images have in common.
 
+    `recipes` has the values of each, and under "batch_size" the examples of a step over all processes: they are accumulated
+    where neither a batch size nor an accumulation is given.
+    """
+
+    recipes: ClassVar[dict[str, dict[str, Any]]]
     recipe: str | None = None
     bf16: bool = recipe_field(
         "Whether to compute in bfloat16. Default: with a recipe, if the device has it; otherwise no.",
@@ -65,6 +75,21 @@ class RecipeArguments(TrainingArguments):
                 setattr(self, own.name, own.default)
         self._check_length()
         super().__post_init__()
+
+    def _apply_recipe(self) -> None:
+        """Fills in what is left out."""
+        if self.recipe not in self.recipes:
+            raise ValueError(f"recipe must be one of {', '.join(self.recipes)}, got {self.recipe!r}.")
+        values = dict(self.recipes[self.recipe])
+        batch_size = values.pop("batch_size")
+        if self.gradient_accumulation_steps is None:
+            processes = int(os.environ.get("WORLD_SIZE", 1)) // getattr(self, "context_parallel_size", 1) or 1
+            together = values["per_device_train_batch_size"] * processes
+            given = self.per_device_train_batch_size is not None
+            self.gradient_accumulation_steps = 1 if given else max(1, batch_size // together)
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     def _check_length(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
@@ -111,8 +136,9 @@ class ToSTTrainingArguments(RecipeArguments):
     ```
     """
 
+    recipes = RECIPES
     recipe: str | None = field(
-        default=None, metadata={"help": 'What is left out: "paper" for the authors\' pre-training.', "choices": ["paper"]}
+        default=None, metadata={"help": 'What is left out: "paper" for the authors\' pre-training.', "choices": list(RECIPES)}
     )
     learning_rate: float = field(default=6e-4, metadata={"help": "The peak learning rate of AdamW."})
     weight_decay: float = field(
@@ -153,27 +179,14 @@ class ToSTTrainingArguments(RecipeArguments):
             self._check_fused_loss()
         if self.context_parallel_size < 1:
             raise ValueError(f"context_parallel_size must be at least 1, got {self.context_parallel_size}.")
-        if self.recipe not in (None, "paper"):
-            raise ValueError(f'recipe must be "paper" or left out, got {self.recipe!r}.')
-        self._shorten_warmup = self.recipe == "paper" and self.warmup_steps is None
-        if self.recipe == "paper":
-            self._fill_in_paper()
+        self._shorten_warmup = self.recipe is not None and self.warmup_steps is None
+        if self.recipe is not None:
+            if self.num_train_epochs is not None and self.max_steps is None:
+                self.max_steps = -1
+            self._apply_recipe()
+            if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == SchedulerType.COSINE_WITH_MIN_LR:
+                self.lr_scheduler_kwargs = {"min_lr_rate": MIN_LR_RATE}
         super().__post_init__()
-
-    def _fill_in_paper(self) -> None:
-        if self.max_steps is None and self.num_train_epochs is None:
-            self.max_steps = PAPER_MAX_STEPS
-        if self.per_device_train_batch_size is None:
-            if self.gradient_accumulation_steps is None:
-                processes = int(os.environ.get("WORLD_SIZE", 1)) // self.context_parallel_size or 1
-                self.gradient_accumulation_steps = max(1, PAPER_ACCUMULATION // processes)
-            self.per_device_train_batch_size = PAPER_BATCH_SIZE
-        if self.warmup_steps is None:
-            self.warmup_steps = PAPER_WARMUP_STEPS
-        if self.lr_scheduler_type is None:
-            self.lr_scheduler_type = SchedulerType.COSINE_WITH_MIN_LR
-        if self.lr_scheduler_kwargs is None and SchedulerType(self.lr_scheduler_type) == SchedulerType.COSINE_WITH_MIN_LR:
-            self.lr_scheduler_kwargs = {"min_lr_rate": PAPER_MIN_LR_RATE}
 
     def _check_fused_loss(self) -> None:
         if not hasattr(F, "linear_cross_entropy"):
@@ -257,7 +270,7 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
             name
             for name, parameter in model.named_parameters()
             # DeepSpeed's ZeRO-3 flattens parameters and keeps their shape aside
-            if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and name.rpartition(".")[2] not in NOT_DECAYED
+            if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and name.rpartition(".")[2] not in NO_WEIGHT_DECAY
         ]
 
 

@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 from ..files import RUN_ARGUMENTS
 from ..hub.cards import is_hub_id, write_card
 from ..hub.checks import forbidden_file
-from ..hub.publishing import STAGED, Commit, commit_files, model_files
+from ..hub.publishing import STAGED, Publication, commit_files, model_files
 from ..hub.records import CARD, load_card, save_card
 from ..model.base_tost import AUTO_MAPS, ToSTBaseModel
 from ..version import __version__
@@ -44,7 +44,7 @@ class PublishingTrainer(Trainer):
             model.config.auto_map = dict(AUTO_MAPS[model.config.model_type])  # from now on it is saved with its code
         if not self.is_world_process_zero():
             return
-        self._pushes: list[Future[Commit]] = []
+        self._pushes: list[Future[Publication]] = []
         self._pusher = ThreadPoolExecutor(max_workers=1)  # pushes go one after the other
         for left_over in output_folder(self).glob(f"{STAGED}*"):  # of a run that was killed
             shutil.rmtree(left_over, ignore_errors=True)
@@ -77,7 +77,7 @@ class PublishingTrainer(Trainer):
         revision: str | None = None,
         private: bool | None = None,
         **kwargs,
-    ) -> Commit | Future[Commit] | None:
+    ) -> Publication | Future[Publication] | None:
         """Saves the model to `output_dir` and pushes it with its card, in one commit.
 
         Args:
@@ -126,7 +126,7 @@ class PublishingTrainer(Trainer):
 
     def _push(
         self, files: dict[str, Path], message: str, token: str | None = None, revision: str | None = None
-    ) -> Future[Commit]:
+    ) -> Future[Publication]:
         api = HfApi(token=token or self.args.hub_token, library_name="tost_hf", library_version=__version__)
         revision = revision or self.args.hub_revision
         assert self.hub_model_id is not None  # init_hf_repo set it

@@ -22,6 +22,9 @@ from .trainer import RecipeArguments, ToSTTrainer, recipe_field
 
 RECIPES = {
     "pretrain": {  # XCiT's of ImageNet, which the authors follow
+        "batch_size": 2048,  # images of a step, over all processes
+        "per_device_train_batch_size": 128,
+        "lr_scheduler_type": SchedulerType.COSINE_WARMUP_WITH_MIN_LR,
         "num_train_epochs": 400,
         "weight_decay": 0.05,
         "label_smoothing_factor": 0.1,
@@ -35,6 +38,10 @@ RECIPES = {
         "rand_augment_probability": 0.5,
     },
     "finetune": {  # the paper's transfer to CIFAR, Flowers and Pets
+        "batch_size": 256,
+        "per_device_train_batch_size": 128,
+        "lr_scheduler_type": SchedulerType.COSINE,
+        "learning_rate": 1e-4,
         "num_train_epochs": 200,
         "weight_decay": 0.01,
         "label_smoothing_factor": 0.0,
@@ -48,13 +55,10 @@ RECIPES = {
         "rand_augment_probability": 1.0,
     },
 }
-BATCH_SIZES = {"pretrain": 2048, "finetune": 256}  # images of a step, over all processes
-MICRO_BATCH_SIZE = 128
-PRETRAIN_RATE = 5e-4 / 512  # for each image of a step
-FINETUNE_RATE = 1e-4
-MIN_RATE, WARMUP_RATE = 1e-5, 1e-6  # where pre-training's learning rate ends and starts
+PRETRAIN_LR_PER_IMAGE = 5e-4 / 512  # for each image of a step
+MIN_LR, WARMUP_LR = 1e-5, 1e-6  # where pre-training's learning rate ends and starts
 WARMUP_EPOCHS = 5
-NOT_DECAYED = ("class_token", "temperature")
+NO_WEIGHT_DECAY = ("class_token", "temperature")
 EMA_FOLDER = "ema"
 
 
@@ -95,6 +99,7 @@ class ToSTVisionTrainingArguments(RecipeArguments):
     ```
     """
 
+    recipes = RECIPES
     recipe: str = field(default="pretrain", metadata={"help": "What the defaults are for.", "choices": list(RECIPES)})
     learning_rate: float = _by_recipe("The peak learning rate of AdamW.")
     weight_decay: float = _by_recipe("Weight decay of the tensors of two or more dimensions, other than temp.")
@@ -128,27 +133,13 @@ class ToSTVisionTrainingArguments(RecipeArguments):
     )
 
     def __post_init__(self):
-        if self.recipe not in RECIPES:
-            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
-        for name, value in RECIPES[self.recipe].items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        self._apply_recipe()
         self._check_augmentation()
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        if self.gradient_accumulation_steps is None:
-            images = MICRO_BATCH_SIZE * processes
-            default_batch = self.per_device_train_batch_size is None
-            self.gradient_accumulation_steps = max(1, BATCH_SIZES[self.recipe] // images) if default_batch else 1
-        if self.per_device_train_batch_size is None:
-            self.per_device_train_batch_size = MICRO_BATCH_SIZE
-        pretraining = self.recipe == "pretrain"
         if self.learning_rate is None:
-            images = self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
-            self.learning_rate = PRETRAIN_RATE * images if pretraining else FINETUNE_RATE
-        if self.lr_scheduler_type is None:
-            self.lr_scheduler_type = SchedulerType.COSINE_WARMUP_WITH_MIN_LR if pretraining else SchedulerType.COSINE
+            images = self.per_device_train_batch_size * self.gradient_accumulation_steps
+            self.learning_rate = PRETRAIN_LR_PER_IMAGE * images * int(os.environ.get("WORLD_SIZE", 1))
         if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == SchedulerType.COSINE_WARMUP_WITH_MIN_LR:
-            ends = {"min_lr_rate": MIN_RATE, "warmup_lr_rate": WARMUP_RATE}
+            ends = {"min_lr_rate": MIN_LR, "warmup_lr_rate": WARMUP_LR}
             self.lr_scheduler_kwargs = {name: rate / max(rate, self.learning_rate) for name, rate in ends.items()}
         self._default_warmup = self.warmup_steps is None
         if self.warmup_steps is None:
@@ -248,7 +239,7 @@ class ToSTVisionTrainer(ToSTTrainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
-        return [name for name in names if name.rpartition(".")[2] not in NOT_DECAYED]
+        return [name for name in names if name.rpartition(".")[2] not in NO_WEIGHT_DECAY]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not model.training:

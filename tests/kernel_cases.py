@@ -1,5 +1,4 @@
-# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Inputs for the Triton kernels, and the tolerance of their results against the float64 reference, for the tests and gpu.py.
+"""Inputs for the Triton kernels, and the tolerance of their results against the float64 reference, for test_triton.py.
 
 A sum of n numbers that is rounded at each step is off by about eps sqrt(n) times their size, where results cancel as well. So
 a result may differ from the float64 reference by `SLACK` eps sqrt(tokens) times the sum of two sizes: its own, and how much
