@@ -239,6 +239,7 @@ def set_up_logging(training_args: TrainingArguments, script: logging.Logger) -> 
     for own in (logger, script):
         own.setLevel(level)
     datasets.utils.logging.set_verbosity(level)
+    datasets.utils.logging.disable_propagation()  # or the root logger prints its records again
     transformers.utils.logging.set_verbosity(level)
     script.warning(
         f"process {training_args.process_index} of {training_args.world_size}, device {training_args.device}, "
