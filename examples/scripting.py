@@ -239,13 +239,14 @@ def set_up_logging(training_args: TrainingArguments, script: logging.Logger) -> 
     for own in (logger, script):
         own.setLevel(level)
     datasets.utils.logging.set_verbosity(level)
+    datasets.utils.logging.disable_propagation()  # or the root logger prints its records again
     transformers.utils.logging.set_verbosity(level)
     script.warning(
         f"process {training_args.process_index} of {training_args.world_size}, device {training_args.device}, "
-        f"bf16 {training_args.bf16}, fp16 {training_args.fp16}"
+        f"mixed precision {training_args.mixed_precision}"  # of the arguments or of Accelerate's file
     )
-    if training_args.bf16 and training_args.device.type == "cpu" and not has_bf16_instructions():
-        script.warning("This processor has no bfloat16 instructions: --bf16 is many times slower on it than float32.")
+    if training_args.mixed_precision == "bf16" and training_args.device.type == "cpu" and not has_bf16_instructions():
+        script.warning("This processor has no bfloat16 instructions: bf16 is many times slower on it than float32.")
 
 
 def has_bf16_instructions() -> bool:

@@ -150,7 +150,7 @@ def evaluate(text: str, folder: str, context: int) -> None:
 def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterable[list[int]]:
     """The tokens of each text, with end-of-text before and after it."""
     for text in texts:
-        yield [tokenizer.eos_token_id, *tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
+        yield [tokenizer.eos_token_id, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
 
 @torch.no_grad()

@@ -122,6 +122,20 @@ def test_vision_models(tmp_path, format):
     assert run_script(tmp_path / "out", "classify.py", str(tmp_path / "picture.png")).splitlines()[0] == best
 
 
+def test_names_of_openvino_outputs(tmp_path):
+    """A compiled program may add names to its outputs, as it does to those of image models in float16."""
+    openvino = pytest.importorskip("openvino")
+    from tost_hf.exporting.runtime import load
+
+    x = openvino.opset13.parameter([2], name="x")
+    x.output(0).set_names({"x"})
+    logits = openvino.opset13.relu(x)
+    logits.output(0).set_names({"linear", "logits"})
+    openvino.save_model(openvino.Model([logits], [x]), tmp_path / "model.xml")
+    run = load(tmp_path, {"format": "openvino", "model": "model.xml", "outputs": [{"name": "logits"}]})
+    assert run({"x": np.array([-1, 2], np.float32)})["logits"].tolist() == [0, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, shapes",

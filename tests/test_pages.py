@@ -36,15 +36,7 @@ PAGES = (
     "model_cards/trained/README.md",
     *GUIDES,
 )
-OTHERS = {
-    "accelerate",
-    "curl",
-    "git",
-    "kill",
-    "lm_eval",
-    "pre-commit",
-    "transformers",
-}  # programs of other projects, not looked into
+OTHERS = {"accelerate", "curl", "git", "kill", "lm_eval", "pre-commit", "transformers"}  # other projects' programs, unchecked
 
 
 def page(name: str) -> str:
@@ -56,12 +48,12 @@ def code_blocks(name: str, language: str) -> list[str]:
 
 
 def commands(block: str) -> list[list[str]]:
-    """The words of every command of a block: one command per line, `;`, `|` or `&`."""
+    """The words of every command of a block, without variables set for it: one command per line, `;`, `|` or `&`."""
     text = re.sub(r"(^|\s)#\s.*$", "", block.replace("\\\n", " "), flags=re.MULTILINE)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";|&\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     groups = groupby(lexer, lambda word: set(word) <= set(";|&\n"))
-    return [list(words) for between, words in groups if not between]
+    return [[word for word in words if not re.match("[A-Z_]+=", word)] for between, words in groups if not between]
 
 
 COMMANDS = [(name, words) for name in PAGES for block in code_blocks(name, "bash") for words in commands(block)]

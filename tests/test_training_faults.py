@@ -268,12 +268,12 @@ def test_full_disk(start, tmp_path, caplog, script, name):
     assert len(losses(tmp_path / "out")) == 3 and "Resuming from" in caplog.text and "checkpoint-1;" in caplog.text
 
 
-@pytest.mark.parametrize("bf16, capabilities, warned", [(True, {"avx2": True}, True), (True, {"bf16": True}, False)])
-def test_slow_bfloat16_is_warned_of(clm_args, monkeypatch, caplog, bf16, capabilities, warned):
+@pytest.mark.parametrize("capabilities, warned", [({"avx2": True}, True), ({"bf16": True}, False)])
+def test_slow_bfloat16_is_warned_of(clm_args, monkeypatch, caplog, capabilities, warned):
     """And never chosen by a recipe."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     (args,) = scripting.parse_args(["--output_dir", "out", "--use_cpu", "--recipe", "paper"], ToSTTrainingArguments)
     assert not args.bf16
-    args.bf16 = bf16
+    args.mixed_precision = "bf16"
     scripting.set_up_logging(args, run_clm.logger)
     assert ("has no bfloat16 instructions" in caplog.text) == warned

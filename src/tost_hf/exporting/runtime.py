@@ -74,7 +74,7 @@ def _load_openvino(path: Path, facts: dict) -> Run:
     import openvino
 
     compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    request, names = compiled.create_infer_request(), [output.any_name for output in compiled.outputs]
+    request, names = compiled.create_infer_request(), [output["name"] for output in facts["outputs"]]
 
     def run(given: Arrays) -> Arrays:
         found = request.infer(given)
