@@ -273,7 +273,7 @@ def test_bad_tokens(prepare, tmp_path, clm_args, text_parts):
     with pytest.raises(ValueError, match=r"holds no tokens of prepare_tokens\.py but the columns text"):
         run_clm.main(clm_args(train_file=tmp_path / "text"))
     (text_parts / "tokens.json").touch()
-    with pytest.raises(ValueError, match=r"prepared by version 0\.2"):
+    with pytest.raises(ValueError, match=r"prepared by an earlier version"):
         run_clm.main(clm_args(train_file=text_parts))
     (text_parts / "tokens.json").unlink()
     prepare(output_dir=tmp_path / "torn")
