@@ -81,8 +81,15 @@ def test_remaining_tokens_begin_the_next_epoch(folder):
     assert tokens == (whole * 4)[: len(tokens)] and len(tokens) > 2 * len(whole)
 
 
+OLD_DATASETS = Version(datasets.__version__) < Version("5")
+FILTERED_PARQUET = pytest.param(
+    *("parquet", 7, 30),
+    marks=pytest.mark.xfail(OLD_DATASETS, reason="datasets 4 may resume inexactly in parquet files after held-out records"),
+)
+
+
 @pytest.mark.parametrize(
-    "kind, shuffle_buffer, held_out", [("jsonl.gz", 0, 0), ("parquet", 50, 0), ("jsonl.bz2", 7, 30), ("parquet", 7, 30)]
+    "kind, shuffle_buffer, held_out", [("jsonl.gz", 0, 0), ("parquet", 50, 0), ("jsonl.bz2", 7, 30), FILTERED_PARQUET]
 )
 def test_resuming_from_every_position(folder, monkeypatch, kind, shuffle_buffer, held_out):
     """Also within a buffer, in the second epoch, and by way of JSON."""
@@ -173,7 +180,6 @@ def test_two_processes_with_two_workers_resume(tmp_path, clm_args, text_parts):
     assert losses(tmp_path / "out") == whole and len(whole) == 14
 
 
-OLD_DATASETS = Version(datasets.__version__) < Version("5")
 DEEP = pytest.param("deep", marks=pytest.mark.skipif(OLD_DATASETS, reason="datasets 4 reads deeply nested records"))
 
 
