@@ -42,12 +42,11 @@ def make_trainer(parallelism: str, processes: int, output_dir: Path, dtype=torch
     """Of steps of 8 texts, shared by so many processes."""
     if processes > 1:
         take_cpus_for_devices()
-    sharing = {"cp": processes, "tp": processes, "ddp and cp": 2}.get(parallelism, 1)
-    changes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH * sharing // processes} | changes
+    changes = {"max_steps": STEPS, "total_batch_size": BATCH, "per_device_train_batch_size": BATCH} | changes
     changes["output_dir"] = str(output_dir)
     changes["use_cpu"] = parallelism in ON_CPUS
     if "cp" in parallelism:
-        changes["context_parallel_size"] = sharing
+        changes["context_parallel_size"] = {"cp": processes, "ddp and cp": 2}[parallelism]
     if parallelism == "fsdp2":
         changes |= {"fsdp": True, "fsdp_config": LAYERS}
     how = {"distributed_config": DistributedConfig(tp_plan="auto")} if parallelism == "tp" else {}

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from image_runs import make_trainer, tiny_vision_model
+from image_runs import digit_examples, make_trainer, tiny_vision_model, training_args
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import HfArgumentParser
 
 from tost_hf import ToSTForImageClassification
-from tost_hf.training.trainer_vision import ToSTVisionTrainingArguments
+from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 
 # The recipes ---------------------------------------------------------------------------------------------------------
@@ -186,6 +186,17 @@ def test_gradient_accumulation_equals_a_big_batch(tmp_path):
 
     whole = train(per_device_train_batch_size=16)
     torch.testing.assert_close(train(gradient_accumulation_steps=2), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_model_init_builds_what_was_prepared(tmp_path):
+    """SyncBatchNorm, and EMA weights of the model that is trained."""
+    args = training_args(tmp_path, sync_batch_norm=True, ema_decay=0.5, max_steps=1)
+    trainer = ToSTVisionTrainer(model_init=lambda: tiny_vision_model(), args=args, train_dataset=digit_examples())
+    first = trainer.ema
+    trainer.train()
+    norms = trainer.model.tost.embeddings.patch_embeddings.norms
+    assert all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
+    assert trainer.ema is not first and trainer.ema.n_averaged == 1
 
 
 def test_sync_batch_norm_converts_the_stem(tmp_path, monkeypatch):

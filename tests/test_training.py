@@ -1,5 +1,6 @@
 """Training: the recipe, ToSTTrainer, and what Accelerate, torch and PEFT make of the models."""
 
+import logging
 import math
 
 import pytest
@@ -59,12 +60,29 @@ def test_given_values_override_the_recipe(tmp_path, given, expected):
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-def test_processes_share_the_recipes_accumulation(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(ToSTTrainingArguments, "device", torch.device("cpu"))  # do not wait for three other processes
+@pytest.mark.parametrize("processes, expected", [(1, (60, 8)), (3, (40, 4)), (4, (60, 2)), (16, (30, 1)), (480, (1, 1))])
+def test_a_step_has_the_papers_batch_on_any_number_of_processes(tmp_path, monkeypatch, processes, expected):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setattr(ToSTTrainingArguments, "device", torch.device("cpu"))  # do not wait for the other processes
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--recipe", "paper"]
     (args,) = HfArgumentParser(ToSTTrainingArguments).parse_args_into_dataclasses(words)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (60, 2)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == expected
+    assert args.total_batch_size == 480 == processes * expected[0] * expected[1]
+
+
+def test_total_batch_size(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    with pytest.raises(ValueError, match=r"480 cannot be divided among 64 .* 60, 80, "):
+        paper(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE")
+    args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=96, per_device_train_batch_size=20)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (16, 6)
+    args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=24)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 3)  # 8 as in transformers
+    with pytest.raises(ValueError, match="gradient_accumulation_steps 5 contradicts total_batch_size 24"):
+        ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=24, gradient_accumulation_steps=5)
+    with pytest.raises(ValueError, match="total_batch_size must be at least 1, got 0"):
+        ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=0)
 
 
 def test_warmup_is_shortened_only_when_it_was_not_asked_for(tmp_path):
@@ -114,7 +132,55 @@ def test_trainer_without_arguments_has_the_authors_optimizer(tiny_model, tmp_pat
     assert isinstance(ToSTTrainer(tiny_model).args, ToSTTrainingArguments)
 
 
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="this PyTorch has no fused loss")
+needs_fused_loss = pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="this PyTorch has no fused loss"
+)
+
+
+@needs_fused_loss
+@pytest.mark.parametrize("wrapper", ["LoRA", "hook", "replaced forward", "another layer", "bias"])
+def test_fused_loss_of_a_wrapped_head(tiny_config, wrapper, caplog):
+    """The loss and the gradients of the logits, whatever wraps the head: unfused, but for a Linear layer's own bias."""
+    model = ToSTForCausalLM(tiny_config).train()
+    head, tokens = model.lm_head, torch.arange(1, 17).reshape(1, 16)
+    if wrapper == "LoRA":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
+    elif wrapper == "hook":
+        head.register_forward_hook(lambda module, inputs, output: output * 2)
+    elif wrapper == "replaced forward":  # as by Accelerate
+        head.forward = lambda x: torch.nn.Linear.forward(head, x) * 2
+    elif wrapper == "another layer":
+        model.lm_head = torch.nn.Sequential(head, torch.nn.Tanh())
+        model.lm_head.weight = head.weight
+    else:
+        head.bias = torch.nn.Parameter(torch.linspace(0, 5, head.out_features))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = model(tokens, labels=tokens).loss
+    gradients = torch.autograd.grad(expected, trained)
+    next(m for m in model.modules() if isinstance(m, ToSTForCausalLM)).fuse_linear_cross_entropy = True
+    logging.Logger.warning_once.cache_clear()  # transformers' addition
+    for _ in range(2):
+        loss = model(tokens, labels=tokens).loss
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, trained), gradients, rtol=1e-4, atol=1e-6)
+    assert caplog.text.count("fuse_linear_cross_entropy is ignored") == (wrapper != "bias")
+
+
+@needs_fused_loss
+def test_model_init_builds_what_was_prepared(tmp_path, tiny_config):
+    models = []
+    args = training_args(tmp_path, fuse_linear_cross_entropy=True, max_steps=1)
+
+    def model_init():
+        models.append(ToSTForCausalLM(tiny_config))
+        return models[-1]
+
+    ToSTTrainer(model_init=model_init, args=args, train_dataset=token_ids(8)).train()
+    assert len(models) == 2 and all(model.fuse_linear_cross_entropy for model in models)
+
+
+@needs_fused_loss
 def test_fused_loss(tmp_path, tiny_config):
     """The same training up to rounding, without logits in training and with them in evaluation; off unless asked for."""
     history = {}

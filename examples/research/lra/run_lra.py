@@ -14,7 +14,6 @@ command is given again.
 
 import logging
 import math
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,8 +119,9 @@ class LRATrainingArguments(ToSTTrainingArguments):
         if self.max_steps is None and self.num_train_epochs is None:
             self.max_steps = recipe.max_steps
         if self.per_device_train_batch_size is None:
-            processes = int(os.environ.get("WORLD_SIZE", 1)) // self.context_parallel_size or 1
-            self.per_device_train_batch_size = max(1, recipe.batch_size // processes)
+            self.per_device_train_batch_size = recipe.batch_size
+            if self.gradient_accumulation_steps is None and self.total_batch_size is None:
+                self.total_batch_size = recipe.batch_size
         super().__post_init__()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:

@@ -32,6 +32,8 @@ from .layers_tost import MLP, ISTAStep, ShortConvolution, TokenStatisticsSelfAtt
 from .tssa_reference import compute_dtype
 
 
+logger = logging.get_logger(__name__)
+
 PREFILL_CHUNK_SIZE = 1024  # of prompts in `generate`
 PROGRESS_DELAY = 5  # seconds of a prefill before it shows a progress bar
 
@@ -508,7 +510,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     """ToST with a language-model head, tied to the token embedding by default.
 
     With the attribute `fuse_linear_cross_entropy` set (see `ToSTTrainingArguments`), training with labels gives the loss and
-    no logits.
+    no logits, unless `lm_head` is wrapped (by an adapter, quantisation, hooks): then the loss is that of its logits.
 
     Raises:
         ValueError: the configuration is an encoder's (`is_causal=False`).
@@ -567,7 +569,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         logits = loss = None
-        if labels is not None and self.training and self.fuse_linear_cross_entropy:
+        if labels is not None and self.training and self.fuse_linear_cross_entropy and self._can_fuse_loss():
             options = {name: kwargs[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in kwargs}
             loss = self._fused_loss(outputs.last_hidden_state, labels, **options)
         else:
@@ -584,6 +586,18 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             memberships=outputs.memberships,
         )
 
+    def _can_fuse_loss(self) -> bool:
+        """Whether the logits are a product with `lm_head.weight` and nothing else; warns once where they are not."""
+        head = self.lm_head
+        wrapped = type(head) is not nn.Linear or type(head.weight) not in (nn.Parameter, torch.Tensor)
+        hooked = bool(head._forward_hooks or head._forward_pre_hooks) or "forward" in head.__dict__  # Accelerate replaces it
+        if (wrapped or hooked) and not torch.compiler.is_compiling():
+            logger.warning_once(
+                f"fuse_linear_cross_entropy is ignored: lm_head is a {type(head).__name__}, or has hooks, and not a plain "
+                "Linear layer whose weight alone gives the logits."
+            )
+        return not (wrapped or hooked)
+
     def _fused_loss(
         self,
         hidden_states: torch.Tensor,
@@ -599,6 +613,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             hidden_states.flatten(0, 1),
             self.lm_head.weight,
             shift_labels.flatten().to(hidden_states.device),
+            linear_bias=self.lm_head.bias,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             options=nn.LinearCrossEntropyOptions(),

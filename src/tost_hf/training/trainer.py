@@ -21,7 +21,7 @@ from .trainer_hub import PublishingTrainer
 
 RECIPES = {
     "paper": {
-        "batch_size": 480,  # sequences of a step, over all processes
+        "total_batch_size": 480,
         "per_device_train_batch_size": 60,
         "max_steps": 600_000,
         "warmup_steps": 2_000,
@@ -41,12 +41,19 @@ def recipe_field(text: str, **metadata) -> Any:
 class RecipeArguments(TrainingArguments):
     """`TrainingArguments` with a `recipe` for what is left out: what the arguments for text and for images have in common.
 
-    `recipes` has the values of each, and under "batch_size" the examples of a step over all processes: they are accumulated
-    where neither a batch size nor an accumulation is given.
+    `recipes` has the values of each. A recipe's `total_batch_size` applies where neither a batch size nor an accumulation is
+    given.
     """
 
     recipes: ClassVar[dict[str, dict[str, Any]]]
     recipe: str | None = None
+    total_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Examples of an optimizer step, over all devices. Sets gradient_accumulation_steps, and lowers "
+            "per_device_train_batch_size where that does not divide a process's share. Default: the recipe's."
+        },
+    )
     bf16: bool = recipe_field(
         "Whether to compute in bfloat16. Default: with a recipe, if the device has it; otherwise no.",
         nargs="?",  # so that a plain --bf16 still means true
@@ -70,10 +77,19 @@ class RecipeArguments(TrainingArguments):
             chosen = self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
             on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
             self.bf16 = self.recipe is not None and not chosen and not on_cpu and is_torch_bf16_gpu_available()
-        for own in fields(TrainingArguments):
-            if getattr(self, own.name) is None and own.default is not MISSING:
-                setattr(self, own.name, own.default)
+        requested_steps = self.gradient_accumulation_steps
+        for argument in fields(TrainingArguments):
+            if getattr(self, argument.name) is None and argument.default is not MISSING:
+                setattr(self, argument.name, argument.default)
         self._check_length()
+        if self.total_batch_size is not None:
+            self._max_device_batch_size = self.per_device_train_batch_size
+            self.divide_total_batch(int(os.environ.get("WORLD_SIZE", 1)) // getattr(self, "context_parallel_size", 1) or 1)
+            if requested_steps not in (None, self.gradient_accumulation_steps):
+                raise ValueError(
+                    f"gradient_accumulation_steps {requested_steps} contradicts total_batch_size {self.total_batch_size}, "
+                    f"which makes it {self.gradient_accumulation_steps}: leave one of them out."
+                )
         super().__post_init__()
 
     def _apply_recipe(self) -> None:
@@ -81,20 +97,38 @@ class RecipeArguments(TrainingArguments):
         if self.recipe not in self.recipes:
             raise ValueError(f"recipe must be one of {', '.join(self.recipes)}, got {self.recipe!r}.")
         values = dict(self.recipes[self.recipe])
-        batch_size = values.pop("batch_size")
-        if self.gradient_accumulation_steps is None:
-            processes = int(os.environ.get("WORLD_SIZE", 1)) // getattr(self, "context_parallel_size", 1) or 1
-            together = values["per_device_train_batch_size"] * processes
-            given = self.per_device_train_batch_size is not None
-            self.gradient_accumulation_steps = 1 if given else max(1, batch_size // together)
+        if self.per_device_train_batch_size is not None or self.gradient_accumulation_steps is not None:
+            del values["total_batch_size"]
         for name, value in values.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
+    def divide_total_batch(self, num_devices: int) -> None:
+        """Sets the accumulation, and the per-device batch size where needed, so that a step has `total_batch_size` examples.
+
+        Args:
+            num_devices: those that read different examples; tensor- and context-parallel processes count as one.
+
+        Raises:
+            ValueError: it is no multiple of that number; the message says which numbers fit.
+        """
+        total = self.total_batch_size
+        assert total is not None
+        share, remainder = divmod(total, num_devices)
+        if remainder:
+            divisors = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+            raise ValueError(
+                f"total_batch_size {total} cannot be divided among {num_devices} data-parallel processes: start one of "
+                f"{divisors}, or give per_device_train_batch_size and gradient_accumulation_steps."
+            )
+        size = next(n for n in range(min(self._max_device_batch_size, share), 0, -1) if share % n == 0)
+        self.per_device_train_batch_size, self.gradient_accumulation_steps = size, share // size
+
     def _check_length(self) -> None:
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "total_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
         if self.max_steps == 0:  # which transformers takes for -1
             raise ValueError("max_steps must be at least 1, or -1 to train for num_train_epochs, got 0.")
         if self.num_train_epochs <= 0:
@@ -115,14 +149,17 @@ class ToSTTrainingArguments(RecipeArguments):
     what was asked for:
 
     - `num_train_epochs` alone decides the length of training; `max_steps`, given too, wins as in transformers.
-    - A batch size given without `gradient_accumulation_steps` is not accumulated. With neither, a step has 60 x 8 sequences
-      whatever the number of processes (the authors used 30 x 16 for tost-medium, 20 x 24 for tost-large).
+    - A batch size given without `gradient_accumulation_steps` is not accumulated. With neither, `total_batch_size` is 480:
+      8 x 60 sequences on one process, and 480 on any number of data-parallel processes that divides it. With
+      `total_batch_size` given, `per_device_train_batch_size` is the largest one that is used (the authors used 30 for
+      tost-medium, 20 for tost-large).
     - Warm-up takes 2,000 steps, or a tenth of a shorter run.
     - The minimum learning rate belongs to the recipe's schedule; another `lr_scheduler_type` has none.
     - fp16 or Accelerate's `mixed_precision` replace bf16.
 
     Raises:
-        ValueError: an unknown recipe, a size or length below 1, or a fused loss that this PyTorch or label smoothing excludes.
+        ValueError: an unknown recipe, a size or length below 1, a `total_batch_size` that the processes cannot share, or a
+            fused loss that this PyTorch or label smoothing excludes.
         FileExistsError: `output_dir` is a file.
 
     Example:
@@ -159,9 +196,7 @@ class ToSTTrainingArguments(RecipeArguments):
     per_device_train_batch_size: int = recipe_field(
         "Sequences of one device's micro-batch. Default: 8; with the paper's recipe 60."
     )
-    gradient_accumulation_steps: int = recipe_field(
-        "Micro-batches of a step. Default: 1; with the paper's recipe 8 shared by the processes if no batch size is given."
-    )
+    gradient_accumulation_steps: int = recipe_field("Micro-batches of a step. Default: 1, or what total_batch_size leaves.")
     fuse_linear_cross_entropy: bool = field(
         default=False,
         metadata={
@@ -239,15 +274,33 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
                 "context_parallel_size is for tost_hf.ContextParallelTrainer; a "
                 f"{type(self).__name__} gives each process other texts."
             )
+        if self.model_init is None:
+            self.model = self.model_wrapped = self.prepare_model(self.model)
+
+    def call_model_init(self, trial=None) -> nn.Module:
+        return self.prepare_model(super().call_model_init(trial))
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Does to a model what the arguments ask for: to the one given, and to each that `model_init` returns.
+
+        Raises:
+            ValueError: they do not suit the model.
+        """
         if getattr(self.args, "fuse_linear_cross_entropy", False):
-            fused = [m for m in self.model.modules() if isinstance(m, ToSTForCausalLM)]
+            fused = [m for m in model.modules() if isinstance(m, ToSTForCausalLM)]
             if not fused:
                 raise ValueError("fuse_linear_cross_entropy is for ToSTForCausalLM.")
             fused[0].fuse_linear_cross_entropy = True
+        return model
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self._check_processes()
+        if isinstance(self.args, RecipeArguments) and self.args.total_batch_size is not None:
+            # again, since the arguments do not know of tensor parallelism
+            cp_size = max(self.get_cp_size(), getattr(self.args, "context_parallel_size", 1))  # the mesh is not made yet
+            data_parallel_size = self.args.world_size // (self.get_tp_size() * self.get_sp_size() * cp_size)
+            self.args.divide_total_batch(data_parallel_size * max(1, self.args.n_gpu))
 
     def _check_processes(self) -> None:
         """Raises a ValueError for processes that would each train alone, or hold what they were asked to share."""

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -43,8 +44,6 @@ class ContextParallelTrainer(ToSTTrainer):
                 "With context_parallel_size the model computes the loss, as a process has only the logits of its shard: "
                 "leave label_smoothing_factor and compute_loss_func out."
             )
-        if self.model_init is None:
-            self._parallelize(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -67,10 +66,8 @@ class ContextParallelTrainer(ToSTTrainer):
                 "context_parallel_size and Accelerate's ParallelismConfig exclude each other: leave the latter out."
             )
 
-    def call_model_init(self, trial=None):
-        return self._parallelize(super().call_model_init(trial))
-
-    def _parallelize(self, model):
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        model = super().prepare_model(model)
         return model if self.context_mesh is None else parallelize(model, self.context_mesh["cp"])
 
     def get_cp_size(self) -> int:

@@ -22,7 +22,7 @@ from .trainer import RecipeArguments, ToSTTrainer, recipe_field
 
 RECIPES = {
     "pretrain": {  # XCiT's of ImageNet, which the authors follow
-        "batch_size": 2048,  # images of a step, over all processes
+        "total_batch_size": 2048,
         "per_device_train_batch_size": 128,
         "lr_scheduler_type": SchedulerType.COSINE_WARMUP_WITH_MIN_LR,
         "num_train_epochs": 400,
@@ -38,7 +38,7 @@ RECIPES = {
         "rand_augment_probability": 0.5,
     },
     "finetune": {  # the paper's transfer to CIFAR, Flowers and Pets
-        "batch_size": 256,
+        "total_batch_size": 256,
         "per_device_train_batch_size": 128,
         "lr_scheduler_type": SchedulerType.COSINE,
         "learning_rate": 1e-4,
@@ -79,8 +79,8 @@ class ToSTVisionTrainingArguments(RecipeArguments):
 
     A default steps aside when it would contradict what was asked for:
 
-    - A batch size given without `gradient_accumulation_steps` is not accumulated. With neither, a step has 2,048 images
-      (256 with "finetune"), as 128 at a time, whatever the number of processes.
+    - A batch size given without `gradient_accumulation_steps` is not accumulated. With neither, `total_batch_size` is 2,048
+      (256 with "finetune"), of which a device computes at most 128 images at a time.
     - Warm-up takes 5 epochs, or a tenth of a shorter run.
     - The ends of the learning rate belong to the default schedule; another `lr_scheduler_type` has its own arguments.
     - bf16 is used where the device has it, unless fp16 or Accelerate's `mixed_precision` says otherwise.
@@ -136,8 +136,9 @@ class ToSTVisionTrainingArguments(RecipeArguments):
         self._apply_recipe()
         self._check_augmentation()
         if self.learning_rate is None:
-            images = self.per_device_train_batch_size * self.gradient_accumulation_steps
-            self.learning_rate = PRETRAIN_LR_PER_IMAGE * images * int(os.environ.get("WORLD_SIZE", 1))
+            device_images = self.per_device_train_batch_size * (self.gradient_accumulation_steps or 1)
+            images = self.total_batch_size or device_images * int(os.environ.get("WORLD_SIZE", 1))
+            self.learning_rate = PRETRAIN_LR_PER_IMAGE * images
         if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == SchedulerType.COSINE_WARMUP_WITH_MIN_LR:
             ends = {"min_lr_rate": MIN_LR, "warmup_lr_rate": WARMUP_LR}
             self.lr_scheduler_kwargs = {name: rate / max(rate, self.learning_rate) for name, rate in ends.items()}
@@ -216,6 +217,7 @@ class ToSTVisionTrainer(ToSTTrainer):
     """
 
     args: ToSTVisionTrainingArguments
+    ema: AveragedModel | None = None
 
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
         args = ToSTVisionTrainingArguments() if args is None else args
@@ -226,16 +228,21 @@ class ToSTVisionTrainer(ToSTTrainer):
         super().__init__(model, args, **kwargs)
         self.label_smoother = None  # compute_loss smooths, in training only
         self.model_accepts_loss_kwargs = False  # the loss is the mean of a micro-batch
+        self.add_callback(_VisionCallback(self))
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        model = super().prepare_model(model)
         if self.args.sync_batch_norm:
             if self.args.world_size > 1 and self.args.device.type == "cpu":
                 raise ValueError("sync_batch_norm needs an accelerator: torch's SyncBatchNorm does not run on several CPUs.")
-            self.model = self.model_wrapped = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-        self.ema = None
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if self.args.ema_decay > 0:
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
                 raise ValueError("An average of sharded weights is not supported; use ema_decay 0 with FSDP and DeepSpeed.")
-            self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.args.ema_decay), use_buffers=True)
-        self.add_callback(_VisionCallback(self))
+            device = None if self.model_init is None else self.args.device  # a model of `model_init` is moved there later
+            average = get_ema_multi_avg_fn(self.args.ema_decay)
+            self.ema = AveragedModel(model, device=device, multi_avg_fn=average, use_buffers=True)
+        return model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
