@@ -16,7 +16,7 @@ from datasets import Dataset, Features, List, Value, load_from_disk
 from scripting import COMPRESSED, LOADERS, check_limits, ending, read_dataset
 from transformers import PreTrainedTokenizerBase
 
-from tost_hf.training.streams import PackedStream
+from tost_hf.training.streams import PackedStream, select_texts
 
 
 PACKAGES = {"zst": "zstandard", "lz4": "lz4"}  # that decompress what Python itself cannot
@@ -283,7 +283,7 @@ def pack_into_blocks(
     examples: dict[str, list], tokenizer: PreTrainedTokenizerBase, column: str, block_size: int, eos_token_id: int | None
 ) -> dict[str, list[list[int]]]:
     """Tokenizes examples, concatenates them and splits them into blocks; a last one that is shorter is dropped."""
-    tokens = encode([text for text in examples[column] if text], tokenizer, eos_token_id)
+    tokens = encode(select_texts(examples, column), tokenizer, eos_token_id)
     return {"input_ids": [tokens[i : i + block_size] for i in range(0, len(tokens) - block_size + 1, block_size)]}
 
 

@@ -20,6 +20,8 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from transformers import TrainingArguments
 
 from tost_hf import ToSTForCausalLM, ToSTTrainer
+from tost_hf.training import callbacks
+from tost_hf.training.callbacks import TrainingFilesCallback
 from tost_hf.training.checkpoints import begin_manifest, choose_checkpoint, write_manifest
 
 
@@ -70,6 +72,13 @@ def zero_the_end(file: Path) -> None:
     file.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
 
 
+def flip_a_bit(file: Path) -> None:
+    """In the middle, where neither the size nor either end shows it."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 class Foreign:
     """Code that a pickle can be made to run."""
 
@@ -86,6 +95,14 @@ def without_manifests(trained: Path) -> None:
         file.unlink()
 
 
+MANIFESTS = [
+    *((content, "is damaged") for content in ("{", "[]", "null", '{"files": []}', '{"files": null}', '{"files": "x"}')),
+    ('{"files": {"optimizer.pt": [5, "x"]}}', "is damaged"),
+    ("[" * 100_000, "is damaged"),
+    ('{"files": {"%s": {"size": 1, "sha256": ""}}}' % ("x" * 300), "is missing"),
+]
+
+
 @pytest.mark.parametrize(
     "name, damage, problem",
     [
@@ -94,43 +111,59 @@ def without_manifests(trained: Path) -> None:
         ("model.safetensors", truncate, "is damaged"),
         ("config.json", lambda file: file.write_bytes(b""), "is damaged"),
         ("optimizer.pt", zero_the_end, "is damaged"),
+        ("optimizer.pt", flip_a_bit, "is damaged"),
+        ("model.safetensors", flip_a_bit, "is damaged"),
         ("rng_state.pth", foreign_pickle, "is damaged"),
-        ("manifest.json", lambda file: file.write_text("{"), "is damaged"),
+        *(("manifest.json", partial(Path.write_text, data=content), problem) for content, problem in MANIFESTS),
     ],
 )
 def test_damaged_checkpoint_is_skipped(make, trained, caplog, name, damage, problem):
     damage(trained / "checkpoint-6" / name)
     assert choose_checkpoint(make(), True) == choose_checkpoint(make(), None) == str(trained / "checkpoint-4")
-    assert re.search(rf"{trained}/checkpoint-6: .*{name} {problem}", caplog.text)
+    assert re.search(rf"{trained}/checkpoint-6: .*{problem}", caplog.text)
+    assert name in caplog.text or "x" * 300 in caplog.text
     with pytest.raises(ValueError, match=r"checkpoint-6' is incomplete: .*Name another one"):
         make().train(resume_from_checkpoint=str(trained / "checkpoint-6"))
 
 
-def test_checkpoint_without_manifest(make, trained, monkeypatch, tmp_path):
-    """Complete if it has the state that Trainer writes last; a foreign pickle in it is not executed."""
-    monkeypatch.chdir(tmp_path)
+def test_checkpoint_without_manifest(make, trained):
+    """Complete if it has the state that Trainer writes last."""
     without_manifests(trained)
     assert choose_checkpoint(make(), True) == str(trained / "checkpoint-6")
     (trained / "checkpoint-6/optimizer.pt").unlink()
     (trained / "checkpoint-4/trainer_state.json").unlink()
     assert choose_checkpoint(make(), True) == str(trained / "checkpoint-2")
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        foreign_pickle(trained / "checkpoint-2" / name)
-    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system"):
-        make().train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.write_bytes(b""), truncate, lambda file: file.write_bytes(pickle.dumps(Foreign()))]
+)
+def test_damaged_file_without_manifest(make, trained, caplog, name, damage):
+    without_manifests(trained)
+    damage(trained / "checkpoint-6" / name)
+    assert choose_checkpoint(make(), True) == str(trained / "checkpoint-4")
+    assert f"{name} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_foreign_pickle_is_not_run(make, trained, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    without_manifests(trained)
+    foreign_pickle(trained / "checkpoint-6" / name)
+    with pytest.raises(ValueError, match=rf"(?s){name.partition('.')[0]}.* of {trained}/checkpoint-6 .*posix\.system"):
+        make(max_steps=8).train(resume_from_checkpoint=True)
     assert not Path("ran").exists()
 
 
 def test_manifest(make, trained):
-    """It has the sizes of all files, also of those that no setting asks for; those of earlier versions have nothing else."""
+    """It has the sizes of all files, also of those that no setting asks for."""
     folder = trained / "checkpoint-6"
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    found = {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    found.pop("manifest.json")
-    sizes = {name: size for name, (size, _) in files.items()}
-    assert sizes == {name: size for name, size in found.items() if name != "README.md"}
+    sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    del sizes["manifest.json"]
+    assert {name: saved["size"] for name, saved in files.items()} == sizes
     (folder / "notes.txt").write_text("new files do no harm")
-    (folder / "manifest.json").write_text(json.dumps({"files": sizes}))
     assert choose_checkpoint(make(), str(folder)) == str(folder)
     truncate(folder / "training_args.bin")
     with pytest.raises(ValueError, match=r"incomplete: training_args\.bin is damaged"):
@@ -225,6 +258,23 @@ def test_checkpoint_of_another_model_is_rejected(make, trained):
         write_manifest(trained / "checkpoint-6")
         with pytest.raises(ValueError, match=rf"(?s)checkpoint-6 is of another model: .*{reason} {name}.* --output_dir"):
             trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_training_files_are_identified(tmp_path, monkeypatch, hashed):
+    """By all their bytes; where those are too many, by size and time."""
+    monkeypatch.setattr(callbacks, "MAX_HASHED_BYTES", 10**6 if hashed else 0)
+    file = tmp_path / "train.txt"
+    file.write_bytes(bytes(300_000))
+    os.utime(file, (1, 1))
+    before = TrainingFilesCallback([str(tmp_path)]).files
+    flip_a_bit(file)
+    if hashed:
+        os.utime(file, (1, 1))
+    assert TrainingFilesCallback([str(file)]).files != before
+    flip_a_bit(file)
+    os.utime(file, (2, 2) if hashed else (1, 1))
+    assert TrainingFilesCallback([str(file)]).files == before
 
 
 # Sharded training: the files as accelerate and DeepSpeed lay them out --------------------------------------------------

@@ -38,6 +38,7 @@ def faulty(tmp_path_factory, text_folder) -> Path:
         "empty.txt": "",
         "broken.jsonl": '{"text": "abc"}\n{"text": 3',
         "numbers.jsonl": '{"text": 3}\n' * 99,
+        "one_number.jsonl": good * 99 + '{"text": 0}\n',
         "nulls.jsonl": '{"text": null}\n' * 99,
         "words.jsonl": good * 99,
         "words.jsonl.zst": good,
@@ -117,6 +118,7 @@ TEXT = [
     ({"train_file": "lines.txt"}, "The train text is shorter than one block of 32 tokens"),
     ({"train_file": "short.txt", "validation_file": None}, "has a single example, of which none can be held out"),
     ({"train_file": "numbers.jsonl"}, "The column 'text' of the train data holds no text but values such as 3"),
+    ({"train_file": "one_number.jsonl"}, "The column 'text' holds no text but values such as 0"),
     ({"train_file": "nulls.jsonl"}, "The train text is shorter than one block"),
     ({"train_file": "columns.csv"}, "has no column 'text' but a, b: name one with --text_column"),
     ({"text_column": "body"}, "has no column 'body' but: text"),
@@ -125,6 +127,7 @@ TEXT = [
     ({**STREAM, "max_train_samples": 3}, "--max_steps ends a run with --streaming"),
     ({**STREAM, "dataloader_num_workers": 2}, "2 readers (--dataloader_num_workers of every process) cannot share 1 files"),
     ({**STREAM, "train_file": "numbers.jsonl"}, "holds no text but values such as 3"),
+    ({**STREAM, "train_file": "one_number.jsonl"}, "The column 'text' holds no text but values such as 0"),
     ({**WORKERS, "train_file": "later"}, "cannot be read further"),
     ({**WORKERS, "train_file": "wordless"}, "There is no text in 1 files of the 2"),
     # numbers
@@ -253,15 +256,17 @@ def test_bad_input(start, script, changes, message):
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_full_disk(start, tmp_path, caplog, script, name):
-    """The second checkpoint cannot be written: the first one stays, and the run resumes from it when there is space."""
+    """Or a folder in the way: the first checkpoint stays, and the run resumes from it when the second can be written."""
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 9}
     full = tmp_path / "out/checkpoint-2" / name
     full.parent.mkdir(parents=True)
     if name == "model.safetensors":  # is written under another name
         (full / "in the way").mkdir(parents=True)
+        advice = "move the folder"
     else:
         full.symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"Saving the .*checkpoint-2 failed: .*free disk space"):
+        advice = "free disk space"
+    with pytest.raises(OSError, match=rf"Saving the .*checkpoint-2 failed: .*{advice}"):
         start(script, saving)
     shutil.rmtree(full) if full.is_dir() else full.unlink()
     start(script, saving)

@@ -11,7 +11,10 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from .checkpoints import checkpoints, fingerprint, is_finished
+from .checkpoints import checkpoints, is_finished, sha256
+
+
+MAX_HASHED_BYTES = 4 * 2**30  # of training files, about three seconds
 
 
 class FiniteLossCallback(TrainerCallback):
@@ -66,20 +69,23 @@ class FiniteLossCallback(TrainerCallback):
 class TrainingFilesCallback(TrainerCallback, ExportableState):
     """Rejects a resumed run whose training files are not those it was started with.
 
-    A file's name, its size and a hash of its first and last 64 KiB are stored in every checkpoint's `trainer_state.json`. With
-    `ignore_data_skip` the data starts over, so that other files are accepted. Checkpoints without a record are accepted.
+    Each file's name, size and SHA-256 sum are stored in every checkpoint's `trainer_state.json`; above 4 GiB of files, the
+    time of the last change in place of the sum. With `ignore_data_skip` the data starts over, so that other files are
+    accepted. Checkpoints without a record are accepted.
 
     Args:
         paths: local files, or folders of them; anything else (a URL, an id) counts by its name.
     """
 
     def __init__(self, paths: list[str]):
-        files = [file for path in map(Path, paths) for file in (path.rglob("*") if path.is_dir() else [path])]
-        self.files = sorted(self._identify(file) for file in files if not file.is_dir())
-
-    @staticmethod
-    def _identify(file: Path) -> list[str]:
-        return [file.name, *map(str, fingerprint(file))] if file.is_file() else [str(file)]
+        names = [file for path in map(Path, paths) for file in (path.rglob("*") if path.is_dir() else [path])]
+        files = [file for file in names if file.is_file()]
+        hashed = sum(file.stat().st_size for file in files) <= MAX_HASHED_BYTES
+        self.files = [[str(name)] for name in names if not name.is_file() and not name.is_dir()]
+        for file in files:
+            stat = file.stat()
+            self.files.append([file.name, str(stat.st_size), sha256(file) if hashed else str(stat.st_mtime_ns)])
+        self.files.sort()
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"files": self.files}}

@@ -1,16 +1,19 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Checkpoints that are complete or skipped: a manifest for each, and the choice of the one to resume from.
 
-`manifest.json` lists a checkpoint's files with sizes and hashes, so that a missing, truncated or replaced one shows. It is
-empty while the checkpoint is being saved, and moved into place at the end. A checkpoint without a manifest, such as one of
+`manifest.json` lists a checkpoint's files with sizes and SHA-256 sums, so that a missing or changed one shows. It is empty
+while the checkpoint is being saved, and moved into place at the end. A checkpoint without a manifest, such as one of
 Trainer or one fetched from the Hub, is complete if it has `trainer_state.json`, which Trainer writes last.
 """
 
 import hashlib
 import json
 import logging
+import os
+import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 UNLISTED_FILES = (MANIFEST, "README.md")  # a card may be rewritten
-SAMPLE_BYTES = 1 << 16  # hashed at either end of a file
 TORCH_WRITE_ERRORS = "inline_container|PytorchStreamWriter|iostream"  # in a RuntimeError: torch.save could not write
 
 
@@ -65,19 +67,19 @@ def begin_manifest(folder: Path) -> None:
 def write_manifest(folder: Path) -> None:
     """Lists the files of a checkpoint that is complete."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    listed = {name: fingerprint(path) for name, path in files.items() if name not in UNLISTED_FILES}
+    listed = {
+        name: {"size": path.stat().st_size, "sha256": sha256(path)}
+        for name, path in files.items()
+        if name not in UNLISTED_FILES
+    }
     with staged_file(folder / MANIFEST) as staged:
         staged.write_text(json.dumps({"files": listed}, indent=2) + "\n", encoding="utf-8")
 
 
-def fingerprint(file: Path) -> list:
-    """A file's size in bytes, and a hash of its first and last 64 KiB."""
-    size = file.stat().st_size
+def sha256(file: Path) -> str:
+    """The hash of a whole file."""
     with open(file, "rb") as content:
-        sample = content.read(SAMPLE_BYTES)
-        content.seek(max(0, size - SAMPLE_BYTES))
-        sample += content.read(SAMPLE_BYTES)
-    return [size, hashlib.sha256(sample).hexdigest()[:16]]
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def delete_old_checkpoints(output_dir: str | Path, limit: int, kept: list[Path]) -> None:
@@ -178,16 +180,33 @@ def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
     for alternatives in _required_files(trainer, folder):
         if not any(any(folder.glob(pattern)) for pattern in alternatives):
             yield f"{alternatives[0]} is missing"
-    try:
-        listed = json.loads(manifest.read_text(encoding="utf-8") or "{}").get("files", {}) if manifest.is_file() else {}
-    except (ValueError, AttributeError):
-        yield f"{MANIFEST} is damaged"
+    if not manifest.is_file():
+        for path in sorted([*folder.glob("*.pt"), *folder.glob("*.pth")]):
+            if path.is_file() and not zipfile.is_zipfile(path):
+                yield f"{path.name} is damaged: it is not a complete file of torch.save"
         return
+    try:
+        listed = _read_manifest(manifest)
+    except ValueError:
+        yield f"{MANIFEST} is damaged, or of an earlier version"
+        return
+    # the first process of each machine reads the files for all
+    hashes = trainer.args.local_process_index == 0
     for name, saved in listed.items():
-        if not (folder / name).is_file():
+        path = folder / name
+        if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
             yield f"{name} is missing"
-        elif saved not in ((found := fingerprint(folder / name)), found[0]):  # before 0.2, the size alone
+        elif path.stat().st_size != saved["size"] or (hashes and sha256(path) != saved["sha256"]):
             yield f"{name} is damaged: it is not the file that was saved"
+
+
+def _read_manifest(file: Path) -> dict[str, dict[str, Any]]:
+    """The size and hash of each file that a manifest lists; ValueError unless it is as `write_manifest` writes it."""
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8") or '{"files": {}}')["files"]
+        return {name: {"size": int(saved["size"]), "sha256": str(saved["sha256"])} for name, saved in listed.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is no manifest: {error}") from error
 
 
 def _required_files(trainer: Trainer, folder: Path) -> Iterator[tuple[str, ...]]:
@@ -241,11 +260,19 @@ class CheckpointTrainer(Trainer):
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            ValueError: the checkpoint is incomplete or of another model.
+            ValueError: the checkpoint is incomplete, of another model, or has a pickle of other objects than Trainer saves.
         """
         if resume_from_checkpoint is not None:
             resume_from_checkpoint = choose_checkpoint(self, resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        except pickle.UnpicklingError as error:
+            if resume_from_checkpoint is None:
+                raise
+            raise ValueError(
+                f"optimizer.pt, scheduler.pt or the rng_state file of {resume_from_checkpoint} is a pickle of other objects "
+                f"than Trainer saves, and was not loaded: {error}. Resume from another checkpoint."
+            ) from error
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         try:
@@ -301,9 +328,11 @@ def _explain_failure(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search(TORCH_WRITE_ERRORS, str(error)):
             raise
+        in_the_way = [str(path) for path in folder.glob("*.*") if path.is_dir()]
+        advice = f"move the folder {in_the_way[0]}, where a file belongs," if in_the_way else "free disk space"
         raise OSError(
-            f"Saving the checkpoint {folder} failed: {error}. Earlier checkpoints are unchanged: free disk space and start "
-            "again to resume from there."
+            f"Saving the checkpoint {folder} failed: {error}. Earlier checkpoints are unchanged: {advice} and start again to "
+            "resume from there."
         ) from error
 
 
@@ -312,7 +341,7 @@ __all__ = [
     "checkpoints",
     "choose_checkpoint",
     "delete_old_checkpoints",
-    "fingerprint",
     "is_finished",
     "output_folder",
+    "sha256",
 ]

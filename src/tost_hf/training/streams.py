@@ -182,14 +182,23 @@ class PackedStream(IterableDataset):
     def _read_file(self, records) -> Iterator[np.ndarray]:
         try:
             for batch in records.iter(batch_size=RECORDS_PER_BATCH):  # in a worker, iter(records) would shard them again
-                texts = [text for text in batch.get(self.column, ()) if text]
-                if wrong := [text for text in texts if not isinstance(text, str)]:
-                    raise StreamError(f"The column {self.column!r} holds no text but values such as {wrong[0]!r}.")
-                yield np.asarray(self.encode(texts), dtype=np.int32)
+                yield np.asarray(self.encode(select_texts(batch, self.column)), dtype=np.int32)
         except StreamError:
             raise
         except Exception as error:  # datasets raises whatever the readers of many formats raise
             raise StreamError(f"The training text cannot be read further: {error.__cause__ or error}") from error
+
+
+def select_texts(batch: dict[str, list], column: str) -> list[str]:
+    """The texts of a batch of examples that are not empty or missing.
+
+    Raises:
+        StreamError: one is no text.
+    """
+    texts = [text for text in batch.get(column, ()) if text is not None and text != ""]
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise StreamError(f"The column {column!r} holds no text but values such as {wrong[0]!r}.")
+    return texts
 
 
 class StreamCollator:
@@ -209,4 +218,4 @@ def collate_blocks(blocks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-__all__ = ["POSITION", "PackedStream", "StreamCollator", "StreamError", "StreamPosition", "collate_blocks"]
+__all__ = ["POSITION", "PackedStream", "StreamCollator", "StreamError", "StreamPosition", "collate_blocks", "select_texts"]
