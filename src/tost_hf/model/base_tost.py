@@ -322,10 +322,8 @@ class ToSTBaseModel(PreTrainedModel):
             )  # has every file, which the folder of the configuration's class may not
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
-        except SafetensorError as error:  # for example on a full disk
-            raise OSError(
-                f"The weights could not be written to {os.fspath(save_directory)!r}; is the disk full? ({error})"
-            ) from error
+        except SafetensorError as error:  # which names the cause, such as a full disk
+            raise OSError(f"The weights could not be written to {os.fspath(save_directory)!r}: {error}") from error
         finally:
             fields.pop("auto_map", None)  # transformers does not expect None as its value
             fields |= {"_name_or_path": origin} | ({"auto_map": auto_map} if auto_map else {})
