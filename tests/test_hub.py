@@ -7,8 +7,10 @@ import pytest
 import torch
 from conftest import needs_auto_processor
 from hub_clients import CARD, Clients, contents, language_folder, language_model, leaks, vision_folder
+from huggingface_hub import get_session
 
 import tost_hf
+from tost_hf.hub.connection import TIME_LIMIT, hub_calls
 from tost_hf.hub.publishing import publish
 
 
@@ -220,6 +222,20 @@ def test_server_timeout(hub, clients, tmp_path, step):
             assert "Traceback" not in done.output
     hub.settle()
     assert hub.head(name) == head
+
+
+def test_time_limits_that_overlap():
+    """As of a push in the background and the main thread: the time limit ends with the last of them."""
+    session = get_session()
+    before = session.timeout
+    assert before.read != TIME_LIMIT
+    first, second = hub_calls(), hub_calls()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert session.timeout.read == TIME_LIMIT
+    second.__exit__(None, None, None)
+    assert session.timeout == before
 
 
 def test_missing_permissions(hub, clients, folder, published):

@@ -4,12 +4,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 from huggingface_hub import HfApi, ModelInfo, SpaceInfo, get_session, snapshot_download
 from huggingface_hub.errors import HTTPError
 
 
 TIME_LIMIT = 60.0  # seconds without an answer, or without progress, of one request
+
+_lock = Lock()  # all threads share one session
+_replaced_timeouts: list = []  # of the session, one for each call within `hub_calls`; the first is the session's default
 
 
 @contextmanager
@@ -19,8 +23,10 @@ def hub_calls() -> Iterator[None]:
     Raises:
         OSError: the Hub could not be reached, timed out or closed the connection.
     """
-    session = get_session()
-    before, session.timeout = session.timeout, TIME_LIMIT
+    with _lock:
+        session = get_session()
+        _replaced_timeouts.append(session.timeout)
+        session.timeout = TIME_LIMIT
     try:
         yield
     except (HTTPError, RuntimeError) as error:  # an upload's HTTP error comes as the cause of a RuntimeError
@@ -31,7 +37,8 @@ def hub_calls() -> Iterator[None]:
             f"The Hub could not be reached, timed out or closed the connection ({reason}); run the command again."
         ) from error
     finally:
-        session.timeout = before
+        with _lock:
+            get_session().timeout = _replaced_timeouts.pop()  # a connection error makes huggingface_hub replace the session
 
 
 def get_repo_info(api: HfApi, repo_id: str, revision: str | None = None, repo_type: str = "model") -> ModelInfo | SpaceInfo:
