@@ -9,7 +9,7 @@ import pickletools
 import re
 import zipfile
 from collections.abc import Collection, Iterator
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +40,8 @@ def forbidden_file(name: str, path: Path) -> str | None:
     base = name.rsplit("/", 1)[-1]
     if holds_hub_token(name):
         return f"{redact(name)} has a secret in its name (Hugging Face Token)"
+    if "\\" in name or any(PureWindowsPath(part).drive for part in name.split("/")):
+        return f"{name!r} is a path of Windows by its name, which the Hub's client does not download; rename it"
     if TRAINER_STATE.match(base):
         return f"{name} is state of a training run (optimizer, scheduler, random numbers)"
     if base.lower().endswith(PICKLES):
