@@ -1,4 +1,4 @@
-"""Texts that are read once: files of their state, the commands `cache` and `generate`, chunked prefill of long prompts."""
+"""Texts that are read once: files of their state, chunked prefill of long prompts."""
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from tost_hf import (
     prefill_cache,
     save_cache,
 )
-from tost_hf.cli import main
 from tost_hf.model import modeling_tost
 
 
@@ -64,7 +63,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_prefix_of_another_model_is_rejected(model, file, change):
     change(model)
-    with pytest.raises(ValueError, match=r"was written with other weights.*write it again by `tost-hf cache`"):
+    with pytest.raises(ValueError, match=r"was written with other weights.*write it again.* with save_cache"):
         load_prefix(file, model)
 
 
@@ -98,10 +97,12 @@ def test_wrong_arguments(model, tokens, tmp_path):
         save_cache(cache, tmp_path / "x", model=model, input_ids=tokens[:, 1:])
     with pytest.raises(ValueError, match="at least one token"):
         prefill_cache(model, tokens[:, :0])
+    with pytest.raises(ValueError, match="positions for 16: use a shorter text"):
+        prefill_cache(ToSTForCausalLM(small_config(vocab_size=320, max_position_embeddings=16)), tokens)
     assert not list(tmp_path.iterdir())
 
 
-# Commands -------------------------------------------------------------------------------------------------------------
+# Long prompts in generate ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -109,40 +110,6 @@ def folder(model, tmp_path):
     model.save_pretrained(tmp_path / "tiny")
     save_tokenizer(tmp_path / "tiny")
     return tmp_path / "tiny"
-
-
-def test_commands_read_a_text_once(model, folder, tmp_path, capsys):
-    text = "import os\n" * 200
-    (tmp_path / "text.txt").write_text(text)
-    written = tmp_path / "text.safetensors"
-    command = ["cache", str(folder), str(tmp_path / "text.txt"), str(written)]
-    assert main(command) == 0
-    assert "2,000 tokens in" in capsys.readouterr().out
-    assert main(command) == 1 and "exists; choose another" in capsys.readouterr().err
-    assert main([*command, "--overwrite"]) == 0
-    capsys.readouterr()
-    options = ["--max-new-tokens", "12"]
-    assert main(["generate", str(folder), text + "import sys", *options]) == 0
-    whole = capsys.readouterr().out
-    assert main(["generate", str(folder), "import sys", "--prefix", str(written), *options]) == 0
-    assert capsys.readouterr().out == whole != "\n"
-    model.lm_head.weight.data.mul_(2)
-    model.save_pretrained(folder)
-    assert main(["generate", str(folder), "x", "--prefix", str(written)]) == 1
-    assert "was written with other weights" in capsys.readouterr().err
-    (tmp_path / "text.txt").write_text("")
-    assert main([*command, "--overwrite"]) == 1 and "has no text" in capsys.readouterr().err
-
-
-def test_sampling_at_the_terminal_is_reproducible(folder, capsys):
-    texts = []
-    for seed in ("1", "1", "2"):
-        assert main(["generate", str(folder), "x", "--temperature", "1", "--seed", seed]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-
-# Long prompts in generate ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, HYBRID], ids=["ToST", "hybrid"])
@@ -180,12 +147,3 @@ def test_long_prompts_show_a_progress_bar(model, tokens, monkeypatch, capsys):
     assert "Prefill" in (shown := capsys.readouterr().err) and "150/150" in shown
     model.generate(tokens[:, :60], past_key_values=CausalStatisticsCache(model.config), **GREEDY)
     assert capsys.readouterr().err == ""
-
-
-def test_a_text_longer_than_the_position_table(tmp_path, capsys):
-    save_tokenizer(tmp_path / "model")
-    config = small_config(vocab_size=320, max_position_embeddings=16, bos_token_id=0, eos_token_id=0)
-    ToSTForCausalLM(config).save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("import os\n" * 50)
-    assert main(["cache", str(tmp_path / "model"), str(tmp_path / "text.txt"), str(tmp_path / "x.safetensors")]) == 1
-    assert "positions for 16: use a shorter text" in capsys.readouterr().err and not (tmp_path / "x.safetensors").exists()

@@ -31,6 +31,7 @@ from .model.tssa import TSSAState
 FILE_FORMAT = "tost_causal_statistics/1"
 MAX_LENGTH_DIGITS = 18  # of a number of tokens; an int64 holds it
 TOKENS = "input_ids"  # the tensor of a file that names its text
+PREFIX_CODE = "save_cache(prefill_cache(model, input_ids), file, model=model, input_ids=input_ids)"  # writes such a file
 
 
 class StateBytes(NamedTuple):
@@ -184,7 +185,7 @@ def load_cache(
 
 
 def load_prefix(filename: str | os.PathLike, model: Any, weights: str | None = None) -> CachedPrefix:
-    """Reads a text's cache that `tost-hf cache` or `save_cache(..., model=, input_ids=)` wrote, for the same model.
+    """Reads a text's cache that `save_cache(..., model=, input_ids=)` wrote, for the same model.
 
     Continue it by `model.generate(torch.cat([prefix.input_ids, more], 1), past_key_values=prefix.cache)`.
 
@@ -200,7 +201,7 @@ def load_prefix(filename: str | os.PathLike, model: Any, weights: str | None = N
     """
     tensors, metadata = _read_file(filename, model.device)
     if TOKENS not in tensors:
-        raise ValueError(f"{os.fspath(filename)!r} does not name its text; write it by `tost-hf cache`.")
+        raise ValueError(f"{os.fspath(filename)!r} does not name its text; write it with {PREFIX_CODE}.")
     input_ids = tensors[TOKENS].long()
     if input_ids.ndim != 2 or len(input_ids) != 1 or str(input_ids.shape[1]) != metadata.get("seq_length"):
         raise ValueError(f"{os.fspath(filename)!r} is not the cache of one text: its tokens are {tuple(input_ids.shape)}.")
@@ -209,8 +210,8 @@ def load_prefix(filename: str | os.PathLike, model: Any, weights: str | None = N
         source = " at ".join(filter(None, (metadata.get("model"), metadata.get("revision")))) or "another model"
         raise ValueError(
             f"{os.fspath(filename)!r} was written with other weights, those of {source} (SHA-256 "
-            f"{str(metadata.get('weights'))[:12]}...; this model's is {weights[:12]}..., in {model.dtype}): write it again by "
-            "`tost-hf cache`, with the same dtype."
+            f"{str(metadata.get('weights'))[:12]}...; this model's is {weights[:12]}..., in {model.dtype}): write it again "
+            f"in this dtype, with {PREFIX_CODE}."
         )
     return CachedPrefix(input_ids, _fill_cache(filename, tensors, metadata, model.config, False))
 

@@ -206,36 +206,6 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run a tokenizer or image processor that is code in its repository; without it such code is never run",
     )
-    text_model = argparse.ArgumentParser(add_help=False, parents=[model])
-    text_model.add_argument("--dtype", default="auto", metavar="DTYPE", help="of the weights (default: that of the files)")
-    text_model.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (the default), cuda, ...")
-    generate = add(
-        "generate",
-        _generate,
-        "continue a text at the terminal",
-        "Prints the text that follows a prompt, or that follows a file of `tost-hf cache` and a prompt.",
-        "./tost-demo 'import os'",
-        "./tost-demo --prefix manual.safetensors 'How is it switched on?' --max-new-tokens 50",
-        parents=[text_model],
-    )
-    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue")
-    generate.add_argument("--prefix", metavar="FILE", help="a text that was read before, written by `tost-hf cache`")
-    generate.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="tokens at most (default: 100)")
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: greedy")
-    generate.add_argument("--seed", type=int, default=0, help="of the tokens that are sampled (default: 0)")
-    cache = add(
-        "cache",
-        _cache,
-        "read a long text once, and write the model's state after it to a file",
-        "Reads a text by chunked prefill, which takes the same memory for every length, and writes the state after it and "
-        "its tokens. `tost-hf generate --prefix` and `tost-hf serve --prefix` continue from the file, with the same "
-        "model, weights and dtype.",
-        "./tost-demo manual.txt manual.safetensors",
-        parents=[text_model],
-    )
-    cache.add_argument("text", metavar="TEXT_FILE", help="the text, in UTF-8")
-    cache.add_argument("output", metavar="OUT", help="the .safetensors file to write")
-    cache.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     serve = add(
         "serve",
         _serve,
@@ -260,8 +230,9 @@ def _make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=FILE",
-        help='a file of `tost-hf cache`: prompts that begin with its text, or requests with the field "prefix": NAME, '
-        "continue from it; may be repeated",
+        help="the state after a text that was read once, a file written in Python by save_cache(prefill_cache(model, ids), "
+        "FILE, model=model, input_ids=ids): prompts that begin with the text, or requests with the field "
+        '"prefix": NAME, continue from it; may be repeated',
     )
     export = add(
         "export",
@@ -420,46 +391,6 @@ def _inspect(args: argparse.Namespace) -> None:
     options = {name: getattr(args, name) for name in ("layers", "image_size", "processor", "trust_remote_code")}
     for path in inspect_path(args.model, args.input, args.out, **options):
         print(f"Wrote {path}")
-
-
-def _load_text_model(args: argparse.Namespace):
-    from transformers import AutoTokenizer
-
-    from .model.modeling_tost import ToSTForCausalLM
-
-    model = ToSTForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=args.dtype)
-    return model.to(args.device).eval(), AutoTokenizer.from_pretrained(args.model, revision=args.revision)
-
-
-def _generate(args: argparse.Namespace) -> None:
-    import torch
-    from transformers import TextStreamer
-
-    from .cache_files import load_prefix
-
-    model, tokenizer = _load_text_model(args)
-    input_ids, cache = tokenizer(args.prompt, return_tensors="pt").input_ids.to(model.device), None
-    if args.prefix is not None:
-        prefix = load_prefix(args.prefix, model)
-        input_ids, cache = prefix.continued_by(input_ids[0].tolist(), tokenizer.bos_token_id), prefix.cache
-    torch.manual_seed(args.seed)
-    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    model.generate(input_ids, past_key_values=cache, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling)
-
-
-def _cache(args: argparse.Namespace) -> None:
-    from .cache_files import prefill_cache, save_cache
-    from .files import check_file
-
-    check_file(Path(args.output), args.overwrite)
-    text = Path(args.text).read_text(encoding="utf-8")
-    model, tokenizer = _load_text_model(args)
-    input_ids = tokenizer(text, return_tensors="pt").input_ids
-    if not input_ids.numel():
-        raise ValueError(f"{args.text} has no text.")
-    save_cache(prefill_cache(model, input_ids, progress_bar=True), args.output, model=model, input_ids=input_ids)
-    print(f"Wrote {args.output}: {input_ids.shape[1]:,} tokens in {Path(args.output).stat().st_size:,} bytes")
 
 
 def _serve(args: argparse.Namespace) -> None:

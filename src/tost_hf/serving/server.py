@@ -105,7 +105,7 @@ class ServedModels(ModelManager):
             ValueError, OSError: it or a file cannot be loaded; or code is trusted without saying whose.
         """
         if force_model is None and prefix_files:
-            raise ValueError("--prefix needs a MODEL: a file of `tost-hf cache` belongs to one model.")
+            raise ValueError("--prefix needs a MODEL: a file of save_cache(..., model=model, input_ids=ids) belongs to one.")
         if force_model is None and trust_remote_code:
             raise ValueError(
                 "--trust-remote-code needs a MODEL: without one, any client could have any repository's code run here."
