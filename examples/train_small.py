@@ -32,10 +32,11 @@ from scripting import recorded_command
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
-from tost_hf.files import EVALUATION, staged_file
-from tost_hf.hub.cards import write_card
+from tost_hf.files import EVALUATION
+from tost_hf.hub.cards import build_card
 from tost_hf.hub.markdown import code_block
 from tost_hf.hub.publishing import model_files
+from tost_hf.hub.records import CARD, save_card
 from tost_hf.training.metrics import perplexity
 
 
@@ -166,12 +167,11 @@ def sample_texts(folder: str) -> str:
     return "\n\n".join([TITLE, note, *texts])
 
 
-def finish_card(folder: str, title: str, section: str) -> None:
-    """Writes the card again, with the evaluation, and a section under its title at its end in place of an earlier one."""
-    card = write_card(folder)
-    text = card.read_text(encoding="utf-8").partition(title)[0].rstrip()
-    with staged_file(card) as staged:
-        staged.write_text(f"{text}\n\n{section}\n", encoding="utf-8")
+def finish_card(folder: str, section: str) -> None:
+    """Replaces Trainer's card by one with the evaluation, and with a section at its end."""
+    card = build_card(folder)
+    card.text += f"\n{section}\n"
+    save_card(card, Path(folder, CARD))
 
 
 def copy_published_files(folder: str, hub_dir: str | None) -> None:
@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
     store_as_bfloat16(AutoModelForCausalLM, args.output_dir)
     evaluate(args.text, args.output_dir, size.block_size)
     section = sample_texts(args.output_dir)
-    finish_card(args.output_dir, TITLE, section)
+    finish_card(args.output_dir, section)
     copy_published_files(args.output_dir, args.hub_dir)
     print(section)
 

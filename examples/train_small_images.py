@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     plot_curves(args.output_dir)
     plot_confusion(matrix, names, args.output_dir)
     section = class_section(matrix, names)
-    finish_card(args.output_dir, TITLE, section)
+    finish_card(args.output_dir, section)
     copy_published_files(args.output_dir, args.hub_dir)
     if args.trunk == "tssa":
         first = splits["validation"][0]

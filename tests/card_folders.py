@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 import tost_hf
 
 
-TOKEN = "hf_" + "Ab1" * 12
 RESULT = {
     "task_type": "text-generation",
     "dataset_type": "me/letters",
@@ -70,7 +69,7 @@ RECORDS = {
     "eval_results.json": EVAL_RESULTS,
     "evaluation.json": {"results": [RESULT]},
     "run_arguments.json": {
-        "command": f"python examples/run_clm.py --token {TOKEN} --do_train",
+        "command": "python examples/run_clm.py --do_train",
         "dataset_name": "me/letters",
         "dataset_config_name": "small",
         "model_name_or_path": "me/parent",

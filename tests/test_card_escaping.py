@@ -9,7 +9,7 @@ import yaml
 from card_folders import RESULT, code_blocks, write_json
 from markdown_it import MarkdownIt
 
-from tost_hf.hub.cards import BEGIN, END, build_card, write_card
+from tost_hf.hub.cards import write_card
 from tost_hf.hub.markdown import escape, python_string
 from tost_hf.hub.records import load_card
 
@@ -17,7 +17,6 @@ from tost_hf.hub.records import load_card
 PARSER = MarkdownIt("commonmark").enable("table")
 TEXTS = {
     "html": "<script>alert(1)</script>",
-    "markers": f"x {END} y {BEGIN} z\n{END}\n{BEGIN}",
     "html comment": "<!-- tost_hf 01234567 -->",
     "open comment": "x <!-- y",
     "image": "![a](https://evil.example/a.png)",
@@ -46,8 +45,7 @@ def shape(card):
     def parts(tokens):
         for token in tokens:
             yield token.type, token.tag, token.attrs if token.type in ("link_open", "image") else {}
-            if "html" in token.type:
-                assert token.content.strip() in (BEGIN, END)
+            assert "html" not in token.type
             yield from parts([child for child in token.children or () if child.type not in ("text", "text_special")])
 
     return list(parts(PARSER.parse(card.text)))
@@ -76,10 +74,7 @@ def test_text_is_escaped(trained_folder, labelled_folder, tmp_path, text):
     def write(inserted):
         copies = [copytree(folder, tmp_path / inserted[:1] / folder.name) for folder in (trained_folder, labelled_folder)]
         for folder in fill(*copies, inserted):
-            path = write_card(folder, revision=inserted)
-            written = path.read_bytes()
-            assert write_card(folder, revision=inserted).read_bytes() == written
-            yield load_card(path)
+            yield load_card(write_card(folder, revision=inserted))
 
     harmless = HARMLESS or HARMLESS.extend(write("harmless")) or HARMLESS
     shown = list(write(text))
@@ -109,22 +104,3 @@ def plain(text):
 def test_escaped_text_is_shown_as_it_is(text):
     (line,) = PARSER.parseInline(escape(text))
     assert plain("".join(token.content for token in line.children)) == plain(text)
-
-
-SECRET = "Xy12" * 15  # with a mark before it that says what it is, or after an option of any spelling
-SECRETS = (
-    *(f"{mark}{SECRET}" for mark in ("hf_", "hf_oauth_", "hf_jwt_")),
-    *(f"python x.py --{name} {SECRET}" for name in ("token", "hub-token", "hub_token", "hub_tok", "push_to_hub_token")),
-    *(f"python x.py --{name}={SECRET} --seed 1" for name in ("token", "hub-token", "hub_tok", "api_key", "password")),
-    f"python x.py --token '{SECRET} {SECRET}'",
-    f"python x.py --model_args pretrained=a,token={SECRET}",
-    f"HF_TOKEN={SECRET} python x.py",
-)
-
-
-@pytest.mark.parametrize("text", SECRETS)
-def test_secrets_are_taken_out_everywhere(trained_folder, labelled_folder, text):
-    for folder in fill(trained_folder, labelled_folder, text):
-        (folder / "README.md").write_text(f"# Mine\n\nI ran {text}\n")
-        card = str(build_card(folder, repo_id="me/tiny"))
-        assert SECRET[:20] not in card and "REMOVED" in card

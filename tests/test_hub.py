@@ -266,7 +266,9 @@ def test_card_rejected_by_the_hub(hub, clients, tmp_path):
 def test_generated_cards_are_valid(hub, clients, tmp_path):
     pytest.importorskip("jinja2")
     for folder, tag in ((language_folder(tmp_path / "l"), "text-generation"), (vision_folder(tmp_path / "v"), "image-class")):
-        clients.command("publish", folder, f"tost/card-{tag}", "--card", token=hub.token("writer")).check()
+        (folder / "README.md").unlink()
+        options = ("--card", "--license", "apache-2.0")
+        clients.command("publish", folder, f"tost/card-{tag}", *options, token=hub.token("writer")).check()
         assert f"pipeline_tag: {tag}" in hub.files(f"tost/card-{tag}")["README.md"].decode()
 
 

@@ -90,6 +90,7 @@ def test_strategies(hub, train, tmp_path, strategy, pushes, state_in):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/.env").write_text("A=1")
     (tmp_path / "out/notes.txt").write_text("my token is hf_" + "x" * 34)
+    (tmp_path / "out/README.md").write_text("---\nlicense: mit\n---\n# Of an earlier run\n")
     train(tmp_path / "out", hub_model_id=repo, hub_strategy=strategy).check()
     commits = hub.commits(repo)[:-1]  # without the one that creates the repository
     assert len(commits) == pushes
@@ -98,7 +99,8 @@ def test_strategies(hub, train, tmp_path, strategy, pushes, state_in):
         assert set(files) >= MODEL
         assert "auto_map" in json.loads(files["config.json"])
         assert not any("training_args" in name for name in files)
-        assert "[More Information Needed]" not in files["README.md"].decode()
+        card = files["README.md"].decode()
+        assert not any(text in card for text in ("[More Information Needed]", "Of an earlier run", "license: mit"))
         in_folders = {name.rpartition("/")[0] for name in files if name.rpartition("/")[2] in STATE}
         assert in_folders <= state_in
     assert in_folders <= state_in and {name.split("/")[0] for name in hub.files(repo) if "/" in name} == state_in

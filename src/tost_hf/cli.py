@@ -112,10 +112,10 @@ def _make_parser() -> argparse.ArgumentParser:
     card = add(
         "card",
         _card,
-        "write or refresh the model card of a folder",
+        "write the model card of a folder",
         "Writes README.md from what the folder holds: configuration, weights, the training run's record and "
-        "evaluation results. What nobody recorded is left out. Metadata written by hand is kept, and so is all text but "
-        "that between the two comments, which is generated.",
+        "evaluation results. What nobody recorded is left out. A README.md that exists is left as it is, unless "
+        "--overwrite is given, which replaces all of it.",
         "./my-tost --license apache-2.0",
         "--presets model_cards",
     )
@@ -128,11 +128,12 @@ def _make_parser() -> argparse.ArgumentParser:
         const="model_cards",
         help="write the cards of the paper's sizes, which have no weights, into this folder (default: model_cards)",
     )
-    card.add_argument(
-        "--license", metavar="ID", help="licence of the weights, such as apache-2.0; by default the one in the card"
-    )
+    card.add_argument("--license", metavar="ID", help="licence of the weights, such as apache-2.0")
     card.add_argument("--repo-id", metavar="REPO_ID", help="where it will be published, for the loading examples")
     card.add_argument("--revision", help="the tag or commit that the loading examples pin")
+    card.add_argument(
+        "--overwrite", action="store_true", help="replace the README.md in FOLDER, text written by hand included"
+    )
     publish = add(
         "publish",
         _publish,
@@ -141,8 +142,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "visible at once, or nothing. Interrupted, it leaves the repository as it was; run it again. It rejects "
         "pickles, optimizer states, code that is not ToST's, files that look like secrets, weights with NaN, weights "
         "that do not fit config.json, and a card without a licence.",
-        "./my-tost me/my-tost --card",
-        "./my-tost me/my-tost --private --tag v1 --card",
+        "./my-tost me/my-tost --card --license apache-2.0",
+        "./my-tost me/my-tost --private --tag v1",
         "./my-tost tost/tost-base --create-pr",
         "--space ./my-page me/my-page",
     )
@@ -161,7 +162,10 @@ def _make_parser() -> argparse.ArgumentParser:
         help="include the remote code, for trust_remote_code=True where tost_hf is not installed (the default)",
     )
     code.add_argument("--without-code", dest="with_code", action="store_false", help="leave it out")
-    publish.add_argument("--card", action="store_true", help="write or refresh the card in FOLDER first (`tost-hf card`)")
+    publish.add_argument(
+        "--card", action="store_true", help="write a card first (`tost-hf card`), only where FOLDER has no README.md"
+    )
+    publish.add_argument("--license", metavar="ID", help="licence of the weights, for the card that --card writes")
     publish.add_argument(
         "--space", action="store_true", help="FOLDER is a page that `tost-hf space` wrote; send it as a Space"
     )
@@ -334,7 +338,8 @@ def _card(args: argparse.Namespace) -> None:
         for path in write_preset_cards(args.presets):
             print(f"Wrote {path}")
         return
-    print(f"Wrote {write_card(args.folder, repo_id=args.repo_id, revision=args.revision, license=args.license)}")
+    options = {name: getattr(args, name) for name in ("repo_id", "revision", "license", "overwrite")}
+    print(f"Wrote {write_card(args.folder, **options)}")
 
 
 def _publish(args: argparse.Namespace) -> None:
@@ -342,10 +347,14 @@ def _publish(args: argparse.Namespace) -> None:
 
     if args.card and args.space:
         raise ValueError("--card writes a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
-    if args.card:
+    if args.license and not args.card:
+        raise ValueError("--license is for the card that --card writes; a card that exists names its licence itself.")
+    if args.card and Path(args.folder, "README.md").exists():
+        print(f"{args.folder} has a README.md, which stays as it is.")
+    elif args.card:
         from .hub.cards import write_card
 
-        write_card(args.folder, repo_id=args.repo_id, revision=args.tag, with_code=args.with_code)
+        write_card(args.folder, repo_id=args.repo_id, revision=args.tag, license=args.license, with_code=args.with_code)
     options = {name: getattr(args, name) for name in ("private", "revision", "tag", "create_pr", "dry_run")}
     if args.space:
         done = publish_space(args.folder, args.repo_id, **options)

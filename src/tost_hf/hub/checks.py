@@ -258,10 +258,14 @@ def check_card(folder: Path) -> Card:
     card = load_card(path)
     if not card.data.license:
         raise ValueError(
-            f"The card {path} names no licence; `tost-hf card {folder} --license apache-2.0` (or whichever it is) adds one."
+            f"The card {path} names no licence: add the line `license: apache-2.0` (or whichever it is) to its metadata, or "
+            f"write it again with `tost-hf card {folder} --license apache-2.0 --overwrite`."
         )
     if "[More Information Needed]" in card.content:
-        raise ValueError(f"The card {path} is an unfilled form; `tost-hf card {folder}` writes one from what is known.")
+        raise ValueError(
+            f"The card {path} is an unfilled form: complete it by hand, or write one from what is known with `tost-hf card "
+            f"{folder} --license LICENSE --overwrite`."
+        )
     return card
 
 

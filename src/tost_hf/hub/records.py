@@ -19,7 +19,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 
 from ..files import ALL_RESULTS, EVAL_RESULTS, EVALUATION, RUN_ARGUMENTS, TRAIN_RESULTS, TRAINER_STATE, staged_file
-from .secrets import redact
 
 
 CARD = "README.md"
@@ -50,7 +49,7 @@ class Card(ModelCard):
 
 
 class Records(NamedTuple):
-    """All that a folder's records say, without secrets."""
+    """All that a folder's records say."""
 
     results: list[dict]  # of evaluation.json
     metrics: dict[str, float]  # of Trainer's last evaluation, without the "eval_" of their names
@@ -63,7 +62,7 @@ class Records(NamedTuple):
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file, without secrets, or an empty one where there is no file.
+    """The object in a JSON file, or an empty one where there is no file.
 
     Raises:
         ValueError: it holds something else, or is too large for a record.
@@ -73,21 +72,13 @@ def read_json(path: Path) -> dict:
     if path.stat().st_size > MAX_RECORD_BYTES:
         raise ValueError(f"{str(path)!r} is larger than {MAX_RECORD_BYTES:,} bytes, too large for a run's record; delete it.")
     try:
-        content = _redact_all(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(content, ensure_ascii=False).encode()  # fails for halves of characters, which no card can hold
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not valid JSON ({error}); correct or delete it.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} must hold a JSON object, got a {type(content).__name__}.")
     return content
-
-
-def _redact_all(content):
-    if isinstance(content, dict):
-        return {redact(key): _redact_all(value) for key, value in content.items()}
-    if isinstance(content, list):
-        return [_redact_all(value) for value in content]
-    return redact(content) if isinstance(content, str) else content
 
 
 def read_records(folder: Path) -> Records:
@@ -105,7 +96,7 @@ def read_records(folder: Path) -> Records:
         name = key.removeprefix("eval_")
         about_speed = name.endswith(("runtime", "_per_second", "_samples", "_time")) or name == "samples"
         if (name != key or key == "perplexity") and not about_speed and _is_number(value):
-            metrics[redact(name)] = value  # again, without the prefix
+            metrics[name] = value
     run = read_json(folder / RUN_ARGUMENTS)
     training = state | read_json(folder / TRAIN_RESULTS) | results
     examples = evaluation.get("eval_samples")
@@ -214,7 +205,7 @@ def _check_metadata(data: ModelCardData) -> None:
     for key in vars(data):
         if hasattr(ModelCardData, key):
             raise ValueError(f"{key!r} is not a name that metadata can have")
-    data.to_yaml()  # as it will be written
+    data.to_yaml()  # as `card.content` is written
     for key in ("license_name", "license_link", "library_name", "pipeline_tag"):
         if not isinstance(data.get(key), str | None):
             raise ValueError(f"{key!r} must be a text, got {data[key]!r}")

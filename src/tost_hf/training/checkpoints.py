@@ -31,7 +31,7 @@ from ..files import TRAINER_STATE, staged_file
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-UNLISTED_FILES = (MANIFEST, "README.md")  # a card may be rewritten
+UNLISTED_FILES = (MANIFEST, "README.md")  # a card may be edited
 TORCH_WRITE_ERRORS = "inline_container|PytorchStreamWriter|iostream"  # in a RuntimeError: torch.save could not write
 
 

@@ -17,10 +17,10 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import CONFIG_NAME
 
 from ..files import RUN_ARGUMENTS
-from ..hub.cards import is_hub_id, write_card
+from ..hub.cards import build_card, is_hub_id, write_card
 from ..hub.checks import forbidden_file
 from ..hub.publishing import STAGED, Publication, commit_files, model_files
-from ..hub.records import CARD, load_card, save_card
+from ..hub.records import CARD, save_card
 from ..model.base_tost import AUTO_MAPS, ToSTBaseModel
 from ..version import __version__
 from .checkpoints import MANIFEST, output_folder
@@ -50,7 +50,9 @@ class PublishingTrainer(Trainer):
             shutil.rmtree(left_over, ignore_errors=True)
 
     def create_model_card(self, language=None, license: str | None = None, tags=None, *args, **kwargs) -> None:
-        """Writes the folder's card from what is known of the model and the run; see `tost_hf.write_card`.
+        """Writes the folder's card from what is known of the model and the run; see `tost_hf.build_card`.
+
+        As with transformers' own, one that is in the folder is replaced.
 
         Args:
             language, tags: a string or a list, added to the metadata; as are the Hub ids in dataset_tags.
@@ -60,14 +62,13 @@ class PublishingTrainer(Trainer):
         if not isinstance(self.accelerator.unwrap_model(self.model), ToSTBaseModel):  # an adapter, say
             super().create_model_card(language, license, tags, *args, **kwargs)
         elif self.is_world_process_zero() and (output_folder(self) / CONFIG_NAME).is_file():  # not after evaluation alone
-            path = write_card(output_folder(self), repo_id=getattr(self, "hub_model_id", None), license=license)
-            card = load_card(path)
+            card = build_card(output_folder(self), repo_id=getattr(self, "hub_model_id", None), license=license)
             for key, value in (("language", language), ("datasets", kwargs.get("dataset_tags")), ("tags", tags)):
-                given = [value] if isinstance(value, str) else list(value or [])
-                given = [name for name in given if key != "datasets" or is_hub_id(name)]
-                if given:
-                    setattr(card.data, key, list(dict.fromkeys([*(getattr(card.data, key) or []), *given])))
-            save_card(card, path)
+                names = [value] if isinstance(value, str) else list(value or [])
+                names = [name for name in names if key != "datasets" or is_hub_id(name)]
+                if names:
+                    setattr(card.data, key, list(dict.fromkeys([*(getattr(card.data, key) or []), *names])))
+            save_card(card, output_folder(self) / CARD)
 
     def push_to_hub(  # type: ignore[override]  # transformers' own returns a Future or None, too, whatever it declares
         self,
@@ -105,10 +106,9 @@ class PublishingTrainer(Trainer):
             return  # as in transformers: this checkpoint is left to a later push
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if isinstance(self.accelerator.unwrap_model(self.model), ToSTBaseModel):
-            for name in (RUN_ARGUMENTS, CARD):  # the card for what a person wrote into it
-                if (kept := output_folder(self) / name).is_file():
-                    shutil.copyfile(kept, Path(checkpoint_folder, name))
-            write_card(checkpoint_folder, repo_id=self.hub_model_id)
+            if (run_arguments := output_folder(self) / RUN_ARGUMENTS).is_file():
+                shutil.copyfile(run_arguments, Path(checkpoint_folder, RUN_ARGUMENTS))
+            write_card(checkpoint_folder, repo_id=self.hub_model_id, overwrite=True)
         # links, because the checkpoint may be deleted (save_total_limit) before it is sent
         staged = tempfile.mkdtemp(prefix=STAGED, dir=self.args.output_dir)
         model = {
