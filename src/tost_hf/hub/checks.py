@@ -41,7 +41,7 @@ def forbidden_file(name: str, path: Path) -> str | None:
     if holds_hub_token(name):
         return f"{redact(name)} has a secret in its name (Hugging Face Token)"
     if "\\" in name or any(PureWindowsPath(part).drive for part in name.split("/")):
-        return f"{name!r} is a path of Windows by its name, which the Hub's client does not download; rename it"
+        return f"{name!r} has a drive letter or a backslash in its name, so that downloads of it are refused; rename it"
     if TRAINER_STATE.match(base):
         return f"{name} is state of a training run (optimizer, scheduler, random numbers)"
     if base.lower().endswith(PICKLES):
