@@ -191,6 +191,20 @@ def communication():
     return answer
 
 
+def comparisons():
+    """The forward passes that compare the batches of the processes, of 205 in training."""
+    model, tokens = parallelize(a_model(), cp_mesh(4)), torch.zeros(1, 4, dtype=torch.long)
+    all_gather, compared = dist.all_gather, []
+    try:
+        for number in range(205):
+            dist.all_gather = lambda *args, number=number, **kwargs: (compared.append(number), all_gather(*args, **kwargs))
+            with torch.no_grad():
+                model(tokens)
+    finally:
+        dist.all_gather = all_gather
+    return compared
+
+
 def memory(name: str) -> int:
     """Bytes of this process by a name of /proc/self/status: VmRSS now, VmHWM at most."""
     with open("/proc/self/status") as file:
@@ -233,7 +247,7 @@ def error_of(call):
 def errors_of_misuse():
     """Error messages: found, and how each should begin."""
     mesh, ids = cp_mesh(4), torch.zeros(1, 9, dtype=torch.long)
-    model = parallelize(a_model(), mesh)
+    model, unused = parallelize(a_model(), mesh), parallelize(a_model(), mesh)
     kinds = ["tost_causal_statistics", "full_attention"]
     encoder = tost_hf.ToSTModel(small_config(is_causal=False))
     classifier = tost_hf.ToSTForSequenceClassification(small_config())
@@ -262,13 +276,14 @@ def errors_of_misuse():
         (lambda: model(ids, labels=ids[:, :5]), "ValueError: labels must have the shape of the tokens"),
         (lambda: parallelize(a_model(), None), "TypeError: parallelize takes a torch DeviceMesh"),
         (
-            lambda: model(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)),
+            lambda: unused(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)),
             f"{different}: input_ids differ in shape or content between the 4",
         ),
-        (lambda: model(ids[:, : 9 - dist.get_rank() % 2]), f"{different}: input_ids differ"),
-        (lambda: model(ids, labels=ids + dist.get_rank() // 3), f"{different}: labels differ"),
-        (lambda: model(ids, attention_mask=ids if dist.get_rank() else None), f"{different}: attention_mask differ"),
-        (lambda: model(torch.arange(9).roll(dist.get_rank()).unsqueeze(0)), f"{different}: input_ids differ"),
+        (lambda: unused(ids[:, : 9 - dist.get_rank() % 2]), f"{different}: input_ids differ"),
+        (lambda: unused(ids, labels=ids + dist.get_rank() // 3), f"{different}: labels differ"),
+        (lambda: unused(ids, attention_mask=ids if dist.get_rank() else None), f"{different}: attention_mask differ"),
+        (lambda: unused(torch.arange(9).roll(dist.get_rank()).unsqueeze(0)), f"{different}: input_ids differ"),
+        (lambda: model.eval()(ids + dist.get_rank()), f"{different}: input_ids differ"),  # the first in evaluation
         (with_torchs_own, "ValueError: torch's context_parallel shards texts for softmax attention"),
     ]
     return [(error_of(call), message) for call, message in cases]
@@ -290,6 +305,11 @@ CASES = {
 
 
 def run(name: str):
-    others = {"communication": (communication,), "errors": (errors_of_misuse,), "million": (million_tokens,)}
+    others = {
+        "communication": (communication,),
+        "errors": (errors_of_misuse,),
+        "comparisons": (comparisons,),
+        "million": (million_tokens,),
+    }
     function, *arguments = (CASES | others)[name]
     return function(*arguments)

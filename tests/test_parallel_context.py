@@ -9,7 +9,7 @@ from tost_hf import ToSTForCausalLM
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    names = [*context_cases.CASES, "communication", "errors"]
+    names = [*context_cases.CASES, "communication", "comparisons", "errors"]
     return run_cases(context_cases.run, names, processes=4, folder=tmp_path_factory.mktemp("context"))
 
 
@@ -34,6 +34,11 @@ def test_communication_does_not_grow_with_the_text(answers, options, collectives
         if "convolution" in options:
             expected += 4 * 3 * (width + 2)
         assert sent == layers * expected
+
+
+def test_batches_are_compared_at_intervals(answers):
+    """Each comparison waits for the device."""
+    assert answers["comparisons"] == [[0, 100, 200]] * 4
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ continues from the shard before; a first token that begins a sequence has number
 
 import functools
 import inspect
+from collections import Counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from .collectives import gather
 
 Model = TypeVar("Model", bound=nn.Module)
 IGNORED = -100  # the label of a token without a target
+CHECK_INTERVAL = 100  # forward passes from one comparison of the processes' batches to the next
 # what all processes must be given alike
 COMPARED = (
     "input_ids",
@@ -54,8 +56,8 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
 
     Each process of `device_mesh` is given the same whole batch and computes its own shard of the tokens, `local_tokens`: the
     hidden states and logits are those of this shard. Positions, padding, packed sequences and labels are those of the whole
-    text, and the loss is that of the whole batch on every process. If the batches differ between the processes, forward raises
-    a ValueError on all of them.
+    text, and the loss is that of the whole batch on every process. The first forward pass and every hundredth after it, in
+    training and in evaluation, compare the batches of the processes, and raise a ValueError on all of them if they differ.
 
     The gradients of the processes have to be averaged, as DistributedDataParallel and fully_shard do, over these processes
     and over those that read other batches alike: wrap the model afterwards.
@@ -110,7 +112,7 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
     )
     for layer in layers:
         layer.operators = operators
-    model.register_forward_pre_hook(functools.partial(_check_same_batch, device_mesh), with_kwargs=True)
+    model.register_forward_pre_hook(functools.partial(_check_same_batch, device_mesh, Counter()), with_kwargs=True)
     trunk = model.model if isinstance(model, ToSTForCausalLM) else model
     trunk.register_forward_pre_hook(functools.partial(_shard_inputs, device_mesh), with_kwargs=True)
     if isinstance(model, ToSTForCausalLM):
@@ -214,25 +216,29 @@ def _sum_loss(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: dic
 
 
 @torch.compiler.disable  # the answer decides what is run
-def _check_same_batch(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> None:
+def _check_same_batch(mesh: DeviceMesh, calls: Counter, module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Before forward: a ValueError on every process of the mesh unless all were given tensors of the same shapes and contents.
 
-    At every call: had only some processes looked, because the shapes changed for them, they would wait for the others.
+    Each comparison waits for the other processes and for the device. When one is due is counted, in `calls` by mode, and not
+    decided by the shapes: had these changed for some processes only, they would wait for the others.
     """
-    given = _bind_arguments(module, args, kwargs)
-    tensors = [given.get(name) for name in COMPARED]
-    device = next((x.device for x in tensors if isinstance(x, torch.Tensor)), torch.device(mesh.device_type))
-    own = torch.stack([_checksum(x, device) for x in tensors])
-    gathered = [torch.empty_like(own) for _ in range(mesh.size())]
-    dist.all_gather(gathered, own, group=mesh.get_group())
-    apart = (torch.stack(gathered) != own).any(0).tolist()
-    if any(apart):
-        differ = [name for name, is_apart in zip(COMPARED, apart) if is_apart]
-        raise ValueError(
-            f"The processes that share a text were given different batches: {', '.join(differ)} differ in shape or content "
-            f"between the {mesh.size()} processes of the mesh. Give all of them the same batch: shard data by the rank of the "
-            "group (its data-parallel rank), not by that of the process."
-        )
+    is_due = calls[module.training] % CHECK_INTERVAL == 0
+    if is_due:
+        inputs = _bind_arguments(module, args, kwargs)
+        tensors = [inputs.get(name) for name in COMPARED]
+        device = next((x.device for x in tensors if isinstance(x, torch.Tensor)), torch.device(mesh.device_type))
+        checksums = torch.stack([_checksum(x, device) for x in tensors])
+        gathered = [torch.empty_like(checksums) for _ in range(mesh.size())]
+        dist.all_gather(gathered, checksums, group=mesh.get_group())
+        differs = (torch.stack(gathered) != checksums).any(0).tolist()
+        if any(differs):
+            names = ", ".join(name for name, is_different in zip(COMPARED, differs) if is_different)
+            raise ValueError(
+                f"The processes that share a text were given different batches: {names} differ in shape or content between "
+                f"the {mesh.size()} processes of the mesh. Give all of them the same batch: shard data by the rank of the "
+                "group (its data-parallel rank), not by that of the process."
+            )
+    calls[module.training] += 1
 
 
 def _checksum(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
