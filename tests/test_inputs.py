@@ -85,7 +85,7 @@ STARTS = torch.tensor([[0, 0, 1, 1]])
         (lambda: given(1, 4, seq_idx=STARTS, cu_seq_lens_q=[0, 3, 4]), ValueError, "sequences at different tokens"),
         (lambda: given(2, 4, cu_seq_lens_q=[0, 2, 4]), ValueError, "batch of size 1"),
         (lambda: given(1, 4, cu_seq_lens_q=[0, 2, 5]), ValueError, "must rise from 0"),
-        (lambda: given(1, 4, cu_seq_lens_q=[[0, 2, 4]]), ValueError, "must rise from 0"),
+        (lambda: given(1, 4, cu_seq_lens_q=[[0, 2, 4]]), ValueError, "must have shape"),
         (lambda: given(1, 4, cu_seq_lens_q=[0, 2.5, 4]), ValueError, "must hold integers"),
         (lambda: given(1, 4) | {"cu_seq_lens_q": [0, 2, 4]}, TypeError, "cu_seq_lens_q must be a tensor, got list"),
         (lambda: given(1, 4) | {"seq_idx": [[0, 0, 1, 1]]}, TypeError, "seq_idx must be a tensor, got list"),

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from conftest import randomize, small_config
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DataCollatorWithFlattening, StaticCache
 
 from tost_hf import (
     PRESETS,
+    CausalStatisticsCache,
     ToSTConfig,
     ToSTForCausalLM,
     ToSTForSequenceClassification,
@@ -19,6 +19,8 @@ from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+BEYOND = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
+HYBRID = {"layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
 
 
 def ids(*shape):
@@ -96,34 +98,40 @@ def test_bf16_statistics_stay_float32_and_decoding_stays_exact():
     assert error(torch.cat(steps, 1)) < 1.1 * error(full)
 
 
-class CountSynchronizations(TorchDispatchMode):
-    """Counts reads of single values, each of which waits for the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-        return function(*args, **(kwargs or {}))
+NO_PACKING = [[], ["attention_mask"], ["position_ids"], ["attention_mask", "position_ids"]]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("options", [{}, {"layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}], ids=["published", "hybrid"])
-def test_static_decoding_does_not_synchronize(options, padded, monkeypatch):
-    """With the checks that run on the CPU only switched off."""
-    model = randomize(ToSTForCausalLM(small_config(**options))).eval()
-    tokens = ids(2, 9)
-    mask = (torch.arange(9) >= torch.tensor([[0], [4 if padded else 0]])).long()
-    caches = [StaticCache(config=model.config, max_cache_len=12) for _ in range(2)]
-    with torch.no_grad():
-        for cache in caches:
-            model(tokens[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
-        expected = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[0]).logits
-        monkeypatch.setattr(inputs_tost, "_is_readable", lambda x: False)
-        monkeypatch.setattr(type(model.model), "_check_tokens", lambda *args: None)
-        with CountSynchronizations() as synchronizations:
-            found = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[1]).logits
-    torch.testing.assert_close(found, expected)
-    assert synchronizations.count == 0
+@pytest.mark.parametrize("inputs", NO_PACKING, ids=" and ".join)
+@pytest.mark.parametrize(
+    "options", [{}, {"normalize_scores": False}, BEYOND, HYBRID], ids=["published", "raw", "plus", "hybrid"]
+)
+def test_no_synchronization(options, inputs):
+    """Of a training step and of decoding: tensors on the meta device have no values, so that reading one raises."""
+    model = ToSTForCausalLM(small_config(**options)).to("meta")
+    batch = {name: torch.ones(2, 9, dtype=torch.long, device="meta") for name in ("input_ids", *inputs)}
+    # transformers itself reads the padding mask of softmax attention, but for a token in a static cache
+    unread = {name: x for name, x in batch.items() if options is not HYBRID or name != "attention_mask"}
+    model.train()(**unread, labels=batch["input_ids"], use_cache=False).loss.backward()
+    model.eval()
+    for cache, step in (
+        (CausalStatisticsCache(model.config), unread),
+        (StaticCache(config=model.config, max_cache_len=12), batch),
+    ):
+        with torch.no_grad():
+            model(**{name: x[:, :8] for name, x in unread.items()}, past_key_values=cache)
+            model(**{name: x if name == "attention_mask" else x[:, 8:] for name, x in step.items()}, past_key_values=cache)
+
+
+def test_positions_that_are_not_read(monkeypatch):
+    """On devices other than the CPU: the same logits, packed or not, and a cache of the tokens."""
+    model, tokens = randomize(ToSTForCausalLM(small_config(**BEYOND))).eval(), ids(2, 9)
+    for positions in (torch.arange(9), torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2])):
+        expected = model(tokens, position_ids=positions.expand(2, 9))
+        with monkeypatch.context() as patch:
+            patch.setattr(inputs_tost, "_is_readable", lambda x: False)
+            outputs = model(tokens, position_ids=positions.expand(2, 9))
+        torch.testing.assert_close(outputs.logits, expected.logits)
+        assert outputs.past_key_values.get_seq_length() == 9
 
 
 def test_flattening_collator(tiny_model):

@@ -1,7 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Inputs of ToST text models: checks, the padding mask, positions, packed sequences, the cache.
 
-Values are checked on the CPU only: on other devices a check would synchronize, and a compiler cannot run it.
+Values are read on the CPU only: on other devices that would synchronize, and fail during the capture of a CUDA graph; nor can
+a compiler do it. The one exception is a text longer than the tables of positions, whose error would else be the device's own.
 """
 
 from typing import NamedTuple, cast
@@ -74,8 +75,8 @@ def resolve_inputs(
         _check_continuation(position_ids, full_mask, past_length)
     position_ids = position_ids.expand(B, T)
     _check_positions(position_ids, mask, past_length, config.max_position_embeddings)
-    # packed sequences have no single state; compiled code cannot tell from position_ids whether sequences are packed
-    unpacked = seq_idx is None or (given_idx is None and torch.compiler.is_compiling())
+    # packed sequences have no single state; where position_ids cannot be read they may or may not be packed
+    unpacked = seq_idx is None or (given_idx is None and not _is_readable(seq_idx))
     if use_cache and past_key_values is None and unpacked:
         past_key_values = CausalStatisticsCache(config)
     masks = prepared or build_attention_masks(config, inputs_embeds, full_mask, seq_idx, past_key_values, past_length)
@@ -172,13 +173,14 @@ def _given_sequences(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.Te
         return seq_idx
     if B != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of size 1, but the batch has {B}; use seq_idx.")
+    if cu_seq_lens_q.ndim != 1 or len(cu_seq_lens_q) < 2:
+        raise ValueError(f"cu_seq_lens_q must have shape (sequences + 1,), got {tuple(cu_seq_lens_q.shape)}.")
+    if _is_readable(cu_seq_lens_q):
+        if cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != T or (cu_seq_lens_q.diff() < 0).any():
+            raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens ({T}), got {cu_seq_lens_q.tolist()}.")
     boundaries = cu_seq_lens_q.to(device).long()
-    if not torch.compiler.is_compiling():
-        valid = boundaries.ndim == 1 and boundaries.numel() > 1 and boundaries[0] == 0 and boundaries[-1] == T
-        if not valid or (boundaries.diff() < 0).any():
-            raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens ({T}), got {boundaries.tolist()}.")
     from_lengths = torch.searchsorted(boundaries.contiguous(), torch.arange(T, device=device), right=True).unsqueeze(0)
-    if seq_idx is not None and not torch.compiler.is_compiling():
+    if seq_idx is not None and _is_readable(seq_idx):
         if not torch.equal(_real_sequence_starts(seq_idx, None), _real_sequence_starts(from_lengths, None)):
             raise ValueError("seq_idx and cu_seq_lens_q begin their sequences at different tokens; give one of them.")
     return from_lengths
@@ -193,7 +195,7 @@ def _find_sequences(given_idx, position_ids, mask, B: int, T: int, *, cached: bo
         if position_ids.is_floating_point():
             raise ValueError(f"position_ids must hold integers, got {position_ids.dtype}.")
         found_idx = _packed_sequences(position_ids.expand(B, T), mask, cached)
-        if given_idx is not None and not torch.compiler.is_compiling():
+        if given_idx is not None and _is_readable(position_ids):
             restarts = _real_sequence_starts(torch.zeros_like(given_idx) if found_idx is None else found_idx, mask)
             if not torch.equal(_real_sequence_starts(given_idx, mask), restarts):
                 raise ValueError(
@@ -219,16 +221,16 @@ def _real_sequence_starts(seq_idx: torch.Tensor, mask: torch.Tensor | None) -> t
 def _packed_sequences(position_ids: torch.Tensor, mask: torch.Tensor | None, cached: bool) -> torch.Tensor | None:
     """Sequence numbers (B, T) if positions of real tokens restart at 0, otherwise None.
 
-    Compiled code returns the numbers in any case, except with a cache, which excludes packing.
+    Positions that cannot be read give numbers in any case, except with a cache, which excludes packing.
     """
-    compiling = torch.compiler.is_compiling()
-    if position_ids.shape[1] == 1 or (compiling and cached):
+    readable = _is_readable(position_ids)
+    if position_ids.shape[1] == 1 or (cached and not readable):
         return None
     mask = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask
     previous = _previous_real(mask)
     follows = mask & (previous >= 0)
     restarts = follows & (position_ids == 0)
-    if compiling:
+    if not readable:
         return restarts.cumsum(1)
     # positions from `generate` may decrease after padding: it continues from a padding token's 0
     t = torch.arange(mask.shape[1], device=mask.device)

@@ -440,7 +440,8 @@ class ToSTModel(ToSTPreTrainedModel):
                 sequence begins (`DataCollatorWithFlattening`).
             past_key_values: running statistics of the tokens before these; updated.
             inputs_embeds: (B, T, D) embedded tokens instead of `input_ids`.
-            use_cache: whether to return the running statistics. Packed sequences and encoders have none.
+            use_cache: whether to return the running statistics. Packed sequences and encoders have none; on devices other than
+                the CPU, where `position_ids` are not read, sequences packed by these alone return those of the last one.
             seq_idx: (B, T) sequence number of each token of packed sequences.
             cu_seq_lens_q: (sequences + 1,) cumulative lengths of the sequences packed into a batch of size 1.
 
