@@ -135,7 +135,7 @@ def test_checkpoint_without_manifest(make, trained):
     assert choose_checkpoint(make(), True) == str(trained / "checkpoint-2")
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "trainer_state.json"])
 @pytest.mark.parametrize(
     "damage", [lambda file: file.write_bytes(b""), truncate, lambda file: file.write_bytes(pickle.dumps(Foreign()))]
 )

@@ -81,6 +81,8 @@ def test_total_batch_size(tmp_path, monkeypatch):
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 3)  # 8 as in transformers
     with pytest.raises(ValueError, match="gradient_accumulation_steps 5 contradicts total_batch_size 24"):
         ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=24, gradient_accumulation_steps=5)
+    with pytest.raises(ValueError, match=r"auto_find_batch_size .* against total_batch_size 480"):
+        paper(tmp_path, auto_find_batch_size=True)
     with pytest.raises(ValueError, match="total_batch_size must be at least 1, got 0"):
         ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=0)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -181,9 +181,8 @@ def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
         if not any(any(folder.glob(pattern)) for pattern in alternatives):
             yield f"{alternatives[0]} is missing"
     if not manifest.is_file():
-        for path in sorted([*folder.glob("*.pt"), *folder.glob("*.pth")]):
-            if path.is_file() and not zipfile.is_zipfile(path):
-                yield f"{path.name} is damaged: it is not a complete file of torch.save"
+        for pattern in (TRAINER_STATE, "*.safetensors", "*.pt", "*.pth"):
+            yield from (f"{path.name} is damaged" for path in sorted(folder.glob(pattern)) if not _is_complete(path))
         return
     try:
         listed = _read_manifest(manifest)
@@ -198,6 +197,23 @@ def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
             yield f"{name} is missing"
         elif path.stat().st_size != saved["size"] or (hashes and sha256(path) != saved["sha256"]):
             yield f"{name} is damaged: it is not the file that was saved"
+
+
+def _is_complete(file: Path) -> bool:
+    """Whether a file can be opened as what its name says, which one that was cut short cannot; no pickle is loaded."""
+    if not file.is_file():
+        return False
+    try:
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "pt"):
+                pass
+        else:
+            return zipfile.is_zipfile(file)  # as torch.save writes
+    except (ValueError, RecursionError, SafetensorError):
+        return False
+    return True
 
 
 def _read_manifest(file: Path) -> dict[str, dict[str, Any]]:

@@ -85,6 +85,11 @@ class RecipeArguments(TrainingArguments):
         if self.total_batch_size is not None:
             self._max_device_batch_size = self.per_device_train_batch_size
             self.divide_total_batch(int(os.environ.get("WORLD_SIZE", 1)) // getattr(self, "context_parallel_size", 1) or 1)
+            if self.auto_find_batch_size:
+                raise ValueError(
+                    "auto_find_batch_size lowers the batch size without accumulating more, against total_batch_size "
+                    f"{self.total_batch_size}: leave it out, or give per_device_train_batch_size."
+                )
             if requested_steps not in (None, self.gradient_accumulation_steps):
                 raise ValueError(
                     f"gradient_accumulation_steps {requested_steps} contradicts total_batch_size {self.total_batch_size}, "
