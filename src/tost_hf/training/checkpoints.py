@@ -10,13 +10,13 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -282,7 +282,7 @@ class CheckpointTrainer(Trainer):
             resume_from_checkpoint = choose_checkpoint(self, resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        except pickle.UnpicklingError as error:
+        except UnpicklingError as error:
             if resume_from_checkpoint is None:
                 raise
             raise ValueError(
