@@ -1,7 +1,10 @@
 """Impossible configurations, from damaged or hostile files too: rejected with a message, no code run, no memory allocated."""
 
+import copy
+import dataclasses
 import json
 import math
+import pickle
 
 import pytest
 from conftest import small_config, small_vision_config
@@ -159,3 +162,29 @@ def test_unusual_but_right(model_type, fields, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == loaded.to_dict()
     for name in fields.keys() - {"id2label", "num_labels"}:
         assert getattr(loaded, name) == fields[name]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ToSTConfig(),
+        ToSTConfig(is_causal=False),
+        ToSTConfig.from_preset("tost-plus-base"),
+        ToSTConfig.from_preset("tost-hybrid-base", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}),
+        ToSTVisionConfig(),
+        ToSTVisionConfig(image_size=(32, 64), out_features=["stem", "stage3"], num_labels=10),
+    ],
+    ids=["text", "encoder", "plus", "hybrid", "vision", "backbone"],
+)
+def test_copies(config, tmp_path):
+    """By `dataclasses`, `copy`, `pickle`, dicts and files."""
+    for twin in (dataclasses.replace(config), copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert twin == config and twin.to_dict() == config.to_dict()
+    twins = [type(config).from_dict(fields) for fields in (config.to_dict(), config.to_diff_dict())]
+    config.save_pretrained(tmp_path)
+    for twin in (*twins, AutoConfig.from_pretrained(tmp_path)):
+        assert twin.to_diff_dict() == config.to_diff_dict()
+    wider = dataclasses.replace(config, hidden_size=2 * config.hidden_size)
+    assert wider.hidden_size == 2 * config.hidden_size and wider.to_diff_dict() == config.to_diff_dict() | {
+        "hidden_size": wider.hidden_size
+    }

@@ -34,13 +34,14 @@ def test_keep_in_fp32_modules_exist(name):
 
 
 def test_rope_parameters_only_where_a_layer_rotates():
-    """The shared tests of rotary positions run on every model whose configuration has the attribute `rope_parameters`."""
+    """`rope_parameters` is a dict in models with rotary positions; None in others, and then not saved."""
     for fields in ({}, {"layer_types": ROTATING["layer_types"]}, {"max_position_embeddings": None}, {"is_causal": False}):
         config = small_config(**fields)
-        assert not hasattr(config, "rope_parameters") and "rope_parameters" not in config.to_dict()
+        assert config.rope_parameters is None and "rope_parameters" not in config.to_dict()
         assert config == small_config(**fields)
     config = small_config(**ROTATING)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
+    assert config == small_config(**ROTATING) != small_config(**ROTATING, rope_parameters={"rope_theta": 5e5})
     config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
     model = ToSTModel(config).eval()
     config.rope_parameters = config.rope_parameters | {"factor": 1.0}

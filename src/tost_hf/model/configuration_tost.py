@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of ToST text models, and the sizes of the paper."""
 
-from dataclasses import field
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -97,7 +96,7 @@ class ToSTConfig(ToSTBaseConfig):
         sliding_window: tokens that a "sliding_attention" layer sees, including the current one.
         num_key_value_heads: heads of the attention layers' keys and values; must divide `num_attention_heads`, its default.
         rope_parameters: of rotary positions, which attention layers have in a position-free model: "rope_theta" and
-            "rope_type", "default" or "linear" (with "factor"). Other models do not have this attribute.
+            "rope_type", "default" or "linear" (with "factor"). None in other models.
         is_causal: whether a token sees only itself and the tokens before it, as in a language model. False makes an encoder:
             each layer's sums run over the whole text, there is no `denom_bias`, no cache and no generation. The order of the
             tokens then comes from `embed_positions` alone: without it (`max_position_embeddings=None`) an encoder takes a
@@ -157,9 +156,7 @@ class ToSTConfig(ToSTBaseConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     num_key_value_heads: int | None = None
-    # a factory leaves no attribute in the class: to transformers every configuration with this attribute is one of a model
-    # with rotary positions
-    rope_parameters: dict | None = field(default_factory=lambda: None, compare=False)
+    rope_parameters: dict | None = None
     is_causal: bool = True
     pooling: str | None = None
     pre_norm: bool = True
@@ -193,7 +190,7 @@ class ToSTConfig(ToSTBaseConfig):
                 raise ValueError(
                     "rope_parameters are for attention layers of position-free models (max_position_embeddings=None)."
                 )
-            del self.rope_parameters
+            self.rope_parameters = None  # transformers sets a default
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         if not self.is_causal:
@@ -225,9 +222,7 @@ class ToSTConfig(ToSTBaseConfig):
             if self.pooling == "first":
                 raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
             return
-        causal = [
-            name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name, None) != OPTION_DEFAULTS[name]
-        ]
+        causal = [name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name) != OPTION_DEFAULTS[name]]
         if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
             causal.append("layer_types")
         if causal:
