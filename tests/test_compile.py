@@ -4,8 +4,9 @@ import shutil
 
 import pytest
 import torch
+from conftest import randomize, small_config
 
-from tost_hf import CausalStatisticsCache, tssa
+from tost_hf import CausalStatisticsCache, ToSTForCausalLM, tssa
 from tost_hf.model import tssa_chunked, tssa_reference
 
 
@@ -51,6 +52,20 @@ def test_training_compiles_once_for_a_shape_and_once_for_all_lengths(tiny_model,
         torch.testing.assert_close(loss_and_gradients(compiled, tokens), loss_and_gradients(tiny_model, tokens), **CLOSE)
         graphs.append(counting.graphs)
     assert graphs == [1, 1, 2, 2, 2]  # at the second length the graph is made again, for any length
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("forgetting", ["head", "token"])
+def test_unnormalised_scores_with_decay(forgetting):
+    """Forward and gradients of the compiled model are eager's, at a length that is no multiple of a block and at any."""
+    model = randomize(ToSTForCausalLM(small_config(forgetting=forgetting, normalize_scores=False))).eval()
+    compiled = torch.compile(model, fullgraph=True)
+    for length in (40, 30):
+        tokens = ids(2, length)
+        torch.testing.assert_close(loss_and_gradients(compiled, tokens), loss_and_gradients(model, tokens), **CLOSE)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(tokens).logits, model(tokens).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -104,7 +119,7 @@ def test_operators_keep_their_contracts():
         inputs = [x.clone().requires_grad_(keep) for x in (w, temp, bias)]
         sums = [x.clone().requires_grad_(keep) for x in state]
         options = (None, seq_idx, decay.clone().requires_grad_(keep)) if packed else (None, None, None)
-        torch.library.opcheck(operator, (*inputs, *options, *sums, keep, tssa_chunked.CHUNK_TOKENS))
+        torch.library.opcheck(operator, (*inputs, *options, *sums, keep, tssa_chunked.CHUNK_TOKENS, not packed))
 
 
 @backends

@@ -25,17 +25,19 @@ def make_decay(kind, B=2, T=70, H=3, dtype=torch.float64):
 @pytest.mark.parametrize("kind", ["head", "position", "token", "strong"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dead", [0, 3])
-def test_results_and_gradients_equal_the_reference(op, kind, masked, packed, dead):
+@pytest.mark.parametrize("dead, normalize_scores", [(0, True), (3, True), (3, False)])
+def test_results_and_gradients_equal_the_reference(op, kind, masked, packed, dead, normalize_scores):
     """Output, membership, final state, and the gradients of all inputs and of the initial state."""
     w, temp, bias = make(dead=dead)
     decay, mask = make_decay(kind), padding_mask(70) if masked else torch.ones(2, 70, dtype=torch.bool)
     seq_idx = torch.stack([torch.arange(70) // 23, torch.arange(70) // 40]) if packed else None
     state = [torch.rand(shape, dtype=torch.float64).requires_grad_() for shape in ((2, 3, 5), (2, 3, 5), (2, 3))]
     inputs = (w, temp, bias, decay, *state)
-    out = op(w, temp, bias, mask=mask, seq_idx=seq_idx, initial_state=TSSAState(*state), log_decay=decay)
+    options = {"seq_idx": seq_idx, "normalize_scores": normalize_scores}
+    out = op(w, temp, bias, mask=mask, initial_state=TSSAState(*state), log_decay=decay, **options)
     at_tokens = decay.expand(2, 70, 3).masked_fill(~mask[..., None], 0)
-    output, membership, final = tssa_reference.causal(w, temp, bias, ~mask, seq_idx, TSSAState(*state), at_tokens)
+    before = TSSAState(*state)
+    output, membership, final = tssa_reference.causal(w, temp, bias, ~mask, state=before, log_decay=at_tokens, **options)
     got, wanted = (out.output, out.membership, *out.final_state), (output, membership.transpose(1, 2), *final)
     torch.testing.assert_close(got, wanted, **F64)
     grads = [torch.randn_like(x) for x in wanted]

@@ -129,14 +129,17 @@ def test_causal_forward(op, T, H, p):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dead", [0, 3])
-def test_causal_gradients_equal_the_reference(op, masked, dead):
+@pytest.mark.parametrize("dead, normalize_scores", [(0, True), (3, True), (3, False)])
+def test_causal_gradients_equal_the_reference(op, masked, dead, normalize_scores):
     w, temp, bias = make(dead=dead)
     mask = padding_mask(70) if masked else None
     g = torch.randn_like(w)
-    got = torch.autograd.grad(op(w, temp, bias, mask=mask).output, (w, temp, bias), g)
-    expected = tssa_reference.causal(w, temp, bias, None if mask is None else ~mask)[0]
-    torch.testing.assert_close(got, torch.autograd.grad(expected, (w, temp, bias), g), rtol=1e-9, atol=1e-11)
+    output = op(w, temp, bias, mask=mask, normalize_scores=normalize_scores).output
+    padding = None if mask is None else ~mask
+    expected = tssa_reference.causal(w, temp, bias, padding, normalize_scores=normalize_scores)[0]
+    torch.testing.assert_close(output, expected, **F64)
+    got, expected = (torch.autograd.grad(x, (w, temp, bias), g) for x in (output, expected))
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("masked", [False, True])

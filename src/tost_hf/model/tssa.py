@@ -84,7 +84,7 @@ def tssa(
         log_decay: logarithm, at most 0, of the factor by which a head's sums are multiplied before a token is added to them,
             (H,), (T, H) or (B, T, H); causal form only. None, as 0, for no decay. There is none at padding.
         normalize_scores: whether the squares in the scores are divided by their sums; without (the paper's ablation), the
-            reference implementation runs, whatever the backend.
+            backend "reference" runs, whatever is asked for.
         softmax: computes the memberships in place of `tssa_reference.membership_of`, with its arguments, where these are not
             all heads (tensor parallelism), by the reference implementation; None for that function and any backend.
         backend: "auto", "reference" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
@@ -114,10 +114,10 @@ def tssa(
     mask = None if mask is None else mask.bool()
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], dtype)
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(initial_state or ()))
-    is_reference = softmax is not None or not normalize_scores
+    has_kernel = softmax is None and normalize_scores
     temp, bias = temp.to(dtype), bias_of_tokens(denom_bias, positions, dtype)
     form = "causal" if causal else "bidirectional"
-    if not is_reference and _runs_on_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad):
+    if has_kernel and _runs_on_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad):
         from .tssa_triton import tssa_triton
 
         output, membership, final = tssa_triton(w, temp, bias, mask, seq_idx, log_decay, initial_state, causal)
@@ -127,13 +127,14 @@ def tssa(
         output, membership = bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores)
         return TSSAOutput(output, membership.transpose(1, 2), None)
     state = None if initial_state is None else as_state(initial_state, w)
-    if is_reference or _is_traced(w):
+    if softmax is not membership_of or _is_traced(w):
         args = w, temp, bias, padding, seq_idx, state, log_decay
         output, membership, final = causal_reference(*args, softmax, normalize_scores)
     else:
         bias = w.new_zeros(1, 1, 1, dtype=dtype) if bias is None else bias
         state = zero_state(w) if state is None else state
-        output, membership, final = causal_chunked(w, temp, bias.expand(w.shape[:3]), padding, seq_idx, state, log_decay)
+        args = w, temp, bias.expand(w.shape[:3]), padding, seq_idx, state, log_decay
+        output, membership, final = causal_chunked(*args, normalize_scores)
     return TSSAOutput(output, membership.transpose(1, 2), final)
 
 
@@ -192,12 +193,12 @@ def tssa_step(
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(state or ()))
     if in_place and state is not None and (needs_grad or any(x is not y for x, y in zip(as_state(state, w), state))):
         raise ValueError("tssa_step cannot update a state in place that needs a gradient or has other dtypes than its own.")
-    is_reference = softmax is not None or not normalize_scores
+    has_kernel = softmax is None and normalize_scores
     dtype, mask = compute_dtype(w.dtype), None if mask is None else mask.bool()
     temp, bias = temp.reshape(-1).to(dtype), bias_of_tokens(denom_bias, positions, dtype)
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
     state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
-    if not is_reference and _runs_on_kernels(w, backend, "step", decay=log_decay is not None) and not needs_grad:
+    if has_kernel and _runs_on_kernels(w, backend, "step", decay=log_decay is not None) and not needs_grad:
         from .tssa_triton import tssa_step_triton
 
         if not in_place:

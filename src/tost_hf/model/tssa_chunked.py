@@ -42,6 +42,7 @@ def causal(
     seq_idx: torch.Tensor | None,
     state: TSSAState,
     log_decay: torch.Tensor | None = None,
+    normalize_scores: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """As `tssa_reference.causal`, but `bias` (B, T, H) and `state` are always given. Differentiable once."""
     if seq_idx is not None:
@@ -51,7 +52,7 @@ def causal(
         log_decay = log_decay.masked_fill(starts, float("-inf"))
     inputs = w, temp, bias, padding, seq_idx, log_decay, *state
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    output, membership, *rest = _forward_operator(*inputs, keep, CHUNK_TOKENS)
+    output, membership, *rest = _forward_operator(*inputs, keep, CHUNK_TOKENS, normalize_scores)
     return output, membership, TSSAState(*rest[:3])
 
 
@@ -64,13 +65,14 @@ class _Inputs(NamedTuple):
     padding: torch.Tensor | None  # (B, T)
     log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1), -inf where a packed sequence starts
     state: TSSAState
+    normalize_scores: bool = True
 
     def sequence(self, element: int, tokens: slice) -> "_Inputs":
         """One packed sequence."""
         part = slice(element, element + 1), tokens
         state = (x[part[0]] if tokens.start == 0 else torch.zeros_like(x[part[0]]) for x in self.state)
         bias, padding, log_decay = (None if x is None else x[part] for x in (self.bias, self.padding, self.log_decay))
-        return _Inputs(self.w[part], self.temp, bias, padding, log_decay, TSSAState(*state))
+        return _Inputs(self.w[part], self.temp, bias, padding, log_decay, TSSAState(*state), self.normalize_scores)
 
 
 class _Kept(NamedTuple):
@@ -110,7 +112,7 @@ def _buffers(w: torch.Tensor, count: int, dtype: torch.dtype) -> list[torch.Tens
 
 def _forward(inputs: _Inputs, keep: bool) -> tuple[torch.Tensor, TSSAState, _Kept]:
     """Output, state after the last token, and what the backward needs."""
-    w, temp, bias, padding, log_decay, state = inputs
+    w, temp, bias, padding, log_decay, state, normalize_scores = inputs
     assert bias is not None  # in a forward
     chunks = _slices(w.shape[1], CHUNK_TOKENS)
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
@@ -126,7 +128,9 @@ def _forward(inputs: _Inputs, keep: bool) -> tuple[torch.Tensor, TSSAState, _Kep
                 for kept, x in zip(kept_sums, sums):
                     kept[index, elements] = x
             hidden, decay = None if padding is None else padding[part], _decay(log_decay, part)
-            found, pi, sums = _forward_chunk(buffers, w[part], temp, bias[part], hidden, decay, sums, output[part])
+            found, pi, sums = _forward_chunk(
+                buffers, w[part], temp, bias[part], hidden, decay, sums, normalize_scores, output[part]
+            )
             membership[part] = pi
             if keep:
                 score[part] = found
@@ -140,7 +144,7 @@ def _backward(
     inputs: _Inputs, kept: _Kept, grads: list[torch.Tensor | None], needs_decay_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, TSSAState]:
     """Gradients of w, temp, bias, `log_decay` (empty if not needed) and the state, from those of the five outputs."""
-    w, temp, _, padding, log_decay, state = inputs
+    w, temp, _, padding, log_decay, state, normalize_scores = inputs
     chunks = _slices(w.shape[1], CHUNK_TOKENS)
     grad_output, grad_membership = grads[:2]
     grad_output = w.new_zeros(()).expand_as(w) if grad_output is None else grad_output
@@ -164,6 +168,7 @@ def _backward(
                 grad_output[part],
                 None if grad_membership is None else grad_membership[part],
                 grad_sums,
+                normalize_scores,
                 grad_w[part],
             )
             grad_temp += by_temp
@@ -306,10 +311,22 @@ def _load(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -
     return buffer
 
 
-def _is_clamped(sum_sq: torch.Tensor, decay: _Decay | None) -> bool:
-    """Whether running sums of squares may lie below their epsilon: checked where that does not wait for a device."""
+def _clamp(sum_sq: torch.Tensor, decay: _Decay | None, normalize_scores: bool) -> torch.Tensor | None:
+    """Turns running sums of squares, in place, into what the squares are divided by in the scores.
+
+    Returns:
+        Where that is a constant, the epsilon or, in scores that are not normalised, 1; None if nowhere.
+    """
+    if not normalize_scores:
+        sum_sq.fill_(1)
+        return sum_sq.new_ones((), dtype=torch.bool)
     lowest = sum_sq if decay is not None else sum_sq[:, 0]  # without decay they only grow
-    return sum_sq.device.type != "cpu" or not lowest.amin().item() >= EPS_SUM_SQ  # which NaN is not
+    # checked where that does not wait for a device; NaN is not at least epsilon
+    if sum_sq.device.type == "cpu" and lowest.amin().item() >= EPS_SUM_SQ:
+        return None
+    clamped = sum_sq < EPS_SUM_SQ
+    sum_sq.clamp_min_(EPS_SUM_SQ)
+    return clamped
 
 
 # One chunk --------------------------------------------------------------------------------------------------------------
@@ -323,6 +340,7 @@ def _forward_chunk(
     padding: torch.Tensor | None,
     decay: _Decay | None,
     before: TSSAState,
+    normalize_scores: bool,
     output: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Fills the output; returns score, membership and the sums after the chunk."""
@@ -331,8 +349,7 @@ def _forward_chunk(
     x = _load(w, padding, x)
     torch.mul(x, x, out=sq)
     sum_sq, _ = _scan(sq, before.sum_sq, decay, out=S)
-    if _is_clamped(S, decay):
-        S.clamp_min_(EPS_SUM_SQ)
+    _clamp(S, decay, normalize_scores)
     ratio = torch.div(sq, S, out=S)
     score = ratio.sum(-1)[:, :T].add_(bias, alpha=w.shape[-1])
     membership = _membership_of(score, temp, padding)
@@ -359,6 +376,7 @@ def _backward_chunk(
     grad_output: torch.Tensor,
     grad_membership: torch.Tensor | None,
     grad_after: TSSAState,
+    normalize_scores: bool,
     grad_w: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, TSSAState]:
     """Fills `grad_w`; returns the gradients of score, `log_decay`, temp and the sums before the chunk.
@@ -402,9 +420,7 @@ def _backward_chunk(
     # score -> squares, by way of their running sums
     _scan(sq, before.sum_sq, decay, out=S)
     S_ends = _block_ends(S).clone()
-    clamped = S < EPS_SUM_SQ if _is_clamped(S, decay) else None
-    if clamped is not None:
-        S.clamp_min_(EPS_SUM_SQ)
+    clamped = _clamp(S, decay, normalize_scores)
     S.reciprocal_()
     grad_ratio = torch.mul(S, grad_score.unsqueeze(-1), out=inverse)
     by_clamped = 0 if clamped is None or decay is None else (sq * grad_ratio).masked_fill_(~clamped, 0).sum(-1)
@@ -448,9 +464,11 @@ def _forward_operator(
     sum_membership: torch.Tensor,
     keep: bool,
     chunk_tokens: int,  # shapes depend on it, and compilers store what they compiled on disk
+    normalize_scores: bool = True,
 ) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:
     """Output, membership, the three sums after the last token, score, and the sums before each chunk."""
-    inputs = _Inputs(w, temp, bias, padding, log_decay, TSSAState(sum_sq, sum_weighted_sq, sum_membership))
+    state = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
+    inputs = _Inputs(w, temp, bias, padding, log_decay, state, normalize_scores)
     output, final, kept = _forward(inputs, keep)
     for element, tokens in _sequences_to_separate(seq_idx, final):
         output[element, tokens], state, alone = _forward(inputs.sequence(element, tokens), keep)
@@ -463,7 +481,7 @@ def _forward_operator(
 
 
 @_forward_operator.register_fake
-def _(w, temp, bias, padding, seq_idx, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens):
+def _(w, temp, bias, padding, seq_idx, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens, *_):
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
     chunks = (w.shape[1] + chunk_tokens - 1) // chunk_tokens + 1 if keep else 0
     final = (x.new_empty(x.shape) for x in (sum_sq, sum_weighted_sq, sum_membership))
@@ -487,9 +505,10 @@ def _backward_operator(
     state: list[torch.Tensor],
     kept: list[torch.Tensor],
     needs_decay_grad: bool,
+    normalize_scores: bool,
 ) -> tuple[_T, _T, _T, _T, _T, _T, _T]:
     """Gradients of w, temp, bias, `log_decay` (empty if not needed) and the three sums before the first token."""
-    inputs = _Inputs(w, temp, bias, padding, log_decay, TSSAState(*state))
+    inputs = _Inputs(w, temp, bias, padding, log_decay, TSSAState(*state), normalize_scores)
     membership, score, *sums = kept
     grads = [grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership]
     kept_tensors = _Kept(membership, score, TSSAState(*sums))
@@ -511,7 +530,7 @@ def _backward_operator(
 
 @_backward_operator.register_fake
 def _(*args):
-    w, temp, _, _, _, _, state, kept, needs_decay_grad = args[5:]
+    w, temp, _, _, _, _, state, kept, needs_decay_grad, _ = args[5:]
     membership = kept[0]
     grad_log_decay = temp.new_empty(membership.shape if needs_decay_grad else 0)
     grad_state = (x.new_empty(x.shape) for x in state)
@@ -524,15 +543,17 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(w, temp, bias, padding, seq_idx, *others, output[1], *output[5:])
     ctx.mark_non_differentiable(*output[5:])
     ctx.set_materialize_grads(False)
+    ctx.normalize_scores = inputs[11]
 
 
 def _differentiate(ctx, *grads):
     saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
     inputs, state, kept = saved[:6], saved[6:9], saved[9:]
     needs_decay_grad = ctx.needs_input_grad[5]
-    by_input = _backward_operator(*grads[:5], *inputs, state, kept, needs_decay_grad)
+    by_input = _backward_operator(*grads[:5], *inputs, state, kept, needs_decay_grad, ctx.normalize_scores)
     grad_w, grad_temp, grad_bias, grad_log_decay, *grad_state = by_input
-    return grad_w, grad_temp, grad_bias, None, None, grad_log_decay if needs_decay_grad else None, *grad_state, None, None
+    by_decay = grad_log_decay if needs_decay_grad else None
+    return grad_w, grad_temp, grad_bias, None, None, by_decay, *grad_state, None, None, None
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup_context)
