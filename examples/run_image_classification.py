@@ -267,6 +267,9 @@ class EvaluationImages(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict:
         example = self.dataset[index]
         image = read_image(example["source"], example["image"])
+        mean = self.processor.image_mean
+        if isinstance(mean, (list, tuple)) and len(mean) == 1:  # of a model of grey images
+            image = image.convert("L")
         return {"pixel_values": self.processor(image, return_tensors="pt")["pixel_values"][0], "labels": example["label"]}
 
 
@@ -286,6 +289,8 @@ def load_config(model_args: ModelArguments, recipe: str = "pretrain") -> PreTrai
     config = override_config(config, model_args.config_overrides, **defaults)
     if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise ValueError(f"{name or config.model_type!r} is no image classifier but of the type {config.model_type!r}.")
+    if getattr(config, "num_channels", 3) != 3:
+        raise ValueError(f"This script makes RGB images; the model takes {config.num_channels} channels.")
     sides = [config.image_size] if isinstance(config.image_size, int) else config.image_size
     if isinstance(getattr(config, "patch_size", None), int) and any(side % config.patch_size for side in sides):
         raise ValueError(f"The image size {config.image_size} must be a multiple of the patch size {config.patch_size}.")

@@ -1,13 +1,20 @@
 """Augmentation of images in training, and the processor that prepares them for evaluation."""
 
+import importlib
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from conftest import small_vision_config
 from image_runs import digit_pictures, load_processor
 from PIL import Image as PILImage
+from transformers import ViTImageProcessorPil
 
-from tost_hf import ToSTVisionConfig
-from tost_hf.image_processing import make_image_processor
+import tost_hf
+from tost_hf import ToSTForImageClassification, ToSTVisionConfig
+from tost_hf.image_processing import make_image_processor, save_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed, mix
 from tost_hf.training.metrics import TopKAccuracy
 
@@ -121,3 +128,49 @@ def test_impossible_processors():
         make_image_processor(32, "round")
     with pytest.raises(ValueError, match="at least 1, got 0 x 0"):
         make_image_processor(0)
+    with pytest.raises(ValueError, match="the model takes 4 channels"):
+        make_image_processor(small_vision_config(num_channels=4))
+
+
+def test_processors_of_other_channel_counts(tmp_path, caplog):
+    """Grey models get one that accepts grey pictures alone; where there is none, a folder is written without."""
+    config = small_vision_config(num_channels=1)
+    save_image_processor(config, tmp_path)
+    processor, grey = load_processor(tmp_path), PILImage.linear_gradient("L")
+    pixels = processor([grey, grey], return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (2, 1, 16, 16) and ToSTForImageClassification(config)(pixels).logits.shape == (2, 2)
+    with pytest.raises(ValueError, match="must have 3 elements"):
+        processor(grey.convert("RGB"))
+    save_image_processor(small_vision_config(num_channels=4), tmp_path / "other")
+    assert not (tmp_path / "other").exists() and "none for images of 4 channels" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": {"height": 224, "width": 224}},
+        {"size": {"shortest_edge": 224}},
+        {"size": {"height": 21, "width": 34}, "resample": PILImage.Resampling.LANCZOS, "rescale_factor": 1 / 127},
+        {"size": {"height": 32, "width": 32}, "resample": PILImage.Resampling.NEAREST, "do_normalize": False},
+        {"do_resize": False, "do_center_crop": True, "crop_size": {"height": 401, "width": 100}, "do_rescale": False},
+        {"do_resize": False, "do_rescale": False, "do_normalize": False, "do_convert_rgb": False},
+    ],
+)
+def test_script_of_exported_programs_prepares_as_the_processor(monkeypatch, settings):
+    monkeypatch.syspath_prepend(Path(tost_hf.__file__).parent / "exporting")  # where it finds the files beside it
+    classify = importlib.import_module("classify")
+    facts = {"inputs": [{"shape": ["batch", 3, "height", "width"]}], "image_size": 224}
+    transparent = settings.get("do_convert_rgb", True)
+    processor = ViTImageProcessorPil(**({"do_convert_rgb": True} | settings))
+    for width, height in ((500, 375), (375, 500), (57, 400), (400, 57), (224, 224)):
+        shape = (height, width, 4 if transparent else 3)
+        picture = PILImage.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
+        expected = processor(picture, return_tensors="np")["pixel_values"]
+        pixels = classify.prepare(picture, facts, json.loads(processor.to_json_string()))
+        assert pixels.dtype == np.float32
+        np.testing.assert_allclose(pixels, expected, rtol=1e-6, atol=1e-6)
+    facts = {"inputs": [{"shape": ["batch", 1, "height", "width"]}], "image_size": 224}
+    processor = ViTImageProcessorPil(**settings | {"do_convert_rgb": False, "image_mean": [0.4], "image_std": [0.2]})
+    expected = processor(picture.convert("RGB").convert("L"), return_tensors="np")["pixel_values"]
+    pixels = classify.prepare(picture.convert("RGB"), facts, json.loads(processor.to_json_string()))
+    np.testing.assert_allclose(pixels, expected, rtol=1e-6, atol=1e-6)

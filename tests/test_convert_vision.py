@@ -17,8 +17,9 @@ from authors_checkpoints import (
     write_changed,
 )
 from conftest import randomize, small_vision_config
+from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
 from tost_hf import convert_from_original as to_folder
@@ -142,7 +143,7 @@ def tiny(**fields):
         {"attention_type": "softmax"},
         {"attention_type": "xca", "qkv_bias": False},
         {"patch_size": 2, "num_channels": 1},
-        {"patch_size": 32, "num_class_attention_layers": 3, "num_labels": 7},
+        {"patch_size": 32, "image_size": 32, "num_class_attention_layers": 3, "num_labels": 7},
         {"num_hidden_layers": 12, "intermediate_size": 48, "drop_path_rate": 0.1},
     ],
 )
@@ -156,6 +157,9 @@ def test_round_trip_of_other_trunks(tmp_path, fields):
         "dtype": "float32",
     }
     assert_same_bits(loaded.state_dict(), model.state_dict())
+    processor = ViTImageProcessorPil.from_pretrained(again)
+    pixels = processor(Image.linear_gradient("L"), return_tensors="pt")["pixel_values"]
+    assert loaded(pixels).logits.shape == (1, model.config.num_labels)
 
 
 def authors_baseline(tmp_path, attention_type, width=192, **args):

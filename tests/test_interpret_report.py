@@ -136,6 +136,8 @@ def test_images_of_any_size(photo):
     assert inputs.load_image(model, odd, photo, None)[0].shape == (1, 3, 16, 16)
     grey = Image.open(photo).convert("LA")
     assert inputs.load_image(model, None, grey, None)[0].shape == (1, 3, 16, 16)
+    pixel_values, picture, _ = inputs.load_image(tiny_vision_model(num_channels=1), None, photo, None)
+    assert pixel_values.shape == (1, 1, 16, 16) and picture.shape == (16, 16, 3)
     with pytest.raises(ValueError, match="at least one patch"):
         inputs.load_image(model, None, photo, 3)
 

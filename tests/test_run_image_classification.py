@@ -102,6 +102,16 @@ def test_normalisation_of_a_pretrained_model_is_kept(tmp_path):
     assert script.load_processor(args, script.load_config(args), "finetune").image_mean[0] == 0.5
 
 
+def test_models_of_grey_images(digit_folder):
+    """They are evaluated, by evaluate_image_classification.py, but not trained."""
+    args = script.ModelArguments(config_name="tost-vision-tiny-patch16", config_overrides="num_channels=1")
+    with pytest.raises(ValueError, match="makes RGB images; the model takes 1 channels"):
+        script.load_config(args)
+    example = {"source": "A digit", "image": {"path": str(next(digit_folder.rglob("*.png")))}, "label": 0}
+    processor = make_image_processor(ToSTVisionConfig(image_size=16, num_channels=1))
+    assert script.EvaluationImages([example], processor)[0]["pixel_values"].shape == (1, 16, 16)
+
+
 @pytest.mark.parametrize(
     "name, rate", [("tiny-patch16", 0), ("tiny-24-patch8", 0), ("small-patch8", 0.05), ("medium-patch16", 0.15)]
 )

@@ -11,28 +11,58 @@ from runtime import load
 
 
 FOLDER = Path(__file__).parent
+DEFAULTS = {  # of ViTImageProcessor in transformers, whose settings these are
+    "do_resize": True,
+    "resample": Image.Resampling.BILINEAR,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": 0.5,
+    "image_std": 0.5,
+}
 
 
 def prepare(picture: Image.Image, facts: dict, settings: dict) -> np.ndarray:
-    """Pixel values (1, channels, height, width), by the settings of the image processor."""
-    sizes = settings.get("size") or {}
-    side = facts["image_size"] if isinstance(facts["image_size"], int) else max(facts["image_size"])
+    """Pixel values (1, channels, height, width), by the settings of the image processor and as that computes them.
+
+    The picture may have any mode: it is converted to the channels of the program, transparent parts becoming white.
+
+    Raises:
+        ValueError: the processor resizes by something else than a height and width or a shortest edge.
+    """
+    settings = DEFAULTS | {name: value for name, value in settings.items() if value is not None}
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
     picture = picture.convert("L" if facts["inputs"][0]["shape"][1] == 1 else "RGB")
-    shortest = sizes.get("shortest_edge")
-    if shortest is None:
-        picture = picture.resize((sizes.get("width", side), sizes.get("height", side)), Image.Resampling.BICUBIC)
-    else:
-        scale = shortest / min(picture.size)
-        picture = picture.resize([round(n * scale) for n in picture.size], Image.Resampling.BICUBIC)
+    if settings["do_resize"]:
+        picture = picture.resize(_sides(settings.get("size", facts["image_size"]), picture), settings["resample"])
     if settings.get("do_center_crop"):
-        crop = settings["crop_size"]
-        left, top = (picture.width - crop["width"]) // 2, (picture.height - crop["height"]) // 2
-        picture = picture.crop((left, top, left + crop["width"], top + crop["height"]))
-    pixels = np.asarray(picture, np.float32)
-    pixels = pixels.reshape(*pixels.shape[:2], -1) * settings.get("rescale_factor", 1 / 255)
-    if settings.get("do_normalize", True):
-        pixels = (pixels - np.array(settings.get("image_mean", 0.5))) / np.array(settings.get("image_std", 0.5))
-    return pixels.transpose(2, 0, 1)[None].astype(np.float32)
+        width, height = _sides(settings["crop_size"], picture)
+        left, top = (picture.width - width) // 2, (picture.height - height) // 2
+        picture = picture.crop((left, top, left + width, top + height))  # black where the picture is smaller
+    pixels = np.atleast_3d(np.asarray(picture)).transpose(2, 0, 1)
+    if settings["do_rescale"]:
+        pixels = pixels.astype(np.float64) * settings["rescale_factor"]
+    pixels = pixels.astype(np.float32)
+    if settings["do_normalize"]:
+        mean, std = (np.array(settings[name], np.float32).reshape(-1, 1, 1) for name in ("image_mean", "image_std"))
+        pixels = (pixels - mean) / std
+    return pixels[None]
+
+
+def _sides(size: dict | list[int] | int, picture: Image.Image) -> tuple[int, int]:
+    """Width and height that a setting asks for: a side, height and width, or the shortest edge of the picture resized."""
+    if not isinstance(size, dict):
+        height, width = (size, size) if isinstance(size, int) else size
+        return width, height
+    sides = {name: side for name, side in size.items() if side is not None}
+    if sides.keys() == {"shortest_edge"}:
+        width, height = (int(sides["shortest_edge"] * side / min(picture.size)) for side in picture.size)
+        return width, height
+    if sides.keys() != {"height", "width"}:
+        raise ValueError(f"This script resizes to a height and width or to a shortest edge, not to {sides}.")
+    return sides["width"], sides["height"]
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def load_image(
     if not isinstance(input, Image.Image):
         source = os.fspath(input)
         input = _open_image(source)
-    image = ImageOps.exif_transpose(input).convert("RGB")
+    image = ImageOps.exif_transpose(input).convert("L" if model.config.num_channels == 1 else "RGB")
     processor = processor or make_image_processor(model.config)
     patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
     options: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def load_image(
             picture = picture * std + mean
     except Exception as error:  # the processor's settings are read from a file and may be anything
         raise ValueError(f"The image processor cannot prepare {source}; its settings may be wrong: {error}") from error
-    return LoadedImage(pixel_values, picture.clamp(0, 1).permute(1, 2, 0), source)
+    return LoadedImage(pixel_values, picture.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0), source)
 
 
 def _open_image(source: str) -> "Image.Image":

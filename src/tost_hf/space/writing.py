@@ -130,7 +130,7 @@ def _read_preprocessing(config: ToSTVisionConfig, source: Path) -> dict[str, Any
     height, width = exact if crop is None and exact is not None else (crop["height"], crop["width"])  # type: ignore[index]
     if height % config.patch_size or width % config.patch_size or config.num_channels != 3:
         raise ValueError(
-            f"The image processor of {source} returns RGB images of {height} x {width} pixels; the model takes "
+            f"The page makes RGB images of {height} x {width} pixels by the image processor of {source}; the model takes "
             f"{config.num_channels} channels, and sides that are multiples of {config.patch_size}."
         )
     return {  # in this order; sides in pixels
