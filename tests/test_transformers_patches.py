@@ -15,7 +15,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tost_hf import CausalStatisticsLayer, ToSTForCausalLM
+from tost_hf import ToSTForCausalLM
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS
 
 
@@ -119,5 +119,6 @@ def test_the_layer_type_is_still_needed():
     assert not layer.is_croppable and not hasattr(layer, "get_seq_length")
     config = small_config()
     for cache in (DynamicCache(config=config), StaticCache(config, max_cache_len=4)):
-        assert all(isinstance(layer, CausalStatisticsLayer) for layer in cache.layers)
+        # by its type: that of remote code loaded earlier may have been registered later
+        assert all(layer._layer_type == CAUSAL_STATISTICS for layer in cache.layers)
         assert [layer.static for layer in cache.layers] == [isinstance(cache, StaticCache)] * len(cache.layers)
