@@ -98,6 +98,7 @@ def without_manifests(trained: Path) -> None:
 MANIFESTS = [
     *((content, "is damaged") for content in ("{", "[]", "null", '{"files": []}', '{"files": null}', '{"files": "x"}')),
     ('{"files": {"optimizer.pt": [5, "x"]}}', "is damaged"),
+    ('{"files": {"optimizer.pt": {"size": Infinity, "sha256": ""}}}', "is damaged"),
     ("[" * 100_000, "is damaged"),
     ('{"files": {"%s": {"size": 1, "sha256": ""}}}' % ("x" * 300), "is missing"),
 ]

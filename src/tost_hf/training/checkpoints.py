@@ -221,7 +221,7 @@ def _read_manifest(file: Path) -> dict[str, dict[str, Any]]:
     try:
         listed = json.loads(file.read_text(encoding="utf-8") or '{"files": {}}')["files"]
         return {name: {"size": int(saved["size"]), "sha256": str(saved["sha256"])} for name, saved in listed.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is no manifest: {error}") from error
 
 
