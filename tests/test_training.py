@@ -72,6 +72,7 @@ def test_a_step_has_the_papers_batch_on_any_number_of_processes(tmp_path, monkey
 
 def test_total_batch_size(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.setattr(ToSTTrainingArguments, "device", torch.device("cpu"))
     with pytest.raises(ValueError, match=r"480 cannot be divided among 64 .* 60, 80, "):
         paper(tmp_path)
     monkeypatch.delenv("WORLD_SIZE")
