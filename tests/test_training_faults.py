@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import run_clm
@@ -90,6 +91,12 @@ SCRATCH = {"config_name": None, "config_overrides": None}
 HUB_DATA = {"train_file": None, "validation_file": None}
 FOLDERS = {"train_dir": None, "validation_dir": None}
 STREAM = {"streaming": True}
+# which datasets 4 does not read
+ONE_NUMBER = (
+    "holds no text but values such as 0"
+    if int(datasets.__version__.partition(".")[0]) >= 5
+    else "changed from string to number"
+)
 WORKERS = STREAM | {"dataloader_num_workers": 2, "max_steps": 9}
 
 
@@ -118,7 +125,7 @@ TEXT = [
     ({"train_file": "lines.txt"}, "The train text is shorter than one block of 32 tokens"),
     ({"train_file": "short.txt", "validation_file": None}, "has a single example, of which none can be held out"),
     ({"train_file": "numbers.jsonl"}, "The column 'text' of the train data holds no text but values such as 3"),
-    ({"train_file": "one_number.jsonl"}, "The column 'text' holds no text but values such as 0"),
+    ({"train_file": "one_number.jsonl"}, ONE_NUMBER),
     ({"train_file": "nulls.jsonl"}, "The train text is shorter than one block"),
     ({"train_file": "columns.csv"}, "has no column 'text' but a, b: name one with --text_column"),
     ({"text_column": "body"}, "has no column 'body' but: text"),
@@ -127,7 +134,7 @@ TEXT = [
     ({**STREAM, "max_train_samples": 3}, "--max_steps ends a run with --streaming"),
     ({**STREAM, "dataloader_num_workers": 2}, "2 readers (--dataloader_num_workers of every process) cannot share 1 files"),
     ({**STREAM, "train_file": "numbers.jsonl"}, "holds no text but values such as 3"),
-    ({**STREAM, "train_file": "one_number.jsonl"}, "The column 'text' holds no text but values such as 0"),
+    ({**STREAM, "train_file": "one_number.jsonl"}, ONE_NUMBER),
     ({**WORKERS, "train_file": "later"}, "cannot be read further"),
     ({**WORKERS, "train_file": "wordless"}, "There is no text in 1 files of the 2"),
     # numbers
