@@ -381,7 +381,7 @@ def test_memory_is_linear(causal):
     w, temp, _ = make(1, 3000, 2, 4)
     with LargestTensor() as largest, torch.set_grad_enabled(not causal):
         if causal:  # without the operators, into which the mode does not look
-            inputs = tssa_chunked._Inputs(w, temp, w.new_zeros(1, 3000, 2), None, None, tssa_reference.zero_state(w))
+            inputs = tssa_chunked._Inputs(w, temp, w.new_zeros(1, 3000, 2), None, None, tssa_reference.zero_state(w), True)
             *_, kept = tssa_chunked._forward(inputs, True)
             tssa_chunked._backward(inputs, kept, [torch.ones_like(w), None, None, None, None], False)
         else:

@@ -41,8 +41,8 @@ def causal(
     padding: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
     state: TSSAState,
-    log_decay: torch.Tensor | None = None,
-    normalize_scores: bool = True,
+    log_decay: torch.Tensor | None,
+    normalize_scores: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """As `tssa_reference.causal`, but `bias` (B, T, H) and `state` are always given. Differentiable once."""
     if seq_idx is not None:
@@ -65,7 +65,7 @@ class _Inputs(NamedTuple):
     padding: torch.Tensor | None  # (B, T)
     log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1), -inf where a packed sequence starts
     state: TSSAState
-    normalize_scores: bool = True
+    normalize_scores: bool
 
     def sequence(self, element: int, tokens: slice) -> "_Inputs":
         """One packed sequence."""
@@ -311,22 +311,10 @@ def _load(x: torch.Tensor, padding: torch.Tensor | None, buffer: torch.Tensor) -
     return buffer
 
 
-def _clamp(sum_sq: torch.Tensor, decay: _Decay | None, normalize_scores: bool) -> torch.Tensor | None:
-    """Turns running sums of squares, in place, into what the squares are divided by in the scores.
-
-    Returns:
-        Where that is a constant, the epsilon or, in scores that are not normalised, 1; None if nowhere.
-    """
-    if not normalize_scores:
-        sum_sq.fill_(1)
-        return sum_sq.new_ones((), dtype=torch.bool)
+def _is_clamped(sum_sq: torch.Tensor, decay: _Decay | None) -> bool:
+    """Whether running sums of squares may lie below their epsilon: checked where that does not wait for a device."""
     lowest = sum_sq if decay is not None else sum_sq[:, 0]  # without decay they only grow
-    # checked where that does not wait for a device; NaN is not at least epsilon
-    if sum_sq.device.type == "cpu" and lowest.amin().item() >= EPS_SUM_SQ:
-        return None
-    clamped = sum_sq < EPS_SUM_SQ
-    sum_sq.clamp_min_(EPS_SUM_SQ)
-    return clamped
+    return sum_sq.device.type != "cpu" or not lowest.amin().item() >= EPS_SUM_SQ  # which NaN is not
 
 
 # One chunk --------------------------------------------------------------------------------------------------------------
@@ -349,7 +337,10 @@ def _forward_chunk(
     x = _load(w, padding, x)
     torch.mul(x, x, out=sq)
     sum_sq, _ = _scan(sq, before.sum_sq, decay, out=S)
-    _clamp(S, decay, normalize_scores)
+    if not normalize_scores:
+        S.fill_(1)
+    elif _is_clamped(S, decay):
+        S.clamp_min_(EPS_SUM_SQ)
     ratio = torch.div(sq, S, out=S)
     score = ratio.sum(-1)[:, :T].add_(bias, alpha=w.shape[-1])
     membership = _membership_of(score, temp, padding)
@@ -420,7 +411,13 @@ def _backward_chunk(
     # score -> squares, by way of their running sums
     _scan(sq, before.sum_sq, decay, out=S)
     S_ends = _block_ends(S).clone()
-    clamped = _clamp(S, decay, normalize_scores)
+    clamped = None  # where the squares are divided by a constant
+    if not normalize_scores:
+        clamped = S.new_ones((), dtype=torch.bool)
+        S.fill_(1)
+    elif _is_clamped(S, decay):
+        clamped = S < EPS_SUM_SQ
+        S.clamp_min_(EPS_SUM_SQ)
     S.reciprocal_()
     grad_ratio = torch.mul(S, grad_score.unsqueeze(-1), out=inverse)
     by_clamped = 0 if clamped is None or decay is None else (sq * grad_ratio).masked_fill_(~clamped, 0).sum(-1)
@@ -464,7 +461,7 @@ def _forward_operator(
     sum_membership: torch.Tensor,
     keep: bool,
     chunk_tokens: int,  # shapes depend on it, and compilers store what they compiled on disk
-    normalize_scores: bool = True,
+    normalize_scores: bool,
 ) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:
     """Output, membership, the three sums after the last token, score, and the sums before each chunk."""
     state = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
@@ -481,7 +478,7 @@ def _forward_operator(
 
 
 @_forward_operator.register_fake
-def _(w, temp, bias, padding, seq_idx, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens, *_):
+def _(w, temp, bias, padding, seq_idx, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens, _):
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
     chunks = (w.shape[1] + chunk_tokens - 1) // chunk_tokens + 1 if keep else 0
     final = (x.new_empty(x.shape) for x in (sum_sq, sum_weighted_sq, sum_membership))
