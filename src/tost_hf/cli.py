@@ -349,12 +349,14 @@ def _publish(args: argparse.Namespace) -> None:
         raise ValueError("--card writes a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
     if args.license and not args.card:
         raise ValueError("--license is for the card that --card writes; a card that exists names its licence itself.")
-    if args.card and Path(args.folder, "README.md").exists():
-        print(f"{args.folder} has a README.md, which stays as it is.")
-    elif args.card:
+    if args.card:
         from .hub.cards import write_card
 
-        write_card(args.folder, repo_id=args.repo_id, revision=args.tag, license=args.license, with_code=args.with_code)
+        card = {"repo_id": args.repo_id, "revision": args.tag, "license": args.license, "with_code": args.with_code}
+        try:
+            write_card(args.folder, **card)
+        except FileExistsError:
+            print(f"{args.folder} has a README.md, which stays as it is.")
     options = {name: getattr(args, name) for name in ("private", "revision", "tag", "create_pr", "dry_run")}
     if args.space:
         done = publish_space(args.folder, args.repo_id, **options)
