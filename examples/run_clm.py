@@ -144,6 +144,7 @@ def main(args: list[str] | None = None) -> None:
     model = load_model(model_args, config, tokenizer)
     blocks = load_blocks(model_args, data_args, training_args, tokenizer, block_size)
 
+    train_files = [data_args.dataset_name] if data_args.dataset_name else data_args.train_file or []
     training_args.include_for_metrics = ["loss"]  # for the perplexity
     trainer = LanguageModelTrainer(
         model=model,
@@ -154,7 +155,7 @@ def main(args: list[str] | None = None) -> None:
         data_collator=collate_blocks,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=most_likely,
-        callbacks=[TrainingFilesCallback([data_args.dataset_name] if data_args.dataset_name else data_args.train_file or [])],
+        callbacks=[TrainingFilesCallback(train_files)] if training_args.do_train else None,  # it reads the files
     )
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     counts = {name: len(part) if isinstance(part, Dataset) else limits[name] for name, part in blocks.items()}

@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from transformers import TrainingArguments
 
 from tost_hf import ToSTForCausalLM, ToSTTrainer
-from tost_hf.training import callbacks
+from tost_hf.training import callbacks, checkpoints
 from tost_hf.training.callbacks import TrainingFilesCallback
 from tost_hf.training.checkpoints import begin_manifest, choose_checkpoint, write_manifest
 
@@ -96,11 +96,10 @@ def without_manifests(trained: Path) -> None:
 
 
 MANIFESTS = [
-    *((content, "is damaged") for content in ("{", "[]", "null", '{"files": []}', '{"files": null}', '{"files": "x"}')),
-    ('{"files": {"optimizer.pt": [5, "x"]}}', "is damaged"),
-    ('{"files": {"optimizer.pt": {"size": Infinity, "sha256": ""}}}', "is damaged"),
-    ("[" * 100_000, "is damaged"),
-    ('{"files": {"%s": {"size": 1, "sha256": ""}}}' % ("x" * 300), "is missing"),
+    *("{", "[]", "null", '{"files": []}', '{"files": null}', '{"files": "x"}'),
+    '{"files": {"optimizer.pt": [5, "x"]}}',
+    '{"files": {"optimizer.pt": {"size": Infinity, "sha256": ""}}}',
+    "[" * 100_000,
 ]
 
 
@@ -115,16 +114,31 @@ MANIFESTS = [
         ("optimizer.pt", flip_a_bit, "is damaged"),
         ("model.safetensors", flip_a_bit, "is damaged"),
         ("rng_state.pth", foreign_pickle, "is damaged"),
-        *(("manifest.json", partial(Path.write_text, data=content), problem) for content, problem in MANIFESTS),
+        *(("manifest.json", partial(Path.write_text, data=content), "is damaged") for content in MANIFESTS),
     ],
 )
 def test_damaged_checkpoint_is_skipped(make, trained, caplog, name, damage, problem):
     damage(trained / "checkpoint-6" / name)
     assert choose_checkpoint(make(), True) == choose_checkpoint(make(), None) == str(trained / "checkpoint-4")
-    assert re.search(rf"{trained}/checkpoint-6: .*{problem}", caplog.text)
-    assert name in caplog.text or "x" * 300 in caplog.text
+    assert re.search(rf"{trained}/checkpoint-6: .*{name} {problem}", caplog.text)
     with pytest.raises(ValueError, match=r"checkpoint-6' is incomplete: .*Name another one"):
         make().train(resume_from_checkpoint=str(trained / "checkpoint-6"))
+
+
+def test_manifest_with_a_name_that_no_file_can_have(make, trained, caplog):
+    listed = {"x" * 300: {"size": 1, "sha256": ""}}
+    (trained / "checkpoint-6/manifest.json").write_text(json.dumps({"files": listed}))
+    assert choose_checkpoint(make(), True) == str(trained / "checkpoint-4")
+    assert f"checkpoint-6: {'x' * 300} is missing" in caplog.text
+
+
+def test_files_are_hashed_once(make, trained, monkeypatch):
+    """By a script that chooses a checkpoint before it trains from it."""
+    hashed, sha256 = [], checkpoints.sha256
+    monkeypatch.setattr(checkpoints, "sha256", lambda file: hashed.append(file.name) or sha256(file))
+    trainer = make()
+    trainer.train(choose_checkpoint(trainer, True))
+    assert sorted(hashed) == sorted(json.loads((trained / "checkpoint-6/manifest.json").read_text())["files"])
 
 
 def test_checkpoint_without_manifest(make, trained):

@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Writing files and folders: under a temporary name beside the target, moved when complete."""
+"""Writing files and folders: under a temporary name beside the target, moved when complete; the hash of a file."""
 
+import hashlib
 import os
 import re
 import tempfile
@@ -57,6 +58,12 @@ def check_file(target: Path, overwrite: bool) -> None:
         raise IsADirectoryError(f"{target} is a folder; name a file.")
     if target.exists() and not overwrite:
         raise FileExistsError(f"The file {target} exists; choose another, or overwrite it (--overwrite).")
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a whole file, in hexadecimal."""
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 EVALUATION = "evaluation.json"  # written by examples/evaluate_lm.py and evaluate_image_classification.py

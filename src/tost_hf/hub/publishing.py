@@ -15,7 +15,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from ..files import is_weights_name
+from ..files import is_weights_name, sha256
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
 from .checks import check_card, check_space, check_weights, forbidden_file, load_config
@@ -315,8 +315,7 @@ def same_content(sibling, path: Path) -> bool:
     """Whether a file has the content that the Hub's listing (with `files_metadata`) names by its hash."""
     if sibling.size is not None and sibling.size != path.stat().st_size:
         return False
-    with open(path, "rb") as file:
-        if sibling.lfs is not None:
-            return hashlib.file_digest(file, "sha256").hexdigest() == sibling.lfs.sha256
-        content = file.read()
+    if sibling.lfs is not None:
+        return sha256(path) == sibling.lfs.sha256
+    content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == sibling.blob_id  # git's own naming

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from .checkpoints import checkpoints, is_finished, sha256
+from ..files import sha256
+from .checkpoints import checkpoints, is_finished
 
 
 MAX_HASHED_BYTES = 4 * 2**30  # of training files, about three seconds
@@ -78,12 +79,11 @@ class TrainingFilesCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, paths: list[str]):
-        names = [file for path in map(Path, paths) for file in (path.rglob("*") if path.is_dir() else [path])]
-        files = [file for file in names if file.is_file()]
-        hashed = sum(file.stat().st_size for file in files) <= MAX_HASHED_BYTES
-        self.files = [[str(name)] for name in names if not name.is_file() and not name.is_dir()]
-        for file in files:
-            stat = file.stat()
+        candidates = [file for path in map(Path, paths) for file in (path.rglob("*") if path.is_dir() else [path])]
+        stats = {file: file.stat() for file in candidates if file.is_file()}
+        hashed = sum(stat.st_size for stat in stats.values()) <= MAX_HASHED_BYTES
+        self.files = [[str(file)] for file in candidates if file not in stats and not file.is_dir()]
+        for file, stat in stats.items():
             self.files.append([file.name, str(stat.st_size), sha256(file) if hashed else str(stat.st_mtime_ns)])
         self.files.sort()
 

@@ -6,7 +6,6 @@ while the checkpoint is being saved, and moved into place at the end. A checkpoi
 Trainer or one fetched from the Hub, is complete if it has `trainer_state.json`, which Trainer writes last.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -20,12 +19,13 @@ from pickle import UnpicklingError
 from typing import Any
 
 from accelerate.utils import gather_object
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..files import TRAINER_STATE, staged_file
+from ..files import TRAINER_STATE, sha256, staged_file
+from ..hub.records import open_safetensors, read_json
 
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,6 @@ def write_manifest(folder: Path) -> None:
         staged.write_text(json.dumps({"files": listed}, indent=2) + "\n", encoding="utf-8")
 
 
-def sha256(file: Path) -> str:
-    """The hash of a whole file."""
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def delete_old_checkpoints(output_dir: str | Path, limit: int, kept: list[Path]) -> None:
     """Deletes the checkpoints saved first until `limit` are left, unfinished ones before all; those of `kept` stay."""
 
@@ -101,13 +95,17 @@ def delete_old_checkpoints(output_dir: str | Path, limit: int, kept: list[Path])
 # The checkpoint to resume from -----------------------------------------------------------------------------------------
 
 
-def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None:
+class CompleteCheckpoint(str):
+    """The folder of a checkpoint that `choose_checkpoint` found complete: its files are not read a second time."""
+
+
+def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> CompleteCheckpoint | None:
     """The checkpoint to resume from.
 
     Args:
         trainer: its settings say which files a checkpoint must have.
         wanted: a checkpoint's folder; True or "true" for the newest complete one in the output folder; None for that one if
-            there is any; False or "false" for none.
+            there is any; False or "false" for none. What this function returned is returned again, unread.
 
     Returns:
         The folder, or None to start at the beginning. All processes get the same answer.
@@ -117,6 +115,8 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None
         ValueError: the checkpoint named is incomplete, all checkpoints were finished once and are damaged now, or DeepSpeed
             saved one with another number of processes.
     """
+    if isinstance(wanted, CompleteCheckpoint):
+        return wanted
     word = str(wanted).lower()
     if word == "false":
         return None
@@ -143,7 +143,7 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None
         logger.warning(
             f"{saved_by}: the order of the data and all random numbers differ from those of a run without interruption."
         )
-    return str(chosen)
+    return CompleteCheckpoint(chosen)
 
 
 def _find_newest_complete(trainer: Trainer) -> Path | None:
@@ -174,8 +174,8 @@ def _gather_problems(trainer: Trainer, folder: Path) -> list[str]:
 
 
 def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
-    manifest = folder / MANIFEST
-    if not is_finished(folder):
+    manifest, finished = folder / MANIFEST, is_finished(folder)
+    if not finished:
         yield "saving was not completed" if manifest.is_file() else f"{TRAINER_STATE} is missing"
     for alternatives in _required_files(trainer, folder):
         if not any(any(folder.glob(pattern)) for pattern in alternatives):
@@ -185,7 +185,7 @@ def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
             yield from (f"{path.name} is damaged" for path in sorted(folder.glob(pattern)) if not _is_complete(path))
         return
     try:
-        listed = _read_manifest(manifest)
+        listed = _read_manifest(manifest) if finished else {}
     except ValueError:
         yield f"{MANIFEST} is damaged, or of an earlier version"
         return
@@ -205,13 +205,13 @@ def _is_complete(file: Path) -> bool:
         return False
     try:
         if file.suffix == ".json":
-            json.loads(file.read_text(encoding="utf-8"))
+            read_json(file)
         elif file.suffix == ".safetensors":
-            with safe_open(file, "pt"):
+            with open_safetensors(file):
                 pass
         else:
             return zipfile.is_zipfile(file)  # as torch.save writes
-    except (ValueError, RecursionError, SafetensorError):
+    except ValueError:
         return False
     return True
 
@@ -219,9 +219,9 @@ def _is_complete(file: Path) -> bool:
 def _read_manifest(file: Path) -> dict[str, dict[str, Any]]:
     """The size and hash of each file that a manifest lists; ValueError unless it is as `write_manifest` writes it."""
     try:
-        listed = json.loads(file.read_text(encoding="utf-8") or '{"files": {}}')["files"]
+        listed = read_json(file)["files"]
         return {name: {"size": int(saved["size"]), "sha256": str(saved["sha256"])} for name, saved in listed.items()}
-    except (ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is no manifest: {error}") from error
 
 
@@ -344,8 +344,8 @@ def _explain_failure(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search(TORCH_WRITE_ERRORS, str(error)):
             raise
-        in_the_way = [str(path) for path in folder.glob("*.*") if path.is_dir()]
-        advice = f"move the folder {in_the_way[0]}, where a file belongs," if in_the_way else "free disk space"
+        blocking = [str(path) for path in folder.glob("*.*") if path.is_dir()]
+        advice = f"move the folder {blocking[0]}, where a file belongs," if blocking else "free disk space"
         raise OSError(
             f"Saving the checkpoint {folder} failed: {error}. Earlier checkpoints are unchanged: {advice} and start again to "
             "resume from there."
@@ -359,5 +359,4 @@ __all__ = [
     "delete_old_checkpoints",
     "is_finished",
     "output_folder",
-    "sha256",
 ]

@@ -119,15 +119,16 @@ class RecipeArguments(TrainingArguments):
         """
         total = self.total_batch_size
         assert total is not None
-        share, remainder = divmod(total, num_devices)
+        device_total, remainder = divmod(total, num_devices)
         if remainder:
             divisors = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
             raise ValueError(
                 f"total_batch_size {total} cannot be divided among {num_devices} data-parallel processes: start one of "
                 f"{divisors}, or give per_device_train_batch_size and gradient_accumulation_steps."
             )
-        size = next(n for n in range(min(self._max_device_batch_size, share), 0, -1) if share % n == 0)
-        self.per_device_train_batch_size, self.gradient_accumulation_steps = size, share // size
+        sizes = range(min(self._max_device_batch_size, device_total), 0, -1)
+        size = next(size for size in sizes if device_total % size == 0)
+        self.per_device_train_batch_size, self.gradient_accumulation_steps = size, device_total // size
 
     def _check_length(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "total_batch_size"):
