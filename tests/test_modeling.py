@@ -134,6 +134,23 @@ def test_positions_that_are_not_read(monkeypatch):
         assert outputs.past_key_values.get_seq_length() == 9
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{}, HYBRID], ids=["published", "hybrid"])
+def test_static_decoding_without_reads(options, padded, monkeypatch):
+    """With the checks that run on the CPU only switched off: the same logits."""
+    model = randomize(ToSTForCausalLM(small_config(**options))).eval()
+    tokens = ids(2, 9)
+    mask = (torch.arange(9) >= torch.tensor([[0], [4 if padded else 0]])).long()
+    caches = [StaticCache(config=model.config, max_cache_len=12) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(tokens[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+        expected = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[0]).logits
+        monkeypatch.setattr(inputs_tost, "_is_readable", lambda x: False)
+        logits = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[1]).logits
+    torch.testing.assert_close(logits, expected)
+
+
 def test_flattening_collator(tiny_model):
     features = [{"input_ids": ids(n).tolist()} for n in (4, 9, 2)]
     batch = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True)(features)
