@@ -103,7 +103,7 @@ NO_PACKING = [[], ["attention_mask"], ["position_ids"], ["attention_mask", "posi
 
 @pytest.mark.parametrize("inputs", NO_PACKING, ids=" and ".join)
 @pytest.mark.parametrize(
-    "options", [{}, {"normalize_scores": False}, BEYOND, HYBRID], ids=["published", "raw", "plus", "hybrid"]
+    "options", [{}, {"normalize_scores": False}, BEYOND, HYBRID], ids=["published", "unnormalised", "plus", "hybrid"]
 )
 def test_no_synchronization(options, inputs):
     """Of a training step and of decoding: tensors on the meta device have no values, so that reading one raises."""

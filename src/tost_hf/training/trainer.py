@@ -287,7 +287,7 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
         return self.prepare_model(super().call_model_init(trial))
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Does to a model what the arguments ask for: to the one given, and to each that `model_init` returns.
+        """Applies the arguments that concern the model: to the one passed, and to each that `model_init` returns.
 
         Raises:
             ValueError: they do not suit the model.
