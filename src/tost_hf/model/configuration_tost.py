@@ -193,6 +193,8 @@ class ToSTConfig(ToSTBaseConfig):
             self.rope_parameters = None  # transformers sets a default
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
         if not self.is_causal:
             self.use_cache = False
         # @strict runs the validators as well, but wraps their message in another error
@@ -213,6 +215,8 @@ class ToSTConfig(ToSTBaseConfig):
         fields = super().to_dict()
         if (layer_types := fields.pop("_layer_types", None)) is not None:
             fields["layer_types"] = layer_types
+        if fields.get("num_key_value_heads") == self.num_attention_heads:
+            del fields["num_key_value_heads"]
         return fields
 
     def _check_encoder(self):
@@ -222,7 +226,8 @@ class ToSTConfig(ToSTBaseConfig):
             if self.pooling == "first":
                 raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
             return
-        causal = [name for name in BEYOND_PAPER if name != "layer_types" and getattr(self, name) != OPTION_DEFAULTS[name]]
+        defaults = OPTION_DEFAULTS | {"layer_types": self.layer_types, "num_key_value_heads": self.num_attention_heads}
+        causal = [name for name in BEYOND_PAPER if getattr(self, name) != defaults[name]]
         if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
             causal.append("layer_types")
         if causal:

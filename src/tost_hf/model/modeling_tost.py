@@ -135,7 +135,7 @@ class ToSTAttention(nn.Module):
         self.layer_idx = layer_idx
         self.layer_type = config.layer_types[layer_idx]
         self.head_dim = config.head_dim
-        groups = config.num_key_value_heads or config.num_attention_heads
+        groups = config.num_key_value_heads
         self.num_key_value_groups = config.num_attention_heads // groups
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout

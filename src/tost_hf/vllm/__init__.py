@@ -1,0 +1,32 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""ToST language models in vLLM (0.32).
+
+With both packages installed nothing needs to be imported: vLLM calls `register` in each of its processes (the entry point
+`vllm.general_plugins`), after which `vllm serve` and `vllm.LLM` take causal ToST models.
+"""
+
+UNSUPPORTED = (  # registered for the message of verification.py
+    "ToSTForMaskedLM",
+    "ToSTForQuestionAnswering",
+    "ToSTForTokenClassification",
+    "ToSTForImageClassification",
+    "ToSTVisionModel",
+    "ToSTBackbone",
+)
+
+
+def register() -> None:
+    """Makes ToST models known to vLLM.
+
+    vLLM derives the models for embeddings and for classification (ToSTModel, ToSTForSequenceClassification) from the causal one.
+    """
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from .repairs import apply_repairs
+    from .verification import ToSTVerification
+
+    for architecture in ("ToSTForCausalLM", *UNSUPPORTED):
+        ModelRegistry.register_model(architecture, f"{__name__}.model:ToSTForCausalLM")
+        MODELS_CONFIG_MAP[architecture] = ToSTVerification
+    apply_repairs()

@@ -1,0 +1,292 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""The causal TSSA layer in vLLM: the operator of tost_hf, with its running sums in the pages of vLLM's cache.
+
+vLLM passes the new tokens of all requests in one tensor (N, D). Projections act on all of them at once, inside the compiled
+graph; the short convolution and the operator, which need to know the requests, are custom operators, between which vLLM splits
+the graph.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+
+from ..model.configuration_tost import ToSTConfig
+from ..model.layers_tost import ShortConvolution
+from ..model.tssa import tssa, tssa_step
+from ..model.tssa_reference import TSSAState
+
+
+OPERATORS = ("vllm::tost_short_convolution", "vllm::tost_causal_statistics")
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+class Prefill(NamedTuple):
+    """A prompt, or a part of it, in a batch."""
+
+    request: int
+    start: int
+    end: int
+    has_state: bool  # false at the start of a prompt, where the page holds anything
+
+
+@dataclass
+class ToSTMetadata:
+    """The requests of a forward pass. Decodes come first: one new token each, after a state."""
+
+    blocks: torch.Tensor  # (requests,), the pages of their states
+    num_decodes: int
+    prefills: list[Prefill]
+
+
+class ToSTMetadataBuilder(LinearAttentionMetadataBuilder):
+    """Built from what vLLM has on the CPU: nothing here waits for a GPU."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER  # a captured graph would keep one batch's prefills
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ToSTMetadata:
+        batch, mode = common_attn_metadata, self.vllm_config.cache_config.mamba_cache_mode
+        blocks = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode)[:, 0]
+        bounds = batch.query_start_loc_cpu.tolist()
+        lengths = batch.seq_lens_cpu_upper_bound.tolist()  # exact for prefills, above 1 for decodes
+        num_decodes, prefills = 0, []
+        for request, (start, end, length) in enumerate(zip(bounds, bounds[1:], lengths)):
+            has_state = length > end - start
+            if end - start == 1 and has_state and not prefills:
+                num_decodes += 1
+            elif end > start:
+                prefills.append(Prefill(request, start, end, has_state))
+        return ToSTMetadata(blocks.long(), num_decodes, prefills)
+
+
+class ToSTBackend(LinearAttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "TOST"
+
+    @staticmethod
+    def get_builder_cls() -> type[ToSTMetadataBuilder]:
+        return ToSTMetadataBuilder
+
+
+# The layer ------------------------------------------------------------------------------------------------------------
+
+
+def state_size(config: ToSTConfig, dtype: torch.dtype, tp_size: int) -> int:
+    """Size of a layer's state of one request, in numbers of 8 bytes.
+
+    Two of the sums are float64, as in `TSSAState`; the third, in float32, and the convolution's inputs follow.
+    """
+    width, heads = config.hidden_size // tp_size, config.num_attention_heads // tp_size
+    conv_bytes = ((config.conv_kernel or 1) - 1) * config.hidden_size * dtype.itemsize
+    return width + heads + -(-(4 * width + conv_bytes) // 8)
+
+
+def sharded_membership(score: torch.Tensor, temp: torch.Tensor, padding: None) -> torch.Tensor:
+    """`tssa_reference.membership_of` where each process has some of the heads; vLLM's batches have no padding."""
+    logits = tensor_model_parallel_all_gather((score * temp).contiguous(), -1)
+    return logits.softmax(-1).chunk(get_tensor_model_parallel_world_size(), -1)[get_tensor_model_parallel_rank()]
+
+
+class CausalStatistics(MambaBase, nn.Module):
+    """`TokenStatisticsSelfAttention` of a causal model; its `denom_bias` and other per-head parameters are sharded by heads.
+
+    vLLM copies pages as a whole, so the state is one row of float64 in a page, of which all tensors are views.
+    """
+
+    def __init__(self, config: ToSTConfig, vllm_config: VllmConfig, prefix: str):
+        super().__init__()
+        self.prefix, self.config, self.dtype = prefix, config, vllm_config.model_config.dtype
+        self.tp_size = get_tensor_model_parallel_world_size()
+        self.num_heads, self.head_dim = config.num_attention_heads // self.tp_size, config.head_dim
+        width, options = config.hidden_size, {"bias": config.use_bias, "quant_config": vllm_config.quant_config}
+        self.in_proj = ColumnParallelLinear(width, width, prefix=f"{prefix}.in_proj", **options)
+        self.out_proj = RowParallelLinear(width, width, prefix=f"{prefix}.out_proj", **options)
+        self.convolution = None if config.conv_kernel is None else ShortConvolution(width, config.conv_kernel)
+        self.temp = self._per_head_parameter(1)
+        self.denom_bias = self.forget_bias = self.forget_proj = None
+        if config.max_position_embeddings is not None:
+            self.denom_bias = self._per_head_parameter(config.max_position_embeddings, 1)
+        if config.forgetting != "none":
+            self.forget_bias = self._per_head_parameter()
+        if config.forgetting == "token":
+            self.forget_proj = ColumnParallelLinear(
+                width, config.num_attention_heads, bias=False, prefix=f"{prefix}.forget_proj"
+            )
+        self.options = {"normalize_scores": config.normalize_scores}
+        if self.tp_size > 1:
+            self.options["softmax"] = sharded_membership
+        self.kv_cache = (torch.tensor([]),)
+        compilation = vllm_config.compilation_config
+        if prefix in compilation.static_forward_context:
+            raise ValueError(f"There are two layers of the name {prefix}.")
+        compilation.static_forward_context[prefix] = self
+        if compilation.splitting_ops is not None:  # CUDA graphs are captured between these operators
+            compilation.splitting_ops += [op for op in OPERATORS if op not in compilation.splitting_ops]
+
+    def _per_head_parameter(self, *shape: int) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(self.num_heads, *shape, dtype=torch.float32), requires_grad=False)
+        set_weight_attrs(parameter, {"weight_loader": sharded_weight_loader(0)})
+        return parameter
+
+    # Pages
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        return MambaAttentionBackendEnum.LINEAR
+
+    def get_attn_backend(self) -> type[ToSTBackend]:
+        return ToSTBackend
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return ((state_size(self.config, self.dtype, self.tp_size),),)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.float64,)
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        super().bind_kv_cache(kv_cache)
+        heads, width = self.num_heads, self.num_heads * self.head_dim
+        pages = self.kv_cache[0]
+        rest = pages[:, width + heads :].view(torch.float32)
+        self.sums = TSSAState(
+            rest[:, :width].unflatten(1, (heads, -1)),
+            pages[:, :width].unflatten(1, (heads, -1)),
+            pages[:, width : width + heads],
+        )
+        if self.convolution is not None:
+            past = self.convolution.kernel - 1
+            recent = rest[:, width:].view(self.dtype)[:, : past * self.config.hidden_size]
+            self.recent_inputs = recent.unflatten(1, (past, -1))
+
+    # Tokens
+
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Tokens (N, D), at `positions` (N,), of all requests."""
+        if self.convolution is not None:
+            convolved = torch.empty_like(hidden_states)
+            torch.ops.vllm.tost_short_convolution(hidden_states, convolved, self.prefix)
+            hidden_states = convolved
+        w = self.in_proj(hidden_states)[0]
+        logit = None
+        if self.forget_bias is not None:
+            logit = self.forget_bias.expand(len(w), -1)
+            if self.forget_proj is not None:
+                logit = logit + self.forget_proj(hidden_states)[0]
+        output = torch.empty_like(w)
+        torch.ops.vllm.tost_causal_statistics(w, logit, positions, output, self.prefix)
+        return self.out_proj(output)[0]
+
+    def convolve(self, hidden_states: torch.Tensor, output: torch.Tensor, batch: ToSTMetadata) -> None:
+        """Fills `output` (N, D) with the convolved tokens."""
+        assert self.convolution is not None
+        if n := batch.num_decodes:
+            blocks = batch.blocks[:n]
+            convolved, self.recent_inputs[blocks] = self.convolution(
+                hidden_states[:n].unsqueeze(1), recent=self.recent_inputs[blocks]
+            )
+            output[:n] = convolved.squeeze(1)
+        for request, start, end, has_state in batch.prefills:
+            block = batch.blocks[request : request + 1]
+            recent = self.recent_inputs[block] if has_state else None
+            convolved, self.recent_inputs[block] = self.convolution(hidden_states[None, start:end], recent=recent)
+            output[start:end] = convolved[0]
+
+    def compute_statistics(
+        self,
+        w: torch.Tensor,
+        forget_logit: torch.Tensor | None,
+        positions: torch.Tensor,
+        output: torch.Tensor,
+        batch: ToSTMetadata,
+    ) -> None:
+        """Fills `output` (N, H p) with the operator's output for projected tokens `w` (N, H p)."""
+        w, output = (x.unflatten(-1, (self.num_heads, -1)) for x in (w, output))
+        log_decay = None if forget_logit is None else F.logsigmoid(forget_logit)
+        bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
+
+        def select(tokens: slice | tuple) -> dict[str, torch.Tensor | None]:
+            return {
+                "positions": None if bias is None else positions[tokens],
+                "log_decay": None if log_decay is None else log_decay[tokens],
+            }
+
+        if n := batch.num_decodes:
+            blocks, tokens = batch.blocks[:n], slice(n)
+            state, options = self._read(blocks), self.options | select(tokens)
+            output[tokens], _, state = tssa_step(w[tokens], self.temp, bias, state, in_place=True, **options)
+            self._write(blocks, state)
+        for request, start, end, has_state in batch.prefills:
+            block, tokens = batch.blocks[request : request + 1], (None, slice(start, end))
+            state, options = self._read(block) if has_state else None, self.options | select(tokens)
+            attended, _, state = tssa(w[tokens], self.temp, bias, initial_state=state, **options)
+            output[start:end] = attended[0]
+            self._write(block, state)
+
+    def _read(self, blocks: torch.Tensor) -> TSSAState:
+        return TSSAState(*(pages[blocks] for pages in self.sums))
+
+    def _write(self, blocks: torch.Tensor, state: TSSAState) -> None:
+        for pages, new in zip(self.sums, state):
+            pages[blocks] = new
+
+
+# Operators ------------------------------------------------------------------------------------------------------------
+
+
+def _find(layer_name: str) -> tuple[CausalStatistics, ToSTMetadata | None]:
+    """The layer, and the requests; None in vLLM's trial run, which measures memory."""
+    context = get_forward_context()
+    metadata = context.attn_metadata
+    return context.no_compile_layers[layer_name], None if metadata is None else metadata[layer_name]
+
+
+@eager_break_during_capture
+def _short_convolution(hidden_states: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
+    layer, batch = _find(layer_name)
+    if batch is None:
+        output.zero_()
+    else:
+        layer.convolve(hidden_states, output, batch)
+
+
+@eager_break_during_capture
+def _causal_statistics(
+    w: torch.Tensor,
+    forget_logit: torch.Tensor | None,
+    positions: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: str,
+) -> None:
+    layer, batch = _find(layer_name)
+    if batch is None:
+        output.zero_()
+    else:
+        layer.compute_statistics(w, forget_logit, positions, output, batch)
+
+
+direct_register_custom_op("tost_short_convolution", _short_convolution, mutates_args=["output"])
+direct_register_custom_op("tost_causal_statistics", _causal_statistics, mutates_args=["output"])

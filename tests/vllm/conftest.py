@@ -1,0 +1,121 @@
+"""Small models with random weights, and what vLLM and `generate` write after the same prompts."""
+
+import os
+
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process; the server has its own
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm import LLM, SamplingParams
+
+from tost_hf import ToSTConfig, ToSTForCausalLM
+
+
+VOCABULARY = 512
+TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OPTIONS = {
+    "published": {"tie_word_embeddings": True},
+    "conv_token": {"max_position_embeddings": None, "forgetting": "token", "conv_kernel": 4},
+    "hybrid": {
+        "max_position_embeddings": None,
+        "forgetting": "token",
+        "conv_kernel": 4,
+        "layer_types": [TSSA, FULL, TSSA, SLIDING],
+        "sliding_window": 64,
+        "num_key_value_heads": 2,
+        "rope_parameters": ROPE,
+    },
+    "hybrid_positions": {"layer_types": [TSSA, FULL, TSSA, TSSA], "use_bias": True},
+    "odd": {
+        "max_position_embeddings": None,
+        "hidden_size": 75,
+        "num_attention_heads": 5,
+        "forgetting": "head",
+        "conv_kernel": 3,
+        "mlp_type": "ista",
+        "pre_norm": False,
+    },
+}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def make_model(kind: str) -> ToSTForCausalLM:
+    """A model whose greedy texts do not soon repeat one token."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+    sizes |= {"vocab_size": VOCABULARY, "layer_scale_init_value": 1.0, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = ToSTForCausalLM(ToSTConfig(bos_token_id=0, eos_token_id=0, **(sizes | OPTIONS[kind])))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "convolution" not in name and "forget" not in name:
+                parameter.mul_(4 if "layers" in name else 30 if "positions" in name else 1)
+            else:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def save_tokenizer(folder) -> None:
+    """One token for each byte, and more that are never in a prompt."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"<end>": 0} | {symbol: i for i, symbol in enumerate(alphabet, 1)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<end>", eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The folder of a model of each kind, with a tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    for kind in OPTIONS:
+        make_model(kind).save_pretrained(root / kind)
+        save_tokenizer(root / kind)
+    return root
+
+
+@pytest.fixture
+def engine():
+    """Starts an engine; the last one is shut down at the end."""
+    started = []
+
+    def start(folder, **options) -> LLM:
+        while started:
+            started.pop().llm_engine.engine_core.shutdown()
+        defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 2**27}
+        started.append(LLM(str(folder), **(defaults | options)))
+        return started[-1]
+
+    yield start
+    for llm in started:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def make_prompts(count: int = 20, longest: int = 600) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 2, 3, 5, 31, 32, 33, 127, 128, 129, 256, 257, longest]
+    lengths += torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths[:count]]
+
+
+def write(llm: LLM, prompts: list[list[int]], sampling=None, new: int = 32, **options) -> list[list[int]]:
+    """The tokens that vLLM writes after each prompt, greedily by default."""
+    sampling = sampling or SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False, **options)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def expected(model, prompts: list[list[int]], new: int = 32) -> list[list[int]]:
+    """What `generate` writes after each prompt alone."""
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
