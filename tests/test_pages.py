@@ -99,7 +99,7 @@ def test_code_runs(name, demo_folders):
     elif name.endswith("generation.md"):
         assert names["output"].shape == (2, 100, 4, 16)
         torch.testing.assert_close(names["membership"].sum(1), torch.ones(2, 100))
-        assert Path("prefix.safetensors").is_file()
+        assert Path("document.safetensors").is_file()
     elif name.endswith("publishing.md"):
         assert Path("shared/modeling_tost.py").is_file() and type(names["again"]) is tost_hf.ToSTForCausalLM
 
