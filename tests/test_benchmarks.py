@@ -18,7 +18,6 @@ sys.path.append(str(BENCHMARKS))  # permanently: processes that the benchmarks s
 
 import decode  # noqa: E402
 import op  # noqa: E402
-import prefix_caching  # noqa: E402
 import registry  # noqa: E402
 import run as runner  # noqa: E402
 import scaling  # noqa: E402
@@ -38,7 +37,6 @@ def small(monkeypatch):
     """Sizes that are constants of the benchmarks."""
     monkeypatch.setattr(op, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(decode, "VOCABULARY", 512)
-    monkeypatch.setattr(prefix_caching, "VOCABULARY", 512)
 
 
 def records_of(folder, name):
@@ -250,31 +248,6 @@ def test_decode_leaves_out_a_model_whose_first_step_fails(tmp_path, monkeypatch,
     reason = "cudagraph_skips is 3; not timed" if trouble == "skipped CUDA graphs" else "the compiler gave up"
     printed = capsys.readouterr().out
     assert "GPT-2: not available here (RuntimeError: " in printed and reason in printed
-
-
-@pytest.mark.slow
-def test_prefix_caching(tmp_path):
-    sizes = ("--system", 100, "--chats", 2, "--turns", 2, "--tokens", 2, "--prefixes", 1000)
-    records = run("prefix_caching", tmp_path, "--layers", 2, *sizes, "--repeats", 1, "--prefix-cache-bytes", 2**22)
-    values = {(x["case"], x["model"], x["sampling"], x["metric"]): float(x["value"]) for x in records}
-    assert {case[:2] for case in values} == {
-        *(("questions", model) for model in prefix_caching.MODELS),
-        ("chats", "ToST"),
-        ("prefixes", "ToST"),
-    }
-    assert values["questions", "ToST", "greedy", "third, cached"] == 96
-    for sampling in ("greedy", "seeded"):
-        assert values["chats", "ToST", sampling, "equal answers"] == 4
-    assert 0 < values["prefixes", "ToST", "greedy", "cache, bytes"] <= 2**22
-
-
-@pytest.mark.slow
-def test_serving(tmp_path):
-    pytest.importorskip("openai", reason="the packages of the [serve] extra are not installed")
-    records = run("serving", tmp_path, "--layers", 1, "--clients", 1, 3, "--prompt", 5, "--tokens", 4)
-    rates = {(record["clients"], record["metric"]): float(record["value"]) for record in records}
-    assert set(rates) == {(clients, metric) for clients in "13" for metric in ("tokens/s", "this / 1 client")}
-    assert rates["1", "this / 1 client"] == 1 and min(rates.values()) > 0
 
 
 def test_decode_rejects_compiling_a_growing_cache(tmp_path):

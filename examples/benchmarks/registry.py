@@ -49,12 +49,10 @@ BENCHMARKS = {  # name to the module that registers it
     "observations": "observations",
     "op": "op",
     "options": "op",
-    "prefix_caching": "prefix_caching",
     "quantised": "quantised",
     "recall": "synthetic",
     "resolution": "resolution",
     "scaling": "scaling",
-    "serving": "serving",
     "tightness": "observations",
     "train_lm": "train_lm",
 }
