@@ -15,7 +15,7 @@ LAYERS = (
     ("cache_files",),
     ("image_processing",),
     ("hub", "parallel"),
-    ("training", "convert", "serving", "exporting", "interpret"),
+    ("training", "convert", "exporting", "interpret"),
     ("space",),
     ("__init__",),
     ("cli",),

@@ -58,6 +58,14 @@ def test_left_padded_batch(tiny_model, prompt, kwargs):
     assert torch.equal(out[0], generate(tiny_model, prompt[:1])[0])
 
 
+def test_continuous_batching_is_rejected(tiny_model, prompt):
+    message = "call generate with a padded batch.*vLLM"
+    with pytest.raises(NotImplementedError, match=message):
+        tiny_model.generate_batch(prompt.tolist(), max_new_tokens=NEW)
+    with pytest.raises(NotImplementedError, match=message), tiny_model.continuous_batching_context_manager():
+        pass
+
+
 @pytest.mark.parametrize(
     "kwargs", [{}, {"num_return_sequences": 3}, {"length_penalty": 2.0, "num_return_sequences": 2}], ids=str
 )

@@ -30,7 +30,7 @@ def test_public_names_exist():
 
 
 def test_import_is_lean_and_offline():
-    """Nothing that only training, serving or a GPU needs, and no connection of any kind."""
+    """Nothing that only training or a GPU needs, and no connection of any kind."""
     code = """
 import importlib.util, socket, sys
 def reject(*args, **kwargs): raise AssertionError("network")
@@ -40,7 +40,7 @@ sys.modules |= dict.fromkeys(missing)  # as where they are not installed
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name.split(".")[0] in missing else find(name, *more)
 import tost_hf
-heavy = {"datasets", "evaluate", "kornia", "tensorboard", "transformers.trainer", "tost_hf.serving"} & set(sys.modules)
+heavy = {"datasets", "evaluate", "kornia", "tensorboard", "transformers.trainer"} & set(sys.modules)
 assert not heavy, heavy
 assert tost_hf.AutoConfig.for_model("tost").hidden_size == 768
 """

@@ -1,5 +1,5 @@
 """One published repository through everything that a user of transformers puts it to, without the package and without special
-arguments but `trust_remote_code`: pipelines, PEFT, lm-evaluation-harness. The server is in test_serving.py."""
+arguments but `trust_remote_code`: pipelines, PEFT, lm-evaluation-harness."""
 
 import json
 import os

@@ -115,8 +115,7 @@ def test_judged_completions(folder):
     assert last["rewards/chosen"] > last["rewards/rejected"]
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["generate", "generate_batch"])
-def test_grpo(folder, text_model, tokenizer, batched):
+def test_grpo(folder, text_model, tokenizer):
     """Eight steps of GRPO make the rewarded half of the vocabulary more likely."""
     prompt = torch.tensor([tokenizer(PROMPT["prompt"]).input_ids])
 
@@ -128,7 +127,6 @@ def test_grpo(folder, text_model, tokenizer, batched):
 
     before = rewarded(text_model)
     settings = {"num_generations": 8, "max_completion_length": 8, "steps": 8, "beta": 0.0}
-    settings["use_transformers_continuous_batching"] = batched
     trainer, _ = train(trl.GRPOTrainer, folder, [PROMPT] * 16, given={"reward_funcs": reward}, **settings)
     assert rewarded(trainer.model) > before + 0.1
 

@@ -3,13 +3,12 @@
 Importing this package registers the models with transformers' Auto classes.
 """
 
-import functools
 import importlib
 from typing import TYPE_CHECKING
 
 import torch.distributed
 import transformers
-from transformers import AutoConfig, GenerationMixin
+from transformers import AutoConfig
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .cache_files import CachedPrefix, load_cache, load_prefix, prefill_cache, save_cache
@@ -97,20 +96,6 @@ IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil
 
 if torch.distributed.is_available():  # which not every build of PyTorch has
     from .parallel import tensor as _tensor_parallel  # noqa: F401  the style of transformers' tp_plan
-
-
-def _bind_batching(name: str) -> None:
-    """Makes a function of serving/generation.py a method of `ToSTForCausalLM`; it is imported when first called."""
-
-    @functools.wraps(getattr(GenerationMixin, name))  # transformers' own, with the same signature
-    def method(self, *args, **kwargs):
-        return getattr(importlib.import_module(".serving.generation", __name__), name)(self, *args, **kwargs)
-
-    setattr(ToSTForCausalLM, name, method)
-
-
-for method_name in ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch"):
-    _bind_batching(method_name)
 
 
 def __getattr__(name: str):

@@ -210,33 +210,15 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run a tokenizer or image processor that is code in its repository; without it such code is never run",
     )
-    serve = add(
+    add(
         "serve",
         _serve,
-        "transformers' OpenAI-compatible server, with ToST in it",
-        "Starts `transformers serve` with ToST's classes and with limits: answers end at the model's last position, and "
-        "a bad request gets an error message and affects no other. Options are those of `transformers serve`, whose "
-        "--help lists them. Started with a MODEL, the server loads no other. Without one, each request names a folder or "
-        "repository, so let only clients in that may read them. A repository's code runs only with --trust-remote-code "
-        "and a MODEL. Prompts continue from the longest prefix that was read before.",
+        "transformers' OpenAI-compatible server, for one user",
+        "Runs `transformers serve` with ToST's classes registered; the options are its own, listed by `transformers serve "
+        "--help`. It answers one request after another: for more users run `vllm serve MODEL`, which serves ToST models where "
+        "tost-hf is installed.",
         "./tost-demo --device cpu --port 8000",
-        "./tost-demo --prefix manual=manual.safetensors",
         "OWNER/NAME --trust-remote-code",
-    )
-    serve.add_argument(
-        "--prefix-cache-bytes",
-        type=int,
-        metavar="N",
-        help="size of the prefix cache of each model; 0 for none (default: 2**28)",
-    )
-    serve.add_argument(
-        "--prefix",
-        action="append",
-        default=[],
-        metavar="NAME=FILE",
-        help="the state after a text that was read once, a file written in Python by save_cache(prefill_cache(model, ids), "
-        "FILE, model=model, input_ids=ids): prompts that begin with the text, or requests with the field "
-        '"prefix": NAME, continue from it; may be repeated',
     )
     export = add(
         "export",
@@ -405,12 +387,13 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from .serving.server import serve
+    from transformers.utils.import_utils import is_serve_available
 
-    prefixes = dict(prefix.partition("=")[::2] for prefix in args.prefix)
-    if len(prefixes) < len(args.prefix) or not all(name and file for name, file in prefixes.items()):
-        raise ValueError(f"--prefix needs NAME=FILE, each with another name; got {', '.join(args.prefix)}.")
-    serve(args.rest, prefix_files=prefixes, prefix_cache_bytes=args.prefix_cache_bytes)
+    if not is_serve_available():
+        raise ImportError("The server needs more packages: pip install 'tost-hf[serve]'.")
+    from transformers.cli.transformers import app
+
+    app(["serve", *args.rest], prog_name="tost-hf")
 
 
 def _export(args: argparse.Namespace) -> None:

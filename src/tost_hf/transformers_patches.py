@@ -22,7 +22,8 @@ def add_class_name(auto_class: Any, model_type: str, model_class: type[PreTraine
 def add_class(model_class: type[PreTrainedModel]) -> None:
     """Makes `transformers.ToSTModel` of a class, unless transformers has something of that name.
 
-    Trainers of TRL that are given the name of a model look in transformers for the class that its configuration names.
+    Trainers of TRL that are given the name of a model, and `transformers serve`, look in transformers for the class that its
+    configuration names.
     """
     transformers = sys.modules["transformers"]  # which replaces itself while it is imported
     if not hasattr(transformers, model_class.__name__):

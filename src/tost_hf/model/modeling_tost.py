@@ -664,16 +664,14 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
                 hook.remove()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Replaced by the package tost-hf: transformers' own continuous batching needs pages of keys and values.
-
-        `generate_batch` and `continuous_batching_context_manager` call this.
+        """Not available: `generate_batch` and `continuous_batching_context_manager`, which call this, page keys and values.
 
         Raises:
-            ImportError: always.
+            NotImplementedError: always.
         """
-        raise ImportError(
-            "Continuous batching (generate_batch) of ToST models needs the package tost-hf beside the code published with "
-            "the weights: install tost-hf, `import tost_hf` and load the model again; or use generate."
+        raise NotImplementedError(
+            "ToST models have no generate_batch (continuous batching): call generate with a padded batch, where padding "
+            "changes no result, or serve many requests with vLLM (`vllm serve MODEL`, where tost-hf is installed)."
         )
 
     @staticmethod

@@ -1,0 +1,49 @@
+"""`tost-hf serve`: transformers' own server with a ToST model."""
+
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+
+from hub_clients import language_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tost_hf.cli import main
+
+
+def test_completions_and_chat(tmp_path):
+    folder = language_folder(tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer("import os", return_tensors="pt").input_ids
+    answer = AutoModelForCausalLM.from_pretrained(folder).generate(tokens, max_new_tokens=6, do_sample=False)
+    expected = tokenizer.decode(answer[0, tokens.shape[1] :])
+
+    options = ("--device", "cpu", "--host", "127.0.0.1", "--port", "0")
+    command = [sys.executable, "-m", "tost_hf.cli", "serve", str(folder), *options]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            address = next(filter(None, (re.search(r"running on (http://[\d.:]+)", line) for line in server.stderr)))[1]
+
+            def ask(path: str, **fields) -> dict:
+                body = json.dumps({"model": str(folder), "max_tokens": 6, "temperature": 0} | fields).encode()
+                request = urllib.request.Request(address + path, body, {"Content-Type": "application/json"})
+                return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]
+
+            assert ask("/v1/completions", prompt="import os")["text"] == expected
+            messages = [{"role": "user", "content": "import os"}]
+            assert ask("/v1/chat/completions", messages=messages)["message"]["content"] == expected
+        finally:
+            server.terminate()
+
+
+def test_wrong_model(tmp_path, capsys):
+    assert main(["serve", str(tmp_path / "nope"), "--device", "cpu"]) == 1
+    assert "nope" in capsys.readouterr().err
+
+
+def test_missing_extra(monkeypatch, capsys):
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    assert main(["serve", "./tost-demo"]) == 1
+    assert "pip install 'tost-hf[serve]'" in capsys.readouterr().err
