@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-from .cache_files import CachedPrefix, load_cache, load_prefix, prefill_cache, save_cache
+from .cache_files import load_cache, prefill_cache, save_cache
 from .model.base_tost import AUTO_MAPS
 from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer
 from .model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
@@ -112,7 +112,6 @@ __all__ = [
     "LRA_PRESETS",
     "PRESETS",
     "VISION_PRESETS",
-    "CachedPrefix",
     "CausalStatisticsCache",
     "CausalStatisticsLayer",
     "ContextParallelTrainer",
@@ -153,7 +152,6 @@ __all__ = [
     "inspect_model",
     "inspect_path",
     "load_cache",
-    "load_prefix",
     "make_image_processor",
     "parallelize",
     "prefill_cache",

@@ -1,9 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Files of caches of ToST language models, cached prefixes among them, and the size of what they hold."""
+"""Caches of ToST language models: prefill in chunks, files, and the size of what they hold."""
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,8 +29,6 @@ from .model.tssa import TSSAState
 
 FILE_FORMAT = "tost_causal_statistics/1"
 MAX_LENGTH_DIGITS = 18  # of a number of tokens; an int64 holds it
-TOKENS = "input_ids"  # the tensor of a file that names its text
-PREFIX_CODE = "save_cache(prefill_cache(model, input_ids), file, model=model, input_ids=input_ids)"  # writes such a file
 
 
 class StateBytes(NamedTuple):
@@ -40,24 +37,6 @@ class StateBytes(NamedTuple):
     saved: int  # at every length, as `save_cache` writes it, in float32; with sliding windows once they are full
     in_memory: int  # the same where two of the three sums are float64
     per_token: int = 0  # what each token adds, in layers of full attention
-
-
-class CachedPrefix(NamedTuple):
-    """A text that was read: its tokens, (1, T), and the cache after them; what `load_prefix` returns.
-
-    Example:
-        >>> prefix = load_prefix("manual.safetensors", model)
-        >>> input_ids = prefix.continued_by(tokenizer("How is it switched on?").input_ids)
-        >>> model.generate(input_ids, past_key_values=prefix.cache)
-    """
-
-    input_ids: torch.Tensor
-    cache: CausalStatisticsCache
-
-    def continued_by(self, tokens: Sequence[int], bos_token_id: int | None = None) -> torch.Tensor:
-        """The text with more tokens after it, (1, T), without a second `bos_token_id` between them."""
-        tokens = tokens[1:] if tokens and tokens[0] == bos_token_id == self.input_ids[0, 0] else tokens
-        return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], 1)
 
 
 def state_bytes(config: PreTrainedConfig) -> StateBytes:
@@ -85,7 +64,7 @@ def prefill_cache(
 
     Example:
         >>> cache = prefill_cache(model, input_ids, progress_bar=True)
-        >>> save_cache(cache, "manual.safetensors", model=model, input_ids=input_ids)
+        >>> save_cache(cache, "manual.safetensors")
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or not input_ids.numel() or chunk_size < 1:
         raise ValueError(f"input_ids must be (1, T) with at least one token, got {tuple(input_ids.shape)}.")
@@ -103,36 +82,21 @@ def prefill_cache(
     return cache
 
 
-def hash_weights(model: torch.nn.Module) -> str:
-    """SHA-256 of all parameters and buffers of a model, with their names and dtypes."""
-    return _hash_tensors(model.state_dict())
-
-
-def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+def _hash_tensors(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
-        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(x.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def save_cache(
-    cache: Cache,
-    filename: str | os.PathLike,
-    *,
-    model: Any = None,
-    input_ids: torch.Tensor | None = None,
-) -> None:
+def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
     """Writes a cache of a ToST model (from `generate`, a forward pass, or your own) to a safetensors file.
 
     An interrupted call leaves an older file whole.
 
-    Args:
-        model, input_ids: the model that computed the cache and the tokens, (B, T), that it has seen: the file then names both,
-            and `load_prefix` reads it.
-
     Raises:
-        ValueError: the cache is empty, or not a ToST model's, or not of these tokens.
+        ValueError: the cache is empty, or not a ToST model's.
         OSError: the file cannot be written.
 
     Example:
@@ -148,16 +112,7 @@ def save_cache(
         for i, layer in enumerate(cache.layers)
         for name, x in _tensors_of(layer, length).items()
     }
-    if (model is None) != (input_ids is None):
-        raise ValueError("Give model and input_ids together: a prefix is a text that a model has read.")
-    metadata = {"format": FILE_FORMAT, "seq_length": str(length)}
-    if input_ids is not None:
-        if input_ids.ndim != 2 or input_ids.shape[1] != length:
-            raise ValueError(f"The cache has seen {length} tokens, input_ids has the shape {tuple(input_ids.shape)}.")
-        tensors[TOKENS] = input_ids.detach().to("cpu", torch.int32).contiguous()
-        metadata |= {"model": str(model.config.name_or_path), "weights": hash_weights(model)}
-        metadata["revision"] = str(getattr(model.config, "_commit_hash", None) or "")
-    metadata["sha256"] = _hash_tensors(tensors)
+    metadata = {"format": FILE_FORMAT, "seq_length": str(length), "sha256": _hash_tensors(tensors)}
     with staged_file(Path(filename)) as staged:
         save_file(tensors, staged, metadata=metadata)
 
@@ -170,7 +125,7 @@ def load_cache(
 ) -> CausalStatisticsCache:
     """Reads a cache that `save_cache` wrote, for a model of configuration `config`.
 
-    Only the sizes of the model are compared; `load_prefix` compares its weights, too.
+    Only the sizes of the model are compared, not its weights.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -180,44 +135,6 @@ def load_cache(
         >>> cache = load_cache("prompt.safetensors", model.config)
         >>> model.generate(torch.cat([input_ids, more], 1), past_key_values=cache)
     """
-    tensors, metadata = _read_file(filename, device)
-    return _fill_cache(filename, tensors, metadata, config, static)
-
-
-def load_prefix(filename: str | os.PathLike, model: Any, weights: str | None = None) -> CachedPrefix:
-    """Reads a text's cache that `save_cache(..., model=, input_ids=)` wrote, for the same model.
-
-    Continue it by `model.generate(torch.cat([prefix.input_ids, more], 1), past_key_values=prefix.cache)`.
-
-    Args:
-        weights: the `hash_weights` of the model, where it is known; reading them takes a while.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, has no tokens, or was written with another model, other weights or another dtype.
-
-    Example:
-        >>> prefix = load_prefix("manual.safetensors", model)
-    """
-    tensors, metadata = _read_file(filename, model.device)
-    if TOKENS not in tensors:
-        raise ValueError(f"{os.fspath(filename)!r} does not name its text; write it with {PREFIX_CODE}.")
-    input_ids = tensors[TOKENS].long()
-    if input_ids.ndim != 2 or len(input_ids) != 1 or str(input_ids.shape[1]) != metadata.get("seq_length"):
-        raise ValueError(f"{os.fspath(filename)!r} is not the cache of one text: its tokens are {tuple(input_ids.shape)}.")
-    weights = hash_weights(model) if weights is None else weights
-    if metadata.get("weights") != weights:
-        source = " at ".join(filter(None, (metadata.get("model"), metadata.get("revision")))) or "another model"
-        raise ValueError(
-            f"{os.fspath(filename)!r} was written with other weights, those of {source} (SHA-256 "
-            f"{str(metadata.get('weights'))[:12]}...; this model's is {weights[:12]}..., in {model.dtype}): write it again "
-            f"in this dtype, with {PREFIX_CODE}."
-        )
-    return CachedPrefix(input_ids, _fill_cache(filename, tensors, metadata, model.config, False))
-
-
-def _read_file(filename: str | os.PathLike, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a file of `save_cache`."""
     if not os.path.isfile(filename):
         raise FileNotFoundError(f"There is no cache file {os.fspath(filename)!r}.")
     try:
@@ -228,12 +145,6 @@ def _read_file(filename: str | os.PathLike, device: torch.device | str) -> tuple
         raise ValueError(f"{os.fspath(filename)!r} is not a readable safetensors file: {error}") from error
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
-    return tensors, metadata
-
-
-def _fill_cache(filename, tensors: dict, metadata: dict, config: PreTrainedConfig, static: bool) -> CausalStatisticsCache:
-    digest = _hash_tensors(tensors)
-    tensors = {name: x for name, x in tensors.items() if name != TOKENS}
     stated = metadata.get("seq_length", "")
     if not stated.isascii() or not stated.isdecimal() or len(stated) > MAX_LENGTH_DIGITS:
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its metadata gives {stated!r} as the number of cached tokens.")
@@ -247,11 +158,12 @@ def _fill_cache(filename, tensors: dict, metadata: dict, config: PreTrainedConfi
         )
     if len({len(x) for x in tensors.values()}) > 1 or not all(x.is_floating_point() for x in tensors.values()):
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its sums are not of one batch, or no floating-point numbers.")
+    digest = _hash_tensors(tensors)
     if metadata.get("sha256", digest) != digest:  # files of older versions have none
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its numbers are not those that were written.")
     cache = CausalStatisticsCache(config, static=static)
     for i, layer in enumerate(cache.layers):
-        fill_layer(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
+        _fill_layer(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
     return cache
 
 
@@ -278,7 +190,7 @@ def layer_shapes(config: PreTrainedConfig, kind: str, length: int) -> dict[str, 
     return dict.fromkeys(("keys", "values"), (config.num_key_value_heads or heads, kept, width))
 
 
-def fill_layer(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
+def _fill_layer(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
     """Sets the tensors of an empty layer, by the names in `layer_shapes`, after `length` tokens."""
     if layer_type_of(layer) == CAUSAL_STATISTICS:
         state = TSSAState(*(tensors[name] for name in STATE_NAMES))

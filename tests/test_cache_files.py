@@ -1,4 +1,4 @@
-"""Texts that are read once: files of their state, chunked prefill of long prompts."""
+"""Documents that are read once: chunked prefill, files of their state."""
 
 import pytest
 import torch
@@ -8,14 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import GenerationMixin, pipeline
 
-from tost_hf import (
-    CausalStatisticsCache,
-    ToSTForCausalLM,
-    load_cache,
-    load_prefix,
-    prefill_cache,
-    save_cache,
-)
+from tost_hf import CausalStatisticsCache, ToSTForCausalLM, load_cache, prefill_cache, save_cache
 from tost_hf.model import modeling_tost
 
 
@@ -35,71 +28,36 @@ def tokens():
     return torch.randint(1, 320, (1, 150), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def file(model, tokens, tmp_path):
-    path = tmp_path / "prefix.safetensors"
-    save_cache(prefill_cache(model, tokens, chunk_size=40), path, model=model, input_ids=tokens)
-    return path
-
-
-def test_a_prefix_is_continued_as_if_it_had_been_read(model, tokens, file):
-    prefix = load_prefix(file, model)
-    assert torch.equal(prefix.input_ids, tokens)
-    whole = prefix.continued_by([5, 6])
-    assert whole[0].tolist() == [*tokens[0].tolist(), 5, 6]
-    assert torch.equal(model.generate(whole, past_key_values=prefix.cache, **GREEDY), model.generate(whole, **GREEDY))
-    assert load_cache(file, model.config).get_seq_length() == 150
-    begun = prefix._replace(input_ids=torch.tensor([[0, 7]]))
-    assert begun.continued_by([0, 8], bos_token_id=0).tolist() == [[0, 7, 8]]
-
-
-CHANGES = {
-    "temp": lambda model: model.model.layers[0].self_attn.temp.data.mul_(1.01),
-    "one number": lambda model: model.model.embed_tokens.weight.data[7, 3].add_(1e-3),
-    "dtype": lambda model: model.double(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_prefix_of_another_model_is_rejected(model, file, change):
-    change(model)
-    with pytest.raises(ValueError, match=r"was written with other weights.*write it again.* with save_cache"):
-        load_prefix(file, model)
-
-
-def rewrite(file, change) -> None:
-    with safe_open(file, "pt") as opened:
-        metadata, tensors = opened.metadata(), {key: opened.get_tensor(key) for key in opened.keys()}
-    change(metadata, tensors)
-    save_file(tensors, file, metadata=metadata)
+def test_a_saved_document_is_continued_as_if_it_had_been_read(model, tokens, tmp_path):
+    save_cache(prefill_cache(model, tokens, chunk_size=40), tmp_path / "x")
+    cache = load_cache(tmp_path / "x", model.config)
+    assert cache.get_seq_length() == 150
+    whole = torch.cat([tokens, torch.tensor([[5, 6]])], 1)
+    assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), model.generate(whole, **GREEDY))
 
 
 DAMAGE = {
-    "a number": (lambda metadata, tensors: tensors["layers.0.sum_sq"][0, 0, 0].add_(1e-3), "is damaged: its numbers"),
-    "a token": (lambda metadata, tensors: tensors["input_ids"][0, 0].add_(1), "is damaged: its numbers"),
-    "no tokens": (lambda metadata, tensors: tensors.pop("input_ids"), "does not name its text"),
-    "its length": (lambda metadata, tensors: metadata.update(seq_length="9"), "is not the cache of one text"),
+    "a number": (lambda tensors: tensors["layers.0.sum_sq"][0, 0, 0].add_(1e-3), "is damaged: its numbers"),
+    "another tensor": (lambda tensors: tensors.update(input_ids=torch.ones(1, 150)), "belongs to another model"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_prefix_is_rejected(model, file, change, message):
-    rewrite(file, change)
+def test_a_damaged_file_is_rejected(model, tokens, tmp_path, change, message):
+    save_cache(prefill_cache(model, tokens), tmp_path / "x")
+    with safe_open(tmp_path / "x", "pt") as opened:
+        metadata, tensors = opened.metadata(), {key: opened.get_tensor(key) for key in opened.keys()}
+    change(tensors)
+    save_file(tensors, tmp_path / "x", metadata=metadata)
     with pytest.raises(ValueError, match=message):
-        load_prefix(file, model)
+        load_cache(tmp_path / "x", model.config)
 
 
-def test_wrong_arguments(model, tokens, tmp_path):
-    cache = prefill_cache(model, tokens)
-    with pytest.raises(ValueError, match="together"):
-        save_cache(cache, tmp_path / "x", model=model)
-    with pytest.raises(ValueError, match="has seen 150 tokens"):
-        save_cache(cache, tmp_path / "x", model=model, input_ids=tokens[:, 1:])
+def test_documents_that_cannot_be_read(model, tokens):
     with pytest.raises(ValueError, match="at least one token"):
         prefill_cache(model, tokens[:, :0])
     with pytest.raises(ValueError, match="positions for 16: use a shorter text"):
         prefill_cache(ToSTForCausalLM(small_config(vocab_size=320, max_position_embeddings=16)), tokens)
-    assert not list(tmp_path.iterdir())
 
 
 # Long prompts in generate ---------------------------------------------------------------------------------------------
