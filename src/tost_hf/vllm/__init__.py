@@ -18,7 +18,7 @@ UNSUPPORTED = (  # registered for the message of verification.py
 def register() -> None:
     """Makes ToST models known to vLLM.
 
-    vLLM derives the models for embeddings and for classification (ToSTModel, ToSTForSequenceClassification) from the causal one.
+    vLLM itself makes models for embeddings and for classification (ToSTModel, ToSTForSequenceClassification) of the causal one.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP

@@ -72,7 +72,7 @@ class ToSTMetadataBuilder(LinearAttentionMetadataBuilder):
         blocks = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode)[:, 0]
         bounds = batch.query_start_loc_cpu.tolist()
         lengths = batch.seq_lens_cpu_upper_bound.tolist()  # exact for prefills, above 1 for decodes
-        num_decodes, prefills = 0, []
+        num_decodes, prefills = 0, list[Prefill]()
         for request, (start, end, length) in enumerate(zip(bounds, bounds[1:], lengths)):
             has_state = length > end - start
             if end - start == 1 and has_state and not prefills:
@@ -136,9 +136,7 @@ class CausalStatistics(MambaBase, nn.Module):
             self.forget_proj = ColumnParallelLinear(
                 width, config.num_attention_heads, bias=False, prefix=f"{prefix}.forget_proj"
             )
-        self.options = {"normalize_scores": config.normalize_scores}
-        if self.tp_size > 1:
-            self.options["softmax"] = sharded_membership
+        self.softmax = sharded_membership if self.tp_size > 1 else None
         self.kv_cache = (torch.tensor([]),)
         compilation = vllm_config.compilation_config
         if prefix in compilation.static_forward_context:
@@ -227,29 +225,40 @@ class CausalStatistics(MambaBase, nn.Module):
         w, output = (x.unflatten(-1, (self.num_heads, -1)) for x in (w, output))
         log_decay = None if forget_logit is None else F.logsigmoid(forget_logit)
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
-
-        def select(tokens: slice | tuple) -> dict[str, torch.Tensor | None]:
-            return {
-                "positions": None if bias is None else positions[tokens],
-                "log_decay": None if log_decay is None else log_decay[tokens],
-            }
-
         if n := batch.num_decodes:
-            blocks, tokens = batch.blocks[:n], slice(n)
-            state, options = self._read(blocks), self.options | select(tokens)
-            output[tokens], _, state = tssa_step(w[tokens], self.temp, bias, state, in_place=True, **options)
+            blocks = batch.blocks[:n]
+            output[:n], _, state = tssa_step(
+                w[:n],
+                self.temp,
+                bias,
+                self._read(blocks),
+                positions=None if bias is None else positions[:n],
+                log_decay=None if log_decay is None else log_decay[:n],
+                normalize_scores=self.config.normalize_scores,
+                softmax=self.softmax,
+                in_place=True,
+            )
             self._write(blocks, state)
         for request, start, end, has_state in batch.prefills:
-            block, tokens = batch.blocks[request : request + 1], (None, slice(start, end))
-            state, options = self._read(block) if has_state else None, self.options | select(tokens)
-            attended, _, state = tssa(w[tokens], self.temp, bias, initial_state=state, **options)
+            block = batch.blocks[request : request + 1]
+            attended, _, state = tssa(
+                w[None, start:end],
+                self.temp,
+                bias,
+                positions=None if bias is None else positions[None, start:end],
+                initial_state=self._read(block) if has_state else None,
+                log_decay=None if log_decay is None else log_decay[None, start:end],
+                normalize_scores=self.config.normalize_scores,
+                softmax=self.softmax,
+            )
             output[start:end] = attended[0]
             self._write(block, state)
 
     def _read(self, blocks: torch.Tensor) -> TSSAState:
         return TSSAState(*(pages[blocks] for pages in self.sums))
 
-    def _write(self, blocks: torch.Tensor, state: TSSAState) -> None:
+    def _write(self, blocks: torch.Tensor, state: TSSAState | None) -> None:
+        assert state is not None  # as the form is causal
         for pages, new in zip(self.sums, state):
             pages[blocks] = new
 

@@ -154,7 +154,10 @@ class ToSTModel(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         if get_pp_group().is_first_rank:
-            hidden_states = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            if inputs_embeds is None:
+                assert input_ids is not None
+                inputs_embeds = self.embed_input_ids(input_ids)
+            hidden_states = inputs_embeds
             if self.embed_positions is not None:
                 hidden_states = hidden_states + self.embed_positions(positions)
         else:
@@ -196,14 +199,13 @@ class ToSTForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, SupportsLo
         self.model = ToSTModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head: nn.Module = PPMissingLayer()
         if get_pp_group().is_last_rank:
-            self.lm_head = ParallelLMHead(
+            head = ParallelLMHead(
                 config.vocab_size,
                 config.hidden_size,
                 quant_config=vllm_config.quant_config,
                 prefix=maybe_prefix(prefix, "lm_head"),
             )
-            if config.tie_word_embeddings:
-                self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+            self.lm_head = head.tie_weights(self.model.embed_tokens) if config.tie_word_embeddings else head
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
 

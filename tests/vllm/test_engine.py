@@ -1,0 +1,68 @@
+"""Preemption, sampling and the prefix cache; and, for each repair of vLLM, that it is still needed."""
+
+import pytest
+from conftest import expected, make_prompts, write
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from tost_hf import ToSTForCausalLM
+from tost_hf.vllm import verification
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preempted_requests_go_on_where_they_were(folders, engine, prefix_caching):
+    prompts = make_prompts(16, longest=300)
+    wanted = expected(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts, new=80)
+    options = {"num_gpu_blocks_override": 24, "enable_prefix_caching": prefix_caching, "disable_log_stats": False}
+    llm = engine(folders / "hybrid", **options)
+    assert write(llm, prompts, new=80) == wanted
+    assert next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
+
+
+def seeded(count: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=1.0, top_p=0.9, seed=100 + i, max_tokens=24, ignore_eos=True) for i in range(count)]
+
+
+def test_a_seed_has_one_text_alone_and_among_others(folders, engine):
+    prompts, sampling = make_prompts(12, longest=200), seeded(12)
+    llm = engine(folders / "conv_token", max_num_batched_tokens=64, enable_prefix_caching=False)
+    together = write(llm, prompts, sampling)
+    assert together == [write(llm, [prompt], options)[0] for prompt, options in zip(prompts, sampling)]
+    assert len({token for text in together for token in text}) > 50
+
+
+@pytest.mark.parametrize("kind", ["conv_token", "hybrid"])
+def test_a_prompt_goes_on_from_a_cached_prefix(folders, engine, kind):
+    shared = make_prompts(13)[-1]
+    prompts = [[*shared, 7, 8, i] for i in (9, 10, 11, 9)]
+    wanted = expected(ToSTForCausalLM.from_pretrained(folders / kind), prompts)
+    llm = engine(folders / kind)
+    sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    outputs = [llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0] for p in prompts]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+    assert outputs[0].num_cached_tokens == 0
+    assert all(output.num_cached_tokens > len(shared) / 2 for output in outputs[2:])  # the second leaves it at its border
+
+
+# Repairs: where one of these fails, vLLM no longer needs the repair
+
+
+def test_split_prompts_with_seeds_still_need_a_repair(folders, engine, monkeypatch):
+    for name in ("_sample", "_bookkeeping_sync"):
+        monkeypatch.setattr(CPUModelRunner, name, getattr(CPUModelRunner, name).__wrapped__)
+    llm = engine(folders / "conv_token", max_num_batched_tokens=64)
+    with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
+        write(llm, [[5] * 200], seeded(1))
+
+
+def test_block_sizes_still_need_a_repair(folders, monkeypatch):
+    def block_sizes():
+        config = EngineArgs(model=str(folders / "conv_token"), max_model_len=1024).create_engine_config()
+        current_platform.check_and_update_config(config)  # as vLLM does after the engine's start
+        return config.cache_config.block_size, config.cache_config.mamba_block_size
+
+    assert block_sizes() == (32, 32)
+    monkeypatch.setattr(verification, "set_block_size", lambda config: None)
+    assert block_sizes() == (128, 16)
