@@ -5,26 +5,17 @@ With both packages installed nothing needs to be imported: vLLM calls `register`
 `vllm.general_plugins`), after which `vllm serve` and `vllm.LLM` take causal ToST models.
 """
 
-UNSUPPORTED = (  # registered for the message of verification.py
-    "ToSTForMaskedLM",
-    "ToSTForQuestionAnswering",
-    "ToSTForTokenClassification",
-    "ToSTForImageClassification",
-    "ToSTVisionModel",
-    "ToSTBackbone",
-)
-
 
 def register() -> None:
     """Makes ToST models known to vLLM.
 
-    vLLM itself makes models for embeddings and for classification (ToSTModel, ToSTForSequenceClassification) of the causal one.
+    Of the language model vLLM itself makes those for embeddings (ToSTModel) and classification (ToSTForSequenceClassification).
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from .repairs import apply_repairs
-    from .verification import ToSTVerification
+    from .verification import UNSUPPORTED, ToSTVerification
 
     for architecture in ("ToSTForCausalLM", *UNSUPPORTED):
         ModelRegistry.register_model(architecture, f"{__name__}.model:ToSTForCausalLM")

@@ -5,8 +5,17 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
-from . import UNSUPPORTED
 from .repairs import set_block_size
+
+
+UNSUPPORTED = (  # registered for the sake of a clear message
+    "ToSTForMaskedLM",
+    "ToSTForQuestionAnswering",
+    "ToSTForTokenClassification",
+    "ToSTForImageClassification",
+    "ToSTVisionModel",
+    "ToSTBackbone",
+)
 
 
 class ToSTVerification(VerifyAndUpdateConfig):
