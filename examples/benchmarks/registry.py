@@ -55,6 +55,7 @@ BENCHMARKS = {  # name to the module that registers it
     "scaling": "scaling",
     "tightness": "observations",
     "train_lm": "train_lm",
+    "vllm": "engine",
 }
 
 

@@ -9,7 +9,7 @@ With both packages installed nothing needs to be imported: vLLM calls `register`
 def register() -> None:
     """Makes ToST models known to vLLM.
 
-    Of the language model vLLM itself makes those for embeddings (ToSTModel) and classification (ToSTForSequenceClassification).
+    Models for embeddings (ToSTModel) and classification (ToSTForSequenceClassification) vLLM makes of the language model.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
