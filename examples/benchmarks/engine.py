@@ -4,10 +4,10 @@
     .venv-vllm/bin/python examples/benchmarks/run.py vllm
     .venv-vllm/bin/python examples/benchmarks/run.py vllm --models "ToST hybrid" GPT-2 --prompts 1000 --clients 1 8
 
-Random weights (they do not change the cost), eager mode. Each model has a server of its own, in another process, with 1 GiB for
-its cache; the numbers of clients take turns. All clients send their prompts, each another one, at once, and read the streamed
-greedy answers. Tokens per second count the answers' tokens from the first request to the last token, prefill included; the time
-to the first token is the median over the clients. How many sequences of the prompt's and answer's length fit is vLLM's own count.
+Random weights (they do not change the cost), eager mode. Each model has a server of its own, in another process, with 1 GiB
+for its cache; the numbers of clients take turns. All clients send their prompts, each another one, at once, and read the
+streamed greedy answers. Tokens per second are those of the answers, from the first request to the last token, prefill
+included; the time to the first token is the median over the clients. vLLM itself counts how many sequences of this length fit.
 """
 
 import argparse
