@@ -37,6 +37,7 @@ from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 4096
 LAYERS = {"ToST conv token": 9, HYBRID: 8, "GPT-2": 6, "Mamba-2": 14}  # for about as many parameters each
+POSITIONS = 8000  # of GPT-2, at least
 CACHE_BYTES = 2**30
 SECONDS = 900  # that a server may take to start, or to answer
 
@@ -93,7 +94,7 @@ def get(port: int, path: str) -> str | None:
     return text if response.status == 200 else None
 
 
-def ask(port: int, prompt: str, tokens: int) -> float:
+def ask(port: int, prompt: list[int], tokens: int) -> float:
     """Reads a streamed answer of this many tokens; seconds to its first token.
 
     Raises:
@@ -102,25 +103,26 @@ def ask(port: int, prompt: str, tokens: int) -> float:
     body = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    start, first, answered = time.perf_counter(), None, None
+    start, first, answered, text = time.perf_counter(), None, None, b""
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     for line in response:
+        text = line.strip() or text
         if line.startswith(b"data: {"):
             first = first or time.perf_counter() - start
             answered = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens")
     connection.close()
     if response.status != 200 or first is None or answered != tokens:
-        raise RuntimeError(f"The server answered {response.status}, with {answered} tokens.")
+        raise RuntimeError(f"The server answered {response.status}, with {answered} tokens: {text.decode()[:500]}")
     return first
 
 
 def measure_round(port: int, clients: int, prompt: int, tokens: int) -> tuple[float, float]:
     """Tokens per second of all clients together, and the median time to the first token."""
-    prompts = [" ".join(f"w{random.randrange(VOCABULARY)}" for _ in range(prompt)) for _ in range(clients)]
+    prompts = [[random.randrange(VOCABULARY) for _ in range(prompt)] for _ in range(clients)]
     with ThreadPoolExecutor(clients) as pool:
         start = time.perf_counter()
-        firsts = list(pool.map(lambda text: ask(port, text, tokens), prompts))
+        firsts = list(pool.map(lambda ids: ask(port, ids, tokens), prompts))
         return clients * tokens / (time.perf_counter() - start), statistics.median(firsts)
 
 
@@ -147,7 +149,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     random.seed(0)
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            parameters = write_folder(Path(folder), name, max(args.prompts) + args.tokens, args.dtype)
+            parameters = write_folder(Path(folder), name, max(POSITIONS, *args.prompts) + args.tokens, args.dtype)
             for prompt in args.prompts:
                 with running_server(Path(folder), prompt + args.tokens, args.dtype) as port:
                     fit = sequences_that_fit(port)
