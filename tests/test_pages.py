@@ -36,7 +36,16 @@ PAGES = (
     "model_cards/trained/README.md",
     *GUIDES,
 )
-OTHERS = {"accelerate", "curl", "git", "kill", "lm_eval", "pre-commit", "transformers"}  # other projects' programs, unchecked
+OTHERS = {
+    "accelerate",
+    "curl",
+    "git",
+    "kill",
+    "lm_eval",
+    "pre-commit",
+    "transformers",
+    "vllm",
+}  # other projects' programs, unchecked
 
 
 def page(name: str) -> str:
@@ -78,7 +87,7 @@ def demo_folders(tmp_path, monkeypatch):
 
 def missing_libraries(block: str) -> list[str]:
     """Other projects' libraries that a block needs and that are not installed."""
-    optional = {"trl": "from trl ", "peft": "from peft ", "bitsandbytes": "BitsAndBytesConfig"}
+    optional = {"trl": "from trl ", "peft": "from peft ", "bitsandbytes": "BitsAndBytesConfig", "vllm": "from vllm "}
     return [library for library, sign in optional.items() if sign in block and find_spec(library) is None]
 
 
@@ -149,7 +158,7 @@ def check_python(words: list[str]) -> None:
     if words[0] == "-c":
         compile(words[1], "-c", "exec")
     elif words[0] == "-m":
-        assert words[1] in ("http.server", "pytest", "venv")
+        assert words[1] in ("http.server", "pytest", "venv", "vllm.entrypoints.openai.api_server")
     else:
         assert (ROOT / words[0]).is_file(), words[0]
         has_subcommands = words[0] == "examples/benchmarks/run.py"
@@ -176,7 +185,7 @@ CHECKS = {"python": check_python, "make": check_make, "pip": check_pip, "tost-hf
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS, ids=[f"{name}: {' '.join(words)[:50]}" for name, words in COMMANDS])
 def test_commands_and_their_options_exist(name, words):
-    program = words[0].removeprefix(".venv/bin/")
+    program = re.sub(r"^\.venv(-vllm)?/bin/", "", words[0])
     assert program in CHECKS.keys() | OTHERS, f"{name} names an unknown program: {program}"
     if program in CHECKS:
         CHECKS[program](words[1:])

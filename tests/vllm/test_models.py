@@ -1,6 +1,8 @@
 """Every kind of ToST language model writes in vLLM what `generate` writes."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def test_quantised(folders, engine):
 
 def test_embeddings_and_classes(folders, engine, tmp_path):
     """vLLM pools the last token; the trunk and the classifier need nothing of their own."""
-    config, prompts = ToSTConfig.from_pretrained(folders / "conv_token"), make_prompts(6)
+    prompts = make_prompts(6)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     for cls in (ToSTModel, ToSTForSequenceClassification):
         cls.from_pretrained(folders / "conv_token").eval().save_pretrained(tmp_path / cls.__name__)
@@ -75,13 +77,6 @@ def test_embeddings_and_classes(folders, engine, tmp_path):
     for prompt, output in zip(prompts, llm.classify(inputs, use_tqdm=False)):
         wanted = classifier(torch.tensor([prompt])).logits[0].softmax(-1)
         torch.testing.assert_close(torch.tensor(output.outputs.probs), wanted)
-    assert config.pooling_in_use == "last"
-
-
-def save_other(model, folder):
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
@@ -108,9 +103,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("make, options, message", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_work_is_refused(engine, tmp_path, make, options, message):
-    folder = save_other(make(), tmp_path)
+    make().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=message):
-        engine(folder, **options)
+        engine(tmp_path, **options)
 
 
 def test_lora(folders, engine, tmp_path):
@@ -137,3 +133,18 @@ def test_lora(folders, engine, tmp_path):
     assert write(llm, prompts) == base
     mixed = write(llm, prompts, lora_request=[adapter if i % 2 else None for i in range(8)])
     assert mixed == [(tuned if i % 2 else base)[i] for i in range(8)]
+
+
+def test_the_code_of_the_guide(folders, tmp_path, monkeypatch):
+    (tmp_path / "tost-demo").symlink_to(folders / "published")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "examples/guides/serving.md").read_text()
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    prompts = [list(output.prompt_token_ids) for output in names["outputs"]]
+    texts = expected(ToSTForCausalLM.from_pretrained(folders / "published"), prompts, new=8)
+    for output, text in zip(names["outputs"], texts, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == text[: len(tokens)] and (len(tokens) == 8 or tokens[-1] == 0)
+    names["llm"].llm_engine.engine_core.shutdown()

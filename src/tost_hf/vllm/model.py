@@ -20,6 +20,7 @@ from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     PPMissingLayer,
     WeightsMapper,
+    extract_layer_index,
     make_empty_intermediate_tensors_factory,
     make_layers,
     maybe_prefix,
@@ -86,7 +87,7 @@ class MLP(nn.Module):
 class ToSTDecoderLayer(nn.Module):
     def __init__(self, config: ToSTConfig, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        width, layer_type = config.hidden_size, config.all_layer_types[int(prefix.rpartition(".")[2])]
+        width, layer_type = config.hidden_size, config.all_layer_types[extract_layer_index(prefix)]
         self.pre_norm = config.pre_norm
         self.attends = layer_type != CAUSAL_STATISTICS
         self.input_layernorm = nn.LayerNorm(width, config.layer_norm_eps, bias=config.use_bias)
