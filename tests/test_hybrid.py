@@ -99,6 +99,17 @@ def test_default_layer_types_follow_num_hidden_layers():
     assert config.layer_types == [TSSA] * 3 and "layer_types" not in config.to_dict()
 
 
+def test_default_key_value_heads_follow_num_attention_heads(tmp_path):
+    """A number whenever it is read, which vLLM does; files are written as they were."""
+    ToSTConfig().save_pretrained(tmp_path)
+    config = ToSTConfig.from_pretrained(tmp_path, num_attention_heads=6)
+    assert config.num_key_value_heads == 6 and "num_key_value_heads" not in config.to_dict()
+    config.num_key_value_heads = 3
+    assert config.to_dict()["num_key_value_heads"] == 3
+    config.num_key_value_heads = None
+    assert config.num_key_value_heads == 6
+
+
 def test_rotary_positions_keep_their_precision():
     model = ToSTForCausalLM(four_layers(**OPTIONS["rope"]))
     assert model.config.rope_parameters == {"rope_theta": 10_000.0, "rope_type": "default"}

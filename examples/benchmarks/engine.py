@@ -5,9 +5,10 @@
     .venv-vllm/bin/python examples/benchmarks/run.py vllm --models "ToST hybrid" GPT-2 --prompts 1000 --clients 1 8
 
 Random weights (they do not change the cost), eager mode. Each model has a server of its own, in another process, with 1 GiB
-for its cache; the numbers of clients take turns. All clients send their prompts, each another one, at once, and read the
-streamed greedy answers. Tokens per second are those of the answers, from the first request to the last token, prefill
-included; the time to the first token is the median over the clients. vLLM itself counts how many sequences of this length fit.
+for its cache; rounds are interleaved over the numbers of clients. All clients send their prompts, each another one, at once,
+and read the streamed greedy answers. Tokens per second are those of the answers, from the first request to the last token,
+prefill included; the time to the first token is the median over the clients. vLLM itself counts how many sequences of this
+length fit.
 """
 
 import argparse
@@ -56,22 +57,21 @@ def write_folder(folder: Path, name: str, context: int, dtype: torch.dtype) -> i
 
 
 @contextmanager
-def running_server(folder: Path, length: int, dtype: torch.dtype):
-    """The port of a server for sequences of this length."""
+def running_server(folder: Path, log_file: Path, *options: str):
+    """The port of a server with the model of a folder, which is called "model"."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--served-model-name", "model", "--dtype", dtype_name(dtype), "--enforce-eager"]
-    command += ["--max-model-len", str(length), "--kv-cache-memory-bytes", str(CACHE_BYTES)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "model", "--enforce-eager", *options]
     quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with open(folder / "log.txt", "w") as log:
+    with open(log_file, "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | quiet)
     try:
         deadline = time.monotonic() + SECONDS
         while not is_healthy(port):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"The server did not start: {(folder / 'log.txt').read_text()[-2000:]}")
+                raise RuntimeError(f"The server did not start: {log_file.read_text()[-3000:]}")
             time.sleep(0.5)
         yield port
     finally:
@@ -81,17 +81,18 @@ def running_server(folder: Path, length: int, dtype: torch.dtype):
 
 def is_healthy(port: int) -> bool:
     with suppress(OSError):
-        return bool(get(port, "/health") is not None)
+        return request(port, "GET", "/health")[0] == 200
     return False
 
 
-def get(port: int, path: str) -> str | None:
+def request(port: int, method: str, path: str, body: dict | None = None) -> tuple[int, str]:
+    """Status and text of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    connection.request("GET", path)
+    connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
-    text = response.read().decode()
+    status, text = response.status, response.read().decode()
     connection.close()
-    return text if response.status == 200 else None
+    return status, text
 
 
 def ask(port: int, prompt: list[int], tokens: int) -> float:
@@ -127,7 +128,7 @@ def measure_round(port: int, clients: int, prompt: int, tokens: int) -> tuple[fl
 
 
 def sequences_that_fit(port: int) -> float:
-    match = re.search(r'kv_cache_max_concurrency="([\d.]+)"', get(port, "/metrics") or "")
+    match = re.search(r'kv_cache_max_concurrency="([\d.]+)"', request(port, "GET", "/metrics")[1])
     if match is None:
         raise RuntimeError("The server does not say how many sequences fit into its cache.")
     return float(match[1])
@@ -151,7 +152,9 @@ def run(args: argparse.Namespace, report: Report) -> None:
         with tempfile.TemporaryDirectory() as folder:
             parameters = write_folder(Path(folder), name, max(POSITIONS, *args.prompts) + args.tokens, args.dtype)
             for prompt in args.prompts:
-                with running_server(Path(folder), prompt + args.tokens, args.dtype) as port:
+                options = ["--dtype", dtype_name(args.dtype), "--max-model-len", str(prompt + args.tokens)]
+                options += ["--kv-cache-memory-bytes", str(CACHE_BYTES)]
+                with running_server(Path(folder), Path(folder, "log.txt"), *options) as port:
                     fit = sequences_that_fit(port)
                     measure_round(port, 1, prompt, 2)  # what the first pass allocates once
                     rounds = [

@@ -44,7 +44,7 @@ def state_bytes(config: PreTrainedConfig) -> StateBytes:
     width, heads = config.hidden_size, config.num_attention_heads
     layers = config.layer_types.count(CAUSAL_STATISTICS)
     recent = width * ((config.conv_kernel or 1) - 1)
-    key_value = 4 * 2 * (config.num_key_value_heads or heads) * config.head_dim  # of a token in a layer
+    key_value = 4 * 2 * config.num_key_value_heads * config.head_dim  # of a token in a layer
     windows = config.layer_types.count(SLIDING_ATTENTION) * ((config.sliding_window or 1) - 1) * key_value
     return StateBytes(
         saved=4 * layers * (2 * width + heads + recent) + windows,
@@ -187,7 +187,7 @@ def layer_shapes(config: PreTrainedConfig, kind: str, length: int) -> dict[str, 
         recent = {} if config.conv_kernel is None else {"recent_inputs": (config.conv_kernel - 1, config.hidden_size)}
         return dict(zip(STATE_NAMES, ((heads, width), (heads, width), (heads,)))) | recent
     kept = min(length, config.sliding_window - 1) if kind == SLIDING_ATTENTION else length
-    return dict.fromkeys(("keys", "values"), (config.num_key_value_heads or heads, kept, width))
+    return dict.fromkeys(("keys", "values"), (config.num_key_value_heads, kept, width))
 
 
 def _fill_layer(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:

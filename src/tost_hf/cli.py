@@ -218,7 +218,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--help`. It answers one request after another: for more users run `vllm serve MODEL`, which serves ToST models where "
         "tost-hf is installed.",
         "./tost-demo --device cpu --port 8000",
-        "OWNER/NAME --trust-remote-code",
+        "OWNER/NAME --port 8000",
     )
     export = add(
         "export",

@@ -1,9 +1,14 @@
 """Small models with random weights, and what vLLM and `generate` write after the same prompts."""
 
 import os
+import sys
+import tempfile
+from pathlib import Path
 
 
+sys.path.append(str(Path(__file__).parents[2] / "examples/benchmarks"))
 os.environ |= {
+    "VLLM_CACHE_ROOT": tempfile.mkdtemp(),  # a compiled model of an earlier run would be used
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process; the server has its own
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -18,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 
 from tost_hf import ToSTConfig, ToSTForCausalLM
+from tost_hf.model.base_tost import AUTO_MAPS
 
 
 VOCABULARY = 512
@@ -32,7 +38,7 @@ OPTIONS = {
         "conv_kernel": 4,
         "layer_types": [TSSA, FULL, TSSA, SLIDING],
         "sliding_window": 64,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 1,
         "rope_parameters": ROPE,
     },
     "hybrid_positions": {"layer_types": [TSSA, FULL, TSSA, TSSA], "use_bias": True},
@@ -43,6 +49,7 @@ OPTIONS = {
         "forgetting": "head",
         "conv_kernel": 3,
         "mlp_type": "ista",
+        "normalize_scores": False,
         "pre_norm": False,
     },
 }
@@ -79,7 +86,10 @@ def folders(tmp_path_factory):
     """The folder of a model of each kind, with a tokenizer."""
     root = tmp_path_factory.mktemp("models")
     for kind in OPTIONS:
-        make_model(kind).save_pretrained(root / kind)
+        model = make_model(kind)
+        if kind == "conv_token":
+            model.config.auto_map = AUTO_MAPS["tost"]  # as published, with the code, which nothing here trusts
+        model.save_pretrained(root / kind)
         save_tokenizer(root / kind)
     return root
 
@@ -108,14 +118,14 @@ def make_prompts(count: int = 20, longest: int = 600) -> list[list[int]]:
     return [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths[:count]]
 
 
-def write(llm: LLM, prompts: list[list[int]], sampling=None, new: int = 32, **options) -> list[list[int]]:
+def generate_with_vllm(llm: LLM, prompts: list[list[int]], sampling=None, new: int = 32, **options) -> list[list[int]]:
     """The tokens that vLLM writes after each prompt, greedily by default."""
     sampling = sampling or SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False, **options)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def expected(model, prompts: list[list[int]], new: int = 32) -> list[list[int]]:
+def generate_reference(model, prompts: list[list[int]], new: int = 32) -> list[list[int]]:
     """What `generate` writes after each prompt alone."""
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     inputs = [torch.tensor([prompt]) for prompt in prompts]

@@ -1,11 +1,6 @@
 """`run.py vllm` measures a model in a server of its own."""
 
 import csv
-import sys
-from pathlib import Path
-
-
-sys.path.append(str(Path(__file__).parents[2] / "examples/benchmarks"))
 
 from run import main
 

@@ -1,7 +1,7 @@
-"""Preemption, sampling and the prefix cache; and, for each repair of vLLM, that it is still needed."""
+"""Preemption, sampling and the prefix cache; and, for each patch of vLLM, that it is still needed."""
 
 import pytest
-from conftest import expected, make_prompts, write
+from conftest import generate_reference, generate_with_vllm, make_prompts
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -14,10 +14,10 @@ from tost_hf.vllm import verification
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_requests_go_on_where_they_were(folders, engine, prefix_caching):
     prompts = make_prompts(16, longest=300)
-    wanted = expected(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts, new=80)
+    expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts, new=80)
     options = {"num_gpu_blocks_override": 24, "enable_prefix_caching": prefix_caching, "disable_log_stats": False}
     llm = engine(folders / "hybrid", **options)
-    assert write(llm, prompts, new=80) == wanted
+    assert generate_with_vllm(llm, prompts, new=80) == expected
     assert next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
 
 
@@ -28,8 +28,8 @@ def seeded(count: int) -> list[SamplingParams]:
 def test_a_seed_has_one_text_alone_and_among_others(folders, engine):
     prompts, sampling = make_prompts(12, longest=200), seeded(12)
     llm = engine(folders / "conv_token", max_num_batched_tokens=64, enable_prefix_caching=False)
-    together = write(llm, prompts, sampling)
-    assert together == [write(llm, [prompt], options)[0] for prompt, options in zip(prompts, sampling)]
+    together = generate_with_vllm(llm, prompts, sampling)
+    assert together == [generate_with_vllm(llm, [prompt], options)[0] for prompt, options in zip(prompts, sampling)]
     assert len({token for text in together for token in text}) > 50
 
 
@@ -37,27 +37,29 @@ def test_a_seed_has_one_text_alone_and_among_others(folders, engine):
 def test_a_prompt_goes_on_from_a_cached_prefix(folders, engine, kind):
     shared = make_prompts(13)[-1]
     prompts = [[*shared, 7, 8, i] for i in (9, 10, 11, 9)]
-    wanted = expected(ToSTForCausalLM.from_pretrained(folders / kind), prompts)
+    expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / kind), prompts)
     llm = engine(folders / kind)
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     outputs = [llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0] for p in prompts]
-    assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert outputs[0].num_cached_tokens == 0
-    assert all(output.num_cached_tokens > len(shared) / 2 for output in outputs[2:])  # the second leaves it at its border
+    assert all(
+        output.num_cached_tokens > len(shared) / 2 for output in outputs[2:]
+    )  # the second leaves a state at its boundary
 
 
-# Repairs: where one of these fails, vLLM no longer needs the repair
+# Patches: where one of these fails, vLLM no longer needs the patch
 
 
-def test_split_prompts_with_seeds_still_need_a_repair(folders, engine, monkeypatch):
+def test_split_prompts_with_seeds_still_need_a_patch(folders, engine, monkeypatch):
     for name in ("_sample", "_bookkeeping_sync"):
-        monkeypatch.setattr(CPUModelRunner, name, getattr(CPUModelRunner, name).__wrapped__)
+        monkeypatch.setattr(CPUModelRunner, name, getattr(CPUModelRunner, name)._before_tost_hf)
     llm = engine(folders / "conv_token", max_num_batched_tokens=64)
     with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
-        write(llm, [[5] * 200], seeded(1))
+        generate_with_vllm(llm, [[5] * 200], seeded(1))
 
 
-def test_block_sizes_still_need_a_repair(folders, monkeypatch):
+def test_block_sizes_still_need_a_patch(folders, monkeypatch):
     def block_sizes():
         config = EngineArgs(model=str(folders / "conv_token"), max_model_len=1024).create_engine_config()
         current_platform.check_and_update_config(config)  # as vLLM does after the engine's start

@@ -1,59 +1,97 @@
 """Every kind of ToST language model writes in vLLM what `generate` writes."""
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import OPTIONS, VOCABULARY, expected, make_prompts, save_tokenizer, write
+from conftest import OPTIONS, VOCABULARY, generate_reference, generate_with_vllm, make_prompts, save_tokenizer
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForMaskedLM, ToSTForSequenceClassification, ToSTModel
+from tost_hf import (
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForImageClassification,
+    ToSTForMaskedLM,
+    ToSTForSequenceClassification,
+    ToSTForTokenClassification,
+    ToSTModel,
+    ToSTVisionConfig,
+)
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_texts(folders, engine, kind):
     prompts = make_prompts()
-    wanted = expected(ToSTForCausalLM.from_pretrained(folders / kind), prompts)
-    assert len({token for text in wanted for token in text}) > 50
-    assert write(engine(folders / kind), prompts) == wanted
+    expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / kind), prompts)
+    assert len({token for text in expected for token in text}) > 50
+    assert generate_with_vllm(engine(folders / kind), prompts) == expected
 
 
 def test_chunked_prefill(folders, engine):
     prompts = make_prompts()
-    wanted = expected(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts)
-    assert write(engine(folders / "hybrid", max_num_batched_tokens=64), prompts) == wanted
+    expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts)
+    assert generate_with_vllm(engine(folders / "hybrid", max_num_batched_tokens=64), prompts) == expected
 
 
 def test_compiled(folders, engine):
     prompts = make_prompts(10)
-    wanted = expected(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts)
-    assert write(engine(folders / "hybrid", enforce_eager=False), prompts) == wanted
+    expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts)
+    assert generate_with_vllm(engine(folders / "hybrid", enforce_eager=False), prompts) == expected
 
 
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "enforce_eager": False}])
-def test_several_processes(folders, engine, sizes):
+SEVERAL = {
+    "tensor, hybrid": ("hybrid", {"tensor_parallel_size": 2}),  # with one head of keys and values
+    "tensor, published": ("published", {"tensor_parallel_size": 2}),
+    "pipeline, published": ("published", {"pipeline_parallel_size": 2, "enforce_eager": False}),
+}
+
+
+@pytest.mark.parametrize("kind, options", SEVERAL.values(), ids=SEVERAL)
+def test_several_processes(folders, engine, kind, options):
     prompts = make_prompts(10)
-    wanted = expected(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts)
-    assert write(engine(folders / "hybrid", **sizes), prompts) == wanted
+    expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / kind), prompts)
+    assert generate_with_vllm(engine(folders / kind, **options), prompts) == expected
 
 
-def test_bfloat16(folders, engine):
-    """The sums stay float32 and float64, the texts those of `generate` in bfloat16."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(folders, engine, dtype):
+    """The sums stay float32 and float64; texts differ from those of `generate` by rounding at most."""
     prompts = make_prompts(10)
-    llm = engine(folders / "conv_token", dtype="bfloat16")
-    model = ToSTForCausalLM.from_pretrained(folders / "conv_token", dtype=torch.bfloat16)
-    same = [a == b for a, b in zip(write(llm, prompts), expected(model, prompts))]
-    assert sum(same) >= 8
+    llm = engine(folders / "conv_token", dtype=dtype)
+    model = ToSTForCausalLM.from_pretrained(folders / "conv_token", dtype=getattr(torch, dtype))
+    same = [a == b for a, b in zip(generate_with_vllm(llm, prompts), generate_reference(model, prompts))]
+    assert sum(same) >= 6
+    attention = loaded_model(llm).model.layers[0].self_attn
+    assert [x.dtype for x in attention.sums] == [torch.float32, torch.float64, torch.float64]
+    assert attention.temp.dtype == attention.forget_bias.dtype == torch.float32
+    assert attention.conv_state.dtype == attention.in_proj.weight.dtype == getattr(torch, dtype)
+
+
+def loaded_model(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+
+
+def test_a_released_cache_is_freed(folders, engine):
+    """vLLM drops the cache of its profile runs by replacing `kv_cache`: a layer keeps no view of it."""
+    attention = loaded_model(engine(folders / "conv_token")).model.layers[0].self_attn
+    rows = weakref.ref(attention.kv_cache[0])
+    assert attention.sums.sum_sq.shape[1:] == (4, 32) and attention.conv_state.shape[1:] == (3, 128)
+    attention.kv_cache = []
+    gc.collect()
+    assert rows() is None
 
 
 def test_quantised(folders, engine):
     """The linear layers in fp8, quantised while the model is loaded."""
     prompts = make_prompts(10)
     llm = engine(folders / "conv_token", dtype="bfloat16", quantization="fp8_per_channel")
-    texts = write(llm, prompts, new=1)
+    assert loaded_model(llm).model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
+    texts = generate_with_vllm(llm, prompts, new=1)
     model = ToSTForCausalLM.from_pretrained(folders / "conv_token", dtype=torch.bfloat16)
     with torch.no_grad():
         best = [model(torch.tensor([p])).logits[0, -1].topk(5).indices.tolist() for p in prompts]
@@ -70,24 +108,30 @@ def test_embeddings_and_classes(folders, engine, tmp_path):
     llm = engine(tmp_path / "ToSTModel")
     trunk = ToSTModel.from_pretrained(tmp_path / "ToSTModel")
     for prompt, output in zip(prompts, llm.embed(inputs, use_tqdm=False)):
-        wanted = trunk(torch.tensor([prompt])).last_hidden_state[0, -1]
-        torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted / wanted.norm())
+        expected = trunk(torch.tensor([prompt])).last_hidden_state[0, -1]
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected / expected.norm())
     llm = engine(tmp_path / "ToSTForSequenceClassification")
     classifier = ToSTForSequenceClassification.from_pretrained(tmp_path / "ToSTForSequenceClassification")
     for prompt, output in zip(prompts, llm.classify(inputs, use_tqdm=False)):
-        wanted = classifier(torch.tensor([prompt])).logits[0].softmax(-1)
-        torch.testing.assert_close(torch.tensor(output.outputs.probs), wanted)
+        expected = classifier(torch.tensor([prompt])).logits[0].softmax(-1)
+        torch.testing.assert_close(torch.tensor(output.outputs.probs), expected)
 
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
-REFUSED = {
+REJECTED = {
     "an encoder": (lambda: ToSTForMaskedLM(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTForMaskedLM, an encoder"),
-    "an encoder's trunk": (lambda: ToSTModel(ToSTConfig(is_causal=False, **SMALL)), {}, "an encoder"),
+    "an encoder's trunk": (lambda: ToSTModel(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTModel, an encoder"),
     "a classifier by the mean": (
         lambda: ToSTForSequenceClassification(ToSTConfig(pooling="mean", **SMALL)),
         {},
         "pools the last token.*pooling='mean'",
     ),
+    "an image classifier": (
+        lambda: ToSTForImageClassification(ToSTVisionConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)),
+        {},
+        "This is a ToSTForImageClassification",
+    ),
+    "labels of tokens": (lambda: ToSTForTokenClassification(ToSTConfig(**SMALL)), {}, "This is a ToSTForTokenClassification"),
     "speculative decoding": (
         lambda: ToSTForCausalLM(ToSTConfig(**SMALL)),
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
@@ -101,8 +145,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("make, options, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_work_is_refused(engine, tmp_path, make, options, message):
+@pytest.mark.parametrize("make, options, message", REJECTED.values(), ids=REJECTED)
+def test_what_cannot_work_is_rejected(engine, tmp_path, make, options, message):
     make().save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -112,7 +156,7 @@ def test_what_cannot_work_is_refused(engine, tmp_path, make, options, message):
 def test_lora(folders, engine, tmp_path):
     """An adapter of each linear layer, as PEFT writes it, equals the merged weights; other requests do without it."""
     model, rank, tensors = ToSTForCausalLM.from_pretrained(folders / "hybrid"), 8, {}
-    base = expected(model, make_prompts(8))
+    base = generate_reference(model, make_prompts(8))
     names = ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "up_proj", "down_proj")
     torch.manual_seed(1)
     for name, module in model.model.layers.named_modules():
@@ -127,11 +171,11 @@ def test_lora(folders, engine, tmp_path):
     prompts, adapter = make_prompts(8), LoRARequest("test", 1, str(tmp_path))
     # on CPUs vLLM gives requests without an adapter, among others with one, that of the last slot: it must be empty
     llm = engine(folders / "hybrid", enable_lora=True, max_lora_rank=rank, max_loras=2)
-    tuned = expected(model, prompts)
+    tuned = generate_reference(model, prompts)
     assert tuned != base
-    assert write(llm, prompts, lora_request=adapter) == tuned
-    assert write(llm, prompts) == base
-    mixed = write(llm, prompts, lora_request=[adapter if i % 2 else None for i in range(8)])
+    assert generate_with_vllm(llm, prompts, lora_request=adapter) == tuned
+    assert generate_with_vllm(llm, prompts) == base
+    mixed = generate_with_vllm(llm, prompts, lora_request=[adapter if i % 2 else None for i in range(8)])
     assert mixed == [(tuned if i % 2 else base)[i] for i in range(8)]
 
 
@@ -143,7 +187,7 @@ def test_the_code_of_the_guide(folders, tmp_path, monkeypatch):
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, names)
     prompts = [list(output.prompt_token_ids) for output in names["outputs"]]
-    texts = expected(ToSTForCausalLM.from_pretrained(folders / "published"), prompts, new=8)
+    texts = generate_reference(ToSTForCausalLM.from_pretrained(folders / "published"), prompts, new=8)
     for output, text in zip(names["outputs"], texts, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert tokens == text[: len(tokens)] and (len(tokens) == 8 or tokens[-1] == 0)

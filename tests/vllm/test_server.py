@@ -1,24 +1,20 @@
 """vLLM's server with a ToST model, in processes of its own."""
 
-import contextlib
 import http.client
 import json
-import os
-import socket
-import subprocess
-import sys
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import expected
+from conftest import generate_reference
+from engine import SECONDS, request, running_server
 from transformers import AutoTokenizer
 
 from tost_hf import ToSTForCausalLM
 
 
 TEXT = "A token is never compared with another one. " * 60
-START_SECONDS = 120
 
 
 @pytest.fixture(scope="module")
@@ -28,45 +24,17 @@ def folder(folders):
 
 @pytest.fixture(scope="module")
 def port(folder, tmp_path_factory):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--served-model-name", "tost", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "4096", "--kv-cache-memory-bytes", str(2**27), "--enable-prompt-tokens-details"]
-    path = tmp_path_factory.mktemp("server") / "log.txt"
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    with open(path, "w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not is_healthy(port):
-            assert process.poll() is None and time.monotonic() < deadline, path.read_text()[-3000:]
-            time.sleep(0.5)
-        yield port
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def is_healthy(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        return request(port, "/health", method="GET")[0] == 200
-    return False
-
-
-def request(port: int, path: str, body: dict | None = None, method: str = "POST") -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)
-    connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    status, text = response.status, response.read().decode()
-    connection.close()
-    return status, text
+    options = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(2**27))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")  # of conftest.py
+        log_file = tmp_path_factory.mktemp("server") / "log.txt"
+        with running_server(folder, log_file, *options, "--enable-prompt-tokens-details") as port:
+            yield port
 
 
 def ask(port: int, path: str = "/v1/completions", **fields) -> dict:
     options = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    status, text = request(port, path, {"model": "tost"} | options | fields)
+    status, text = request(port, "POST", path, {"model": "model"} | options | fields)
     assert status == 200, text
     return json.loads(text)
 
@@ -75,7 +43,7 @@ def ask(port: int, path: str = "/v1/completions", **fields) -> dict:
 def generated(folder):
     """The tokens that `generate` writes after a text."""
     model, tokenizer = ToSTForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    return lambda text: expected(model, [tokenizer(text).input_ids], new=16)[0]
+    return lambda text: generate_reference(model, [tokenizer(text).input_ids], new=16)[0]
 
 
 def test_completions_and_chat(port, generated):
@@ -100,26 +68,27 @@ def test_a_second_equal_prompt_is_cached(port):
 
 
 def test_a_bad_request_gets_a_message(port):
-    status, text = request(port, "/v1/completions", {"model": "tost", "prompt": "a", "max_tokens": -1})
+    status, text = request(port, "POST", "/v1/completions", {"model": "model", "prompt": "a", "max_tokens": -1})
     assert status == 400 and "max_tokens" in json.loads(text)["error"]["message"]
-    status, text = request(port, "/v1/completions", {"model": "tost", "prompt": "a" * 5000, "max_tokens": 10})
+    status, text = request(port, "POST", "/v1/completions", {"model": "model", "prompt": "a" * 5000, "max_tokens": 10})
     assert status == 400 and "4096" in json.loads(text)["error"]["message"]
 
 
-def test_a_client_that_vanishes_ends_its_request(port, generated):
-    body = {"model": "tost", "prompt": TEXT[:50], "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)
+def test_a_client_that_disconnects_ends_its_request(port, generated):
+    body = {"model": "model", "prompt": TEXT[:50], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    before = metric(port, "vllm:generation_tokens_total")
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     assert connection.getresponse().readline().startswith(b"data: ")
-    assert running_requests(port) == 1
+    assert metric(port, "vllm:num_requests_running") == 1
     connection.close()
-    deadline = time.monotonic() + 20
-    while running_requests(port) and time.monotonic() < deadline:
+    while metric(port, "vllm:num_requests_running"):
         time.sleep(0.2)
-    assert running_requests(port) == 0
+    assert metric(port, "vllm:generation_tokens_total") - before < 4000
     assert ask(port, prompt=TEXT[:100])["choices"][0]["token_ids"] == generated(TEXT[:100])
 
 
-def running_requests(port: int) -> int:
-    lines = request(port, "/metrics", method="GET")[1].splitlines()
-    return int(float(next(line.split()[-1] for line in lines if line.startswith("vllm:num_requests_running{"))))
+def metric(port: int, name: str) -> int:
+    match = re.search(rf"^{name}{{.*}} ([\d.e+]+)$", request(port, "GET", "/metrics")[1], re.MULTILINE)
+    assert match is not None
+    return int(float(match[1]))

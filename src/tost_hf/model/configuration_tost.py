@@ -193,8 +193,6 @@ class ToSTConfig(ToSTBaseConfig):
             self.rope_parameters = None  # transformers sets a default
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
         if not self.is_causal:
             self.use_cache = False
         # @strict runs the validators as well, but wraps their message in another error
@@ -213,10 +211,9 @@ class ToSTConfig(ToSTBaseConfig):
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
         fields = super().to_dict()
-        if (layer_types := fields.pop("_layer_types", None)) is not None:
-            fields["layer_types"] = layer_types
-        if fields.get("num_key_value_heads") == self.num_attention_heads:
-            del fields["num_key_value_heads"]
+        for name in ("layer_types", "num_key_value_heads"):
+            if (value := fields.pop(f"_{name}", None)) is not None:
+                fields[name] = value
         return fields
 
     def _check_encoder(self):
@@ -226,8 +223,10 @@ class ToSTConfig(ToSTBaseConfig):
             if self.pooling == "first":
                 raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
             return
-        defaults = OPTION_DEFAULTS | {"layer_types": self.layer_types, "num_key_value_heads": self.num_attention_heads}
-        causal = [name for name in BEYOND_PAPER if getattr(self, name) != defaults[name]]
+        given = {
+            name: self.__dict__.get(name, self.__dict__.get(f"_{name}")) for name in BEYOND_PAPER if name != "layer_types"
+        }
+        causal = [name for name, value in given.items() if value != OPTION_DEFAULTS[name]]
         if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
             causal.append("layer_types")
         if causal:
@@ -250,7 +249,8 @@ class ToSTConfig(ToSTBaseConfig):
                 f"sliding_attention layers need a sliding_window of at least 2 tokens, got {self.sliding_window}."
             )
         groups = self.num_key_value_heads
-        if groups is not None and (groups < 1 or self.num_attention_heads % groups):
+        assert groups is not None  # when it is read
+        if groups < 1 or self.num_attention_heads % groups:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {groups}."
             )
@@ -314,8 +314,19 @@ def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
     config.__dict__["_layer_types"] = layer_types
 
 
-# A property over the field, so that its default follows `num_hidden_layers` at any time. transformers' caches read it.
+def _get_num_key_value_heads(config: ToSTConfig) -> int:
+    given = config.__dict__.get("_num_key_value_heads")
+    return config.num_attention_heads if given is None else given
+
+
+def _set_num_key_value_heads(config: ToSTConfig, heads: int | None) -> None:
+    config.__dict__["_num_key_value_heads"] = heads
+
+
+# Properties over the fields, so that their defaults follow `num_hidden_layers` and `num_attention_heads` at any time.
+# transformers' caches read the first, vLLM's the second.
 ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]  # replaces the field
+ToSTConfig.num_key_value_heads = property(_get_num_key_value_heads, _set_num_key_value_heads)  # type: ignore[assignment]
 
 
 __all__ = [

@@ -3,21 +3,34 @@
 
 With both packages installed nothing needs to be imported: vLLM calls `register` in each of its processes (the entry point
 `vllm.general_plugins`), after which `vllm serve` and `vllm.LLM` take causal ToST models.
+
+vLLM 0.33 was only read. Nothing that is used here has other names or arguments there. It wants torch 2.14 and transformers
+below 5.21, and chooses one block size by itself (`patches.set_block_size` can go). On CPUs it still ends on split prompts with
+seeds, still asserts in pipeline parallelism without the compiler, and needs a distribution called vllm.
 """
+
+import logging
+
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Makes ToST models known to vLLM.
+    """Makes ToST models known to vLLM; where vLLM has changed too much, logs an error and leaves other models alone.
 
-    Models for embeddings (ToSTModel) and classification (ToSTForSequenceClassification) vLLM makes of the language model.
+    vLLM derives embedding and classification models (ToSTModel, ToSTForSequenceClassification) from the language model.
     """
-    from vllm import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    try:
+        from vllm import ModelRegistry
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from .repairs import apply_repairs
-    from .verification import UNSUPPORTED, ToSTVerification
+        from .patches import apply_patches
+        from .verification import UNSUPPORTED, ToSTVerification
 
+        apply_patches()
+    except (ImportError, AttributeError) as error:
+        logger.error("This version of vLLM is not one that tost_hf supports (0.32), so it cannot load ToST models: %s", error)
+        return
     for architecture in ("ToSTForCausalLM", *UNSUPPORTED):
         ModelRegistry.register_model(architecture, f"{__name__}.model:ToSTForCausalLM")
         MODELS_CONFIG_MAP[architecture] = ToSTVerification
-    apply_repairs()

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The causal TSSA layer in vLLM: the operator of tost_hf, with its running sums in the pages of vLLM's cache.
+"""The causal TSSA layer in vLLM: the operator of tost_hf, with its running sums in the blocks of vLLM's cache.
 
 vLLM passes the new tokens of all requests in one tensor (N, D). Projections act on all of them at once, inside the compiled
 graph; the short convolution and the operator, which need to know the requests, are custom operators, between which vLLM splits
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
-from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.utils.torch_utils import async_tensor_h2d, direct_register_custom_op
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -48,16 +48,18 @@ class Prefill(NamedTuple):
     request: int
     start: int
     end: int
-    has_state: bool  # false at the start of a prompt, where the page holds anything
+    has_state: bool  # false at the start of a prompt, where the block holds anything
 
 
 @dataclass
 class ToSTMetadata:
-    """The requests of a forward pass. Decodes come first: one new token each, after a state."""
+    """The requests of a forward pass. Decodes come first: one new token each."""
 
-    blocks: torch.Tensor  # (requests,), the pages of their states
+    blocks: torch.Tensor  # (requests,), of vLLM's cache, one for the state of each request
     num_decodes: int
+    new_blocks: torch.Tensor | None  # those of decodes without a state, prompts of one token; None if there are none
     prefills: list[Prefill]
+    num_tokens: int
 
 
 class ToSTMetadataBuilder(LinearAttentionMetadataBuilder):
@@ -69,17 +71,19 @@ class ToSTMetadataBuilder(LinearAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> ToSTMetadata:
         batch, mode = common_attn_metadata, self.vllm_config.cache_config.mamba_cache_mode
-        blocks = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode)[:, 0]
+        blocks = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode)[:, 0].long()
         bounds = batch.query_start_loc_cpu.tolist()
         lengths = batch.seq_lens_cpu_upper_bound.tolist()  # exact for prefills, above 1 for decodes
-        num_decodes, prefills = 0, list[Prefill]()
+        num_decodes, new, prefills = 0, list[int](), list[Prefill]()
         for request, (start, end, length) in enumerate(zip(bounds, bounds[1:], lengths)):
             has_state = length > end - start
-            if end - start == 1 and has_state and not prefills:
+            if end - start == 1 and not prefills:
                 num_decodes += 1
+                new += [] if has_state else [request]
             elif end > start:
                 prefills.append(Prefill(request, start, end, has_state))
-        return ToSTMetadata(blocks.long(), num_decodes, prefills)
+        new_blocks = blocks[async_tensor_h2d(new, dtype=torch.long, device=blocks.device)] if new else None
+        return ToSTMetadata(blocks, num_decodes, new_blocks, prefills, bounds[-1])
 
 
 class ToSTBackend(LinearAttentionBackend):
@@ -114,7 +118,8 @@ def sharded_membership(score: torch.Tensor, temp: torch.Tensor, padding: None) -
 class CausalStatistics(MambaBase, nn.Module):
     """`TokenStatisticsSelfAttention` of a causal model; its `denom_bias` and other per-head parameters are sharded by heads.
 
-    vLLM copies pages as a whole, so the state is one row of float64 in a page, of which all tensors are views.
+    vLLM copies a block by one function for each of its tensors, as many in every model: the state is therefore one row of
+    float64, of which the sums and the inputs of the convolution are views.
     """
 
     def __init__(self, config: ToSTConfig, vllm_config: VllmConfig, prefix: str):
@@ -150,7 +155,7 @@ class CausalStatistics(MambaBase, nn.Module):
         set_weight_attrs(parameter, {"weight_loader": sharded_weight_loader(0)})
         return parameter
 
-    # Pages
+    # Cache
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -165,20 +170,25 @@ class CausalStatistics(MambaBase, nn.Module):
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.float64,)
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        super().bind_kv_cache(kv_cache)
-        heads, width = self.num_heads, self.num_heads * self.head_dim
-        pages = self.kv_cache[0]
-        rest = pages[:, width + heads :].view(torch.float32)
-        self.sums = TSSAState(
-            rest[:, :width].unflatten(1, (heads, -1)),
-            pages[:, :width].unflatten(1, (heads, -1)),
-            pages[:, width : width + heads],
+    # Views are made where they are used: vLLM frees a cache by replacing `kv_cache`.
+
+    @property
+    def sums(self) -> TSSAState:
+        """The sums of all blocks, (blocks, H, p), (blocks, H, p) and (blocks, H)."""
+        heads, width, rows = self.num_heads, self.num_heads * self.head_dim, self.kv_cache[0]
+        return TSSAState(
+            rows[:, width + heads :].view(torch.float32)[:, :width].unflatten(1, (heads, -1)),
+            rows[:, :width].unflatten(1, (heads, -1)),
+            rows[:, width : width + heads],
         )
-        if self.convolution is not None:
-            past = self.convolution.kernel - 1
-            recent = rest[:, width:].view(self.dtype)[:, : past * self.config.hidden_size]
-            self.recent_inputs = recent.unflatten(1, (past, -1))
+
+    @property
+    def conv_state(self) -> torch.Tensor:
+        """The last inputs of the convolution of all blocks, (blocks, kernel - 1, D)."""
+        assert self.convolution is not None
+        heads, width, past = self.num_heads, self.num_heads * self.head_dim, self.convolution.kernel - 1
+        rest = self.kv_cache[0][:, width + heads :].view(torch.float32)[:, width:].view(self.dtype)
+        return rest[:, : past * self.config.hidden_size].unflatten(1, (past, -1))
 
     # Tokens
 
@@ -201,17 +211,19 @@ class CausalStatistics(MambaBase, nn.Module):
     def convolve(self, hidden_states: torch.Tensor, output: torch.Tensor, batch: ToSTMetadata) -> None:
         """Fills `output` (N, D) with the convolved tokens."""
         assert self.convolution is not None
+        cached = self.conv_state
+        if batch.new_blocks is not None:
+            cached[batch.new_blocks] = 0
         if n := batch.num_decodes:
             blocks = batch.blocks[:n]
-            convolved, self.recent_inputs[blocks] = self.convolution(
-                hidden_states[:n].unsqueeze(1), recent=self.recent_inputs[blocks]
-            )
+            convolved, cached[blocks] = self.convolution(hidden_states[:n].unsqueeze(1), recent=cached[blocks])
             output[:n] = convolved.squeeze(1)
         for request, start, end, has_state in batch.prefills:
             block = batch.blocks[request : request + 1]
-            recent = self.recent_inputs[block] if has_state else None
-            convolved, self.recent_inputs[block] = self.convolution(hidden_states[None, start:end], recent=recent)
+            recent = cached[block] if has_state else None
+            convolved, cached[block] = self.convolution(hidden_states[None, start:end], recent=recent)
             output[start:end] = convolved[0]
+        output[batch.num_tokens :] = 0
 
     def compute_statistics(
         self,
@@ -219,55 +231,69 @@ class CausalStatistics(MambaBase, nn.Module):
         forget_logit: torch.Tensor | None,
         positions: torch.Tensor,
         output: torch.Tensor,
-        batch: ToSTMetadata,
+        batch: ToSTMetadata | None,
     ) -> None:
-        """Fills `output` (N, H p) with the operator's output for projected tokens `w` (N, H p)."""
+        """Fills `output` (N, H p) with the operator's output for projected tokens `w` (N, H p).
+
+        Without a batch, when vLLM measures the memory, they are computed as one prompt.
+        """
         w, output = (x.unflatten(-1, (self.num_heads, -1)) for x in (w, output))
         log_decay = None if forget_logit is None else F.logsigmoid(forget_logit)
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
+
+        def prefill(tokens: slice, state: TSSAState | None) -> TSSAState | None:
+            attended, _, state = tssa(
+                w[None, tokens],
+                self.temp,
+                bias,
+                positions=None if bias is None else positions[None, tokens],
+                initial_state=state,
+                log_decay=None if log_decay is None else log_decay[None, tokens],
+                normalize_scores=self.config.normalize_scores,
+                softmax=self.softmax,
+            )
+            output[tokens] = attended[0]
+            return state
+
+        if batch is None:
+            prefill(slice(None), None)
+            return
+        sums = self.sums
+        if batch.new_blocks is not None:
+            for cached in sums:
+                cached[batch.new_blocks] = 0
         if n := batch.num_decodes:
             blocks = batch.blocks[:n]
             output[:n], _, state = tssa_step(
                 w[:n],
                 self.temp,
                 bias,
-                self._read(blocks),
+                TSSAState(*(cached[blocks] for cached in sums)),
                 positions=None if bias is None else positions[:n],
                 log_decay=None if log_decay is None else log_decay[:n],
                 normalize_scores=self.config.normalize_scores,
                 softmax=self.softmax,
                 in_place=True,
             )
-            self._write(blocks, state)
+            _write(sums, blocks, state)
         for request, start, end, has_state in batch.prefills:
             block = batch.blocks[request : request + 1]
-            attended, _, state = tssa(
-                w[None, start:end],
-                self.temp,
-                bias,
-                positions=None if bias is None else positions[None, start:end],
-                initial_state=self._read(block) if has_state else None,
-                log_decay=None if log_decay is None else log_decay[None, start:end],
-                normalize_scores=self.config.normalize_scores,
-                softmax=self.softmax,
-            )
-            output[start:end] = attended[0]
-            self._write(block, state)
+            state = TSSAState(*(cached[block] for cached in sums)) if has_state else None
+            _write(sums, block, prefill(slice(start, end), state))
+        output[batch.num_tokens :] = 0
 
-    def _read(self, blocks: torch.Tensor) -> TSSAState:
-        return TSSAState(*(pages[blocks] for pages in self.sums))
 
-    def _write(self, blocks: torch.Tensor, state: TSSAState | None) -> None:
-        assert state is not None  # as the form is causal
-        for pages, new in zip(self.sums, state):
-            pages[blocks] = new
+def _write(sums: TSSAState, blocks: torch.Tensor, state: TSSAState | None) -> None:
+    assert state is not None  # as the form is causal
+    for cached, new in zip(sums, state):
+        cached[blocks] = new
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
-def _find(layer_name: str) -> tuple[CausalStatistics, ToSTMetadata | None]:
-    """The layer, and the requests; None in vLLM's trial run, which measures memory."""
+def _layer_and_batch(layer_name: str) -> tuple[CausalStatistics, ToSTMetadata | None]:
+    """The layer, and the requests; None in a profile run."""
     context = get_forward_context()
     metadata = context.attn_metadata
     return context.no_compile_layers[layer_name], None if metadata is None else metadata[layer_name]
@@ -275,7 +301,7 @@ def _find(layer_name: str) -> tuple[CausalStatistics, ToSTMetadata | None]:
 
 @eager_break_during_capture
 def _short_convolution(hidden_states: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
-    layer, batch = _find(layer_name)
+    layer, batch = _layer_and_batch(layer_name)
     if batch is None:
         output.zero_()
     else:
@@ -290,11 +316,8 @@ def _causal_statistics(
     output: torch.Tensor,
     layer_name: str,
 ) -> None:
-    layer, batch = _find(layer_name)
-    if batch is None:
-        output.zero_()
-    else:
-        layer.compute_statistics(w, forget_logit, positions, output, batch)
+    layer, batch = _layer_and_batch(layer_name)
+    layer.compute_statistics(w, forget_logit, positions, output, batch)
 
 
 direct_register_custom_op("tost_short_convolution", _short_convolution, mutates_args=["output"])

@@ -1,12 +1,16 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What is checked before vLLM loads a ToST model, in the process that the user started."""
 
+import logging
+
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
-from .repairs import set_block_size
+from .patches import set_block_size
 
+
+logger = logging.getLogger(__name__)
 
 UNSUPPORTED = (  # registered for the sake of a clear message
     "ToSTForMaskedLM",
@@ -22,21 +26,28 @@ class ToSTVerification(VerifyAndUpdateConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Raises a ValueError for what cannot work."""
-        model = vllm_config.model_config
-        config, architecture = model.hf_config, model.architecture
-        if architecture in UNSUPPORTED or not getattr(config, "is_causal", False):
+        model, lora = vllm_config.model_config, vllm_config.lora_config
+        config, architecture = model.hf_config, (model.hf_config.architectures or [model.architecture])[0]
+        if architecture in UNSUPPORTED or not config.is_causal:
             raise ValueError(
-                f"vLLM serves causal ToST models (text, embeddings, classification); this is a {architecture}"
-                f"{'' if getattr(config, 'is_causal', True) else ', an encoder (is_causal=False)'}. Use it in transformers."
+                "vLLM serves causal ToST models (text, embeddings, classification by the last token). This is a "
+                f"{architecture}{'' if getattr(config, 'is_causal', True) else ', an encoder (is_causal=False)'}: use "
+                "transformers."
             )
         if model.runner_type == "pooling" and config.pooling_in_use != "last":
-            raise ValueError(f"vLLM pools the last token; this classifier was trained with pooling={config.pooling!r}.")
+            raise ValueError(f"vLLM pools the last token, but this classifier was trained with pooling={config.pooling!r}.")
         if vllm_config.speculative_config is not None:
             raise ValueError(
                 "ToST models have no speculative decoding in vLLM: a rejected token cannot be taken out of the running sums. "
                 "Start without --speculative-config."
             )
-        if vllm_config.parallel_config.pipeline_parallel_size > 1 and current_platform.is_cpu():
-            if model.enforce_eager or vllm_config.lora_config is not None:
+        if current_platform.is_cpu():
+            if vllm_config.parallel_config.pipeline_parallel_size > 1 and (model.enforce_eager or lora is not None):
                 raise ValueError("On CPUs vLLM's pipeline parallelism needs its compiler: no --enforce-eager, no LoRA.")
+            if lora is not None:
+                logger.warning(
+                    "On CPUs vLLM computes requests without an adapter, in a batch with others, by the adapter in the last "
+                    "of %d slots: set --max-loras above the number of adapters.",
+                    lora.max_loras,
+                )
         set_block_size(vllm_config)

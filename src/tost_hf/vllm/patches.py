@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Faults of vLLM that ToST models meet, each repaired by one function. tests/vllm/test_repairs.py tells when one can go."""
+"""Faults of vLLM that ToST models meet on CPUs, a function for each. tests/vllm/test_engine.py tells when one can go."""
 
 import functools
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 
-BLOCK_SIZE = 32  # tokens between the states that the prefix cache keeps, in models without attention layers
+BLOCK_SIZE = 32  # tokens between the states that the prefix cache keeps
 
 
-def apply_repairs() -> None:
+def apply_patches() -> None:
     """All but `set_block_size`, which needs the configuration of an engine."""
     if current_platform.is_cpu():
         allow_seeds_of_split_prompts()
@@ -21,12 +21,12 @@ def apply_repairs() -> None:
 def set_block_size(vllm_config: VllmConfig) -> None:
     """vLLM 0.32 on CPUs: over HTTP the prefix cache of a model without attention layers hardly ever hits.
 
-    `VllmConfig.__post_init__`, run again after the engine's start, sets `block_size` to 128, where the scheduler then splits
-    prompts; their states are looked for every 16 tokens, the size without attention layers. 0.33 mends it. A size that counts
-    as the user's is left alone; with attention layers vLLM chooses one in which their pages hold a state.
+    `VllmConfig.__post_init__`, which runs again after the engine's start, sets `block_size` to 128, where the scheduler then
+    splits prompts, while states are looked up every 16 tokens, the default without attention layers. Here both are one size:
+    the user's, or 32. With attention layers vLLM chooses a size by itself, at which their blocks hold a state.
     """
     cache, layer_types = vllm_config.cache_config, vllm_config.model_config.hf_config.layer_types
-    if not cache.enable_prefix_caching or len(set(layer_types)) > 1:
+    if not current_platform.is_cpu() or not cache.enable_prefix_caching or len(set(layer_types)) > 1:
         return
     size = cache.mamba_block_size or (cache.block_size if cache.user_specified_block_size else BLOCK_SIZE)
     cache.block_size = cache.mamba_block_size = size
@@ -44,7 +44,7 @@ def allow_seeds_of_split_prompts() -> None:
 
     for name in ("_sample", "_bookkeeping_sync"):
         method = getattr(CPUModelRunner, name)
-        if not hasattr(method, "__wrapped__"):
+        if not hasattr(method, "_before_tost_hf"):
             setattr(CPUModelRunner, name, _without_generators_of_split_prompts(method))
 
 
@@ -58,4 +58,5 @@ def _without_generators_of_split_prompts(method: Callable) -> Callable:
         finally:
             generators.update(unused)
 
+    wrapper._before_tost_hf = method  # type: ignore[attr-defined]
     return wrapper
