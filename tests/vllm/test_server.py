@@ -6,6 +6,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import engine as benchmark
 import pytest
 from conftest import generate_reference
 from engine import SECONDS, request, running_server
@@ -86,6 +87,15 @@ def test_a_client_that_disconnects_ends_its_request(port, generated):
         time.sleep(0.2)
     assert metric(port, "vllm:generation_tokens_total") - before < 4000
     assert ask(port, prompt=TEXT[:100])["choices"][0]["token_ids"] == generated(TEXT[:100])
+
+
+def test_the_benchmark_measures_a_server(port, monkeypatch):
+    monkeypatch.setattr(benchmark, "VOCABULARY", 256)
+    before = metric(port, "vllm:generation_tokens_total")
+    rate, first_token = benchmark.measure_round(port, clients=3, prompt=20, tokens=4)
+    assert metric(port, "vllm:generation_tokens_total") - before == 12
+    assert rate > 0 and 0 < first_token < 12 / rate
+    assert benchmark.sequences_that_fit(port) > 1000
 
 
 def metric(port: int, name: str) -> int:
