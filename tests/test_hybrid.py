@@ -1,5 +1,7 @@
 """Hybrid models: softmax attention layers among TSSA layers, with their caches, masks and rotary positions."""
 
+import dataclasses
+
 import pytest
 import torch
 from test_options import F64, HYBRIDS, OPTIONS, TSSA, build, four_layers, name_options
@@ -108,6 +110,9 @@ def test_default_key_value_heads_follow_num_attention_heads(tmp_path):
     assert config.to_dict()["num_key_value_heads"] == 3
     config.num_key_value_heads = None
     assert config.num_key_value_heads == 6
+    for causal in (True, False):
+        config = ToSTConfig(is_causal=causal)
+        assert dataclasses.replace(config, vocab_size=97).to_dict() == config.to_dict() | {"vocab_size": 97}
 
 
 def test_rotary_positions_keep_their_precision():

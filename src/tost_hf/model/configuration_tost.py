@@ -320,7 +320,7 @@ def _get_num_key_value_heads(config: ToSTConfig) -> int:
 
 
 def _set_num_key_value_heads(config: ToSTConfig, heads: int | None) -> None:
-    config.__dict__["_num_key_value_heads"] = heads
+    config.__dict__["_num_key_value_heads"] = None if heads == config.num_attention_heads else heads
 
 
 # Properties over the fields, so that their defaults follow `num_hidden_layers` and `num_attention_heads` at any time.
