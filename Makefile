@@ -61,7 +61,7 @@ $(LOWEST)/ready: pyproject.toml tests/constraints-lowest.txt
 	$(LOWEST)/bin/pip install --quiet --constraint tests/constraints-lowest.txt --editable ".[test]"
 	touch $@
 
-# vLLM asks for libraries of pictures and sound, which the index has for CUDA alone: they do not load here, and nothing needs them
+# vLLM asks for libraries for images and audio, which may be builds for CUDA: these do not load here, and nothing needs them
 $(VLLM)/ready: pyproject.toml tests/constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --constraint tests/constraints-vllm.txt torch

@@ -223,13 +223,7 @@ class ToSTConfig(ToSTBaseConfig):
             if self.pooling == "first":
                 raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
             return
-        given = {
-            name: self.__dict__.get(name, self.__dict__.get(f"_{name}")) for name in BEYOND_PAPER if name != "layer_types"
-        }
-        causal = [name for name, value in given.items() if value != OPTION_DEFAULTS[name]]
-        if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
-            causal.append("layer_types")
-        if causal:
+        if causal := [name for name in self.options() if name in BEYOND_PAPER]:
             raise ValueError(f"{causal[0]} is for causal models; an encoder (is_causal=False) does not have it.")
 
     def validate_layer_type(self):

@@ -290,13 +290,18 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
             past_key_values=past_key_values,
             **options,
         )
-        hidden_states = hidden_states + self.attention_layer_scale * attended
-        if not self.pre_norm:
-            hidden_states = self.input_layernorm(hidden_states)
-        transformed = self.mlp(self.post_attention_layernorm(hidden_states) if self.pre_norm else hidden_states)
-        if self.mlp_layer_scale is not None:
-            transformed = hidden_states + self.mlp_layer_scale * transformed
-        return transformed if self.pre_norm else self.post_attention_layernorm(transformed)
+        return add_attended(self, hidden_states, attended)
+
+
+def add_attended(layer: Any, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """What follows the attention in a `ToSTDecoderLayer`, or a module with its attributes: both residuals, the MLP."""
+    hidden_states = hidden_states + layer.attention_layer_scale * attended
+    if not layer.pre_norm:
+        hidden_states = layer.input_layernorm(hidden_states)
+    transformed = layer.mlp(layer.post_attention_layernorm(hidden_states) if layer.pre_norm else hidden_states)
+    if layer.mlp_layer_scale is not None:
+        transformed = hidden_states + layer.mlp_layer_scale * transformed
+    return transformed if layer.pre_norm else layer.post_attention_layernorm(transformed)
 
 
 class ToSTPreTrainedModel(ToSTBaseModel):

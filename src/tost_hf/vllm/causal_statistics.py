@@ -172,23 +172,26 @@ class CausalStatistics(MambaBase, nn.Module):
 
     # Views are made where they are used: vLLM frees a cache by replacing `kv_cache`.
 
+    def _split_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The parts of all blocks: two sums in float64, one in float32, and what is left for the convolution."""
+        heads, width, rows = self.num_heads, self.num_heads * self.head_dim, self.kv_cache[0]
+        weighted, membership, rest = rows.tensor_split((width, width + heads), 1)
+        sum_sq, inputs = rest.view(torch.float32).tensor_split((width,), 1)
+        return weighted, membership, sum_sq, inputs
+
     @property
     def sums(self) -> TSSAState:
         """The sums of all blocks, (blocks, H, p), (blocks, H, p) and (blocks, H)."""
-        heads, width, rows = self.num_heads, self.num_heads * self.head_dim, self.kv_cache[0]
-        return TSSAState(
-            rows[:, width + heads :].view(torch.float32)[:, :width].unflatten(1, (heads, -1)),
-            rows[:, :width].unflatten(1, (heads, -1)),
-            rows[:, width : width + heads],
-        )
+        weighted, membership, sum_sq, _ = self._split_rows()
+        shape = self.num_heads, self.head_dim
+        return TSSAState(sum_sq.unflatten(1, shape), weighted.unflatten(1, shape), membership)
 
     @property
     def conv_state(self) -> torch.Tensor:
         """The last inputs of the convolution of all blocks, (blocks, kernel - 1, D)."""
         assert self.convolution is not None
-        heads, width, past = self.num_heads, self.num_heads * self.head_dim, self.convolution.kernel - 1
-        rest = self.kv_cache[0][:, width + heads :].view(torch.float32)[:, width:].view(self.dtype)
-        return rest[:, : past * self.config.hidden_size].unflatten(1, (past, -1))
+        past, inputs = self.convolution.kernel - 1, self._split_rows()[-1].view(self.dtype)
+        return inputs[:, : past * self.config.hidden_size].unflatten(1, (past, -1))
 
     # Tokens
 

@@ -29,7 +29,7 @@ from vllm.sequence import IntermediateTensors
 
 from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from ..model.layers_tost import ISTAStep
-from ..model.modeling_tost import apply_rotary_pos_emb, rotary_embedding
+from ..model.modeling_tost import add_attended, apply_rotary_pos_emb, rotary_embedding
 from .causal_statistics import CausalStatistics, state_size
 
 
@@ -114,13 +114,7 @@ class ToSTDecoderLayer(nn.Module):
     ) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states) if self.pre_norm else hidden_states
         attended = self.self_attn(normed, position_embeddings if self.attends else positions)
-        hidden_states = hidden_states + self.attention_layer_scale * attended
-        if not self.pre_norm:
-            hidden_states = self.input_layernorm(hidden_states)
-        transformed = self.mlp(self.post_attention_layernorm(hidden_states) if self.pre_norm else hidden_states)
-        if self.mlp_layer_scale is not None:
-            transformed = hidden_states + self.mlp_layer_scale * transformed
-        return transformed if self.pre_norm else self.post_attention_layernorm(transformed)
+        return add_attended(self, hidden_states, attended)
 
 
 @support_torch_compile
@@ -175,7 +169,7 @@ class ToSTModel(nn.Module):
 class ToSTForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, SupportsLoRA):
     """What vLLM loads for a folder whose architecture is ToSTForCausalLM.
 
-    Every model counts as hybrid: only to such models does vLLM give pages for states of any architecture.
+    Every model counts as hybrid: only to such models does vLLM give blocks for states of any architecture.
     """
 
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked={f".{name}_proj": (".qkv_proj", name) for name in "qkv"})

@@ -28,11 +28,11 @@ class ToSTVerification(VerifyAndUpdateConfig):
         """Raises a ValueError for what cannot work."""
         model, lora = vllm_config.model_config, vllm_config.lora_config
         config, architecture = model.hf_config, (model.hf_config.architectures or [model.architecture])[0]
-        if architecture in UNSUPPORTED or not config.is_causal:
+        is_encoder = not getattr(config, "is_causal", True)  # which vision models do not have
+        if architecture in UNSUPPORTED or is_encoder:
             raise ValueError(
                 "vLLM serves causal ToST models (text, embeddings, classification by the last token). This is a "
-                f"{architecture}{'' if getattr(config, 'is_causal', True) else ', an encoder (is_causal=False)'}: use "
-                "transformers."
+                f"{architecture}{', an encoder (is_causal=False)' if is_encoder else ''}: use transformers."
             )
         if model.runner_type == "pooling" and config.pooling_in_use != "last":
             raise ValueError(f"vLLM pools the last token, but this classifier was trained with pooling={config.pooling!r}.")
