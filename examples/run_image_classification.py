@@ -42,8 +42,8 @@ from transformers import (
     set_seed,
 )
 
-from tost_hf import VISION_PRESETS
 from tost_hf.image_processing import make_image_processor
+from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
 from tost_hf.training.metrics import TopKAccuracy
 from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments

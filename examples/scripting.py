@@ -20,9 +20,11 @@ from datasets import load_dataset
 from safetensors import SafetensorError
 from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, Trainer, TrainerState, TrainingArguments
 
-from tost_hf import PRESETS, VISION_PRESETS, ToSTConfig, ToSTVisionConfig
+from tost_hf import ToSTConfig, ToSTVisionConfig
 from tost_hf.files import RUN_ARGUMENTS, TRAINER_STATE, staged_file
 from tost_hf.hub.secrets import safe_command
+from tost_hf.model.configuration_tost import PRESETS
+from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 from tost_hf.training.checkpoints import choose_checkpoint
 
 

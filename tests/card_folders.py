@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tost_hf
+from tost_hf.image_processing import make_image_processor
 
 
 RESULT = {
@@ -101,5 +102,5 @@ def trained_folder(bare_folder, tiny_model):
 def labelled_folder(tmp_path):
     config = small_vision_config(patch_size=2, id2label={0: "cat", 1: "dog"}, label2id={"cat": 0, "dog": 1})
     tost_hf.ToSTForImageClassification(config).save_pretrained(tmp_path / "images", with_code=True)
-    tost_hf.make_image_processor(config).save_pretrained(tmp_path / "images")
+    make_image_processor(config).save_pretrained(tmp_path / "images")
     return tmp_path / "images"

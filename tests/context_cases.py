@@ -263,7 +263,7 @@ def errors_of_misuse():
         ),
         (lambda: model(ids[:, :3]), "ValueError: A text of 3 tokens cannot be sharded over 4 processes"),
         (
-            lambda: model(ids, past_key_values=tost_hf.CausalStatisticsCache(model.config)),
+            lambda: model(ids, past_key_values=tost_hf.ToSTCache(model.config)),
             "ValueError: A context-parallel model has no cache",
         ),
         (lambda: model(ids, use_cache=True), "ValueError: A context-parallel model has no cache"),

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tost_hf
+from tost_hf.image_processing import make_image_processor
 
 
 CARD = "---\nlicense: apache-2.0\n---\n\nA model for tests.\n"
@@ -190,7 +191,7 @@ def language_folder(folder: Path, seed: int = 0, **save) -> Path:
 def vision_folder(folder: Path) -> Path:
     config = small_vision_config(patch_size=2, num_labels=10)
     randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained(folder)
-    tost_hf.make_image_processor(config).save_pretrained(folder)
+    make_image_processor(config).save_pretrained(folder)
     (folder / "README.md").write_text(CARD)
     return folder
 

@@ -66,7 +66,7 @@ def run_exact(leaves, mask=None, seq_idx=None, causal=True, positions=None, soft
     w, temp, bias, log_decay = (leaves.get(name) for name in ("w", "temp", "bias", "log_decay"))
     given = {"causal": causal, "mask": mask, "seq_idx": seq_idx, "positions": positions, "log_decay": log_decay}
     given["initial_state"] = TSSAState(*state) if state else None
-    out = tssa(w, temp, bias, backend="reference", softmax=softmax, **given)
+    out = tssa(w, temp, bias, backend="torch", softmax=softmax, **given)
     return out.output, out.membership.transpose(1, 2), *(out.final_state or ())
 
 

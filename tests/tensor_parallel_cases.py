@@ -74,7 +74,7 @@ def generated(name: str):
     for tp in (False, True):
         model = load(name, tp).eval()
         kwargs = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
-        cache = tost_hf.CausalStatisticsCache(model.config)
+        cache = tost_hf.ToSTCache(model.config)
         with torch.no_grad():
             model(prompt, past_key_values=cache, attention_mask=mask)
             more = torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)

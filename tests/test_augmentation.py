@@ -157,7 +157,7 @@ def test_processors_of_other_channel_counts(tmp_path, caplog):
     ],
 )
 def test_script_of_exported_programs_prepares_as_the_processor(monkeypatch, settings):
-    monkeypatch.syspath_prepend(Path(tost_hf.__file__).parent / "exporting")  # where it finds the files beside it
+    monkeypatch.syspath_prepend(Path(tost_hf.__file__).parent / "export")  # where it finds the files beside it
     classify = importlib.import_module("classify")
     facts = {"inputs": [{"shape": ["batch", 3, "height", "width"]}], "image_size": 224}
     processor = ViTImageProcessorPil(**({"do_convert_rgb": True} | settings))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_tssa import make, padding_mask
 
-from tost_hf import CausalStatisticsCache, TokenStatisticsSelfAttention, ToSTConfig, TSSAState, tssa, tssa_step
+from tost_hf import TokenStatisticsSelfAttention, ToSTCache, ToSTConfig, TSSAState, tssa, tssa_step
 from tost_hf.model.tssa import _choose_backend, _warn_of_fallback
 
 
@@ -23,12 +23,12 @@ def fake_kernels(monkeypatch):
     def run(w, temp, bias, mask, seq_idx, log_decay, state, causal):
         fake.calls.append("tssa")
         options = {"mask": mask, "seq_idx": seq_idx, "initial_state": state, "log_decay": log_decay}
-        out = tssa(w, temp, bias, causal=causal, backend="reference", **options)
+        out = tssa(w, temp, bias, causal=causal, backend="torch", **options)
         return out.output, out.membership.transpose(1, 2), out.final_state
 
     def run_step(w, temp, bias, mask, log_decay, *state):
         fake.calls.append("step")
-        out = tssa_step(w, temp, bias, TSSAState(*state), mask=mask, log_decay=log_decay, backend="reference")
+        out = tssa_step(w, temp, bias, TSSAState(*state), mask=mask, log_decay=log_decay, backend="torch")
         for old, new in zip(state, out.final_state):
             old.copy_(new)
         return out.output, out.membership
@@ -60,7 +60,7 @@ def test_backend_by_argument_and_environment(fake_kernels, monkeypatch):
     tssa(w, temp, bias)
     tssa_step(w[:, 0], temp, bias[0], None)
     assert len(fake_kernels.calls) == 5
-    tssa(w, temp, bias, backend="reference")  # the argument goes before the environment
+    tssa(w, temp, bias, backend="torch")  # the argument goes before the environment
     tssa(w, temp, bias, backend="auto")
     assert len(fake_kernels.calls) == 5
 
@@ -68,7 +68,7 @@ def test_backend_by_argument_and_environment(fake_kernels, monkeypatch):
 def test_backend_of_the_layer(fake_kernels):
     layer = TokenStatisticsSelfAttention(32, 4, causal=True, layer_idx=0, backend="triton")
     config = ToSTConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=32)
-    cache = CausalStatisticsCache(config)
+    cache = ToSTCache(config)
     with torch.no_grad():
         layer(torch.randn(2, 5, 32), past_key_values=cache)
         layer(torch.randn(2, 1, 32), past_key_values=cache)
@@ -82,18 +82,18 @@ def test_backends_that_cannot_run(fake_kernels, monkeypatch):
     w, temp, bias = make(dtype=torch.float32)
     with pytest.raises(ValueError, match="no TSSA backend 'cuda'; choose one of auto, reference, triton"):
         tssa(w, temp, bias, backend="cuda")
-    assert _choose_backend("auto", "cuda", torch.float64) == "reference"
+    assert _choose_backend("auto", "cuda", torch.float64) == "torch"
     fake_kernels.problem = "Triton is not installed"
-    with pytest.raises(ValueError, match="Triton is not installed; choose 'auto' or 'reference'"):
+    with pytest.raises(ValueError, match="Triton is not installed; choose 'auto' or 'torch'"):
         tssa_step(w[:, 0], temp, None, None, backend="triton")
     _warn_of_fallback.cache_clear()
     with pytest.warns(UserWarning, match="Triton is not installed"):
-        assert _choose_backend("auto", "cuda", torch.float32) == "reference"
+        assert _choose_backend("auto", "cuda", torch.float32) == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once per process
-        assert _choose_backend("auto", "cuda", torch.float32) == "reference"
+        assert _choose_backend("auto", "cuda", torch.float32) == "torch"
         _warn_of_fallback.cache_clear()
-        assert _choose_backend("reference", "cuda", torch.float32) == "reference"
+        assert _choose_backend("torch", "cuda", torch.float32) == "torch"
     monkeypatch.setenv("TOST_HF_BACKEND", "fast")
     with pytest.raises(ValueError, match="no TSSA backend 'fast'"):
         tssa(w, temp, bias)
@@ -117,7 +117,7 @@ def run():
     return loss, *grads, model.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False)
 
 found = run()
-os.environ["TOST_HF_BACKEND"] = "reference"
+os.environ["TOST_HF_BACKEND"] = "torch"
 torch.testing.assert_close(found, run(), rtol=1e-4, atol=1e-6)
 """
 

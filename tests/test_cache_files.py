@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import GenerationMixin, pipeline
 
-from tost_hf import CausalStatisticsCache, ToSTForCausalLM, load_cache, prefill_cache, save_cache
+from tost_hf import ToSTCache, ToSTForCausalLM, load_cache, prefill_cache, save_cache
 from tost_hf.model import modeling_tost
 
 
@@ -103,5 +103,5 @@ def test_long_prompts_show_a_progress_bar(model, tokens, monkeypatch, capsys):
     monkeypatch.setattr(modeling_tost, "PROGRESS_DELAY", 0)
     model.generate(tokens, **GREEDY)
     assert "Prefill" in (shown := capsys.readouterr().err) and "150/150" in shown
-    model.generate(tokens[:, :60], past_key_values=CausalStatisticsCache(model.config), **GREEDY)
+    model.generate(tokens[:, :60], past_key_values=ToSTCache(model.config), **GREEDY)
     assert capsys.readouterr().err == ""

@@ -17,8 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import tost_hf
-from tost_hf import VISION_PRESETS, cli
+from tost_hf import cli
 from tost_hf.hub.cards import PRESET_CARDS, build_card, preset_card, write_card
+from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
 
 ROOT = Path(__file__).parents[1]
@@ -165,7 +166,7 @@ def test_parameters_are_those_in_the_file(bare_folder, labelled_folder, kind):
 
 
 def test_state_size_is_the_caches(tiny_model, bare_folder):
-    cache = tost_hf.CausalStatisticsCache(tiny_model.config)
+    cache = tost_hf.ToSTCache(tiny_model.config)
     tiny_model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
     saved = 4 * sum(x.numel() for layer in cache.layers for x in layer.state)
     cost = section(build_card(bare_folder), "Speed and memory")

@@ -23,6 +23,8 @@ from transformers import (
 import tost_hf
 from tost_hf.cli import main
 from tost_hf.hub.kernel_export import KERNEL_FILES
+from tost_hf.model.configuration_tost import PRESETS
+from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
 
 COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "serve", "export", "space", "export-kernel")
@@ -32,8 +34,8 @@ COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "
 def small_presets(monkeypatch):
     """The presets' names with sizes that a test can afford."""
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    monkeypatch.setitem(tost_hf.PRESETS, "tost-base", small)
-    monkeypatch.setitem(tost_hf.VISION_PRESETS, "tost-vision-tiny-patch16", small | {"patch_size": 16})
+    monkeypatch.setitem(PRESETS, "tost-base", small)
+    monkeypatch.setitem(VISION_PRESETS, "tost-vision-tiny-patch16", small | {"patch_size": 16})
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
@@ -117,7 +119,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("damage, message, vocab_size", UNFIT.values(), ids=UNFIT)
 def test_init_with_a_tokenizer_that_does_not_fit(small_presets, tmp_path, capsys, damage, message, vocab_size):
-    tost_hf.PRESETS["tost-base"]["vocab_size"] = vocab_size
+    PRESETS["tost-base"]["vocab_size"] = vocab_size
     tokenizer = language_folder(tmp_path / "other")
     damage(tokenizer)
     assert main(["init", "tost-base", str(tmp_path / "model"), "--tokenizer", str(tokenizer)]) == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import randomize, small_config
 
-from tost_hf import CausalStatisticsCache, ToSTForCausalLM, tssa
+from tost_hf import ToSTCache, ToSTForCausalLM, tssa
 from tost_hf.model import tssa_chunked, tssa_reference
 
 
@@ -128,7 +128,7 @@ def test_decoding_compiles_once(tiny_model, backend):
     """20 steps after each of two prompts, without a change of the cache's addresses."""
     counting = counting_backend(backend)
     step = torch.compile(tiny_model, fullgraph=True, backend=counting)
-    cache = CausalStatisticsCache(tiny_model.config, static=True)
+    cache = ToSTCache(tiny_model.config, static=True)
     for prompt_length in (8, 13):
         tokens = ids(2, prompt_length + 20)
         cache.reset()

@@ -18,9 +18,9 @@ from authors_checkpoints import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from tost_hf import ToSTConfig, ToSTForCausalLM, convert_from_original, convert_to_original
+from tost_hf import ToSTConfig, ToSTForCausalLM
 from tost_hf.cli import main
-from tost_hf.convert import LANGUAGE_NAMES, rename
+from tost_hf.convert import LANGUAGE_NAMES, convert_from_original, convert_to_original, rename
 
 
 BIAS = FIXTURES / "lm_bias.pt"

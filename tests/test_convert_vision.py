@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
-from tost_hf import convert_from_original as to_folder
-from tost_hf import convert_to_original as to_file
 from tost_hf.cli import main
 from tost_hf.convert import VISION_ATTENTION_NAMES, VISION_NAMES, rename
+from tost_hf.convert import convert_from_original as to_folder
+from tost_hf.convert import convert_to_original as to_file
 
 
 P16, P8 = FIXTURES / "vision_p16.pth", FIXTURES / "vision_p8_tokensnorm_off.pth"

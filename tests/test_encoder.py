@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from tost_hf import (
-    LRA_PRESETS,
-    CausalStatisticsCache,
+    ToSTCache,
     ToSTConfig,
     ToSTForCausalLM,
     ToSTForMaskedLM,
@@ -30,13 +29,14 @@ from tost_hf import (
     ToSTForTokenClassification,
     ToSTModel,
     cli,
-    trace_model,
-    verify,
 )
 from tost_hf.convert import convert_to_original
+from tost_hf.hub import verify
 from tost_hf.hub.cards import build_card
 from tost_hf.hub.checks import parameter_count
 from tost_hf.hub.verification import info
+from tost_hf.interpret import trace_model
+from tost_hf.model.configuration_tost import LRA_PRESETS
 from tost_hf.model.tssa_reference import bidirectional
 
 
@@ -183,7 +183,7 @@ def test_masked_labels_are_not_shifted(texts):
     "attempt, message",
     [
         (lambda config, tokens: ToSTForCausalLM(config), "encoder .*cannot generate text"),
-        (lambda config, tokens: CausalStatisticsCache(config), "encoder .*has no cache"),
+        (lambda config, tokens: ToSTCache(config), "encoder .*has no cache"),
         (lambda config, tokens: ToSTModel(config)(tokens, use_cache=True), "encoder .*has no cache"),
         (lambda config, tokens: ToSTModel(config)(tokens, past_key_values=DynamicCache(config=config)), "has no cache"),
         (lambda config, tokens: ToSTForMaskedLM(small_config()), "of a causal model: set is_causal=False"),

@@ -11,7 +11,8 @@ from conftest import needs_auto_processor, randomize, small_vision_config
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
-from tost_hf import ToSTForImageClassification, make_image_processor
+from tost_hf import ToSTForImageClassification
+from tost_hf.image_processing import make_image_processor
 
 
 CLASSES = ["ant", "bee", "cow", "dog", "elk", "fox", "gnu"]

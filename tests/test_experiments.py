@@ -26,7 +26,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from records import ORIGIN_COLUMNS, read_records
 from transformers import PreTrainedTokenizerFast
 
-from tost_hf import CausalStatisticsCache
+from tost_hf import ToSTCache
 
 
 TOY = ["--steps", "2", "--seeds", "0", "1", "--learning_rates", "1e-3"]
@@ -236,7 +236,7 @@ def test_reading_in_chunks_is_one_pass(monkeypatch):
         assert metrics["entropy_shortfall_highest_layer"] == pytest.approx(1 - entropy.min().item(), abs=1e-6)
     states = []
     for end in (16, 40):
-        cache = CausalStatisticsCache(model.config)
+        cache = ToSTCache(model.config)
         model(tokens[None, :end], past_key_values=cache)
         parts = [layer.sum_weighted_sq / layer.sum_membership[..., None] for layer in cache.layers]
         states.append(torch.cat([part.flatten() for part in parts]))
@@ -271,7 +271,7 @@ def test_pictures_are_read_normalized_and_augmented(images):
     assert training.pixels.shape == (20, 3, 8, 8) and training.pixels.dtype == torch.uint8 and len(test.labels) == 4
     assert training.names == ["cat", "dog"] and training.labels[:3].tolist() == [0, 1, 0]
 
-    from tost_hf import make_image_processor
+    from tost_hf.image_processing import make_image_processor
 
     processed = make_image_processor(8)(training.pixels[0], return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(compare_vision.normalize(training.pixels[:1]), processed)

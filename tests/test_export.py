@@ -12,7 +12,7 @@ from conftest import randomize, small_config
 from transformers import DynamicCache, StaticCache
 from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes, register_cache_pytrees_for_model
 
-from tost_hf import CausalStatisticsCache, ToSTForCausalLM
+from tost_hf import ToSTCache, ToSTForCausalLM
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
@@ -23,7 +23,7 @@ from exports import ALLOWED, CASES, FORMATS, LANGUAGE_MODELS, try_case
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 CACHES = {
     "transformers": lambda config: DynamicCache(config=config),
-    "own": CausalStatisticsCache,
+    "own": ToSTCache,
     "static": lambda config: StaticCache(config=config, max_cache_len=64),
 }
 MODELS = {

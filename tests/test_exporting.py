@@ -16,7 +16,7 @@ from hub_clients import contents
 
 import tost_hf
 from tost_hf.cli import main
-from tost_hf.exporting import writing
+from tost_hf.export import export_model, writing
 from tost_hf.image_processing import save_image_processor
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 
@@ -71,7 +71,7 @@ def assert_same_text(source: Path, folder: Path) -> None:
 def test_language_models(tmp_path, name, dtype):
     """`export_model` compares logits and greedy tokens itself."""
     source = language_folder(tmp_path / "model", **LANGUAGE[name])
-    done = tost_hf.export_model(source, tmp_path / "onnx", dtype=dtype)
+    done = export_model(source, tmp_path / "onnx", dtype=dtype)
     assert done.agreement.difference < {"float32": 1e-5, "float16": 1e-2, "int8": 0.1}[dtype]
     facts = json.loads((tmp_path / "onnx" / "export.json").read_text())
     assert [spec["name"] for spec in facts["inputs"]][:2] == ["input_ids", "attention_mask"]
@@ -96,7 +96,7 @@ def test_language_models(tmp_path, name, dtype):
 def test_other_formats(tmp_path, format):
     skip_without(format)
     source = language_folder(tmp_path / "model", **HYBRID)
-    done = tost_hf.export_model(source, tmp_path / "out", format=format)
+    done = export_model(source, tmp_path / "out", format=format)
     assert done.agreement.difference < 1e-5 and done.agreement.equal_tokens == done.agreement.greedy_tokens
     assert_same_text(source, tmp_path / "out")
 
@@ -108,7 +108,7 @@ def test_vision_models(tmp_path, format):
     model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
     model.save_pretrained(tmp_path / "model")
     save_image_processor(config, tmp_path / "model")
-    done = tost_hf.export_model(tmp_path / "model", tmp_path / "out", format=format)
+    done = export_model(tmp_path / "model", tmp_path / "out", format=format)
     assert done.agreement.difference < 1e-5
     from PIL import Image
     from transformers import ViTImageProcessorPil
@@ -125,7 +125,7 @@ def test_vision_models(tmp_path, format):
 def test_names_of_openvino_outputs(tmp_path):
     """A compiled program may add names to its outputs, as it does to those of image models in float16."""
     openvino = pytest.importorskip("openvino")
-    from tost_hf.exporting.runtime import load
+    from tost_hf.export.runtime import load
 
     x = openvino.opset13.parameter([2], name="x")
     x.output(0).set_names({"x"})
@@ -148,7 +148,7 @@ def test_names_of_openvino_outputs(tmp_path):
 def test_models_without_state(tmp_path, kind, shapes):
     config = small_vision_config() if kind == "ToSTBackbone" else small_config(is_causal=False)
     randomize(getattr(tost_hf, kind)(config)).save_pretrained(tmp_path / "model")
-    assert tost_hf.export_model(tmp_path / "model", tmp_path / "onnx").agreement.difference < 1e-5
+    assert export_model(tmp_path / "model", tmp_path / "onnx").agreement.difference < 1e-5
     outputs = json.loads((tmp_path / "onnx" / "export.json").read_text())["outputs"]
     assert {spec["name"]: spec["shape"] for spec in outputs} == shapes
 

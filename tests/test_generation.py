@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, StaticCache, TextStreamer
 
-from tost_hf import CausalStatisticsCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, save_cache
+from tost_hf import ToSTCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, save_cache
 from tost_hf.cache_files import state_bytes
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
@@ -169,7 +169,7 @@ def test_early_exit_where_there_is_no_layer_or_no_statistics(prompt, first, laye
         generate(model, prompt[:1], assistant_early_exit=layers)
 
 
-@pytest.mark.parametrize("make", [DynamicCache, StaticCache, CausalStatisticsCache])
+@pytest.mark.parametrize("make", [DynamicCache, StaticCache, ToSTCache])
 def test_continuation_from_a_returned_cache(tiny_model, prompt, make):
     cache = make(config=tiny_model.config, **({"max_cache_len": 99} if make is StaticCache else {}))
     first = generate(tiny_model, prompt, past_key_values=cache, max_new_tokens=7, return_dict_in_generate=True)
@@ -188,7 +188,7 @@ def test_a_prompt_that_the_cache_holds_is_rejected(tiny_model, prompt, cached):
 
 def test_one_prefix_for_many_prompts(tiny_model, prompt):
     """The documented recipe: run the prefix once, deep-copy its cache for each continuation."""
-    prefix = CausalStatisticsCache(tiny_model.config)
+    prefix = ToSTCache(tiny_model.config)
     with torch.no_grad():
         tiny_model(prompt, past_key_values=prefix)
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_one_prefix_for_many_prompts(tiny_model, prompt):
 
 
 def filled(model, tokens, static=False, record=False):
-    cache = CausalStatisticsCache(model.config, static=static)
+    cache = ToSTCache(model.config, static=static)
     if record:
         cache.activate_past_recording()
     model(tokens, past_key_values=cache)
@@ -260,7 +260,7 @@ def sums_of(cache):
 @pytest.mark.parametrize("static", [False, True])
 def test_decoding_updates_the_cache_in_place(options, static, prompt):
     model = randomize(ToSTForCausalLM(small_config(**options))).eval()
-    kept, updated = (CausalStatisticsCache(model.config, static=static) for _ in range(2))
+    kept, updated = (ToSTCache(model.config, static=static) for _ in range(2))
     with torch.no_grad():
         for cache in (kept, updated):
             model(prompt, past_key_values=cache)
@@ -274,13 +274,13 @@ def test_decoding_updates_the_cache_in_place(options, static, prompt):
 
 def test_shared_tensors_are_not_updated_in_place(tiny_model, prompt):
     """Sums needed by a backward pass, created in inference mode, or sharing their memory."""
-    cache = CausalStatisticsCache(tiny_model.config)
+    cache = ToSTCache(tiny_model.config)
     loss = tiny_model(prompt, past_key_values=cache).logits.sum() + sum(x.sum() for x in sums_of(cache))
     with torch.no_grad():
         tiny_model(prompt[:, :1], past_key_values=cache)
     loss.backward()
     with torch.inference_mode():
-        tiny_model(prompt, past_key_values=(cache := CausalStatisticsCache(tiny_model.config)))
+        tiny_model(prompt, past_key_values=(cache := ToSTCache(tiny_model.config)))
     with torch.no_grad():
         tiny_model(prompt[:, :1], past_key_values=cache)
         whole = [x.repeat(2, *[1] * (x.ndim - 1)) for x in sums_of(cache)]
@@ -293,7 +293,7 @@ def test_shared_tensors_are_not_updated_in_place(tiny_model, prompt):
 
 def test_static_cache_carries_no_gradient(tiny_model, prompt):
     """Otherwise a second forward would write into tensors that the first one's backward needs."""
-    cache = CausalStatisticsCache(tiny_model.config, static=True)
+    cache = ToSTCache(tiny_model.config, static=True)
     for _ in range(2):
         loss = tiny_model(prompt, labels=prompt, past_key_values=cache).loss
     loss.backward()
@@ -318,7 +318,7 @@ def test_saved_prefix(tiny_model, prompt, tmp_path):
 
 def test_saved_prefix_of_tost_base_is_74_kb(tmp_path):
     config = ToSTConfig.from_preset("tost-base")
-    cache = CausalStatisticsCache(config)
+    cache = ToSTCache(config)
     for layer in cache.layers:
         state = TSSAState(torch.ones(1, 12, 64), torch.ones(1, 12, 64), torch.ones(1, 12))
         layer.update_state(state, torch.ones(1, 7, 12, 64), torch.ones(1, 12, 7))
@@ -330,7 +330,7 @@ def test_saved_prefix_of_tost_base_is_74_kb(tmp_path):
 def test_bad_cache_files(tiny_model, prompt, tmp_path):
     file = tmp_path / "prefix.safetensors"
     with pytest.raises(ValueError, match="empty"):
-        save_cache(CausalStatisticsCache(tiny_model.config), file)
+        save_cache(ToSTCache(tiny_model.config), file)
     with pytest.raises(FileNotFoundError, match="no cache file"):
         load_cache(file, tiny_model.config)
     save_cache(filled(tiny_model, prompt), file)

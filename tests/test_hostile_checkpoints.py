@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tost_hf import convert_from_original, convert_to_original
 from tost_hf.cli import main
+from tost_hf.convert import convert_from_original, convert_to_original
 
 
 FIXTURES = Path(__file__).parent / "fixtures"

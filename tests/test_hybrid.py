@@ -8,7 +8,7 @@ from test_options import F64, HYBRIDS, OPTIONS, TSSA, build, four_layers, name_o
 from transformers import DynamicCache, StaticCache
 
 from tost_hf import (
-    CausalStatisticsCache,
+    ToSTCache,
     ToSTConfig,
     ToSTForCausalLM,
     ToSTForSequenceClassification,
@@ -90,7 +90,7 @@ def test_ambiguous_sliding_windows_are_rejected(tokens):
     with pytest.raises(ValueError, match="covers the cached tokens"):
         model(tokens[:, :1], attention_mask=torch.tensor([[1], [0]]), position_ids=positions, past_key_values=cache)
     with pytest.raises(ValueError, match="StaticCache"):
-        CausalStatisticsCache(model.config, static=True)
+        ToSTCache(model.config, static=True)
     with pytest.raises(ValueError, match="its layers are"):
         build(["mixed"])(tokens, past_key_values=cache)
 

@@ -16,6 +16,7 @@ from transformers import ByT5Tokenizer
 import tost_hf
 from tost_hf import interpret
 from tost_hf.cli import main
+from tost_hf.image_processing import make_image_processor
 from tost_hf.interpret import colors, inputs, pages, plots
 
 
@@ -132,7 +133,7 @@ def test_images_of_any_size(photo):
     assert pixel_values.shape == (1, 3, 32, 48) and picture.shape == (32, 48, 3)
     original = np.asarray(Image.open(photo).convert("RGB").resize((48, 32), Image.Resampling.BICUBIC)) / 255
     np.testing.assert_allclose(picture.numpy(), original, atol=0.01)
-    odd = tost_hf.make_image_processor(18)
+    odd = make_image_processor(18)
     assert inputs.load_image(model, odd, photo, None)[0].shape == (1, 3, 16, 16)
     grey = Image.open(photo).convert("LA")
     assert inputs.load_image(model, None, grey, None)[0].shape == (1, 3, 16, 16)
@@ -223,7 +224,7 @@ def test_compression_of_many_images_has_a_band(images):
 def test_inspect_path(photo, text_model, tokenizer, tmp_path):
     """The processor beside the model, or a named one; none of a published folder's model code runs, trusted or not."""
     tiny_vision_model().save_pretrained(tmp_path / "vision")
-    tost_hf.make_image_processor(24).save_pretrained(tmp_path / "vision")
+    make_image_processor(24).save_pretrained(tmp_path / "vision")
     page = check_folder(interpret.inspect_path(str(tmp_path / "vision"), str(photo), tmp_path / "one"), tmp_path / "one")
     assert "24 x 24, as the model sees them" in page.text and "Predicted class" in page.text
     text_model.save_pretrained(tmp_path / "text", with_code=True)
@@ -261,7 +262,7 @@ def test_damaged_configurations(fields, message, tokenizer, tmp_path):
 def test_invalid_inputs(text_model, tokenizer, photo, tmp_path):
     model, out = tiny_vision_model(), tmp_path / "out"
     (tmp_path / "fake.png").write_text("no image")
-    huge, two_means, nan = (tost_hf.make_image_processor(side) for side in (10**6, 16, 16))
+    huge, two_means, nan = (make_image_processor(side) for side in (10**6, 16, 16))
     two_means.image_mean, nan.image_std = [0.5, 0.5], [math.nan] * 3
     cases = [
         (model, None, tmp_path / "fake.png", {}, "fake.png is not an image"),

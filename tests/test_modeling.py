@@ -7,15 +7,9 @@ import torch
 from conftest import randomize, small_config
 from transformers import DataCollatorWithFlattening, StaticCache
 
-from tost_hf import (
-    PRESETS,
-    CausalStatisticsCache,
-    ToSTConfig,
-    ToSTForCausalLM,
-    ToSTForSequenceClassification,
-)
+from tost_hf import ToSTCache, ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification
 from tost_hf.model import inputs_tost
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
+from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, PRESETS
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -114,7 +108,7 @@ def test_no_synchronization(options, inputs):
     model.train()(**unread, labels=batch["input_ids"], use_cache=False).loss.backward()
     model.eval()
     for cache, step in (
-        (CausalStatisticsCache(model.config), unread),
+        (ToSTCache(model.config), unread),
         (StaticCache(config=model.config, max_cache_len=12), batch),
     ):
         with torch.no_grad():

@@ -19,17 +19,9 @@ from transformers import (
     pipeline,
 )
 
-from tost_hf import (
-    VISION_PRESETS,
-    ToSTConfig,
-    ToSTForCausalLM,
-    ToSTForImageClassification,
-    ToSTModel,
-    ToSTVisionConfig,
-    ToSTVisionModel,
-)
+from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForImageClassification, ToSTModel, ToSTVisionConfig, ToSTVisionModel
 from tost_hf.image_processing import make_image_processor
-from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
+from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES, VISION_PRESETS
 from tost_hf.model.modeling_tost_vision import ToSTVisionCrossCovarianceAttention, ToSTVisionSoftmaxAttention
 
 

@@ -10,8 +10,8 @@ from test_compile import counting_backend, needs_compiler
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from tost_hf import (
-    CausalStatisticsCache,
     TokenStatisticsSelfAttention,
+    ToSTCache,
     ToSTConfig,
     ToSTForCausalLM,
     ToSTTrainer,
@@ -141,8 +141,8 @@ def test_chunked_prefill_and_decoding_equal_the_full_forward(model, tokens, size
         "dynamic": lambda: DynamicCache(config=model.config),
         "dynamic without configuration": DynamicCache,
         "static": lambda: StaticCache(model.config, max_cache_len=30),
-        "own": lambda: CausalStatisticsCache(model.config),
-        "own, static": lambda: CausalStatisticsCache(model.config, static=True),
+        "own": lambda: ToSTCache(model.config),
+        "own, static": lambda: ToSTCache(model.config, static=True),
     }
     if has_attention(model):
         del caches["own, static"]
@@ -167,11 +167,11 @@ def test_chunked_prefill_and_decoding_equal_the_full_forward(model, tokens, size
 @torch.no_grad()
 def test_rollback_equals_never_having_processed(model, tokens, removed, pieces, static):
     if (has_attention(model) and static) or (SLIDING in model.config.layer_types and pieces > 1):
-        pytest.skip("keys and values: CausalStatisticsCache is not static, and a window keeps the tokens of one forward")
+        pytest.skip("keys and values: ToSTCache is not static, and a window keeps the tokens of one forward")
     wrong, more = torch.randint(2, 97, (2, removed)), torch.randint(2, 97, (2, 6))
     mask = torch.ones(2, 29, dtype=torch.long)
     mask[1, holes(model)] = 0
-    cache = CausalStatisticsCache(model.config, static=static)
+    cache = ToSTCache(model.config, static=static)
     cache.activate_past_recording()
     assert cache.is_croppable
     model(tokens, attention_mask=mask[:, :23], past_key_values=cache)
@@ -191,7 +191,7 @@ def test_batch_operations_on_the_state(model, tokens, static):
     """Of recorded tokens as well."""
     if has_attention(model) and static:
         pytest.skip("keys and values")
-    cache = CausalStatisticsCache(model.config, static=static)
+    cache = ToSTCache(model.config, static=static)
     cache.activate_past_recording()
     model(tokens, past_key_values=cache)
     cache.batch_repeat_interleave(2)

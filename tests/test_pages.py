@@ -21,6 +21,7 @@ from hub_clients import save_tokenizer
 
 import tost_hf
 from tost_hf.cli import main
+from tost_hf.image_processing import make_image_processor
 
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +83,7 @@ def demo_folders(tmp_path, monkeypatch):
     randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
     config = small_vision_config(patch_size=2, num_labels=10)
     randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained("tost-digits")
-    tost_hf.make_image_processor(config).save_pretrained("tost-digits")
+    make_image_processor(config).save_pretrained("tost-digits")
 
 
 def missing_libraries(block: str) -> list[str]:

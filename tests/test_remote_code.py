@@ -141,7 +141,7 @@ tokens = torch.arange(1, 9).reshape(1, 8)
 cached, anew = (model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=use) for use in (True, False))
 assert torch.equal(cached, anew)
 output = model(tokens, use_cache=True)
-assert type(output.past_key_values).__name__ == "CausalStatisticsCache"
+assert type(output.past_key_values).__name__ == "ToSTCache"
 step = model(tokens[:, :1], past_key_values=output.past_key_values).logits
 torch.testing.assert_close(step[:, 0], model(torch.cat([tokens, tokens[:, :1]], 1)).logits[:, -1], rtol=1e-4, atol=1e-4)
 writer = pipeline("text-generation", model=name, trust_remote_code=True)

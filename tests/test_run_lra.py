@@ -26,7 +26,8 @@ import lra_tasks
 import run_lra
 from records import Records, repeat_command
 
-from tost_hf import LRA_PRESETS, ToSTConfig, ToSTForSequenceClassification
+from tost_hf import ToSTConfig, ToSTForSequenceClassification
+from tost_hf.model.configuration_tost import LRA_PRESETS
 
 
 TINY = "num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=32"

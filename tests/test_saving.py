@@ -20,7 +20,8 @@ from transformers import (
     pipeline,
 )
 
-from tost_hf import PRESETS, ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
+from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification, ToSTModel
+from tost_hf.model.configuration_tost import PRESETS
 
 
 def ids(*shape):

@@ -13,6 +13,7 @@ from conftest import randomize, small_config, small_vision_config
 from hub_clients import save_tokenizer
 
 import tost_hf
+from tost_hf.image_processing import make_image_processor
 from tost_hf.space import write_space
 from tost_hf.space.packages import RUNTIME, TOKENIZERS, unpack
 
@@ -199,7 +200,7 @@ def test_pictures(tmp_path, driver, libraries, crop, shapes, classifier):
     """Of any shape: classes and memberships are the model's for the same pixels."""
     folder, model = classifier
     labels = model.config.id2label
-    processor = tost_hf.make_image_processor(model.config, crop=crop)
+    processor = make_image_processor(model.config, crop=crop)
     processor.save_pretrained(folder)
     with Page(driver, write_space(folder, tmp_path / "page")) as page:
         for i, shape in enumerate(shapes):

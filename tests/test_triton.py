@@ -352,7 +352,7 @@ class TestKernels:
         w, temp, bias = (leaves[name].detach() for name in ("w", "temp", "bias"))
         mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 1]], device=DEVICE)
         state = None
-        expected = tssa(w.double(), temp.double(), bias.double(), mask=mask, backend="reference")
+        expected = tssa(w.double(), temp.double(), bias.double(), mask=mask, backend="torch")
         for t in range(6):
             before = None if state is None else [x.clone() for x in state]
             step = tssa_step(w[:, t], temp, bias[:, t], state, mask=mask[:, t], backend="triton")
@@ -371,13 +371,13 @@ class TestKernels:
         mask = padding_mask(20).to(DEVICE)
         got, want = (
             tssa(w.to(dtype), temp, bias, mask=mask, log_decay=decay, backend=backend)
-            for backend, dtype in (("triton", torch.float32), ("reference", torch.float64))
+            for backend, dtype in (("triton", torch.float32), ("torch", torch.float64))
         )
         assert relative_rms(got.output, want.output) < 1e-5
         grads = [torch.autograd.grad(x.output.square().sum(), decay)[0] for x in (got, want)]
         assert relative_rms(*grads) < 1e-5
         with torch.no_grad():
-            steps = [tssa_step(w[:, 0], temp, bias[:, 0], None, log_decay=decay, backend=b) for b in ("triton", "reference")]
+            steps = [tssa_step(w[:, 0], temp, bias[:, 0], None, log_decay=decay, backend=b) for b in ("triton", "torch")]
             steps = [tssa_step(w[:, 1], temp, bias[:, 1], x.final_state, log_decay=decay, backend="triton") for x in steps]
         torch.testing.assert_close(steps[0].output, steps[1].output, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(steps[0].final_state, steps[1].final_state, rtol=1e-6, atol=1e-6)

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tost_hf import (
-    CausalStatisticsCache,
     TokenStatisticsSelfAttention,
+    ToSTCache,
     ToSTConfig,
     TSSAState,
     tssa,
@@ -433,7 +433,7 @@ def test_a_million_tokens():
     assert error(prefill.output, exact) < 1e-6
     assert error(prefill.output[:, -1000:], exact[:, -1000:]) < 1e-6
     config = ToSTConfig(num_hidden_layers=1, num_attention_heads=3, hidden_size=12)
-    layer = CausalStatisticsCache(config).layers[0]
+    layer = ToSTCache(config).layers[0]
     before = tssa(w[:, :start], temp)
     layer.update_state(before.final_state, w[:, :start], before.membership)
     outputs = []

@@ -21,7 +21,8 @@ from timing import Report
 from transformers import DynamicCache, StaticCache, ViTConfig, ViTForImageClassification
 
 import tost_hf
-from tost_hf.exporting.runtime import LanguageModel, load
+from tost_hf.export import export_model
+from tost_hf.export.runtime import LanguageModel, load
 from tost_hf.files import EXPORT_DESCRIPTION
 
 
@@ -192,12 +193,12 @@ def find_drift(name: str, tokens: int) -> dict[int, float]:
     torch.manual_seed(0)
     model = make_language_model(name, vocab_size=VOCABULARY, width=64, layers=2, head_dim=16, context=None).eval()
     ids = torch.randint(VOCABULARY, (1, tokens))
-    cache = tost_hf.CausalStatisticsCache(model.config)
+    cache = tost_hf.ToSTCache(model.config)
     expected = torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split(CHUNK, 1)], 1)[0]
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "model"), Path(folder, "onnx")
         model.save_pretrained(source)
-        tost_hf.export_model(source, target)
+        export_model(source, target)
         facts = json.loads((target / EXPORT_DESCRIPTION).read_text(encoding="utf-8"))
         exported = LanguageModel(load(target, facts), facts)
         found = torch.cat([torch.from_numpy(exported.read(token.numpy())[0]) for token in ids.split(1, 1)])

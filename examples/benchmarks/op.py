@@ -186,7 +186,7 @@ def layer_runs(compiled: bool, which: str, shape, device: str) -> dict:
     runs = {}
     for kind, kernel in {"none": None, f"convolution of {CONV_KERNEL}": CONV_KERNEL}.items():
         torch.manual_seed(0)
-        layer = TokenStatisticsSelfAttention(H * p, H, causal=True, conv_kernel=kernel, backend="reference").to(device)
+        layer = TokenStatisticsSelfAttention(H * p, H, causal=True, conv_kernel=kernel, backend="torch").to(device)
         tokens = torch.randn(B, T, H * p).to(device).requires_grad_()
 
         def attend(tokens, *parameters, layer=layer):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from records import markdown
 
-from tost_hf import PRESETS, ToSTConfig, ToSTForCausalLM, ToSTModel
+from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTModel
+from tost_hf.model.configuration_tost import PRESETS
 
 
 SIZES = {name: PRESETS[name] for name in ("tost-base", "tost-medium", "tost-large")}

@@ -205,8 +205,8 @@ def load_hgrn():
 QKV = ("tokens", "tokens", "tokens")
 OPERATORS = {
     "triton": Operator(lambda: call_tssa("triton"), needs_gpu=True),
-    "compiled": Operator(lambda: call_tssa("reference"), compiled=True),
-    "eager": Operator(lambda: call_tssa("reference")),
+    "compiled": Operator(lambda: call_tssa("torch"), compiled=True),
+    "eager": Operator(lambda: call_tssa("torch")),
     "reference": Operator(lambda: reference),
     "reference compiled": Operator(lambda: reference, compiled=True),
     "sdpa": Operator(lambda: attention, QKV, is_tssa=False),
@@ -222,9 +222,9 @@ OPERATORS = {
     "fla hgrn": Operator(load_hgrn, ("tokens", "gate"), is_tssa=False, causal_only=True),
 }
 DECAYS = {  # the kind of `forgetting` to the operator that decays so
-    "none": Operator(lambda: call_tssa("reference")),
-    "head": Operator(lambda: call_tssa("reference"), ("tokens", "temp", "denom_bias", "head_decay"), causal_only=True),
-    "token": Operator(lambda: call_tssa("reference"), ("tokens", "temp", "denom_bias", "token_decay"), causal_only=True),
+    "none": Operator(lambda: call_tssa("torch")),
+    "head": Operator(lambda: call_tssa("torch"), ("tokens", "temp", "denom_bias", "head_decay"), causal_only=True),
+    "token": Operator(lambda: call_tssa("torch"), ("tokens", "temp", "denom_bias", "token_decay"), causal_only=True),
 }
 PASSES = ("forward", "forward + backward")
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from training import Results, run_seeds, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tost_hf import CausalStatisticsCache
+from tost_hf import ToSTCache
 
 
 TRAINED_AT = 1024  # tokens
@@ -46,7 +46,7 @@ def position_ranges(length: int, first: int) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def read_chunk(model, tokens: torch.Tensor, targets: torch.Tensor, cache: CausalStatisticsCache) -> tuple:
+def read_chunk(model, tokens: torch.Tensor, targets: torch.Tensor, cache: ToSTCache) -> tuple:
     """Losses (T,) of the targets (T,) after the tokens (T,); 1 - entropy / ln H of the memberships in each layer (L, T)."""
     outputs = model(input_ids=tokens[None].to(model.device), past_key_values=cache, output_memberships=True)
     losses = F.cross_entropy(outputs.logits[0].float(), targets.to(model.device), reduction="none").cpu()
@@ -55,14 +55,14 @@ def read_chunk(model, tokens: torch.Tensor, targets: torch.Tensor, cache: Causal
     return losses, (1 - entropy).cpu()
 
 
-def moments(cache: CausalStatisticsCache) -> torch.Tensor:
+def moments(cache: ToSTCache) -> torch.Tensor:
     """The concatenated moments of all layers."""
     return torch.cat([(x.sum_weighted_sq / x.sum_membership.unsqueeze(-1)).flatten().double().cpu() for x in cache.layers])
 
 
 def read(model, tokens: torch.Tensor) -> list[dict[str, float]]:
     """Reads the tokens as one sequence; the metrics of each range of positions."""
-    length, cache = len(tokens) - 1, CausalStatisticsCache(model.config)
+    length, cache = len(tokens) - 1, ToSTCache(model.config)
     losses, recent_losses, shortfalls, seconds, peaks, moments_at = [], [], [], [], [], {}
     for start in range(0, length, CHUNK):
         stop = min(start + CHUNK, length)
@@ -76,7 +76,7 @@ def read(model, tokens: torch.Tensor) -> list[dict[str, float]]:
             shortfalls.append(shortfall)
 
         peaks.append(peak_bytes(run, model.device))
-        recent_losses.append(read_chunk(model, chunk, targets, CausalStatisticsCache(model.config))[0])
+        recent_losses.append(read_chunk(model, chunk, targets, ToSTCache(model.config))[0])
         moments_at[stop] = moments(cache)
     losses, recent_losses, shortfalls = torch.cat(losses), torch.cat(recent_losses), torch.cat(shortfalls, 1)
 

@@ -13,9 +13,9 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 
 from .cache_files import load_cache, prefill_cache, save_cache
 from .model.base_tost import AUTO_MAPS
-from .model.cache_tost import CausalStatisticsCache, CausalStatisticsLayer
-from .model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
-from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
+from .model.cache_tost import ToSTCache
+from .model.configuration_tost import ToSTConfig
+from .model.configuration_tost_vision import ToSTVisionConfig
 from .model.layers_tost import TokenStatisticsSelfAttention
 from .model.modeling_tost import (
     ToSTCausalLMOutputWithPast,
@@ -46,41 +46,21 @@ from .version import __version__
 
 
 if TYPE_CHECKING:
-    from .convert import convert_from_original, convert_to_original
-    from .exporting import export_model
-    from .hub.cards import build_card, write_card
-    from .hub.publishing import Publication, publish, publish_space
-    from .hub.verification import verify
-    from .image_processing import make_image_processor
-    from .interpret import inspect_model, inspect_path, trace_model
-    from .parallel import parallelize
     from .training.trainer import ToSTTrainer, ToSTTrainingArguments
     from .training.trainer_context_parallel import ContextParallelTrainer
+    from .training.trainer_stream import StreamingTrainer
     from .training.trainer_tensor_parallel import TensorParallelTrainer
     from .training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 # imported when first used: the Trainer alone takes longer to import than everything else here
-_LAZY = {
-    "ContextParallelTrainer": "training.trainer_context_parallel",
-    "TensorParallelTrainer": "training.trainer_tensor_parallel",
-    "ToSTTrainer": "training.trainer",
-    "ToSTTrainingArguments": "training.trainer",
-    "ToSTVisionTrainer": "training.trainer_vision",
-    "ToSTVisionTrainingArguments": "training.trainer_vision",
-    "make_image_processor": "image_processing",
-    "convert_from_original": "convert",
-    "convert_to_original": "convert",
-    "export_model": "exporting",
-    "build_card": "hub.cards",
-    "write_card": "hub.cards",
-    "inspect_model": "interpret",
-    "inspect_path": "interpret",
-    "trace_model": "interpret",
-    "Publication": "hub.publishing",
-    "publish": "hub.publishing",
-    "publish_space": "hub.publishing",
-    "parallelize": "parallel",
-    "verify": "hub.verification",
+_TRAINERS = {
+    "ContextParallelTrainer": "trainer_context_parallel",
+    "StreamingTrainer": "trainer_stream",
+    "TensorParallelTrainer": "trainer_tensor_parallel",
+    "ToSTTrainer": "trainer",
+    "ToSTTrainingArguments": "trainer",
+    "ToSTVisionTrainer": "trainer_vision",
+    "ToSTVisionTrainingArguments": "trainer_vision",
 }
 
 for config_class in (ToSTConfig, ToSTVisionConfig):
@@ -99,28 +79,24 @@ if torch.distributed.is_available():  # which not every build of PyTorch has
 
 
 def __getattr__(name: str):
-    if name in _LAZY:
-        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    if name in _TRAINERS:
+        return getattr(importlib.import_module(f".training.{_TRAINERS[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *_TRAINERS})
 
 
 __all__ = [
-    "LRA_PRESETS",
-    "PRESETS",
-    "VISION_PRESETS",
-    "CausalStatisticsCache",
-    "CausalStatisticsLayer",
     "ContextParallelTrainer",
-    "Publication",
+    "StreamingTrainer",
     "TSSAOutput",
     "TSSAState",
     "TensorParallelTrainer",
     "ToSTBackbone",
     "ToSTBackboneOutput",
+    "ToSTCache",
     "ToSTCausalLMOutputWithPast",
     "ToSTConfig",
     "ToSTForCausalLM",
@@ -145,22 +121,9 @@ __all__ = [
     "ToSTVisionTrainingArguments",
     "TokenStatisticsSelfAttention",
     "__version__",
-    "build_card",
-    "convert_from_original",
-    "convert_to_original",
-    "export_model",
-    "inspect_model",
-    "inspect_path",
     "load_cache",
-    "make_image_processor",
-    "parallelize",
     "prefill_cache",
-    "publish",
-    "publish_space",
     "save_cache",
-    "trace_model",
     "tssa",
     "tssa_step",
-    "verify",
-    "write_card",
 ]

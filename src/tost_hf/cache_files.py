@@ -16,7 +16,7 @@ from transformers.utils import logging
 from .files import staged_file
 from .model.cache_tost import (
     STATE_NAMES,
-    CausalStatisticsCache,
+    ToSTCache,
     cached_length,
     check_cache_kind,
     layer_type_of,
@@ -56,7 +56,7 @@ def state_bytes(config: PreTrainedConfig) -> StateBytes:
 @torch.no_grad()
 def prefill_cache(
     model: Any, input_ids: torch.Tensor, *, chunk_size: int = PREFILL_CHUNK_SIZE, progress_bar: bool = False
-) -> CausalStatisticsCache:
+) -> ToSTCache:
     """Reads a text of any length, (1, T), by chunked prefill: activations take the memory of `chunk_size` tokens.
 
     Raises:
@@ -74,7 +74,7 @@ def prefill_cache(
             f"The text has {input_ids.shape[1]:,} tokens, the model positions for {positions:,}: use a shorter text, or a "
             "model without a position table."
         )
-    cache = CausalStatisticsCache(model.config)
+    cache = ToSTCache(model.config)
     with logging.tqdm(total=input_ids.shape[1], unit="token", disable=not progress_bar) as bar:
         for chunk in input_ids.to(model.device).split(chunk_size, 1):
             model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -122,7 +122,7 @@ def load_cache(
     config: PreTrainedConfig,
     device: torch.device | str = "cpu",
     static: bool = False,
-) -> CausalStatisticsCache:
+) -> ToSTCache:
     """Reads a cache that `save_cache` wrote, for a model of configuration `config`.
 
     Only the sizes of the model are compared, not its weights.
@@ -161,7 +161,7 @@ def load_cache(
     digest = _hash_tensors(tensors)
     if metadata.get("sha256", digest) != digest:  # files of older versions have none
         raise ValueError(f"{os.fspath(filename)!r} is damaged: its numbers are not those that were written.")
-    cache = CausalStatisticsCache(config, static=static)
+    cache = ToSTCache(config, static=static)
     for i, layer in enumerate(cache.layers):
         _fill_layer(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
     return cache

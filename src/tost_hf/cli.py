@@ -270,8 +270,10 @@ def _init(args: argparse.Namespace) -> None:
     from .hub.checks import model_class
     from .hub.loading import load_fitting_tokenizer
     from .image_processing import save_image_processor
+    from .model.configuration_tost import LRA_PRESETS, PRESETS
+    from .model.configuration_tost_vision import VISION_PRESETS
 
-    presets = [*tost_hf.PRESETS, *tost_hf.LRA_PRESETS, *tost_hf.VISION_PRESETS]
+    presets = [*PRESETS, *LRA_PRESETS, *VISION_PRESETS]
     if args.preset not in presets:
         raise ValueError(f"There is no preset {args.preset!r}; choose one of {', '.join(presets)}.")
     if not 0 <= args.seed < 2**63:
@@ -279,7 +281,7 @@ def _init(args: argparse.Namespace) -> None:
     target, tokenizer = Path(args.output), None
     check_folder(target, args.overwrite)
     torch.manual_seed(args.seed)
-    if args.preset in tost_hf.VISION_PRESETS:
+    if args.preset in VISION_PRESETS:
         if args.tokenizer is not None:
             raise ValueError(f"{args.preset} reads images; --tokenizer is for text models.")
         vision = tost_hf.ToSTVisionConfig.from_preset(args.preset, num_labels=1000)
@@ -397,7 +399,7 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from .exporting import export_model
+    from .export import export_model
 
     options = {name: getattr(args, name) for name in ("format", "dtype", "tokenizer", "revision", "overwrite")}
     done = export_model(args.model, args.output, **options)

@@ -38,8 +38,9 @@ from scripting import (
     train_and_report,
 )
 
-from tost_hf import LRA_PRESETS, ToSTTrainer, ToSTTrainingArguments
+from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION, staged_file
+from tost_hf.model.configuration_tost import LRA_PRESETS
 from tost_hf.training.metrics import TokenAccuracy
 from tost_hf.training.trainer import recipe_field
 

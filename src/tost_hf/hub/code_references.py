@@ -20,13 +20,8 @@ from pathlib import Path
 from ..model.base_tost import AUTO_MAPS, CODE_FILES
 
 
-# of this version, and of earlier ones: files that `publish` replaces or removes in a repository
-_EARLIER_NAMES = (
-    "attention_tost batch_requests_tost batch_scheduler_tost batching_tost cache_layer_tost convolution_tost ista_tost "
-    "modeling_tost_base modeling_tost_heads modeling_tost_vision_backbone remote_code tssa_bidirectional tssa_check "
-    "tssa_chunks tssa_compiled tssa_formulas tssa_layer tssa_state tssa_sums tssa_tuned"
-)
-CODE_NAMES = {name for names in CODE_FILES.values() for name in names} | {f"{name}.py" for name in _EARLIER_NAMES.split()}
+# files that `publish` replaces or removes in a repository
+CODE_NAMES = {name for names in CODE_FILES.values() for name in names}
 MAX_JSON_BYTES = 256 * 2**20
 # of "custom_generate" the file is read today; the key is rejected should a configuration ever hold it
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate", "base_model_name_or_path", "audio_tokenizer_name_or_path")

@@ -355,7 +355,7 @@ def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
 # Cache ----------------------------------------------------------------------------------------------------------------
 
 
-class CausalStatisticsCache(Cache):
+class ToSTCache(Cache):
     """The running statistics of all layers of a ToST language model; keys and values of softmax attention layers.
 
     Args:
@@ -372,7 +372,7 @@ class CausalStatisticsCache(Cache):
 
     ```python
     >>> model = ToSTForCausalLM(ToSTConfig(hidden_size=32, num_attention_heads=4))
-    >>> cache = CausalStatisticsCache(model.config)
+    >>> cache = ToSTCache(model.config)
     >>> prefix = model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
     >>> step = model(torch.tensor([[8]]), past_key_values=cache)
     >>> cache.get_seq_length()
@@ -416,15 +416,13 @@ def check_cache_kind(cache: Cache) -> list[str | None]:
     Layers are compared by their type's name: remote code has another class of the same name.
     """
     if not isinstance(cache, Cache):
-        raise TypeError(
-            f"past_key_values must be a transformers Cache such as CausalStatisticsCache, got {type(cache).__name__}."
-        )
+        raise TypeError(f"past_key_values must be a transformers Cache such as ToSTCache, got {type(cache).__name__}.")
     kinds = [layer_type_of(layer) for layer in cache.layers]
     for kind, layer in zip(kinds, cache.layers):
         if kind is None or CAUSAL_STATISTICS not in kinds:
             raise ValueError(
                 f"past_key_values holds {type(layer).__name__}s of another kind of model; a ToST model needs "
-                "CausalStatisticsCache(config) or DynamicCache(config=model.config)."
+                "ToSTCache(config) or DynamicCache(config=model.config)."
             )
     return kinds
 
@@ -438,7 +436,7 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
     """
     if isinstance(cache, Cache) and cache.layer_class_to_replicate is not None and not cache.layers:
         # an empty DynamicCache() without a configuration
-        cache.layers = CausalStatisticsCache(config).layers
+        cache.layers = ToSTCache(config).layers
         cache.layer_class_to_replicate = None
     kinds = check_cache_kind(cache)
     if len(cache.layers) != config.num_hidden_layers:

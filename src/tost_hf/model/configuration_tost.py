@@ -107,7 +107,7 @@ class ToSTConfig(ToSTBaseConfig):
             ablation; `ISTAStep`), which replaces the MLP with its residual branch and LayerScale.
         ista_step_size, ista_threshold: of that step.
         normalize_scores: whether memberships are made from squares that are normalised per channel over the tokens, as
-            published, or from the squares themselves (the paper's ablation). Without normalisation the reference backend runs,
+            published, or from the squares themselves (the paper's ablation). Without normalisation the backend "torch" runs,
             on every device.
         pre_norm: whether LayerNorm stands before the attention and the MLP, as published, with another one after the last
             block; or, if False, after each of the two sums.

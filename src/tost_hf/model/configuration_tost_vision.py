@@ -56,7 +56,7 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
             patches; class-attention blocks keep their MLPs.
         ista_step_size, ista_threshold: of that step.
         normalize_scores: whether memberships are made from squares that are normalised per channel over the patches, as
-            published, or from the squares themselves (the paper's ablation). Without normalisation the reference backend runs,
+            published, or from the squares themselves (the paper's ablation). Without normalisation the backend "torch" runs,
             on every device.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of the LayerScale vectors (the authors' eta).

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .cache_tost import CausalStatisticsCache, cached_length, check_cache
+from .cache_tost import ToSTCache, cached_length, check_cache
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .tssa_reference import sequence_starts
 
@@ -78,7 +78,7 @@ def resolve_inputs(
     # packed sequences have no single state; where position_ids cannot be read they may or may not be packed
     unpacked = seq_idx is None or (given_idx is None and not _is_readable(seq_idx))
     if use_cache and past_key_values is None and unpacked:
-        past_key_values = CausalStatisticsCache(config)
+        past_key_values = ToSTCache(config)
     masks = prepared or build_attention_masks(config, inputs_embeds, full_mask, seq_idx, past_key_values, past_length)
     return ToSTInputs(mask, position_ids, seq_idx, past_key_values, masks)
 

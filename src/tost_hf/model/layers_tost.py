@@ -173,7 +173,7 @@ class TokenStatisticsSelfAttention(nn.Module):
             head); causal form only.
         conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
-            paper's ablation) the reference backend runs, whatever `backend` says.
+            paper's ablation) the backend "torch" runs, whatever `backend` says.
         backend: as in `tssa`; may be set later as well.
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the

@@ -5,7 +5,7 @@ No token is ever compared with another one: time is linear in the number of toke
 running sums (`TSSAState`). tssa_reference.py says what is computed. Everything inside runs in float32, or in float64 for
 float64 inputs, whatever comes in.
 
-`backend=` or, without it, the environment variable TOST_HF_BACKEND chooses: "reference" for PyTorch, on every device and for
+`backend=` or, without it, the environment variable TOST_HF_BACKEND chooses: "torch" for PyTorch, on every device and for
 every dtype, "triton" for the kernels of tssa_triton.py, "auto" for the kernels on a GPU where they can run. In PyTorch the
 causal form is computed by chunks (tssa_chunked.py); the bidirectional form, a single token, torch.export and compilers for
 devices other than the CPU run the reference implementation (tssa_reference.py).
@@ -34,7 +34,7 @@ from .tssa_reference import (
 from .tssa_reference import causal as causal_reference
 
 
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "torch", "triton")
 
 
 class TSSAOutput(NamedTuple):
@@ -84,10 +84,10 @@ def tssa(
         log_decay: logarithm, at most 0, of the factor by which a head's sums are multiplied before a token is added to them,
             (H,), (T, H) or (B, T, H); causal form only. None, as 0, for no decay. There is none at padding.
         normalize_scores: whether the squares in the scores are divided by their sums; without (the paper's ablation), the
-            backend "reference" runs, whatever is asked for.
+            backend "torch" runs, whatever is asked for.
         softmax: computes the memberships in place of `tssa_reference.membership_of`, with its arguments, where these are not
             all heads (tensor parallelism), by the reference implementation; None for that function and any backend.
-        backend: "auto", "reference" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
+        backend: "auto", "torch" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
 
     Returns:
         `TSSAOutput` with the output (B, T, H, p) in `w`'s dtype, the membership (B, H, T) and, for the causal form, the
@@ -216,7 +216,7 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
 
 def _runs_on_kernels(w: torch.Tensor, backend: str | None, form: str, **parts: bool) -> bool:
     """Whether the kernels are chosen for tokens w (..., H, p), can run, and compute there what they should."""
-    if _choose_backend(backend, w.device.type, w.dtype) == "reference":
+    if _choose_backend(backend, w.device.type, w.dtype) == "torch":
         return False
     from .tssa_triton import kernel_problem
 
@@ -226,22 +226,22 @@ def _runs_on_kernels(w: torch.Tensor, backend: str | None, form: str, **parts: b
 
 @torch.compiler.assume_constant_result
 def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str:
-    """The backend, "reference" or "triton", for tokens of a dtype on a kind of device; see `tssa`."""
+    """The backend, "torch" or "triton", for tokens of a dtype on a kind of device; see `tssa`."""
     wanted = backend or os.environ.get("TOST_HF_BACKEND") or "auto"
     if wanted not in BACKENDS:
         raise ValueError(f"There is no TSSA backend {wanted!r}; choose one of {', '.join(BACKENDS)}.")
-    if wanted == "reference" or (wanted == "auto" and (device != "cuda" or dtype == torch.float64)):
-        return "reference"
+    if wanted == "torch" or (wanted == "auto" and (device != "cuda" or dtype == torch.float64)):
+        return "torch"
     from .tssa_triton import find_unsupported
 
     problem = find_unsupported(dtype, device)
-    return "triton" if problem is None or _fall_back(problem, backend, ValueError) else "reference"
+    return "triton" if problem is None or _fall_back(problem, backend, ValueError) else "torch"
 
 
 def _fall_back(problem: str, backend: str | None, error: type[Exception]) -> bool:
     """False, with one warning per process, where the kernels cannot run; raises where they were asked for."""
     if (backend or os.environ.get("TOST_HF_BACKEND")) == "triton":
-        raise error(f"The TSSA backend 'triton' cannot run: {problem}; choose 'auto' or 'reference'.")
+        raise error(f"The TSSA backend 'triton' cannot run: {problem}; choose 'auto' or 'torch'.")
     _warn_of_fallback(problem)
     return False
 
@@ -249,8 +249,8 @@ def _fall_back(problem: str, backend: str | None, error: type[Exception]) -> boo
 @functools.cache
 def _warn_of_fallback(reason: str) -> None:
     warnings.warn(
-        f"TSSA runs its reference implementation on the GPU, which is slow: {reason}. backend='reference' or "
-        "TOST_HF_BACKEND=reference chooses it without this warning.",
+        f"TSSA runs in PyTorch on the GPU, which is slow: {reason}. backend='torch' or "
+        "TOST_HF_BACKEND=torch chooses it without this warning.",
         stacklevel=2,
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from transformers.utils import IMAGE_PROCESSOR_NAME, is_vision_available
 
-from ..exporting import export_model
+from ..export import export_model
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config, parameter_count
 from ..hub.loading import TOKENIZER_FILES, model_folder

@@ -50,7 +50,7 @@ class PublishingTrainer(Trainer):
             shutil.rmtree(left_over, ignore_errors=True)
 
     def create_model_card(self, language=None, license: str | None = None, tags=None, *args, **kwargs) -> None:
-        """Writes the folder's card from what is known of the model and the run; see `tost_hf.build_card`.
+        """Writes the folder's card from what is known of the model and the run; see `tost_hf.hub.build_card`.
 
         As with transformers' own, one that is in the folder is replaced.
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache_files import layer_shapes
-from ..model.cache_tost import CausalStatisticsCache, layer_type_of
+from ..model.cache_tost import ToSTCache, layer_type_of
 from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION
 from ..model.modeling_tost_vision import ToSTVisionPreTrainedModel
 from ..model.tssa_reference import TSSAState
@@ -120,7 +120,7 @@ class LanguageProgram(ModelProgram):
         return outputs.logits.float(), memberships.float(), *(x.float() for x in _tensors(outputs.past_key_values))
 
     def _cache(self, state: list[torch.Tensor]) -> Cache:
-        cache, tensors = CausalStatisticsCache(self.config), iter(state)
+        cache, tensors = ToSTCache(self.config), iter(state)
         cached = next((x.shape[2] for x in state if x.ndim == 4), 0)
         for layer in cast(list[Any], cache.layers):
             if layer_type_of(layer) == CAUSAL_STATISTICS:
