@@ -11,7 +11,7 @@ import torch
 
 from tost_hf import TSSAState, tssa
 from tost_hf.model import tssa_triton
-from tost_hf.model.tssa_reference import bias_of_tokens
+from tost_hf.model.tssa_reference import bias_of_tokens, reset_at_starts
 
 
 SLACK = 6  # rounding alone takes up to 3.1; one of 8,194 tokens that is left out, 23 and more
@@ -55,8 +55,10 @@ def run_kernels(leaves, mask=None, seq_idx=None, causal=True, positions=None, mo
     bias = bias_of_tokens(bias, positions, torch.float32)
     if log_decay is not None and mask is not None:
         log_decay = log_decay.masked_fill(~mask.bool().unsqueeze(-1), 0)
+    if seq_idx is not None:
+        log_decay = reset_at_starts(log_decay, seq_idx, torch.float32)
     state = TSSAState(*state) if state else None
-    output, membership, final = module.tssa_triton(w, temp, bias, mask, seq_idx, log_decay, state, causal)
+    output, membership, final = module.tssa_triton(w, temp, bias, mask, log_decay, state, causal)
     return output, membership, *(final or ())
 
 

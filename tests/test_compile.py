@@ -110,16 +110,16 @@ def test_compiled_operator(dtype, tolerance):
 
 
 def test_operators_keep_their_contracts():
-    """Schemas, shapes without data and autograd, as torch checks them: plain, packed with decay, without gradients."""
+    """Schemas, shapes without data and autograd, as torch checks them: plain, with decay, without gradients."""
     w, temp, bias = torch.randn(2, 300, 3, 4), torch.rand(3), torch.randn(2, 300, 3)
     state = torch.rand(2, 3, 4), torch.rand(2, 3, 4).double(), torch.rand(2, 3).double()
-    seq_idx, decay = (torch.arange(300) // 70).expand(2, -1), -torch.rand(2, 300, 3)
+    decay = -torch.rand(2, 300, 3)
     operator = tssa_chunked._forward_operator._opoverload
-    for packed, keep in ((False, True), (True, True), (True, False)):
+    for decayed, keep in ((False, True), (True, True), (True, False)):
         inputs = [x.clone().requires_grad_(keep) for x in (w, temp, bias)]
         sums = [x.clone().requires_grad_(keep) for x in state]
-        options = (None, seq_idx, decay.clone().requires_grad_(keep)) if packed else (None, None, None)
-        torch.library.opcheck(operator, (*inputs, *options, *sums, keep, tssa_chunked.CHUNK_TOKENS, not packed))
+        options = None, decay.clone().requires_grad_(keep) if decayed else None
+        torch.library.opcheck(operator, (*inputs, *options, *sums, keep, tssa_chunked.CHUNK_TOKENS, not decayed))
 
 
 @backends

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from test_options import F64, HYBRIDS, OPTIONS, TSSA, build, four_layers, name_options
-from transformers import DynamicCache, StaticCache
 
 from tost_hf import (
     ToSTCache,
@@ -26,35 +25,6 @@ def model(request):
 @pytest.fixture
 def tokens():
     return torch.randint(2, 97, (2, 23))
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@torch.no_grad()
-def test_nonfinite_tokens_stay_in_their_packed_sequence(model, attention):
-    """And do not reach earlier tokens: attention multiplies masked values by 0, and 0 times NaN is NaN."""
-    model.set_attn_implementation(attention)
-    embeds, places = torch.randn(1, 23, model.config.hidden_size, dtype=torch.float64), torch.arange(23)
-    for borders in ([9, 17], []):
-        seq_idx = torch.searchsorted(torch.tensor(borders), places, right=True)[None] if borders else None
-        expected = model(inputs_embeds=embeds, seq_idx=seq_idx).logits
-        for at in (4, 12, 19):
-            corrupted = embeds.clone()
-            corrupted[0, at] = torch.nan
-            logits = model(inputs_embeds=corrupted, seq_idx=seq_idx).logits
-            sound = (places < at) | (places >= min([23, *(border for border in borders if border > at)]))
-            torch.testing.assert_close(logits[0, sound], expected[0, sound], **F64)
-            assert logits[0, ~sound].isnan().all()
-
-
-@torch.no_grad()
-def test_nonfinite_keys_stay_nonfinite_in_the_cache(model):
-    embeds = torch.randn(2, 9, model.config.hidden_size, dtype=torch.float64)
-    embeds[1, 4] = torch.nan
-    for make in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=12)):
-        first = model(inputs_embeds=embeds[:, :6], past_key_values=make).logits
-        then = model(inputs_embeds=embeds[:, 6:], past_key_values=make).logits
-        assert first[1, 4:].isnan().all() and then[1].isnan().all()
-        assert first[0].isfinite().all() and then[0].isfinite().all() and first[1, :4].isfinite().all()
 
 
 @torch.no_grad()

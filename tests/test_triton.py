@@ -15,19 +15,15 @@ import sys
 import types
 from pathlib import Path
 
+import kernel_cases
 import pytest
 import torch
+from kernel_cases import run_exact, run_kernels
 from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import TSSAState, tssa, tssa_step
 from tost_hf.model import tssa_triton
 from tost_hf.model.tssa_reference import bias_of_tokens, state_dtypes
-
-
-sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
-
-import kernel_cases
-from kernel_cases import run_exact, run_kernels
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -143,68 +139,13 @@ class TestKernels:
         mask[0, 10:20] = mask[0, 30:80] = False
         check(make(1, 90, 3, 8, decay=WIDE), mask, poison=float("inf"))
 
-    @pytest.mark.parametrize(
-        "form, masked, state",
-        [("causal", False, False), ("bidirectional", True, False), ("decay", True, True)],
-    )
+    @pytest.mark.parametrize("form, masked, state", [("causal", False, False), ("causal", True, True), ("decay", True, True)])
     def test_packed_sequences(self, form, masked, state):
         """Different borders per batch element, one-token sequences, a sequence of several chunks, a fully padded sequence."""
         seq_idx = packed([(5, 1, 1, 70, 9), (33, 52, 1)])
         mask = torch.ones(2, 86, dtype=torch.bool)
         mask[0, 2:4] = mask[0, 5] = mask[0, 60] = mask[1, :3] = mask[1, 83:] = False
-        check(make_form(form, 2, 86, 2, 8, state=state), mask if masked else None, seq_idx, form != "bidirectional")
-
-    @pytest.mark.parametrize("causal", [True, False])
-    def test_packed_sequences_equal_the_sequences_alone(self, causal):
-        """Bit for bit in the interpreter, where a sequence alone is not another kernel."""
-        close = {"rtol": 0, "atol": 0} if INTERPRETED else {"rtol": 1e-5, "atol": 1e-6}
-        leaves = make(1, 75, 2, 8, causal=causal, state=False)
-        out = run_kernels(leaves, seq_idx=packed([(5, 1, 69)]).to(DEVICE), causal=causal)
-        for start, stop in ((0, 5), (5, 6), (6, 75)):
-            alone = {name: x if name == "temp" else x[:, start:stop] for name, x in leaves.items()}
-            alone = run_kernels(alone, causal=causal)
-            torch.testing.assert_close([x[:, start:stop] for x in out[:2]], list(alone[:2]), **close)
-        torch.testing.assert_close(out[2:], alone[2:], **close)
-
-    @pytest.mark.parametrize("form", FORMS)
-    def test_nan_and_inf_stay_in_their_packed_sequence(self, form):
-        """And behind the token itself in the causal form: outputs and gradients elsewhere are equal bit for bit."""
-        causal = form != "bidirectional"
-        leaves, seq_idx = make_form(form, 1, 72, 2, 8), packed([(3, 67, 2)]).to(DEVICE)
-        t = torch.arange(72, device=DEVICE)
-        own = (t >= 3) & (t < 70)
-        later = own & ((t >= 68) | (not causal))  # in the second chunk of its sequence
-        w = leaves["w"].detach().clone()
-        w[0, 68, 0, 0], w[0, 69] = float("nan"), float("inf")
-        (clean, clean_grads), (out, grads) = (
-            (out, torch.autograd.grad(out[0].sum(), [x for name, x in given.items() if name != "temp"]))
-            for given in (leaves, leaves | {"w": w.requires_grad_()})
-            for out in [run_kernels(given, seq_idx=seq_idx, causal=causal)]
-        )
-        for x, y in zip(clean[:2], out[:2]):
-            assert torch.equal(x[:, ~later], y[:, ~later])
-            assert not y[:, later].isfinite().any()
-        assert all(torch.equal(x, y) for x, y in zip(clean[2:], out[2:]))
-        for x, y in zip(clean_grads, grads):
-            assert torch.equal(x[:, ~own], y[:, ~own]) if x.shape[1] == 72 else torch.equal(x, y)
-
-    def test_packing_is_read_once_and_again_after_a_change(self, monkeypatch):
-        calls, layout = [], tssa_triton._packed_layout
-        monkeypatch.setattr(tssa_triton, "_packed_layout", lambda *args: calls.append(1) or layout(*args))
-        leaves = make(1, 9, 1, 8)
-        seq_idx = packed([(4, 5)]).to(DEVICE)
-        first = run_kernels(leaves, seq_idx=seq_idx)
-        first[0].sum().backward()
-        run_kernels(leaves, seq_idx=seq_idx)
-        assert len(calls) == 1
-        seq_idx[0, 4] = 0
-        assert not torch.equal(run_kernels(leaves, seq_idx=seq_idx)[0], first[0])
-        assert len(calls) == 2
-        with torch.inference_mode():  # no trace of changes there
-            other = seq_idx.clone()
-            run_kernels(leaves, seq_idx=other)
-            run_kernels(leaves, seq_idx=other)
-        assert len(calls) == 4
+        check(make_form(form, 2, 86, 2, 8, state=state), mask if masked else None, seq_idx)
 
     @pytest.mark.parametrize("decay", [None, (1e-5, 1.1e-5)], ids=str)
     def test_more_chunks_than_a_block_of_the_scan(self, decay, monkeypatch):
@@ -386,8 +327,8 @@ class TestKernels:
         """A column of a table, and one number for all heads."""
         leaves = {k: x.detach() for k, x in make(1, 9, 4, 8).items()}
         for temp in (torch.rand(4, 3, device=DEVICE)[:, 1], torch.full((1,), 0.7, device=DEVICE).expand(4)):
-            got = tssa_triton.tssa_triton(leaves["w"], temp, None, None, None, None, None, True)[0]
-            wanted = tssa_triton.tssa_triton(leaves["w"], temp.clone().contiguous(), None, None, None, None, None, True)[0]
+            got = tssa_triton.tssa_triton(leaves["w"], temp, None, None, None, None, True)[0]
+            wanted = tssa_triton.tssa_triton(leaves["w"], temp.clone().contiguous(), None, None, None, None, True)[0]
             assert torch.equal(got, wanted)
             state = [leaves[name].clone() for name in TSSAState._fields]
             other = [x.clone() for x in state]
@@ -431,7 +372,7 @@ class TestKernels:
     def test_exports_with_any_number_of_tokens(self):
         class Layer(torch.nn.Module):
             def forward(self, w, temp):
-                return tssa_triton.tssa_triton(w, temp, None, None, None, None, None, True)[0]
+                return tssa_triton.tssa_triton(w, temp, None, None, None, None, True)[0]
 
         w, temp = (x.detach() for x in make(1, 20, 2, 8, state=False).values() if x.ndim != 3)
         program = torch.export.export(Layer(), (w, temp), dynamic_shapes=({1: torch.export.Dim("T", min=2)}, None))
@@ -443,9 +384,9 @@ class TestKernels:
         leaves = make(2, 3, 2, 8, decay=WIDE)
         mask = padding_mask(3).to(DEVICE)
         w, temp, bias, *state, decay = leaves.values()
-        seq_idx, initial = packed([(1, 2), (1, 2)]).to(DEVICE), torch.rand(2, 2 * 16 + 2, device=DEVICE, requires_grad=True)
-        torch.library.opcheck(tssa_triton._forward, (w, temp, bias, mask, seq_idx, decay, initial, True))
-        torch.library.opcheck(tssa_triton._forward, (w, temp, *[None] * 5, False))
+        initial = torch.rand(2, 2 * 16 + 2, device=DEVICE, requires_grad=True)
+        torch.library.opcheck(tssa_triton._forward, (w, temp, bias, mask, decay, initial, True))
+        torch.library.opcheck(tssa_triton._forward, (w, temp, *[None] * 4, False))
         step = [x.detach() for x in (w[:, 0], temp, bias[:, 0], mask[:, 0], decay[:, 0], *state)]
         torch.library.opcheck(tssa_triton.tssa_step_triton, tuple(step))
 
@@ -454,7 +395,7 @@ class TestKernels:
         temp = torch.ones(2, device=DEVICE, requires_grad=True)
 
         def run(x):
-            return tssa_triton.tssa_triton(layer(x).view(1, 20, 2, 8), temp, None, None, None, None, None, True)[0]
+            return tssa_triton.tssa_triton(layer(x).view(1, 20, 2, 8), temp, None, None, None, None, True)[0]
 
         x = torch.randn(1, 20, 16, device=DEVICE)
         grads = []
@@ -487,40 +428,6 @@ def test_kernels_in_the_interpreter():
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout)
-
-
-class Counted:
-    """Stands in for a kernel: records that it would be launched, and launches nothing."""
-
-    def __init__(self, kernel, launched):
-        self.fn, self.launched = kernel.fn, launched
-
-    def __getitem__(self, grid):
-        return lambda *args, **sizes: self.launched.append(self.fn.__name__)
-
-
-@needs_triton
-def test_launches_of_a_training_step(monkeypatch):
-    """Five kernels each way, the look-up of the bias, its gradient and that of temp; PyTorch computes nothing of w's size."""
-    launched = []
-    for name in [name for name in dir(tssa_triton) if name.endswith("_kernel")]:
-        monkeypatch.setattr(tssa_triton, name, Counted(getattr(tssa_triton, name), launched))
-    w, temp = torch.zeros(2, 70, 3, 16, dtype=torch.bfloat16, requires_grad=True), torch.ones(3, requires_grad=True)
-    table = torch.zeros(3, 90, 1, requires_grad=True)  # as a layer has it
-    positions = torch.arange(70).expand(2, 70)
-    grad = torch.zeros(2, 70, 3, 16, dtype=torch.bfloat16)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        bias = table.squeeze(-1).t()
-        out = tssa_triton.tssa_triton(w, temp, bias_of_tokens(bias, positions, torch.float32), None, None, None, None, True)
-        found = torch.autograd.grad(out[0], (w, temp, table), grad)
-    names = [event.name for event in profile.events()]
-    assert [x.shape for x in found] == [w.shape, temp.shape, table.shape]
-    assert len(launched) == 10
-    assert launched.count("state_passing_kernel") == 4
-    assert [names.count(f"aten::{name}") for name in ("embedding", "embedding_dense_backward", "sum", "sort")] == [1, 1, 2, 0]
-    of_w = {event.name for event in profile.events() if list(w.shape) in event.input_shapes and "aten::" in event.name}
-    assert "aten::empty_like" in of_w
-    assert not {f"aten::{name}" for name in ("copy_", "_to_copy", "clone", "mul", "sum", "zero_", "fill_")} & of_w
 
 
 def test_loads_without_triton(monkeypatch):

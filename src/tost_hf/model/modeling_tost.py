@@ -179,47 +179,21 @@ class ToSTAttention(nn.Module):
         )
         if position_embeddings is not None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        nonfinite = _nonfinite_tokens(query, key, value)
-        if nonfinite is not None:  # a key keeps its NaN in the cache
-            query, value = query.masked_fill(nonfinite, 0), value.masked_fill(nonfinite, 0)
-            key = key.masked_fill(nonfinite, torch.nan)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        options = {
-            "attention_mask": attention_masks[self.layer_type],
-            "scaling": self.scaling,
-            "sliding_window": self.sliding_window,
-            "position_ids": position_ids,
-        }
-        nonfinite_keys = None
-        if nonfinite is not None:
-            nonfinite_keys = key.isnan().any(-1, keepdim=True)
-            key = key.masked_fill(nonfinite_keys, 0)
-        dropout = self.attention_dropout if self.training else 0.0
-        attended, weights = attend(self, query, key, value, dropout=dropout, **options)
-        if nonfinite_keys is not None:
-            # with equal weights, the share of such keys among those that a query sees
-            indicators = nonfinite_keys.to(value.dtype).expand_as(value)
-            share, _ = attend(self, torch.zeros_like(query), torch.zeros_like(key), indicators, **options)
-            attended = attended.masked_fill(share != 0, torch.nan)
+        attended, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask=attention_masks[self.layer_type],
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            position_ids=position_ids,
+        )
         return self.out_dropout(self.out_proj(attended.reshape(B, T, -1))), weights
-
-
-def _nonfinite_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """Tokens (B, 1, T, 1) whose query, key or value is not finite; None if there are none.
-
-    Attention multiplies a masked value by 0, and 0 times NaN is NaN: such a token would spoil those before it and the other
-    packed sequences. Only checked on the CPU: elsewhere the check would wait for the device. A single token, in decoding, sees
-    nothing but its own past. Gradients are not separated.
-    """
-    if query.device.type != "cpu" or query.shape[2] == 1 or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return None
-    if all(x.detach().sum().isfinite() for x in (query, key, value)):
-        return None
-    finite = [x.detach().isfinite().all(-1).all(1) for x in (query, key, value)]
-    nonfinite = ~(finite[0] & finite[1] & finite[2])
-    return nonfinite[:, None, :, None] if nonfinite.any() else None
 
 
 # Blocks ----------------------------------------------------------------------------------------------------------------

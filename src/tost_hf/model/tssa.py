@@ -27,6 +27,7 @@ from .tssa_reference import (
     bidirectional,
     compute_dtype,
     membership_of,
+    reset_at_starts,
     state_shapes,
     step,
     zero_state,
@@ -83,8 +84,8 @@ def tssa(
         initial_state: running sums of the tokens before these; causal form only.
         log_decay: logarithm, at most 0, of the factor by which a head's sums are multiplied before a token is added to them,
             (H,), (T, H) or (B, T, H); causal form only. None, as 0, for no decay. There is none at padding.
-        normalize_scores: whether the squares in the scores are divided by their sums; without (the paper's ablation), the
-            backend "torch" runs, whatever is asked for.
+        normalize_scores: whether the squares in the scores are divided by their sums; without (the paper's ablation), and
+            for packed sequences in the bidirectional form, the backend "torch" runs, whatever is asked for.
         softmax: computes the memberships in place of `tssa_reference.membership_of`, with its arguments, where these are not
             all heads (tensor parallelism), by the reference implementation; None for that function and any backend.
         backend: "auto", "torch" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
@@ -114,13 +115,15 @@ def tssa(
     mask = None if mask is None else mask.bool()
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], dtype)
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(initial_state or ()))
-    has_kernel = softmax is None and normalize_scores
+    if causal and seq_idx is not None:
+        log_decay = reset_at_starts(log_decay, seq_idx, dtype)
+    has_kernel = softmax is None and normalize_scores and (causal or seq_idx is None)
     temp, bias = temp.to(dtype), bias_of_tokens(denom_bias, positions, dtype)
     form = "causal" if causal else "bidirectional"
     if has_kernel and _runs_on_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad):
         from .tssa_triton import tssa_triton
 
-        output, membership, final = tssa_triton(w, temp, bias, mask, seq_idx, log_decay, initial_state, causal)
+        output, membership, final = tssa_triton(w, temp, bias, mask, log_decay, initial_state, causal)
         return TSSAOutput(output, membership.transpose(1, 2), final)
     padding, softmax = None if mask is None else ~mask, softmax or membership_of
     if not causal:
@@ -128,12 +131,12 @@ def tssa(
         return TSSAOutput(output, membership.transpose(1, 2), None)
     state = None if initial_state is None else as_state(initial_state, w)
     if softmax is not membership_of or _is_traced(w):
-        args = w, temp, bias, padding, seq_idx, state, log_decay
+        args = w, temp, bias, padding, state, log_decay
         output, membership, final = causal_reference(*args, softmax, normalize_scores)
     else:
         bias = w.new_zeros(1, 1, 1, dtype=dtype) if bias is None else bias
         state = zero_state(w) if state is None else state
-        args = w, temp, bias.expand(w.shape[:3]), padding, seq_idx, state, log_decay
+        args = w, temp, bias.expand(w.shape[:3]), padding, state, log_decay
         output, membership, final = causal_chunked(*args, normalize_scores)
     return TSSAOutput(output, membership.transpose(1, 2), final)
 

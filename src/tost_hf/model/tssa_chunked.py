@@ -6,9 +6,7 @@ and the sums before each chunk, and recomputes the rest chunk by chunk, from the
 operators: compilers see them as one node each.
 
 A chunk is divided into blocks. Running sums are formed token by token within all blocks at once, then over the blocks, and
-added up. With decay a sum is multiplied by a token's factor before the token is added. The border between two packed sequences
-is a factor 0; since 0 times NaN is NaN, a running sum that is not finite stays so to the end of its batch element, where it is
-found, and the sequences of that element are computed one by one.
+added up. With decay a sum is multiplied by a token's factor before the token is added.
 
 In the backward, `grad_x` is the gradient with respect to x. The output is written as -w Pi D / (N + D).
 """
@@ -24,7 +22,6 @@ from .tssa_reference import (
     EPS_SUM_SQ,
     TSSAState,
     custom_operator,
-    sequence_starts,
     state_shapes,
 )
 
@@ -39,40 +36,26 @@ def causal(
     temp: torch.Tensor,
     bias: torch.Tensor,
     padding: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
     state: TSSAState,
     log_decay: torch.Tensor | None,
     normalize_scores: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """As `tssa_reference.causal`, but `bias` (B, T, H) and `state` are always given. Differentiable once."""
-    if seq_idx is not None:
-        # the first sequence continues from the state, a later one starts from empty sums
-        starts = F.pad(sequence_starts(seq_idx)[:, 1:], (1, 0)).unsqueeze(-1)
-        log_decay = torch.zeros_like(starts, dtype=temp.dtype) if log_decay is None else log_decay
-        log_decay = log_decay.masked_fill(starts, float("-inf"))
-    inputs = w, temp, bias, padding, seq_idx, log_decay, *state
+    inputs = w, temp, bias, padding, log_decay, *state
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     output, membership, *rest = _forward_operator(*inputs, keep, CHUNK_TOKENS, normalize_scores)
     return output, membership, TSSAState(*rest[:3])
 
 
 class _Inputs(NamedTuple):
-    """The operator's inputs, of a batch or of one sequence."""
+    """The operator's inputs that forward and backward share."""
 
     w: torch.Tensor  # (B, T, H, p)
     temp: torch.Tensor  # (H,)
-    bias: torch.Tensor | None  # (B, T, H); the backward needs it for packed sequences only
     padding: torch.Tensor | None  # (B, T)
-    log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1), -inf where a packed sequence starts
+    log_decay: torch.Tensor | None  # (B, T, H) or (B, T, 1)
     state: TSSAState
     normalize_scores: bool
-
-    def sequence(self, element: int, tokens: slice) -> "_Inputs":
-        """One packed sequence."""
-        part = slice(element, element + 1), tokens
-        state = (x[part[0]] if tokens.start == 0 else torch.zeros_like(x[part[0]]) for x in self.state)
-        bias, padding, log_decay = (None if x is None else x[part] for x in (self.bias, self.padding, self.log_decay))
-        return _Inputs(self.w[part], self.temp, bias, padding, log_decay, TSSAState(*state), self.normalize_scores)
 
 
 class _Kept(NamedTuple):
@@ -110,10 +93,9 @@ def _buffers(w: torch.Tensor, count: int, dtype: torch.dtype) -> list[torch.Tens
     return [w.new_empty(elements, _whole_blocks(min(T, CHUNK_TOKENS)), H, p, dtype=dtype) for _ in range(count)]
 
 
-def _forward(inputs: _Inputs, keep: bool) -> tuple[torch.Tensor, TSSAState, _Kept]:
+def _forward(inputs: _Inputs, bias: torch.Tensor, keep: bool) -> tuple[torch.Tensor, TSSAState, _Kept]:
     """Output, state after the last token, and what the backward needs."""
-    w, temp, bias, padding, log_decay, state, normalize_scores = inputs
-    assert bias is not None  # in a forward
+    w, temp, padding, log_decay, state, normalize_scores = inputs
     chunks = _slices(w.shape[1], CHUNK_TOKENS)
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
@@ -144,7 +126,7 @@ def _backward(
     inputs: _Inputs, kept: _Kept, grads: list[torch.Tensor | None], needs_decay_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, TSSAState]:
     """Gradients of w, temp, bias, `log_decay` (empty if not needed) and the state, from those of the five outputs."""
-    w, temp, _, padding, log_decay, state, normalize_scores = inputs
+    w, temp, padding, log_decay, state, normalize_scores = inputs
     chunks = _slices(w.shape[1], CHUNK_TOKENS)
     grad_output, grad_membership = grads[:2]
     grad_output = w.new_zeros(()).expand_as(w) if grad_output is None else grad_output
@@ -179,18 +161,6 @@ def _backward(
     return grad_w, grad_temp, grad_score.mul_(w.shape[-1]), grad_log_decay, grad_state
 
 
-def _sequences_to_separate(seq_idx: torch.Tensor | None, sums: TSSAState) -> list[tuple[int, slice]]:
-    """Batch element and tokens of the packed sequences of each element whose sums came out not finite."""
-    if seq_idx is None:
-        return []
-    finite = [x.isfinite().flatten(1).all(1) for x in sums]
-    sequences = []
-    for element in (~(finite[0] & finite[1] & finite[2])).nonzero().flatten().tolist():
-        starts = sequence_starts(seq_idx[element : element + 1])[0].nonzero().flatten().tolist()
-        sequences += [(element, slice(start, stop)) for start, stop in zip(starts, [*starts[1:], seq_idx.shape[1]])]
-    return sequences
-
-
 # Running sums within a chunk --------------------------------------------------------------------------------------------
 
 
@@ -198,9 +168,7 @@ class _Decay(NamedTuple):
     """Decay factors of a chunk, each exp of a sum of logarithms that is at most 0. H is 1 where all heads share them."""
 
     tokens: tuple[torch.Tensor, ...]  # BLOCK_TOKENS times (elements, blocks, H, 1), of each token
-    into: tuple[
-        torch.Tensor, torch.Tensor
-    ]  # (elements, blocks, tokens, H, 1), from a block's start, or its end, to each token
+    into: tuple[torch.Tensor, torch.Tensor]  # (elements, blocks, tokens, H, 1), from a block's start, or end, to each token
     blocks: tuple[torch.Tensor, ...]  # `blocks` times (elements, H, 1), through each block
     to_blocks: tuple[torch.Tensor, torch.Tensor]  # (elements, blocks, H, 1), from the chunk's start, or its end, to each block
     chunk: torch.Tensor  # (elements, H, 1), through the chunk
@@ -454,7 +422,6 @@ def _forward_operator(
     temp: torch.Tensor,
     bias: torch.Tensor,
     padding: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     sum_sq: torch.Tensor,
     sum_weighted_sq: torch.Tensor,
@@ -465,20 +432,12 @@ def _forward_operator(
 ) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:
     """Output, membership, the three sums after the last token, score, and the sums before each chunk."""
     state = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
-    inputs = _Inputs(w, temp, bias, padding, log_decay, state, normalize_scores)
-    output, final, kept = _forward(inputs, keep)
-    for element, tokens in _sequences_to_separate(seq_idx, final):
-        output[element, tokens], state, alone = _forward(inputs.sequence(element, tokens), keep)
-        kept.membership[element, tokens] = alone.membership
-        if keep:
-            kept.score[element, tokens] = alone.score
-        for result, x in zip(final, state):
-            result[element] = x[0]  # the last sequence's remains
+    output, final, kept = _forward(_Inputs(w, temp, padding, log_decay, state, normalize_scores), bias, keep)
     return output, kept.membership, *final, kept.score, *kept.sums
 
 
 @_forward_operator.register_fake
-def _(w, temp, bias, padding, seq_idx, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens, _):
+def _(w, temp, bias, padding, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens, _):
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
     chunks = (w.shape[1] + chunk_tokens - 1) // chunk_tokens + 1 if keep else 0
     final = (x.new_empty(x.shape) for x in (sum_sq, sum_weighted_sq, sum_membership))
@@ -495,9 +454,7 @@ def _backward_operator(
     grad_sum_membership: torch.Tensor | None,
     w: torch.Tensor,
     temp: torch.Tensor,
-    bias: torch.Tensor | None,
     padding: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     state: list[torch.Tensor],
     kept: list[torch.Tensor],
@@ -505,29 +462,17 @@ def _backward_operator(
     normalize_scores: bool,
 ) -> tuple[_T, _T, _T, _T, _T, _T, _T]:
     """Gradients of w, temp, bias, `log_decay` (empty if not needed) and the three sums before the first token."""
-    inputs = _Inputs(w, temp, bias, padding, log_decay, TSSAState(*state), normalize_scores)
+    inputs = _Inputs(w, temp, padding, log_decay, TSSAState(*state), normalize_scores)
     membership, score, *sums = kept
     grads = [grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership]
     kept_tensors = _Kept(membership, score, TSSAState(*sums))
     grad_w, grad_temp, grad_bias, grad_log_decay, grad_state = _backward(inputs, kept_tensors, grads, needs_decay_grad)
-    for element, tokens in _sequences_to_separate(seq_idx, grad_state):
-        sequence, is_last = inputs.sequence(element, tokens), tokens.stop == w.shape[1]
-        part, elements = (slice(element, element + 1), tokens), slice(element, element + 1)
-        by_tokens = [None if x is None else x[part] for x in grads[:2]]
-        by_state = [x[elements] if x is not None and is_last else None for x in grads[2:]]
-        alone = _backward(sequence, _forward(sequence, True)[2], by_tokens + by_state, needs_decay_grad)
-        grad_w[part], _, grad_bias[part], by_decay, before = alone
-        if needs_decay_grad:
-            grad_log_decay[part] = by_decay
-        if tokens.start == 0:
-            for result, x in zip(grad_state, before):
-                result[elements] = x
     return grad_w, grad_temp, grad_bias, grad_log_decay, *grad_state
 
 
 @_backward_operator.register_fake
 def _(*args):
-    w, temp, _, _, _, _, state, kept, needs_decay_grad, _ = args[5:]
+    w, temp, _, _, state, kept, needs_decay_grad, _ = args[5:]
     membership = kept[0]
     grad_log_decay = temp.new_empty(membership.shape if needs_decay_grad else 0)
     grad_state = (x.new_empty(x.shape) for x in state)
@@ -535,22 +480,21 @@ def _(*args):
 
 
 def _setup_context(ctx, inputs, output):
-    w, temp, bias, padding, seq_idx, *others = inputs[:9]
-    bias = None if seq_idx is None else bias
-    ctx.save_for_backward(w, temp, bias, padding, seq_idx, *others, output[1], *output[5:])
+    w, temp, _bias, *others = inputs[:8]
+    ctx.save_for_backward(w, temp, *others, output[1], *output[5:])
     ctx.mark_non_differentiable(*output[5:])
     ctx.set_materialize_grads(False)
-    ctx.normalize_scores = inputs[11]
+    ctx.normalize_scores = inputs[10]
 
 
 def _differentiate(ctx, *grads):
     saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
-    inputs, state, kept = saved[:6], saved[6:9], saved[9:]
-    needs_decay_grad = ctx.needs_input_grad[5]
+    inputs, state, kept = saved[:4], saved[4:7], saved[7:]
+    needs_decay_grad = ctx.needs_input_grad[4]
     by_input = _backward_operator(*grads[:5], *inputs, state, kept, needs_decay_grad, ctx.normalize_scores)
     grad_w, grad_temp, grad_bias, grad_log_decay, *grad_state = by_input
     by_decay = grad_log_decay if needs_decay_grad else None
-    return grad_w, grad_temp, grad_bias, None, None, by_decay, *grad_state, None, None, None
+    return grad_w, grad_temp, grad_bias, None, by_decay, *grad_state, None, None, None
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup_context)

@@ -17,15 +17,15 @@ With decay, the causal form multiplies its sums by a factor gamma_t in (0, 1] pe
 
     S_t = gamma_t S_{t-1} + s_t,    N_t = gamma_t N_{t-1} + Pi_t s_t,    D_t = gamma_t D_{t-1} + Pi_t
 
-All else is as above. `normalize_scores=False` is the paper's ablation, in which score_t = sum_i s_ti (plus p bias_t) and S has
-no effect. Nothing is ever divided by a product of factors: it may be 0.
+All else is as above. Packed sequences are a decay of 0 at the first token of each. `normalize_scores=False` is the paper's
+ablation, in which score_t = sum_i s_ti (plus p bias_t) and S has no effect. Nothing is ever divided by a product of factors:
+it may be 0.
 
 These functions are the reference of tests and benchmarks. The bidirectional form, a single token, torch.export and compilers
 for devices other than the CPU run them: no step depends on a tensor's values. The other backends compute the same faster.
 
 Arguments they share: w (B, T, H, p), projected tokens of any dtype; `temp` (H,) in the compute dtype; `padding` (B, T), true
-where there is no token; `seq_idx` (B, T), the numbers of packed sequences; `log_decay` (B, T, H), log gamma in the compute
-dtype, 0 at padding.
+where there is no token; `log_decay` (B, T, H) or (B, T, 1), log gamma in the compute dtype, 0 at padding.
 """
 
 import functools
@@ -127,9 +127,16 @@ def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
 
 
+def reset_at_starts(log_decay: torch.Tensor | None, seq_idx: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`log_decay` by which no sum goes from one packed sequence to the next; the first continues from the sums before it."""
+    starts = F.pad(sequence_starts(seq_idx)[:, 1:], (1, 0)).unsqueeze(-1)
+    log_decay = torch.zeros_like(starts, dtype=dtype) if log_decay is None else log_decay
+    return log_decay.masked_fill(starts, float("-inf"))
+
+
 def _operator_namespace(package: str) -> str:
-    # The installed package's is fixed wherever its files move: compiled and exported programs name it. Code loaded beside it
-    # (a model's own, an exported kernel) gets another one.
+    # The installed package's is fixed wherever its files move: compiled and exported programs name it. A model's own code,
+    # loaded beside it, gets another one.
     return "tost_hf" if package == "tost_hf.model" else re.sub(r"\W", "_", package or __name__, flags=re.ASCII)
 
 
@@ -146,7 +153,6 @@ def causal(
     temp: torch.Tensor,
     bias: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
     state: TSSAState | None = None,
     log_decay: torch.Tensor | None = None,
     softmax: Callable[..., torch.Tensor] = membership_of,
@@ -156,13 +162,13 @@ def causal(
 
     Args:
         bias: `denom_bias` at each token, (T, H) or (B, T, H), in the compute dtype.
-        state: the sums before the first token; with packed sequences, before the first of each batch element.
+        state: the sums before the first token.
         softmax: what gives the memberships, called as `membership_of`; another one where these are not all heads.
 
     Returns:
         Output (B, T, H, p) in the dtype of `w`, membership (B, T, H), and the sums after the last token.
     """
-    prefix_sums = _prefix_sums(seq_idx, log_decay)
+    prefix_sums = _cumulative_sum if log_decay is None else functools.partial(_decayed_sum, log_decay.exp())
     before = [None] * 3 if state is None else [s.to(temp.dtype) for s in state]
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
@@ -191,7 +197,7 @@ def bidirectional(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every running sum becomes a total. Returns output (B, T, H, p) in the dtype of `w` and membership (B, T, H).
 
-    `softmax` is as in `causal`.
+    `softmax` is as in `causal`; `seq_idx` (B, T) are the numbers of packed sequences.
     """
     x = real_tokens(w, padding, temp.dtype)
     sq = x * x
@@ -245,13 +251,7 @@ def step(
     return output.to(w.dtype), membership, TSSAState(sum_sq, sum_weighted_sq, sum_membership)
 
 
-# Sums over tokens, of packed sequences each on its own ------------------------------------------------------------------
-
-
-def _offset_in_sequence(seq_idx: torch.Tensor) -> torch.Tensor:
-    """Distance (B, T) of each token from the first one of its packed sequence."""
-    t = torch.arange(seq_idx.shape[1], device=seq_idx.device).expand_as(seq_idx)
-    return t - t.masked_fill(~sequence_starts(seq_idx), 0).cummax(1)[0]
+# Sums over tokens -------------------------------------------------------------------------------------------------------
 
 
 def _per_token(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -259,35 +259,19 @@ def _per_token(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.view(*x.shape, *[1] * (like.ndim - 2))
 
 
-def _prefix_sums(seq_idx: torch.Tensor | None, log_decay: torch.Tensor | None) -> Callable:
-    """What sums tokens (B, T, H, ...) up to each one, on from a sum before the first (B, H, ...) or None."""
-    if log_decay is not None:
-        factor = log_decay.exp()
-        if seq_idx is not None:  # the first sequence continues from the sums before it, a later one from none
-            starts = sequence_starts(seq_idx)[:, 1:, None]
-            factor = torch.cat([factor[:, :1], factor[:, 1:].masked_fill(starts, 0)], 1)
-        return functools.partial(_decayed_sum, factor)
-    offset = None if seq_idx is None else _offset_in_sequence(seq_idx)
-
-    def prefix_sums(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        if before is not None:
-            before = before.unsqueeze(1)
-            if offset is not None:
-                later = offset < torch.arange(offset.shape[1], device=offset.device)
-                before = before.masked_fill(_per_token(later, before), 0)
-        return _running_sum(x, offset, before)
-
-    return prefix_sums
+def _cumulative_sum(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """Sums of tokens (B, T, H, ...) up to each one, on from a sum before the first (B, H, ...) or None."""
+    # cumsum lays its result out as it sees it: head by head it takes half the time
+    sums = x.transpose(1, 2).cumsum(2).transpose(1, 2)
+    return sums if before is None else sums + before.unsqueeze(1)
 
 
 def _decayed_sum(factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    """Sums over the tokens of x (B, T, H, ...), multiplied by the token's factor (B, T, H) before each is added.
+    """`_cumulative_sum`, multiplied by the token's factor (B, T, H) before each token is added.
 
-    In doubling steps, within blocks of tokens and then over the blocks. Nothing passes a factor 0, not even NaN.
+    In doubling steps, within blocks of tokens and then over the blocks.
     """
     T = x.shape[1]
-    unknown = factor.isnan()  # it makes the sum at its token NaN, and what continues from it, but nothing behind a later 0
-    x, factor = x.masked_fill(per_head(unknown, x), float("nan")), factor.masked_fill(unknown, 1)
     if before is not None:  # as a token before the others
         x, factor = torch.cat([before.unsqueeze(1), x], 1), F.pad(factor, (0, 0, 1, 0), value=1)
     place = torch.arange(x.shape[1], device=x.device)
@@ -297,18 +281,15 @@ def _decayed_sum(factor: torch.Tensor, x: torch.Tensor, before: torch.Tensor | N
     total = sums.index_select(1, last).masked_fill(_per_token(block[None] == 0, sums), 0)
     block_product = product.index_select(1, last)
     if torch.compiler.is_exporting():  # few operations, whatever the length
-        smallest = torch.finfo(x.dtype).tiny  # log 0 would have no gradient
-        decay = _decay_matrix(block_product.clamp_min(smallest).log().transpose(1, 2))
+        logs = block_product.clamp_min(torch.finfo(x.dtype).tiny).log()  # log 0 would have no gradient
         numbers = (total.unsqueeze(-1) if total.ndim == 3 else total).transpose(1, 2)
-        finite = numbers.isfinite()  # 0 times NaN is NaN: what they reach is found apart
-        spoiled = (decay > 2 * smallest).to(decay.dtype) @ (~finite).to(decay.dtype) > 0
-        numbers = (decay @ numbers.masked_fill(~finite, 0)).masked_fill(spoiled, float("nan")).transpose(1, 2)
+        numbers = (_decay_matrix(logs.transpose(1, 2)) @ numbers).transpose(1, 2)
         total = numbers.squeeze(-1) if total.ndim == 3 else numbers
     else:
         # programs for any length take the steps of the longest
         steps = MAX_SCAN_STEPS if torch.compiler.is_compiling() else len(block).bit_length()
         total, _ = _scan_by_doubling(total, block_product, block, steps)
-    sums = _carry_in(total.index_select(1, place // BLOCK_TOKENS), product, sums)
+    sums = sums + per_head(product, sums) * total.index_select(1, place // BLOCK_TOKENS)
     return sums if before is None else sums[:, 1:]
 
 
@@ -319,15 +300,10 @@ def _scan_by_doubling(
     place = torch.arange(total.shape[1], device=total.device)
     for distance in (2**step for step in range(steps)):
         early, earlier = (offset < distance)[None], (place - distance).clamp_min(0)
-        total = _carry_in(total.index_select(1, earlier).masked_fill(_per_token(early, total), 0), product, total)
-        longer = product * product.index_select(1, earlier).masked_fill(early[..., None], 1)
-        product = longer.masked_fill(product == 0, 0)  # whose gradient may be NaN, but not that of what lies before a 0
+        before = total.index_select(1, earlier).masked_fill(_per_token(early, total), 0)
+        total = total + per_head(product, total) * before
+        product = product * product.index_select(1, earlier).masked_fill(early[..., None], 1)
     return total, product
-
-
-def _carry_in(before: torch.Tensor, factor: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-    factor = per_head(factor, term)
-    return term + factor * before.masked_fill(factor == 0, 0)
 
 
 def _decay_matrix(logs: torch.Tensor) -> torch.Tensor:
@@ -338,28 +314,12 @@ def _decay_matrix(logs: torch.Tensor) -> torch.Tensor:
     return sums.masked_fill(place.unsqueeze(1) < place, float("-inf")).exp()
 
 
-def _running_sum(x: torch.Tensor, offset: torch.Tensor | None, before: torch.Tensor | None = None) -> torch.Tensor:
-    """Sums over the tokens (dimension 1) up to each one, from the start of its packed sequence, plus those before.
-
-    Packed sequences take doubling steps rather than a difference of two cumulative sums, which would cancel digits.
-    """
-    if offset is None:
-        # cumsum lays its result out as it sees it: head by head it takes half the time
-        x = x.transpose(1, 2).cumsum(2).transpose(1, 2)
-    else:
-        offset = _per_token(offset, x)
-        distance = 1
-        while distance < x.shape[1]:
-            earlier = F.pad(x[:, :-distance], (0, 0) * (x.ndim - 2) + (distance, 0))
-            x = x + earlier.masked_fill(offset < distance, 0)
-            distance *= 2
-    return x if before is None else x + before
-
-
 def _sum_sequence(x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
     """Sum over all tokens (B, 1, ...) or, of packed sequences, over each token's own (B, T, ...)."""
     if seq_idx is None:
         return x.sum(1, keepdim=True)
-    to_last = _offset_in_sequence(seq_idx.flip(1)).flip(1)
-    last = _per_token(torch.arange(seq_idx.shape[1], device=x.device) + to_last, x)
-    return _running_sum(x, _offset_in_sequence(seq_idx)).gather(1, last.expand_as(x))
+    starts = sequence_starts(seq_idx)
+    number = starts.cumsum(1)
+    last = torch.searchsorted(number, number, right=True) - 1  # token of each one's sequence
+    sums = _decayed_sum((~starts).to(x.dtype).unsqueeze(-1), x, None)
+    return sums.gather(1, _per_token(last, x).expand_as(x))

@@ -16,8 +16,8 @@ sums on the way: its first kernel stores them before every span of 8 tokens.
 
 The three sums of a sequence, a chunk or a span are one record of a float32 tensor (records, 2 C + H), C = H p: S, N, then D;
 gradients dS, dN, dD likewise. No sum is formed by subtraction, and there are no atomics: two runs agree bit for bit. Chunks
-are 64 tokens from the sequence's start, so an output never depends on later tokens. In packed batches a chunk ends where its
-sequence does, and a table built on the host lists the chunks: sequences share nothing, whatever they hold (NaN, inf).
+are 64 tokens from the sequence's start, so an output never depends on later tokens. Packed sequences are a log factor of minus
+infinity at the first token of each.
 
 The kernels are bound as custom operators, opaque to compilers, in a namespace named after the package that this file is loaded
 into: an installed package and a model's remote code can both be loaded. Nothing here needs Triton until it is called.
@@ -28,7 +28,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .tssa_reference import (
     EPS_MEMBERSHIP,
@@ -39,7 +38,6 @@ from .tssa_reference import (
     bidirectional,
     causal,
     custom_operator,
-    sequence_starts,
     zero_state,
 )
 
@@ -75,25 +73,19 @@ _EPS_SUM_SQ, _EPS_SQUARED_NORM, _EPS_MEMBERSHIP = map(_constexpr, (EPS_SUM_SQ, E
 
 
 @_jit
-def _program(chunk_table, T, H: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr):
+def _program(T, H: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr):
     """The program's chunk and heads (HEADS,); the chunk's first token in the flattened batch, its length, its carry."""
     groups: tl.constexpr = (H + HEADS - 1) // HEADS
     chunk = tl.program_id(0).to(tl.int64) // groups
     heads = tl.program_id(0) % groups * HEADS + tl.arange(0, HEADS)
-    if chunk_table is None:
-        per_sequence = tl.cdiv(T, _CHUNK)
-        sequence = chunk // per_sequence
-        start = chunk % per_sequence * _CHUNK
-        first = sequence * T + start
-        count = tl.minimum(T - start, _CHUNK).to(tl.int32)
-    else:
-        first = tl.load(chunk_table + 3 * chunk)
-        count = tl.load(chunk_table + 3 * chunk + 1).to(tl.int32)
-        sequence = tl.load(chunk_table + 3 * chunk + 2)
+    per_sequence = tl.cdiv(T, _CHUNK)
+    sequence = chunk // per_sequence
+    start = chunk % per_sequence * _CHUNK
+    count = tl.minimum(T - start, _CHUNK).to(tl.int32)
     if CAUSAL:
-        return chunk, heads, first, count, chunk
+        return chunk, heads, sequence * T + start, count, chunk
     else:
-        return chunk, heads, first, count, sequence
+        return chunk, heads, sequence * T + start, count, sequence
 
 
 @_jit
@@ -349,16 +341,13 @@ def _score_grad(x, S, q, CAUSAL: tl.constexpr):
 
 @_jit_any_length
 def chunk_state_kernel(
-    w, log_decay, mask, chunk_table, T,
-    membership,  # None: S only
+    w, log_decay, mask, T,
     totals, total_decay,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Chunk totals of S, of the log factors and, where the membership is known, of N and D."""
-    chunk, heads, first, count, _carry = _program(chunk_table, T, H, HEADS, CAUSAL)
+    """Chunk totals of S and of the log factors."""
+    chunk, heads, first, count, _carry = _program(T, H, HEADS, CAUSAL)
     S = tl.zeros([HEADS, BLOCK_P], tl.float32)
-    N = tl.zeros([HEADS, BLOCK_P], tl.float32)
-    D = tl.zeros([HEADS], tl.float32)
     decay_sum = tl.zeros([HEADS], tl.float32)
     for start in range(0, count, _TILE):
         places, exists, real = _tile(mask, first, start, count, heads, H)
@@ -367,14 +356,7 @@ def chunk_state_kernel(
         S = _total(x * x, S, decay)
         if log_decay is not None:
             decay_sum += tl.sum(decay, 0)
-        if membership is not None:
-            pi = _load_heads(membership, first, places, real, H)
-            N = _total(x * x * pi[:, :, None], N, decay)
-            D = _total(pi, D, decay)
-    if membership is None:
-        _store_state(totals, chunk, S, None, None, heads, H, P, BLOCK_P)
-    else:
-        _store_state(totals, chunk, S, N, D, heads, H, P, BLOCK_P)
+    _store_state(totals, chunk, S, None, None, heads, H, P, BLOCK_P)
     if log_decay is not None:
         tl.store(total_decay + chunk * H + heads, decay_sum, mask=heads < H)
 
@@ -383,7 +365,7 @@ def chunk_state_kernel(
 def state_passing_kernel(
     totals, carries,
     initial, final,  # (B, 2 H P + H), or None
-    total_decay, sequence_table, T,
+    total_decay, T,
     FROM: tl.constexpr, TO: tl.constexpr,  # columns of the 2 H P + H
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -398,20 +380,11 @@ def state_passing_kernel(
     sequence = tl.program_id(0).to(tl.int64) // blocks
     column = FROM + tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = column < TO
-    if sequence_table is None:
-        count = tl.cdiv(T, _CHUNK).to(tl.int64)
-        first = sequence * count
-        from_initial = sequence
-        to_final = sequence
-    else:  # the initial state enters a batch element's first sequence, the final one leaves its last
-        first = tl.load(sequence_table + 4 * sequence)
-        count = tl.load(sequence_table + 4 * sequence + 1)
-        from_initial = tl.load(sequence_table + 4 * sequence + (3 if REVERSE else 2))
-        to_final = tl.load(sequence_table + 4 * sequence + (2 if REVERSE else 3))
+    count = tl.cdiv(T, _CHUNK).to(tl.int64)
+    first = sequence * count
     carry = tl.zeros([BLOCK_C], tl.float32)
     if initial is not None:
-        if from_initial >= 0:
-            carry = tl.load(initial + from_initial * width + column, mask=inside, other=0.0)
+        carry = tl.load(initial + sequence * width + column, mask=inside, other=0.0)
     for j0 in range(0, count + 1, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
         chunk = first + (count - 1 - j if REVERSE else j)
@@ -434,20 +407,19 @@ def state_passing_kernel(
     if not CAUSAL:
         tl.store(carries + sequence * width + column, carry, mask=inside)
     if final is not None:
-        if to_final >= 0:
-            tl.store(final + to_final * width + column, carry, mask=inside)
+        tl.store(final + sequence * width + column, carry, mask=inside)
 
 
 @_jit_any_length
 def chunk_fwd_membership_kernel(
-    w, log_decay, mask, chunk_table, T,
+    w, log_decay, mask, T,
     temp,
     bias,  # or None
     carries, membership, totals,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the heads, and the chunk totals of N and D, which need it. All heads in one program."""
-    chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL)
+    chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
     S, _N, _D = _load_state(carries, carry, heads, H, P, BLOCK_P)
     total_N = tl.zeros([HEADS, BLOCK_P], tl.float32)
     total_D = tl.zeros([HEADS], tl.float32)
@@ -468,12 +440,12 @@ def chunk_fwd_membership_kernel(
 
 @_jit_any_length
 def chunk_fwd_output_kernel(
-    w, log_decay, mask, chunk_table, T,
+    w, log_decay, mask, T,
     membership, carries, output,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The output -w Pi / (1 + N / D), as -w Pi D / (D + N)."""
-    _chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL)
+    _chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
     _S, N, D = _load_state(carries, carry, heads, H, P, BLOCK_P)
     for start in range(0, count, _TILE):
         places, exists, real = _tile(mask, first, start, count, heads, H)
@@ -492,12 +464,12 @@ def chunk_fwd_output_kernel(
 
 @_jit_any_length
 def chunk_bwd_state_kernel(
-    w, log_decay, mask, chunk_table, T,
+    w, log_decay, mask, T,
     grad, membership, carries, spans, totals, total_decay,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Chunk totals of dN and dD; the forward's sums before each span, for the two kernels that process chunks in reverse."""
-    chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL)
+    chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
     S, N, D = _load_state(carries, carry, heads, H, P, BLOCK_P)
     dN_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
     dD_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
@@ -561,7 +533,7 @@ def _load_next_decay(log_decay, first, start, count, heads, H: tl.constexpr):
 
 @_jit_any_length
 def chunk_bwd_score_kernel(
-    w, log_decay, mask, chunk_table, T,
+    w, log_decay, mask, T,
     grad,
     grad_membership,  # or None
     temp,
@@ -570,7 +542,7 @@ def chunk_bwd_score_kernel(
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Backward of the softmax over the heads, and the chunk totals of dS, which need it. All heads in one program."""
-    chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL)
+    chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
     _after_dS, after_dN, after_dD = _load_state(grad_carries, carry, heads, H, P, BLOCK_P)
     dS_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
     dtemp_sum = tl.zeros([HEADS], tl.float32)
@@ -611,12 +583,12 @@ def chunk_bwd_score_kernel(
 
 @_jit_any_length
 def chunk_bwd_input_kernel(
-    w, log_decay, mask, chunk_table, T,
+    w, log_decay, mask, T,
     grad, membership, dscore, spans, grad_carries, dw, dlog_decay,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The gradients of w and of the log decay."""
-    chunk, heads, first, count, carry = _program(chunk_table, T, H, HEADS, CAUSAL)
+    chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
     after_dS, after_dN, after_dD = _load_state(grad_carries, carry, heads, H, P, BLOCK_P)
     for back in range(0, tl.cdiv(count, _TILE)):
         start = (tl.cdiv(count, _TILE) - 1 - back) * _TILE
@@ -639,7 +611,7 @@ def chunk_bwd_input_kernel(
         dS = _suffix_sum(dS, after_dS, next_decay, CAUSAL)
         dsq = q[:, :, None] * inverse + dS + pi[:, :, None] * dN
         _store(dw, 2.0 * x * dsq - of_w * pi_D, first, places, exists, H, P, BLOCK_P)
-        if log_decay is not None:
+        if dlog_decay is not None:
             dD = _suffix_sum(-pi * tl.sum(dmoment * N, 2), after_dD, next_decay, CAUSAL)
             by_N = dN * _decayed_scan(x * x * pi[:, :, None], before_N, decay)[1]
             by_S = dS * _decayed_scan(x * x, before_S, decay)[1]
@@ -714,52 +686,6 @@ def _blocks(H: int, p: int, all_heads: bool) -> _Blocks:
     return _Blocks(heads, channels, min(16, heads * channels // 256))
 
 
-class _Layout(NamedTuple):
-    """How a batch is split into chunks. Without packing both tables are None: the kernels find a chunk from its number."""
-
-    chunks: int
-    sequences: int
-    chunk_table: torch.Tensor | None = None  # (chunks, 3): first token in the flattened batch, tokens, sequence
-    # (sequences, 4): first chunk, chunks, the batch element if it starts it, the batch element if it ends it; or -1
-    sequence_table: torch.Tensor | None = None
-
-
-_packed_layouts = WeakTensorKeyDictionary()  # of each `seq_idx`, which the layers of a model share: (its version, layout)
-
-
-def _layout(w: torch.Tensor, seq_idx: torch.Tensor | None) -> _Layout:
-    B, T = w.shape[:2]
-    if seq_idx is None or w.numel() == 0:
-        return _Layout(B * _cdiv(T, CHUNK), B)
-    if seq_idx.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "Packed sequences cannot be captured in a CUDA graph: where sequences end decides which kernels run."
-        )
-    if seq_idx.is_inference():  # changes leave no trace in its version
-        return _packed_layout(seq_idx)
-    version, layout = _packed_layouts.get(seq_idx, (None, None))
-    if version != seq_idx._version:
-        layout = _packed_layout(seq_idx)
-        _packed_layouts[seq_idx] = seq_idx._version, layout
-    return layout
-
-
-def _packed_layout(seq_idx: torch.Tensor) -> _Layout:
-    T = seq_idx.shape[1]
-    on_host = seq_idx.cpu()
-    element, start = sequence_starts(on_host).nonzero(as_tuple=True)
-    stop = start.roll(-1)
-    stop[stop == 0] = T  # the next sequence starts the next batch element
-    chunks = _cdiv(stop - start, CHUNK)
-    first = chunks.cumsum(0) - chunks
-    sequence = torch.repeat_interleave(chunks)
-    chunk_start = start[sequence] + (torch.arange(len(sequence)) - first[sequence]) * CHUNK
-    count = (stop[sequence] - chunk_start).clamp_max(CHUNK)
-    chunk_table = torch.stack([element[sequence] * T + chunk_start, count, sequence], 1)
-    sequence_table = torch.stack([first, chunks, element.where(start == 0, -1), element.where(stop == T, -1)], 1)
-    return _Layout(len(sequence), len(element), chunk_table.to(seq_idx.device), sequence_table.to(seq_idx.device))
-
-
 def _cdiv(n, m):
     return (n + m - 1) // m
 
@@ -775,13 +701,13 @@ def _as_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
 class _Launcher:
     """What the launches of one forward or backward share."""
 
-    def __init__(self, w, log_decay, mask, seq_idx, causal):
+    def __init__(self, w, log_decay, mask, causal):
         self.w, self.causal = w.contiguous(), causal
         self.B, self.T, self.H, self.p = w.shape
-        self.layout = _layout(w, seq_idx)
-        self.tokens = (self.w, _contiguous(log_decay), _as_bytes(mask), self.layout.chunk_table, self.T)
-        self.total_decay = None if log_decay is None else self.empty(self.layout.chunks, self.H)
-        self.totals = self.empty_states(self.layout.chunks)
+        self.chunks = self.B * _cdiv(self.T, CHUNK)
+        self.tokens = (self.w, _contiguous(log_decay), _as_bytes(mask), self.T)
+        self.total_decay = None if log_decay is None else self.empty(self.chunks, self.H)
+        self.totals = self.empty_states(self.chunks)
 
     def empty(self, *shape: int) -> torch.Tensor:
         return self.w.new_empty(shape, dtype=torch.float32)
@@ -790,21 +716,21 @@ class _Launcher:
         return self.empty(records, 2 * self.H * self.p + self.H)
 
     def empty_carries(self) -> torch.Tensor:
-        return self.empty_states(self.layout.chunks if self.causal else self.layout.sequences)
+        return self.empty_states(self.chunks if self.causal else self.B)
 
     def launch(self, kernel, *args, all_heads: bool = False) -> None:
         """Launches a kernel over all chunks; its programs take all heads or as many as a program should have."""
         heads, channels, warps = _blocks(self.H, self.p, all_heads)
-        grid = (self.layout.chunks * _cdiv(self.H, heads),)
+        grid = (self.chunks * _cdiv(self.H, heads),)
         sizes = {"H": self.H, "P": self.p, "CAUSAL": self.causal, "HEADS": heads, "BLOCK_P": channels}
         kernel[grid](*self.tokens, *args, **sizes, num_warps=warps)
 
     def pass_states(self, carries, sums, initial=None, final=None, reverse: bool = False) -> None:
-        """Fills the carries of the `sums` "S", "ND" or "SND" from chunk totals, from `initial` on; writes `final`."""
+        """Fills the carries of the `sums`, "S" or "ND", from chunk totals, from `initial` on; writes `final`."""
         C = self.H * self.p
-        first, last = 0 if "S" in sums else C, 2 * C + self.H if "N" in sums else C
-        state_passing_kernel[(self.layout.sequences * _cdiv(last - first, SCAN_COLUMNS),)](
-            *(self.totals, carries, initial, final, self.total_decay, self.layout.sequence_table, self.T, first, last),
+        first, last = (0, C) if sums == "S" else (C, 2 * C + self.H)
+        state_passing_kernel[(self.B * _cdiv(last - first, SCAN_COLUMNS),)](
+            *(self.totals, carries, initial, final, self.total_decay, self.T, first, last),
             H=self.H,
             P=self.p,
             CAUSAL=self.causal,
@@ -825,33 +751,31 @@ def _forward(
     temp: torch.Tensor,
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     initial: torch.Tensor | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, membership, the sums after the last token (B, 2 C + H), and the carries for the backward.
 
-    The carries are flat, since a compiler would ask of a dimension whether it is 1, and specialise the number of tokens. Those
-    of packed sequences are not returned, since their number depends on where sequences end: the backward recomputes them.
+    The carries are flat, since a compiler would ask of a dimension whether it is 1, and specialise the number of tokens.
     """
     with torch.cuda.device_of(w):
-        run = _Launcher(w, log_decay, mask, seq_idx, causal)
+        run = _Launcher(w, log_decay, mask, causal)
         output, membership, carries = torch.empty_like(run.w), run.empty(run.B, run.T, run.H), run.empty_carries()
         final = run.empty_states(run.B) if causal else None
-        run.launch(chunk_state_kernel, None, run.totals, run.total_decay)
+        run.launch(chunk_state_kernel, run.totals, run.total_decay)
         run.pass_states(carries, "S", initial, final)
         args = temp, _contiguous(bias), carries, membership, run.totals
         run.launch(chunk_fwd_membership_kernel, *args, all_heads=True)
         run.pass_states(carries, "ND", initial, final)
         run.launch(chunk_fwd_output_kernel, membership, carries, output)
-    return output, membership, run.empty(0) if final is None else final, carries.flatten() if seq_idx is None else run.empty(0)
+    return output, membership, run.empty(0) if final is None else final, carries.flatten()
 
 
 @_forward.register_fake
-def _(w, temp, bias, mask, seq_idx, log_decay, initial, causal):
+def _(w, temp, bias, mask, log_decay, initial, causal):
     B, T, H, p = w.shape
-    chunks = 0 if seq_idx is not None else B * _cdiv(T, CHUNK) if causal else B
+    chunks = B * _cdiv(T, CHUNK) if causal else B
     sizes = (B, T, H), (B, 2 * H * p + H) if causal else (0,), chunks * (2 * H * p + H)
     return w.new_empty(w.shape), *(w.new_empty(size, dtype=torch.float32) for size in sizes)
 
@@ -865,39 +789,35 @@ def _backward(
     temp: torch.Tensor,
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     initial: torch.Tensor | None,
     membership: torch.Tensor,
     carries: torch.Tensor,
     causal: bool,
+    needs_decay_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of w, temp, the score, the log decay and the initial sums."""
     with torch.cuda.device_of(w):
-        run = _Launcher(w, log_decay, mask, seq_idx, causal)
+        run = _Launcher(w, log_decay, mask, causal)
         grad = torch.zeros_like(run.w) if grad_output is None else grad_output.contiguous()
-        if seq_idx is not None:
-            carries = run.empty_carries()
-            run.launch(chunk_state_kernel, membership, run.totals, run.total_decay)
-            run.pass_states(carries, "SND", initial)
         after = _contiguous(grad_final), None if initial is None else torch.empty_like(initial)
         grad_carries = run.empty_carries()
-        spans = run.empty_states(run.layout.chunks * (CHUNK // SPAN)) if causal else carries
+        spans = run.empty_states(run.chunks * (CHUNK // SPAN)) if causal else carries
         run.launch(chunk_bwd_state_kernel, grad, membership, carries, spans, run.totals, run.total_decay)
         run.pass_states(grad_carries, "ND", *after, reverse=True)
-        dscore, dtemp = torch.empty_like(membership), run.empty(run.layout.chunks, run.H)
+        dscore, dtemp = torch.empty_like(membership), run.empty(run.chunks, run.H)
         args = grad, _contiguous(grad_membership), temp, _contiguous(bias), membership, spans, grad_carries
         run.launch(chunk_bwd_score_kernel, *args, dscore, dtemp, run.totals, all_heads=True)
         run.pass_states(grad_carries, "S", *after, reverse=True)
-        dw, dlog_decay = torch.empty_like(run.w), None if log_decay is None else torch.empty_like(membership)
+        dw, dlog_decay = torch.empty_like(run.w), torch.empty_like(membership) if needs_decay_grad else None
         run.launch(chunk_bwd_input_kernel, grad, membership, dscore, spans, grad_carries, dw, dlog_decay)
     dlog_decay, dinitial = (run.empty(0) if x is None else x for x in (dlog_decay, after[1]))
     return dw, dtemp.sum(0), dscore, dlog_decay, dinitial
 
 
 @_backward.register_fake
-def _(grad_output, grad_membership, grad_final, w, temp, bias, mask, seq_idx, log_decay, initial, membership, *rest):
-    inputs = w, temp, membership, log_decay, initial
+def _(grad_output, grad_membership, grad_final, w, temp, bias, mask, log_decay, initial, membership, *rest):
+    inputs = w, temp, membership, membership if rest[-1] else None, initial
     return tuple(temp.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
@@ -910,11 +830,12 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, *grads):
     saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
-    dw, dtemp, dscore, dlog_decay, dinitial = _backward(*grads[:3], *saved, ctx.causal)
-    bias, log_decay, initial = saved[2], saved[5], saved[6]
+    needs_decay_grad = ctx.needs_input_grad[4]
+    dw, dtemp, dscore, dlog_decay, dinitial = _backward(*grads[:3], *saved, ctx.causal, needs_decay_grad)
+    bias, initial = saved[2], saved[5]
     dbias = None if bias is None else dw.shape[-1] * dscore
-    dlog_decay, dinitial = None if log_decay is None else dlog_decay, None if initial is None else dinitial
-    return dw, dtemp, dbias, None, None, dlog_decay, dinitial, None
+    dlog_decay, dinitial = dlog_decay if needs_decay_grad else None, None if initial is None else dinitial
+    return dw, dtemp, dbias, None, dlog_decay, dinitial, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -991,7 +912,6 @@ def tssa_triton(
     temp: torch.Tensor,
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     state: TSSAState | None,
     causal: bool,
@@ -1003,8 +923,7 @@ def tssa_triton(
         temp: (H,), float32.
         bias: (T, H) or (B or 1, T, H), float32, or None; causal form only.
         mask: (B, T), bool, true at real tokens, or None.
-        seq_idx: (B, T) integers, packed sequences, or None. Read on the host, once for all layers that share the tensor.
-        log_decay: (B, T, H), float32, 0 at padding, or None; causal form only.
+        log_decay: (B, T, H) or (B, T, 1), float32, 0 at padding, or None; causal form only.
         state: sums before the first token, or None; causal form only.
         causal: prefix sums or totals.
 
@@ -1013,9 +932,9 @@ def tssa_triton(
         bidirectional form), all differentiable once with respect to w, temp, bias, log_decay and state.
     """
     B, T, H, p = w.shape
-    bias = None if bias is None else bias.expand(B, T, H)
+    bias, log_decay = (None if x is None else x.expand(B, T, H) for x in (bias, log_decay))
     initial = None if state is None else torch.cat([x.float().flatten(1) for x in state], 1)
-    output, membership, final, _ = _forward(w, temp.contiguous(), bias, mask, seq_idx, log_decay, initial, causal)
+    output, membership, final, _ = _forward(w, temp.contiguous(), bias, mask, log_decay, initial, causal)
     if not causal:
         return output, membership, None
     S, N, D = final.split([H * p, H * p, H], 1)
@@ -1098,7 +1017,7 @@ def _relative_errors(device, dtype, H, p, form, decay, gradients) -> dict[str, f
         steps = [tssa_step_triton(x, temp, b, None, d, *state) for x, b, d in at]
         got = tuple(torch.stack(x, 1) for x in zip(*steps))
     else:
-        got = tssa_triton(w, temp, bias, None, None, log_decay, None, form == "causal")[:2]
+        got = tssa_triton(w, temp, bias, None, log_decay, None, form == "causal")[:2]
     wanted = (bidirectional if form == "bidirectional" else causal)(**exact)[:2]
     pairs = {name: (x, y[:, : x.shape[1]]) for name, x, y in zip(("output", "membership"), got, wanted)}
     if gradients:
