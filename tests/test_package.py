@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.metadata
+import pkgutil
 import re
 import subprocess
 import sys
@@ -27,6 +28,14 @@ def test_public_names_exist():
     assert tost_hf.__version__ == importlib.metadata.version("tost-hf")
     with pytest.raises(AttributeError, match="nonsense"):
         tost_hf.nonsense  # noqa: B018
+
+
+def test_names_of_the_reference_pages_exist():
+    pages = (ROOT / "examples/guides/reference").glob("*.md")
+    names = [name for page in pages for name in re.findall(r"^::: (tost_hf\S+)$", page.read_text(), re.MULTILINE)]
+    assert len(names) > 40
+    for name in names:
+        pkgutil.resolve_name(name)
 
 
 def test_import_is_lean_and_offline():

@@ -8,6 +8,9 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
 from .version import __version__
 
 
@@ -24,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     args.rest = rest
     try:
         return args.run(args) or 0
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError) as error:
         print(f"tost-hf: error: {error}", file=sys.stderr)
         return 1
 

@@ -111,7 +111,6 @@ _VISION_SETTINGS = {  # likewise in `args`
     "num_heads": "num_attention_heads",
     "tokens_norm": "normalize_patch_tokens",
 }
-_SETTINGS = {"model_args": (*_LANGUAGE_SETTINGS, "TSSA"), "args": (*_VISION_SETTINGS, "model")}
 _END_OF_TEXT = 50256  # of GPT-2's tokenizer, which the authors use
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")  # one number in the authors' code
 
@@ -162,14 +161,14 @@ def convert_from_original(
     contents = _load_pickle(checkpoint)
     state = _state_dict(contents, "model_ema" if ema else "model", checkpoint)
     if any(name.startswith(_VISION_MODULES) for name in state):
-        stated = _read_settings(contents, "args", checkpoint)
+        stated = _read_settings(contents, "args")
         config: Config = _vision_config(state, stated, num_attention_heads, normalize_patch_tokens, checkpoint)
     elif num_attention_heads is not None or normalize_patch_tokens is not None:
         raise ValueError(
             f"{checkpoint} is not a vision checkpoint; num_attention_heads and normalize_patch_tokens are for those alone."
         )
     else:
-        config = _language_config(state, _read_settings(contents, "model_args", checkpoint), checkpoint)
+        config = _language_config(state, _read_settings(contents, "model_args"), checkpoint)
     model = _model(config)
     _load_authors_tensors(model, state, checkpoint)
     if isinstance(config, ToSTConfig) and not config.tie_word_embeddings:
@@ -288,38 +287,18 @@ def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
 
 
 def _load_pickle(path: Path) -> Any:
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a file; name the checkpoint.")
-    with path.open("rb"):  # a missing or forbidden file gets its own error here
-        pass
-    if _is_compressed(path):
-        raise ValueError(f"{path} is a compressed archive, which torch.save does not write; name the checkpoint itself.")
     try:
         # the authors' vision checkpoints hold one under "args"
         with torch.serialization.safe_globals([argparse.Namespace]):
             # memory-mapped, the optimizer is never read
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError:
+        raise
     except Exception as error:  # torch.load raises nearly anything on a file that is not its own
-        code = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if code:
-            raise ValueError(
-                f"{path} cannot be loaded without {code[1][:200]}, which could run any code, so it is rejected; save a "
-                f"checkpoint that holds only tensors, numbers, strings, lists and dicts."
-            ) from error
         raise ValueError(
-            f"{path} is not a checkpoint that torch.load can read with weights_only=True: it is truncated, damaged or "
-            f"another kind of file."
+            f"{path} cannot be loaded without running code that it names: it is no checkpoint, is damaged, or holds more than "
+            "tensors, numbers, strings, lists and dicts."
         ) from error
-
-
-def _is_compressed(path: Path) -> bool:
-    """Whether a zip archive unpacks to more than the file holds."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries, size = archive.infolist(), path.stat().st_size
-    except Exception:  # no archive, or a damaged one, on which zipfile raises nearly anything; the message is torch.load's
-        return False
-    return any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size for entry in entries)
 
 
 def _state_dict(contents: object, key: str, source: Path) -> StateDict:
@@ -327,36 +306,16 @@ def _state_dict(contents: object, key: str, source: Path) -> StateDict:
     stored = contents.get(key) if isinstance(contents, Mapping) else None
     if not isinstance(stored, Mapping) or not stored:
         raise ValueError(f"{source} is not a checkpoint of the authors' code: that is a dict with a state dict under {key!r}.")
-    state = {}
-    for name, tensor in stored.items():
-        if not isinstance(name, str):
-            raise ValueError(f"{source}: {key!r} holds a name that is not text but {type(name).__name__}.")
-        is_tensor = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        if not is_tensor or tensor.is_quantized or tensor.device.type != "cpu":
-            raise ValueError(f"{source}: the entry {list_names([name])} of {key!r} is not a dense tensor with its numbers.")
-        bare = _WRAPPERS.sub("", name)
-        if bare in state:
-            raise ValueError(f"{source} holds {list_names([bare])} twice, under different prefixes.")
-        state[bare] = tensor
-    total, size = sum(tensor.nbytes for tensor in state.values()), source.stat().st_size
-    if total > 2 * size:  # the tied lm_head is stored once and counted twice
-        raise ValueError(f"{source}: its tensors have {total:,} bytes and the file {size:,}; they repeat what is stored.")
+    state = {_WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
+    if wrong := [name for name, tensor in state.items() if not isinstance(tensor, torch.Tensor)]:
+        raise ValueError(f"{source}: {wrong[0]!r} of {key!r} is not a tensor.")
     return state
 
 
-def _read_settings(contents: Mapping, key: str, source: Path) -> Mapping:
+def _read_settings(contents: Mapping, key: str) -> Mapping:
     """`model_args` or `args`: what the run that wrote the file was told."""
     stated = contents.get(key, {})
-    if isinstance(stated, argparse.Namespace):
-        stated = vars(stated)
-    if not isinstance(stated, Mapping):
-        raise ValueError(f"{source}: {key} must be a dict, got {type(stated).__name__}.")
-    settings = {name: stated[name] for name in _SETTINGS[key] if name in stated}
-    for name, value in settings.items():  # which must be quick to compare and to print
-        short = abs(value) < 2**63 if isinstance(value, int) else len(value) < 200 if isinstance(value, str) else True
-        if not isinstance(value, int | float | str | None) or not short:
-            raise ValueError(f"{source}: {name} of {key} must be a number or a short text, not {type(value).__name__}.")
-    return settings
+    return vars(stated) if isinstance(stated, argparse.Namespace) else stated
 
 
 def _shape(state: StateDict, name: str, ndim: int, source: Path) -> torch.Size:
@@ -375,8 +334,8 @@ def _count(state: StateDict, pattern: str) -> int:
 def _make_config(config_class: type[Config], fields: Mapping, source: Path) -> Any:
     try:
         return config_class(**fields)
-    except (ValueError, TypeError, AttributeError, OverflowError, StrictDataclassError) as error:
-        raise ValueError(f"{source}: {str(error).splitlines()[-1].strip()[:300]}") from error
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
 def _reject_settings(config: Config, fixed: Mapping, source: Path) -> None:
@@ -434,7 +393,7 @@ def _language_args(config: ToSTConfig, source: Path) -> dict:
     if options := config.options():
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
-            f"{source} has options that are not in the authors' code ({given[:200]}); the authors' format has no place for "
+            f"{source} has options that are not in the authors' code ({given}); the authors' format has no place for "
             "these options."
         )
     if config.max_position_embeddings is None:
@@ -473,7 +432,7 @@ def _vision_config(
         "num_attention_heads": _vision_heads(state, args, heads, attention_type, width, source),
         "intermediate_size": _shape(state, "blocks.0.mlp.fc1.weight", 2, source)[0],
         "image_size": args.get("input_size", 224),
-        "patch_size": 2 ** min(_count(state, r"patch_embed\.proj\.([^.]*)\.0\.weight"), 6),  # 6 is one more than there can be
+        "patch_size": 2 ** _count(state, r"patch_embed\.proj\.([^.]*)\.0\.weight"),
         "num_channels": _shape(state, "patch_embed.proj.0.0.weight", 4, source)[1],
         "attention_type": attention_type,
         "normalize_patch_tokens": normalize_patch_tokens,

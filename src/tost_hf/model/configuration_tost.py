@@ -52,11 +52,8 @@ LRA_PRESETS["tost-lra-pathfinder"]["pre_norm"] = False
 OPTION_DEFAULTS = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
 OPTION_DEFAULTS["forgetting"] = "none"
 BEYOND_PAPER = tuple(OPTION_DEFAULTS)
-OPTION_DEFAULTS |= ABLATIONS | {
-    "is_causal": True,
-    "pooling": None,
-    "pre_norm": True,
-}  # all options, with the published model's values
+# all options, with the published model's values
+OPTION_DEFAULTS |= ABLATIONS | {"is_causal": True, "pooling": None, "pre_norm": True}
 
 FORGETTING = ("none", "head", "token")
 POOLING = ("mean", "first", "last")
@@ -201,7 +198,7 @@ class ToSTConfig(ToSTBaseConfig):
     def validate_architecture(self):
         check_fields(self)
         if self.forgetting not in FORGETTING:
-            raise ValueError(f"forgetting must be one of {', '.join(FORGETTING)}, got {self.forgetting[:40]!r}.")
+            raise ValueError(f"forgetting must be one of {', '.join(FORGETTING)}, got {self.forgetting!r}.")
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_KERNEL:
             raise ValueError(f"conv_kernel must be from 2 to {MAX_KERNEL}, or None for none, got {self.conv_kernel}.")
         self.validate_layer_type()
@@ -218,7 +215,7 @@ class ToSTConfig(ToSTBaseConfig):
 
     def _check_encoder(self):
         if self.pooling is not None and self.pooling not in POOLING:
-            raise ValueError(f"pooling must be one of {', '.join(POOLING)}, or None, got {self.pooling[:40]!r}.")
+            raise ValueError(f"pooling must be one of {', '.join(POOLING)}, or None, got {self.pooling!r}.")
         if self.is_causal:
             if self.pooling == "first":
                 raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
@@ -231,7 +228,7 @@ class ToSTConfig(ToSTBaseConfig):
         types = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
         given = self.__dict__.get("_layer_types") or self.all_layer_types  # however many
         if unknown := [layer_type for layer_type in given if layer_type not in types]:
-            raise ValueError(f"layer_types must hold {', '.join(types)} and nothing else, got {unknown[0][:40]!r}.")
+            raise ValueError(f"layer_types must hold {', '.join(types)} and nothing else, got {unknown[0]!r}.")
         if len(given) != self.num_hidden_layers:
             raise ValueError(f"layer_types must name every layer: it names {len(given)} of {self.num_hidden_layers}.")
         if CAUSAL_STATISTICS not in given:
