@@ -8,7 +8,7 @@ LOWEST := .venv-lowest
 VLLM := .venv-vllm
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest test-vllm lint results docs browser clean
+.PHONY: demo test test-slow test-lowest test-vllm lint docs browser clean
 
 demo: $(VENV)/ready-to-train  ## trains a small ToST on the Python standard library, reloads it and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
@@ -32,10 +32,6 @@ lint: $(VENV)/ready  ## the linter and the type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-results: $(VENV)/ready  ## every cited table, plot and figure, made of the rows of examples/benchmarks/results
-	$(BIN)/python examples/benchmarks/tables.py
-	$(BIN)/tost-hf card --presets model_cards
 
 docs: $(VENV)/ready  ## the documentation site, in site/, from the guides and the docstrings
 	$(BIN)/mkdocs build --quiet --strict --config-file .mkdocs.yml

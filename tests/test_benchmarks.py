@@ -4,7 +4,6 @@ No speed is asserted: nothing here depends on how fast the machine is.
 """
 
 import math
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ import run as runner  # noqa: E402
 import scaling  # noqa: E402
 import timing  # noqa: E402
 import train_lm  # noqa: E402
-from records import ORIGIN_COLUMNS, VALUE_COLUMNS, read_records  # noqa: E402
+from records import ORIGIN_COLUMNS, VALUE_COLUMNS, markdown_table, read_records  # noqa: E402
 
 from tost_hf.model import tssa_reference  # noqa: E402
 
@@ -61,21 +60,6 @@ def test_every_benchmark_is_registered_and_has_a_description():
         assert runner.make_parser(name, registry.load_benchmark(name)).description
 
 
-def test_a_process_without_the_environment_is_replaced(monkeypatch):
-    """Once: the new one has it."""
-    started = []
-    monkeypatch.setattr(os, "execve", lambda path, argv, environment: started.append(environment))
-    benchmark = registry.Benchmark(
-        lambda args, report: 0, "", lambda parser: None, environment=lambda args: {"TOST_TEST_ENVIRONMENT": "1"}
-    )
-    monkeypatch.setattr(runner, "load_benchmark", lambda name: benchmark)
-    for may_restart in (True, False):
-        assert runner.main(["op", "--device", "cpu"], may_restart) == 0
-    monkeypatch.setenv("TOST_TEST_ENVIRONMENT", "1")
-    assert runner.main(["op", "--device", "cpu"], True) == 0
-    assert [environment["TOST_TEST_ENVIRONMENT"] for environment in started] == ["1"]
-
-
 # Statistics -----------------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +76,15 @@ def test_slope():
     assert timing.slope([1, 10, 1000], [5, 500, 5_000_000]) == pytest.approx(2)
     # logarithms (0, 0), (1, 0), (2, 3): covariance 3, variance 2
     assert timing.slope([1, math.e, math.e**2], [1, 1, math.e**3]) == pytest.approx(1.5)
+
+
+def test_table_of_records():
+    """A row for each case, by what differs between them; speeds with their range."""
+    origin = dict.fromkeys(ORIGIN_COLUMNS, "x")
+    cases = [("ToST", 16, "ms", "1", "1", "1"), ("ToST", 32, "ms", "4", "3", "5"), ("ToST", 32, "MiB", "7", "7", "7")]
+    names = ("model", "T", *VALUE_COLUMNS)
+    lines = markdown_table([origin | dict(zip(names, case)) for case in cases]).splitlines()
+    assert lines[:4] == ["| T | ms | MiB |", "|---|---|---|", "| 16 | 1 | |", "| 32 | 4 (3 to 5) | 7 |"]
 
 
 def test_runs_take_turns(monkeypatch):
@@ -119,18 +112,6 @@ def test_peak_memory():
 
 
 # The operator ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_variant_reference(causal):
-    """It is the reference implementation, and computes in float32 as under autocast."""
-    w, temp, *bias = (
-        x.detach() for x in registry.OPERATORS["reference"].make_inputs((2, 37, 3, 5), causal, torch.float32, "cpu")
-    )
-    expected = tssa_reference.causal(w, temp, *bias) if causal else tssa_reference.bidirectional(w, temp)
-    assert torch.equal(registry.reference(w, temp, *bias, causal=causal), expected[0])
-    output = registry.reference(w.bfloat16(), temp, *bias, causal=causal)
-    assert torch.equal(output, registry.reference(w.bfloat16().float(), temp, *bias, causal=causal).bfloat16())
 
 
 def test_op(tmp_path, capsys):
@@ -164,7 +145,7 @@ def test_attention_is_softmax_attention():
         torch.testing.assert_close(registry.attention(q, k, v, causal=causal), expected)
 
 
-@pytest.mark.parametrize("what", ["output", "output without gradients", "gradient of input 1", "NaN"])
+@pytest.mark.parametrize("what", ["output", "gradient of input 1", "NaN"])
 def test_a_wrong_operator_is_not_timed(tmp_path, monkeypatch, capsys, what):
     def wrong(w, temp, denom_bias=None, causal=True):
         if what == "gradient of input 1":
@@ -179,25 +160,6 @@ def test_a_wrong_operator_is_not_timed(tmp_path, monkeypatch, capsys, what):
     assert {record["variant"] for record in records_of(tmp_path, "op")} == {"reference", "copy"}
     printed = capsys.readouterr().out
     assert "eager: WRONG" in printed and ("output" if what == "NaN" else f" of its {what};") in printed
-
-
-def test_an_operator_that_fails_without_gradients_is_left_out(tmp_path, monkeypatch, capsys):
-    def failing(w, temp, denom_bias=None, causal=True):
-        if not torch.is_grad_enabled():
-            raise RuntimeError("cannot be compiled")
-        return registry.reference(w, temp, denom_bias, causal=causal)
-
-    monkeypatch.setitem(registry.OPERATORS, "eager", registry.Operator(lambda: failing))
-    records = run("op", tmp_path, "--shape", 1, 40, 2, 8, "--form", "causal", "--variants", "eager", "reference")
-    assert {record["variant"] for record in records} == {"reference", "copy"}
-    assert "eager: not available here (RuntimeError: cannot be compiled)" in capsys.readouterr().out
-
-
-def test_op_memory(tmp_path):
-    records = run("op", tmp_path, "--memory", "--shape", 1, 16384, 4, 64)
-    peaks = {record["variant"]: float(record["value"]) for record in records if record["metric"] == "peak / bytes of w"}
-    assert 1 <= peaks["eager"] < 2  # the output, the memberships and one chunk
-    assert peaks["reference"] > 3
 
 
 def test_options_beside_the_plain(tmp_path):
@@ -229,40 +191,6 @@ def test_decode(tmp_path, static):
         assert size == expected, (name, batch, position)
     assert {record["cache"] for record in records} == {"static" if static else "dynamic"}
     assert {"ms a step", "tokens/s", "GPT-2 / this"} <= {record["metric"] for record in records}
-
-
-@pytest.mark.parametrize("trouble", ["skipped CUDA graphs", "a failing first step"])
-def test_decode_leaves_out_a_model_whose_first_step_fails(tmp_path, monkeypatch, capsys, trouble):
-    """The other model's records are written all the same."""
-
-    def step(self):
-        if self.cache.layers[0].__class__.__name__ == "StaticLayer":
-            if trouble == "a failing first step":
-                raise RuntimeError("the compiler gave up")
-            decode.counters["inductor"]["cudagraph_skips"] += 3
-
-    monkeypatch.setattr(decode.StaticSteps, "step", step)
-    monkeypatch.setattr(decode, "counters", {"inductor": {"cudagraph_skips": 2}})
-    records = run("decode", tmp_path, "--layers", 1, "--positions", 5, "--static", "--compile")
-    assert {record["model"] for record in records} == {"ToST"}
-    reason = "cudagraph_skips is 3; not timed" if trouble == "skipped CUDA graphs" else "the compiler gave up"
-    printed = capsys.readouterr().out
-    assert "GPT-2: not available here (RuntimeError: " in printed and reason in printed
-
-
-def test_decode_rejects_compiling_a_growing_cache(tmp_path):
-    with pytest.raises(SystemExit):
-        run("decode", tmp_path, "--compile")
-
-
-def test_static_steps_all_begin_at_the_position():
-    model = decode.build("ToST", 1, 64).eval()
-    with torch.no_grad():
-        steps = decode.StaticSteps(model, torch.zeros(2, 1, dtype=torch.long), 10, 3, compiled=False)
-        for _ in range(2):
-            steps.reset()
-            steps()
-            assert int(steps.cache.get_seq_length()) == 13
 
 
 @pytest.mark.slow
@@ -298,35 +226,6 @@ def test_scaling(tmp_path, monkeypatch, capsys):
     assert "softmax: fewer than two lengths" in capsys.readouterr().out
 
 
-def test_scaling_keeps_what_it_has_when_the_rest_fails(tmp_path, monkeypatch, capsys):
-    """ToST's times and exponent are written before softmax attention and memory are measured."""
-
-    def fail(*args):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(scaling, "SLOPE_FROM", 16)
-    monkeypatch.setattr(scaling, "LAYERS", 1)
-    monkeypatch.setattr(scaling.SoftmaxAttention, "forward", fail)
-    monkeypatch.setattr(scaling, "measure_peaks", fail)
-    records = run("scaling", tmp_path, "--tokens", 16, 32)
-    assert [(record["kind"], record["tokens"], record["metric"]) for record in records] == [
-        ("ToST", "16", "ms"), ("ToST", "32", "ms"), ("ToST", "32", "exponent")
-    ]  # fmt: skip
-    assert capsys.readouterr().out.count("not available here (RuntimeError: out of memory)") == 3
-
-
-def test_scaling_layers_are_layers_of_attention():
-    """ToST's have two projections of the width, softmax's four; each adds to its input."""
-    counts = {kind: sum(x.numel() for x in scaling.Layers(kind).parameters()) for kind in scaling.KINDS}
-    assert counts == {"ToST": 12 * (2 * 384**2 + 8), "softmax": 12 * 4 * 384**2}
-    x = torch.randn(1, 7, scaling.WIDTH)
-    for kind in scaling.KINDS:
-        layers = scaling.Layers(kind)
-        first = layers.layers[0]
-        layers.layers = layers.layers[:1]
-        torch.testing.assert_close(layers(x), x + first(x))
-
-
 def test_train_lm(tmp_path, capsys):
     records = run("train_lm", tmp_path, "--size", "toy", "--lengths", 32, 16, "--tokens", 64)
     assert list(dict.fromkeys(record["T"] for record in records)) == ["32", "16"]  # in the order given
@@ -352,27 +251,6 @@ def test_gpt2_attention_is_transformers_own():
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["ToST", "GPT-2"])
-def test_a_compiled_training_step_is_one_graph(name):
-    """And GPT-2's attention in it is causal without a mask, which is what the flash kernel takes."""
-    graphs = []
-
-    def record(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    torch.compiler.reset()
-    model = train_lm.build(name, "toy", 1, 32).train()
-    tokens = torch.randint(0, 128, (2, 32))
-    torch.compile(model, backend=record, dynamic=False)(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    assert len(graphs) == 1
-    if name == "GPT-2":
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        (attention,) = (node for node in graphs[0].graph.nodes if node.target is sdpa)
-        assert len(attention.args) == 3 and attention.kwargs["is_causal"] is True
-        assert attention.kwargs.get("attn_mask") is None
-
-
 @pytest.mark.parametrize("name", ["ToST", "Mamba-2"])
 def test_equal_parameters_are_the_nearest(name):
     target = train_lm.count_parameters("GPT-2", "base", 12, 1024)
@@ -380,15 +258,6 @@ def test_equal_parameters_are_the_nearest(name):
     layers = train_lm.layers_for(name, "base", 1024, target)
     misses = {n: abs(train_lm.count_parameters(name, "base", n, 1024) - target) for n in (layers - 1, layers, layers + 1)}
     assert min(misses, key=misses.get) == layers > 12
-
-
-def test_a_training_step_trains():
-    args = train_lm.argparse.Namespace(tokens=64, size="toy", device="cpu", compile=False, dtype=torch.float32)
-    step = train_lm.TrainingStep("ToST", 1, 32, args)
-    before = {name: x.clone() for name, x in step.model.named_parameters()}
-    step.run()
-    assert all(not torch.equal(x, before[name]) for name, x in step.model.named_parameters())
-    assert all(x.grad is None for x in step.model.parameters())
 
 
 @pytest.mark.slow
@@ -402,15 +271,6 @@ def test_compiled(tmp_path, capsys):
     records = run("train_lm", tmp_path, "--compile", "--dtype", "bfloat16", *case)
     assert {(record["code"], record["dtype"]) for record in records} == {("compiled", "bfloat16")}
     assert "not available" not in capsys.readouterr().out
-
-
-def test_operators_of_other_packages_say_why_they_are_left_out():
-    """flash-linear-attention is not installed here, and its operators are causal."""
-    for name in ("fla linear_attn", "fla simple_gla", "fla hgrn"):
-        with pytest.raises(NotImplementedError, match="causal only"):
-            registry.OPERATORS[name].make(False, "cpu")
-    with pytest.raises(NotImplementedError, match="need a GPU"):
-        registry.OPERATORS["triton"].make(True, "cpu")
 
 
 @pytest.mark.parametrize("kind", registry.DECAYS)

@@ -31,7 +31,6 @@ PAGES = (
     ".github/CONTRIBUTING.md",
     ".github/CHANGELOG.md",
     "examples/README.md",
-    "examples/accelerate/README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples/benchmarks").glob("*.md")),
     "examples/research/lra/README.md",
     "model_cards/trained/README.md",

@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The records of results/*.csv: their origin, writing and reading. All tables, plots and published numbers are made from them.
+"""The records of results/*.csv: their origin, writing and reading, and their Markdown tables.
 
 A record is one metric of one case: its origin (date, machine, versions, script, command), the case's columns, the metric and
 its value. Speeds also have the minimum and the maximum of the rounds of which the value is the median. `script` is the name of
-the benchmark with `.py`; records keep the command of the day they were measured, `repeat_command` gives today's.
+the benchmark with `.py`.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import fcntl
 import io
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -145,42 +144,6 @@ def select(records: Iterable[Mapping[str, object]], **wanted) -> list[Mapping[st
     return [record for record in records if all(str(record[key]) in entry for key, entry in entries.items())]
 
 
-class Records:
-    """All records of a folder, {name of a file: its records}; a query without an answer is a LookupError."""
-
-    def __init__(self, folder: Path = RESULTS):
-        self.files = {path.stem: read_records(path) for path in sorted(folder.glob("*.csv"))}
-
-    def has(self, file: str, **wanted) -> bool:
-        return bool(select(self.files.get(file, []), **wanted))
-
-    def find(self, file: str, **wanted) -> list[dict[str, str]]:
-        """The records of a file that have the wanted entries, at least one."""
-        found = select(self.files.get(file, []), **wanted)
-        if not found:
-            raise LookupError(f"results/{file}.csv has no record with {wanted}; measure it, or do not cite it.")
-        return found
-
-    def one(self, file: str, **wanted) -> list[dict[str, str]]:
-        """The records of one metric and case: a single one, or one for each seed."""
-        found = self.find(file, **wanted)
-        if len({record.get("seed") for record in found}) < len(found):
-            raise LookupError(f"results/{file}.csv has {len(found)} records with {wanted}; cite one, or one for each seed.")
-        return found
-
-    def spread(self, file: str, **wanted) -> Spread:
-        """Of a speed, or over the seeds."""
-        records = self.one(file, **wanted)
-        if "low" in records[0]:
-            return Spread(*(float(records[0][name]) for name in VALUE_COLUMNS[1:]))
-        values = [float(record["value"]) for record in records]
-        mean, deviation = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-        return Spread(mean, mean - deviation, mean + deviation)
-
-    def values(self, file: str, **wanted) -> list[float]:
-        return [float(record["value"]) for record in self.one(file, **wanted)]
-
-
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
@@ -196,21 +159,20 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
-def repeat_command(record: Mapping[str, str]) -> str:
-    """The command that measures a record again today."""
-    _, _, arguments = re.sub(r"^python \S+/run\.py", "python", record["command"]).partition(" ")
-    _, _, arguments = arguments.partition(" ")
-    return " ".join(filter(None, (RUNNER, record["script"].removesuffix(".py"), arguments)))
+def markdown_table(records: Sequence[Mapping[str, object]]) -> str:
+    """Of the records of one run: a row for each case, by the columns in which cases differ, and a column for each metric.
 
-
-def describe_origin(records: Sequence[Mapping[str, str]]) -> str:
-    """The commands that measure records again, as a block of Markdown, and what they ran on."""
-    lines = "\n".join(dict.fromkeys(map(repeat_command, records)))
-    return f"```bash\n{lines}\n```\n\nOn {where(records)}."
-
-
-def where(records: Sequence[Mapping[str, str]]) -> str:
-    """Machines and versions of records."""
-    machines = dict.fromkeys(record["machine"] for record in records)
-    found = (re.findall(r"(?:torch|transformers) [\d.]+\d", record["versions"]) for record in records)
-    return ", ".join([*machines, *dict.fromkeys(x for names in found for x in names)])
+    A speed is shown as its median and its range.
+    """
+    columns = [name for name in records[0] if name not in (*ORIGIN_COLUMNS, *VALUE_COLUMNS)]
+    columns = [name for name in columns if len({str(record[name]) for record in records}) > 1]
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for record in records:
+        values = [str(record[name]) for name in ("value", "low", "high") if name in record]
+        shown = values[0] if len(set(values)) == 1 else f"{values[0]} ({values[1]} to {values[2]})"
+        rows.setdefault(tuple(str(record[name]) for name in columns), {})[str(record["metric"])] = shown
+    metrics = list(dict.fromkeys(metric for row in rows.values() for metric in row))
+    lines = [[*case, *(row.get(metric, "") for metric in metrics)] for case, row in rows.items()]
+    first = records[0]
+    where = f"{first['command']}, {first['date']}, on {first['machine']}, {first['versions']}"
+    return f"{markdown([*columns, *metrics], lines)}\n\n{where}"

@@ -11,8 +11,8 @@ in ../research, and list its name and module in `BENCHMARKS`:
         seconds = measure({"ToST": step}, args.repeats, device=args.device)  # timing.py: interleaved rounds
         report.add({"model": "ToST", "layers": args.layers}, {"ms": spread(seconds["ToST"]) * 1e3})
 
-Its records are appended to results/prefill.csv. To publish them, describe a table in cited.toml, name it between marks on a
-page and run `make results`. To compare another operator, add it to `OPERATORS`.
+Its records are appended to results/prefill.csv and printed as a Markdown table, which a page holds with its command, date,
+machine and versions. To compare another operator, add it to `OPERATORS`.
 """
 
 import argparse
@@ -40,7 +40,6 @@ BENCHMARKS = {  # name to the module that registers it
     "exported_state": "exports",
     "exports": "exports",
     "interactions": "interactions",
-    "kernel_costs": "kernel_costs",
     "kernel_times": "kernel_times",
     "locality": "synthetic",
     "long_context": "long_context",

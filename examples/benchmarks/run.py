@@ -70,7 +70,10 @@ def main(argv: Sequence[str] | None = None, may_restart: bool = False) -> int:
 
         return benchmark.run(args, Results(args, benchmark.file)) or 0
     print_header(args.device)
-    return benchmark.run(args, Report(args)) or 0
+    report = Report(args)
+    status = benchmark.run(args, report) or 0
+    report.print_table()
+    return status
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from records import VALUE_COLUMNS, Spread, append_records, machine, origin, output_of, versions
+from records import VALUE_COLUMNS, Spread, append_records, machine, markdown_table, origin, output_of, versions
 
 
 FLUSH_BYTES = 2**28  # more than the last-level cache of any GPU
@@ -174,6 +174,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace):
         self.path, self.origin = args.results / f"{args.benchmark}.csv", origin(args)
+        self.records: list[dict] = []
 
     def add(self, case: Mapping[str, object], metrics: Mapping[str, Spread | float | None]) -> None:
         """One case (its columns are the same throughout a benchmark) and its metrics; None for what was not measured."""
@@ -181,9 +182,14 @@ class Report:
         label = ", ".join(x if isinstance(x, str) else f"{name} {x:,}" for name, x in case.items())
         print(f"{label}: " + ", ".join(f"{name} {describe(x)}" for name, x in spreads.items()), flush=True)
         values = {name: [f"{value:.6g}" for value in x] for name, x in spreads.items()}
-        append_records(
-            self.path, [{**self.origin, **case, **dict(zip(VALUE_COLUMNS, (name, *x)))} for name, x in values.items()]
-        )
+        records = [{**self.origin, **case, **dict(zip(VALUE_COLUMNS, (name, *x)))} for name, x in values.items()]
+        append_records(self.path, records)
+        self.records += records
+
+    def print_table(self) -> None:
+        """Prints the records of this run as a Markdown table."""
+        if self.records:
+            print(f"\n{markdown_table(self.records)}")
 
 
 def describe(x: Spread) -> str:
