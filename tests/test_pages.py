@@ -4,6 +4,7 @@ import inspect
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 from contextlib import redirect_stdout
@@ -88,6 +89,7 @@ def demo_folders(tmp_path, monkeypatch):
 def missing_libraries(block: str) -> list[str]:
     """Other projects' libraries that a block needs and that are not installed."""
     optional = {"trl": "from trl ", "peft": "from peft ", "bitsandbytes": "BitsAndBytesConfig", "vllm": "from vllm "}
+    optional |= {"openvino": "OpenVINOExporter", "executorch": "ExecutorchExporter"}
     return [library for library, sign in optional.items() if sign in block and find_spec(library) is None]
 
 
@@ -102,6 +104,10 @@ def run_blocks(name: str) -> dict:
 
 @pytest.mark.parametrize("name", ["README.md", *GUIDES])
 def test_code_runs(name, demo_folders):
+    if name.endswith("export.md"):  # in a process of its own: transformers' exporters leave patched functions behind
+        blocks = [block for block in code_blocks(name, "python") if not missing_libraries(block)]
+        subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True)
+        return
     names = run_blocks(name)
     if name == "README.md":
         assert names["config"].num_hidden_layers == 2 and names["scratch"].config.max_position_embeddings is None

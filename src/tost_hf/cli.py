@@ -223,18 +223,17 @@ def _make_parser() -> argparse.ArgumentParser:
         "./tost-demo --device cpu --port 8000",
         "OWNER/NAME --port 8000",
     )
-    export = add(
+    add(
         "export",
         _export,
-        "a model for ONNX Runtime, OpenVINO or torch.export, checked against the model",
-        "Writes the model as a program for another runtime, with scripts that run it without this package. A text's state "
+        "a model for ONNX Runtime, checked against the model",
+        "Writes the model as an ONNX program, with scripts that run it without this package. A text's state "
         "goes in and comes out as tensors: one program reads prompts and single tokens. Its outputs are compared with the "
         "model's first; if they differ nothing is written.",
         "./tost-demo ./tost-onnx",
         "me/my-tost ./tost-onnx --dtype int8",
         parents=[conversion],
     )
-    export.add_argument("--format", default="onnx", metavar="FORMAT", help="onnx (the default), openvino, executorch or torch")
     space = add(
         "space",
         _space,
@@ -404,7 +403,7 @@ def _serve(args: argparse.Namespace) -> None:
 def _export(args: argparse.Namespace) -> None:
     from .export import export_model
 
-    options = {name: getattr(args, name) for name in ("format", "dtype", "tokenizer", "revision", "overwrite")}
+    options = {name: getattr(args, name) for name in ("dtype", "tokenizer", "revision", "overwrite")}
     done = export_model(args.model, args.output, **options)
     print(f"{done.agreement}\nWrote {done.folder}")
 

@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""`tost-hf export`: a model as a program for another runtime, compared with the model, with all files that run it."""
+"""`tost-hf export`: a model as an ONNX program, compared with the model, with all files that run it."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -16,14 +17,16 @@ from ..hub.checks import check_weights, load_config
 from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model, model_folder
 from ..hub.records import IMAGE_PROCESSOR_FILES
 from .comparing import Agreement, compare
-from .formats import DTYPES, FORMATS, check_format, executorch_methods, fixed_sizes
-from .programs import MASKED, PAST, PRESENT, LanguageProgram, ModelProgram, TensorSpec, make_program
+from .onnx_program import save_onnx
+from .programs import PAST, PRESENT, LanguageProgram, ModelProgram, TensorSpec, make_program
 from .runtime import load
 
 
 FACTS = EXPORT_DESCRIPTION
 README = Path(__file__).with_name("readme_template.md")
-TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.2}  # see `compare`
+PROGRAM = "model.onnx"
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.2}  # by dtype of the weights; see `compare`
+NEEDED = ("onnx", "onnxscript", "onnxruntime")
 
 
 class Exported(NamedTuple):
@@ -37,13 +40,15 @@ def export_model(
     source: str | os.PathLike,
     output_dir: str | os.PathLike,
     *,
-    format: str = "onnx",
     dtype: str = "float32",
     tokenizer: str | os.PathLike | None = None,
     revision: str | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Exports a model to another runtime, after checking that the program computes the same as the model.
+    """Exports a model to ONNX, after checking that the program computes the same as the model.
+
+    Shapes are dynamic: one program for all batches, lengths and image sizes. A language model's reads whole prompts, chunks of
+    them and single tokens; its state is an input and an output in float32.
 
     The folder gets the program, `export.json` (inputs, outputs, the state of a language model, and how closely the program
     agrees with the model), the tokenizer or image processor, a script that runs it without this package, and a README.md.
@@ -56,12 +61,8 @@ def export_model(
     Args:
         source: a model folder, or a repository of the Hub.
         output_dir: the folder to write to.
-        format: one of `FORMATS`: "onnx", "openvino", "torch" (torch.export) or "executorch". Shapes are dynamic: one program
-            for all batches, lengths and image sizes, and a language model's reads whole prompts, chunks of them and single
-            tokens; its state is an input and an output in float32. In "executorch" shapes are fixed: one text, by 1 or 32
-            tokens, or one image of the configured size; softmax attention layers are limited to 1,024 tokens.
-        dtype: "float32", "float16" (statistics stay in float32) or, for "onnx" alone, "int8" (weights of matrix products, by
-            ONNX Runtime's quantiser).
+        dtype: "float32", "float16" (statistics stay in float32) or "int8" (weights of matrix products, by ONNX Runtime's
+            quantiser).
         tokenizer: a folder or repository with the tokenizer; by default that of the model, if it has one.
         revision: branch, tag or commit of the repository.
         overwrite: write into a folder that is not empty. Files of the same names are replaced, the program of an earlier
@@ -73,10 +74,13 @@ def export_model(
     Raises:
         ValueError: the model cannot be exported, or the program gives other outputs; the tokenizer does not fit it; or the
             output is the folder of the model or tokenizer, contains it or lies in it.
-        ImportError: the format's packages are not installed.
+        ImportError: the packages of the extra `export` are not installed.
         OSError: the model does not exist, or the folder cannot be written.
     """
-    check_format(format, dtype)
+    if dtype not in TOLERANCES:
+        raise ValueError(f"ONNX programs are written in {', '.join(TOLERANCES)}, not in {dtype!r}.")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ImportError(f"Exporting needs {missing[0]}, which is missing: pip install 'tost-hf[export]'.")
     target = Path(output_dir)
     check_folder(target, overwrite, sources=[source, *([] if tokenizer is None else [tokenizer])])
     folder = model_folder(source, revision)
@@ -85,9 +89,9 @@ def export_model(
     loaded_tokenizer = _load_tokenizer(folder, config, tokenizer)
     model = load_model(folder, config)
     program = make_program(model.half() if dtype == "float16" else model.float())
-    facts = describe(program, format, dtype)
+    facts = describe(program, dtype)
     with staged_folder(target) as staged:
-        FORMATS[format].save(program, staged / facts["model"], dtype)
+        save_onnx(program, staged / PROGRAM, dtype)
         agreement = _compare(program, staged, facts, TOLERANCES[dtype])
         facts["agreement"] = agreement._asdict()
         (staged / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -101,12 +105,12 @@ def export_model(
 
 
 def _compare(program: ModelProgram, folder: Path, facts: dict, tolerance: float) -> Agreement:
-    """`compare`, with any exception of a runtime as a ValueError."""
+    """`compare`, with any exception of the runtime as a ValueError."""
     try:
         return compare(program, load(folder, facts), facts, tolerance)
     except ValueError:
         raise
-    except Exception as error:  # each runtime has other exceptions
+    except Exception as error:  # whatever ONNX Runtime raises
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"The exported program does not run: {reason}. Nothing was written.") from error
 
@@ -121,34 +125,27 @@ def _load_tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.Pat
     return load_fitting_tokenizer(os.fspath(folder if source is None else source), config)
 
 
-def describe(program: ModelProgram, format: str, dtype: str) -> dict:
+def describe(program: ModelProgram, dtype: str) -> dict:
     """The contents of `export.json` besides the agreement.
 
     `state` lists the tensors of a language model's state with the names of their inputs and outputs. Before the first token
-    they are zeros, and a dimension "cached" is 0. Where shapes are fixed, `methods` are those of the file with the number of
-    tokens that each reads, and the shapes are those of one token.
+    they are zeros, and a dimension "cached" is 0.
     """
     config: Any = program.model.config
-    sizes = fixed_sizes(program) if format == "executorch" else {}
 
     def tensor(spec: TensorSpec) -> dict:
-        return {"name": spec.name, "dtype": spec.dtype, "shape": [sizes.get(str(n), n) for n in spec.shape]}
+        return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
 
     facts: dict[str, Any] = {
-        "format": format,
-        "model": FORMATS[format].file,
+        "model": PROGRAM,
         "dtype": dtype,
         "architecture": type(program.model).__name__,
         "inputs": [tensor(spec) for spec in program.inputs],
         "outputs": [tensor(spec) for spec in program.outputs],
     }
-    if sizes:
-        facts["methods"] = executorch_methods(program)
     if isinstance(program, LanguageProgram):
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         facts |= {name: getattr(config, name) for name in names}
-        if sizes and program.attends:  # its keys and values have a fixed length
-            facts["max_position_embeddings"] = sizes[MASKED]
         facts["statistics_layers"] = [i for i, kind in enumerate(config.all_layer_types) if "statistics" in kind]
         facts["num_attention_heads"] = config.num_attention_heads
         size = state_bytes(config)
@@ -168,10 +165,9 @@ def _write_scripts_and_readme(folder: Path, program: ModelProgram, facts: dict, 
         script, package = "classify.py picture.png", "pillow"
     for name in ("runtime.py", *script.split()[:1]):
         shutil.copyfile(Path(__file__).with_name(name), folder / name)
-    runtime, packages = FORMATS[facts["format"]].runtime, f"{FORMATS[facts['format']].packages} numpy {package}"
     template = jinja2.Template(README.read_text(encoding="utf-8"), keep_trailing_newline=True)
-    readme = template.render(facts, runtime=runtime, packages=packages, script=script, comparison=agreement)
+    readme = template.render(facts, package=package, script=script, comparison=agreement)
     (folder / "README.md").write_text(readme, encoding="utf-8")
 
 
-__all__ = ["DTYPES", "FACTS", "FORMATS", "Exported", "describe", "export_model"]
+__all__ = ["FACTS", "Exported", "describe", "export_model"]

@@ -1,0 +1,149 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Writing a program as ONNX, by way of torch.export."""
+
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from .programs import HEIGHT, MASKED, WIDTH, ModelProgram
+
+
+ONNX_OPSET = 18
+
+
+@contextlib.contextmanager
+def _exporting_by(exporter: str) -> Iterator[None]:
+    """Silences an exporter and turns its RuntimeError into a ValueError with the first line of the reason."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except RuntimeError as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{exporter} cannot export this model: {reason}") from error
+        finally:
+            logging.disable(disabled)
+
+
+# torch.export ---------------------------------------------------------------------------------------------------------
+
+
+def _trace(program: ModelProgram) -> torch.export.ExportedProgram:
+    """The program's graph, with dynamic dimensions; ValueError if PyTorch cannot export it."""
+    with _exporting_by("PyTorch"), torch.no_grad():
+        traced = torch.export.export(
+            program,
+            program.sample(),
+            dynamic_shapes=(_dynamic_shapes(program),),  # one tuple, of the parameter *inputs
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+    # such as that the batch is not the number of tokens: true of the traced sample, and without effect on what is computed
+    for node in list(traced.graph.nodes):
+        if node.target is torch.ops.aten._assert_scalar.default:
+            traced.graph.erase_node(node)
+    traced.graph_module.recompile()
+    for size, bounds in traced.range_constraints.items():  # nor that there are as many tokens as the sample has
+        traced.range_constraints[size] = ValueRanges(0, bounds.upper)
+    return traced
+
+
+def _dynamic_shapes(program: ModelProgram) -> tuple[dict[int, Any], ...]:
+    """The `dynamic_shapes` of torch.export, by input."""
+    dims: dict[str, Any] = {MASKED: torch.export.Dim.AUTO}
+    patch_size = getattr(program.model.config, "patch_size", 1)
+    for name in (HEIGHT, WIDTH):  # in whole patches
+        dims[name] = torch.export.Dim.AUTO if patch_size == 1 else patch_size * torch.export.Dim(f"{name}_in_patches")
+    named = {name for spec in program.inputs for name in spec.shape if isinstance(name, str)} - set(dims)
+    dims |= {name: torch.export.Dim(name) for name in named}
+    return tuple({d: dims[name] for d, name in enumerate(spec.shape) if isinstance(name, str)} for spec in program.inputs)
+
+
+def _without_cummax(traced: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The graph in core ATen operators, without aten.cummax, which ONNX does not have."""
+    return traced.run_decompositions({torch.ops.aten.cummax.default: _cummax})
+
+
+def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """aten.cummax of (batch, n) along dimension 1: at each position the maximum of all up to it."""
+    assert dim in (1, -1)
+    position = torch.arange(x.shape[1])
+    later = position[None] > position[:, None]
+    seen = torch.where(later, x.amin((0, 1)), x[:, None])
+    return seen.amax(2), seen.argmax(2)
+
+
+# ONNX -----------------------------------------------------------------------------------------------------------------
+
+
+def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
+    """Writes the program, and a file `*.data` beside it where one file would be too large; ValueError if it cannot be."""
+    from onnxscript.optimizer import fold_constants
+
+    traced = _without_cummax(_trace(program))
+    with _exporting_by("PyTorch's ONNX exporter"):
+        exported = torch.onnx.export(
+            traced,
+            dynamo=True,
+            input_names=[spec.name for spec in program.inputs],
+            output_names=[spec.name for spec in program.outputs],
+            opset_version=ONNX_OPSET,
+            optimize=False,  # its rule for x + 0 drops EPS_MEMBERSHIP as well, and leading padding would divide 0 by 0
+        )
+    assert exported is not None
+    fold_constants(exported.model)
+    _clean_onnx(exported.model, program)
+    if dtype != "int8":
+        exported.save(path)
+        return
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        exported.save(Path(scratch, "float32.onnx"))
+        _quantize(Path(scratch, "float32.onnx"), path)
+
+
+def _clean_onnx(model: Any, program: ModelProgram) -> None:
+    """Names the dynamic dimensions, and removes float64 and the names of local files.
+
+    The state is float32 outside and in computations: its casts to float64 and back, in a cache's layers, change nothing.
+    """
+    import onnx_ir as ir
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
+    from onnxscript.rewriter.pattern import RewriteRule
+
+    RewriteRule(
+        lambda op, x: op.Cast(op.Cast(x, to=ir.DataType.DOUBLE), to=ir.DataType.FLOAT),
+        lambda op, x: op.Identity(x),
+        lambda context, x: x.dtype == ir.DataType.FLOAT,
+        remove_nodes=False,
+    ).apply_to_model(model)
+    RemoveUnusedNodesPass()(model)
+    ClearMetadataAndDocStringPass()(model)
+    for specs, values in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
+        for spec, value in zip(specs, values, strict=True):
+            value.shape = ir.Shape(spec.shape)
+
+
+def _quantize(source: Path, target: Path) -> None:
+    """Weights of matrix products and of embeddings in int8, by ONNX Runtime's dynamic quantiser."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    folded = source.with_name("folded.onnx")
+    with _exporting_by("ONNX Runtime's quantiser"):
+        quant_pre_process(source, folded, skip_symbolic_shape=True)
+        quantize_dynamic(
+            folded, target, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"]
+        )
+
+
+__all__ = ["save_onnx"]
