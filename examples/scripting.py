@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, Trainer
 
 from tost_hf import ToSTConfig, ToSTVisionConfig
 from tost_hf.files import RUN_ARGUMENTS, TRAINER_STATE, staged_file
-from tost_hf.hub.secrets import safe_command
+from tost_hf.hub.checks import HUB_TOKEN
 from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 from tost_hf.training.checkpoints import choose_checkpoint
@@ -319,10 +320,10 @@ def record_run(trainer: Trainer, model_args, data_args) -> None:
 
 
 def recorded_command(argv: list[str]) -> str:
-    """A script's command line for those who want to repeat it, without tokens: records are published."""
+    """A script's command line for those who want to repeat it, without the Hub's token: records are published."""
     script, here = Path(argv[0]).resolve(), Path(__file__).resolve().parent
     name = script.relative_to(here).as_posix() if script.is_relative_to(here) else script.name
-    return safe_command(["python", f"examples/{name}", *argv[1:]])
+    return HUB_TOKEN.sub("HF_TOKEN", shlex.join(["python", f"examples/{name}", *argv[1:]]))
 
 
 def report(trainer: Trainer, split: str, metrics: dict[str, float], samples: int | None) -> None:

@@ -33,10 +33,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
 from tost_hf.files import EVALUATION
-from tost_hf.hub.cards import build_card
-from tost_hf.hub.markdown import code_block
+from tost_hf.hub.cards import build_card, save_card
 from tost_hf.hub.publishing import model_files
-from tost_hf.hub.records import CARD, save_card
+from tost_hf.hub.records import CARD
 from tost_hf.training.metrics import perplexity
 
 
@@ -162,7 +161,7 @@ def sample_texts(folder: str) -> str:
     texts = []
     for prompt in PROMPTS:
         tokens = model.generate(**tokenizer(prompt, return_tensors="pt"), **SAMPLED, pad_token_id=tokenizer.eos_token_id)
-        texts.append(code_block(tokenizer.decode(tokens[0], skip_special_tokens=True), "text"))
+        texts.append(f"```text\n{tokenizer.decode(tokens[0], skip_special_tokens=True)}\n```")
     note = f"Sampled with temperature {SAMPLED['temperature']} and top-p {SAMPLED['top_p']}, seed 0: the first try, unedited."
     return "\n\n".join([TITLE, note, *texts])
 

@@ -30,7 +30,7 @@ from train_small import command_line, copy_published_files, finish_card, store_a
 from transformers import AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
 
 from tost_hf.files import EVALUATION, TRAINER_STATE, staged_file
-from tost_hf.hub.markdown import table
+from tost_hf.hub.cards import table
 from tost_hf.interpret import inspect_path
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 

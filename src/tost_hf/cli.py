@@ -141,10 +141,10 @@ def _make_parser() -> argparse.ArgumentParser:
         "publish",
         _publish,
         "send a model folder to the Hub, in one commit",
-        "Checks a model folder and sends what the repository does not have yet, in one commit: all of it becomes "
-        "visible at once, or nothing. Interrupted, it leaves the repository as it was; run it again. It rejects "
-        "pickles, optimizer states, code that is not ToST's, files that look like secrets, weights with NaN, weights "
-        "that do not fit config.json, and a card without a licence.",
+        "Checks a model folder and sends what belongs to a model in one commit: all of it becomes visible at once, or "
+        "nothing. Interrupted, it leaves the repository as it was; run it again. Files of other kinds are left out and "
+        "named. It rejects references to code that is not ToST's, tokens of the Hub, weights with NaN, weights that do not "
+        "fit config.json, and a card without a licence.",
         "./my-tost me/my-tost --card --license apache-2.0",
         "./my-tost me/my-tost --private --tag v1",
         "./my-tost tost/tost-base --create-pr",
@@ -176,7 +176,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "verify",
         _verify,
         "check that a folder or a repository is a complete, working model",
-        "Downloads a repository (a folder is taken as it is) and checks hashes, kinds of files, configuration, "
+        "Downloads a repository (a folder is taken as it is) and checks hashes, texts, configuration, "
         "weights, code and card; then loads the model and runs it. The repository's own code is never run. Exit "
         "status 1 if anything fails.",
         "me/my-tost",
@@ -251,15 +251,6 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="take the JavaScript libraries from this folder of `npm pack` tarballs (default: npm fetches them)",
     )
-    kernel = add(
-        "export-kernel",
-        _export_kernel,
-        "the Triton operator alone, in the layout of the Hub's kernels",
-        "Writes the operator as a `kernels` repository ([torch-noarch]: Triton only, nothing compiled).",
-        "./tssa-kernel",
-    )
-    kernel.add_argument("output", metavar="OUT", help="the folder to write")
-    kernel.add_argument("--overwrite", action="store_true", help="replace what is already at OUT")
     return parser
 
 
@@ -349,7 +340,7 @@ def _publish(args: argparse.Namespace) -> None:
     else:
         done = publish(args.folder, args.repo_id, with_code=args.with_code, **options)
     print(f"{done.repo_id}: " + ("a Space" if done.num_parameters is None else f"{done.num_parameters:,} parameters"))
-    for heading, files in (("send", done.uploaded), ("delete", done.deleted), ("unchanged", done.unchanged)):
+    for heading, files in (("send", done.uploaded), ("delete", done.deleted), ("leave out", done.left_out)):
         for name in files:
             print(f"  {heading:10}{name}")
     if args.dry_run:
@@ -413,12 +404,6 @@ def _space(args: argparse.Namespace) -> None:
 
     options = {name: getattr(args, name) for name in ("dtype", "tokenizer", "title", "npm", "revision", "overwrite")}
     print(f"Wrote {write_space(args.model, args.output, **options)}")
-
-
-def _export_kernel(args: argparse.Namespace) -> None:
-    from .hub.kernel_export import export_kernel
-
-    print(f"Wrote {export_kernel(args.output, overwrite=args.overwrite)}")
 
 
 if __name__ == "__main__":

@@ -1,99 +1,80 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """What a model folder has to satisfy to be published, and what `tost-hf verify` looks at. Nothing here changes a file."""
 
-import base64
-import contextlib
-import io
 import json
-import pickletools
 import re
-import zipfile
-from collections.abc import Collection, Iterator
-from pathlib import Path, PureWindowsPath
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import ModelCard
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..model import modeling_tost, modeling_tost_vision
 from ..model.base_tost import AUTO_MAPS
-from .records import CARD, Card, load_card, open_safetensors, read_json
-from .secrets import holds_hub_token, is_secret_name, redact, secrets_in_file
+from .records import CARD, load_card, open_safetensors, read_json
 
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack")
-TRAINER_STATE = re.compile(r"((optimizer|scheduler|scaler|rng_state|random_states)[\w.-]*|.*\.distcp)$", re.IGNORECASE)
-PICKLE_START = re.compile(rb"\x80[\x02-\x05]")  # of protocols 2 to 5; the older ones have no mark
-PICKLE_BYTES = 2**18  # at the start of a file, which are looked at
-ARCHIVES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, 7z, zstd
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TEXT_FILES = (".json", ".jinja", ".md", ".txt", ".py", ".js", ".html")
+HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
+CODE_KEYS = (  # by which transformers or PEFT load code or another repository
+    *("auto_map", "custom_pipelines", "custom_generate", "base_model_name_or_path", "audio_tokenizer_name_or_path"),
+    # generation modes that were moved to repositories
+    *("constraints", "dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha"),
+)
+CLASS_REFERENCE = re.compile(r"[\w./-]+--\w+\.\w+")  # as in "owner/repository--module.Class"
 
 
-def forbidden_file(name: str, path: Path) -> str | None:
-    """Why a file must not be in a published repository, or None.
-
-    Args:
-        name: its path in the repository, with forward slashes.
-        path: where it lies.
-    """
-    base = name.rsplit("/", 1)[-1]
-    if holds_hub_token(name):
-        return f"{redact(name)} has a secret in its name (Hugging Face Token)"
-    if "\\" in name or any(PureWindowsPath(part).drive for part in name.split("/")):
-        return f"{name!r} has a drive letter or a backslash in its name, so that downloads of it are refused; rename it"
-    if TRAINER_STATE.match(base):
-        return f"{name} is state of a training run (optimizer, scheduler, random numbers)"
-    if base.lower().endswith(PICKLES):
-        return f"{name} may be a pickle, which runs code when it is opened; publish safetensors"
-    if is_secret_name(base):
-        return f"{name} has the name of a file that holds secrets"
-    if base.endswith(".safetensors"):
-        return _check_safetensors(name, path)
-    with open(path, "rb") as file:
-        head = file.read(PICKLE_BYTES)
-    if head.startswith(ARCHIVES) or zipfile.is_zipfile(path):  # a zip may start anywhere
-        return f"{name} is an archive or compressed, as torch.save writes; publish safetensors, and other files unpacked"
-    if _starts_pickle(head):
-        return f"{name} is a pickle, whatever its name says; publish safetensors"
-    if kinds := secrets_in_file(path):
-        return f"{name} holds a secret ({', '.join(kinds)})"
-    return None
+# Texts ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_safetensors(name: str, path: Path) -> str | None:
-    """What is wrong in a safetensors file, its numbers aside: its kind, its metadata."""
-    try:
-        with safe_open(path, "pt") as opened:
-            metadata = opened.metadata() or {}
-    except SafetensorError as error:
-        return f"{name} is named like safetensors, but it is not a readable safetensors file ({error})"
-    if any(_is_pickle_text(value) for value in metadata.values()):
-        return f"{name} holds a pickle in its metadata"
-    with open(path, "rb") as file:
-        header = file.read(int.from_bytes(file.read(8), "little"))
-    if holds_hub_token(header):
-        return f"{name} holds a secret (Hugging Face Token) in its metadata"
-    return None
+def check_texts(files: Mapping[str, Path]) -> None:
+    """Raises ValueError for a token of the Hub in one of the text files."""
+    texts = [name for name in files if Path(name).suffix in TEXT_FILES or "LICENSE" in name]
+    found = [name for name in texts if HUB_TOKEN.search(files[name].read_text(encoding="utf-8", errors="replace"))]
+    if found:
+        raise ValueError(f"{', '.join(found)} holds a token of the Hub (hf_...): remove it, and revoke it on the Hub.")
 
 
-def _starts_pickle(data: bytes) -> bool:
-    """Whether bytes start with a pickle, of any protocol; none of it is loaded."""
-    if PICKLE_START.match(data):
-        return True
-    try:
-        pickletools.dis(data, io.StringIO())  # follows the stack, so no text passes by chance
-    except Exception:  # whatever its reading of arbitrary bytes leads to
-        return False
-    return True
+def check_code_references(files: Mapping[str, Path]) -> None:
+    """Raises ValueError where a configuration among the files (name -> path) leads to code other than ToST's."""
+    found = []
+    for name, path in files.items():
+        if name.endswith(".json") and "config" in name:
+            content = read_json(path)
+            if name == CONFIG_NAME and _is_own_auto_map(content.get("auto_map")):
+                del content["auto_map"]
+            found += [f"{name} leads to code that is not ToST's by {place}" for place in _code_references(content)]
+    if found:
+        raise ValueError(f"{'; '.join(found)}. Whoever sets trust_remote_code=True for it would run that code; remove it.")
 
 
-def _is_pickle_text(text: str) -> bool:
-    """Whether text is a pickle, or one in base64."""
-    with contextlib.suppress(ValueError):
-        if _starts_pickle(base64.b64decode(text, validate=True)):
-            return True
-    return _starts_pickle(text.encode("latin-1", "replace"))
+def _code_references(content: Any) -> Iterator[str]:
+    """The keys and values, at any depth, that name code."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            is_kernel = key.endswith("attn_implementation") and "/" in json.dumps(value)
+            if is_kernel or (key in CODE_KEYS and value and value != 1):  # one group of beams is none
+                yield key
+            else:
+                yield from _code_references(value)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _code_references(value)
+    elif isinstance(content, str) and CLASS_REFERENCE.fullmatch(content):
+        yield content
+
+
+def _is_own_auto_map(auto_map: Any) -> bool:
+    """Whether each entry of an `auto_map` is ToST's; an older version's may have fewer."""
+    ours = [item for own in AUTO_MAPS.values() for item in own.items()]
+    return isinstance(auto_map, dict) and all(item in ours for item in auto_map.items())
+
+
+# The model ------------------------------------------------------------------------------------------------------------
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -106,26 +87,19 @@ def load_config(folder: Path) -> PreTrainedConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
-    read_json(path)  # for its error messages
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever a wrong kind of value leads to in transformers
-        reason = " ".join(str(error).split())[:400]
-        raise ValueError(f"{path} is not the configuration of a model: {reason}") from error
-    if config.model_type not in ("tost", "tost_vision"):
-        raise ValueError(f"{folder} holds a model of type {config.model_type!r}, not a ToST model.")
-    return config
+    model_type = read_json(path).get("model_type")
+    if model_type not in AUTO_MAPS:
+        raise ValueError(f"{folder} holds a model of type {model_type!r}, not a ToST model.")
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class named in the configuration's `architectures` (the base model where it names none)."""
-    references = {name: reference.rpartition(".")[2] for name, reference in AUTO_MAPS[config.model_type].items()}
-    del references["AutoConfig"]
-    name = config.architectures[0] if config.architectures else references["AutoModel"]
-    if name not in list(references.values()):
+    classes = {reference.rpartition(".")[2] for reference in AUTO_MAPS[config.model_type].values()}
+    name = config.architectures[0] if config.architectures else AUTO_MAPS[config.model_type]["AutoModel"].rpartition(".")[2]
+    if name not in classes:
         raise ValueError(f"config.json names the architecture {name!r}, which is no ToST model of type {config.model_type!r}.")
-    modeling = modeling_tost_vision if config.model_type == "tost_vision" else modeling_tost
-    return getattr(modeling, name)
+    return getattr(modeling_tost_vision if config.model_type == "tost_vision" else modeling_tost, name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -138,37 +112,17 @@ def weight_files(folder: Path) -> list[Path]:
     whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if whole.is_file() and index.is_file():
         raise ValueError(f"{folder} has both {whole.name} and {index.name}; delete the one that is out of date.")
-    if not index.is_file():
-        if not whole.is_file():
-            raise FileNotFoundError(f"{whole} is missing; the weights must be in safetensors files.")
-        return [whole]
-    names = sorted(set(_shard_of_each_tensor(index).values()))
+    if index.is_file() and not isinstance(read_json(index).get("weight_map"), dict):
+        raise ValueError(f"{index} is not an index of safetensors files; save the model again.")
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [whole.name]
     for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing, which {index.name} names.")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing; the weights must be in safetensors files.")
     return [folder / name for name in names]
 
 
-def _shard_of_each_tensor(index: Path) -> dict[str, str]:
-    """What an index of shards says: tensor's name -> file's name."""
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-        shards = dict(content["weight_map"])
-        if not isinstance(content["metadata"], dict) or not shards or "\0" in "".join(shards.values()):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{index} is not an index of safetensors files, with metadata and the file of each tensor. Save the model again."
-        ) from error
-    return shards
-
-
 def tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of some safetensors files, one in memory at a time.
-
-    Raises:
-        ValueError: a file is damaged or cut short.
-    """
+    """The name and the values of each tensor in safetensors files, one after the other."""
     for file in files:
         with open_safetensors(file) as opened:
             for name in opened.keys():
@@ -176,46 +130,23 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_weights(folder: Path, config: PreTrainedConfig) -> int:
-    """Compares the weights with what the configuration describes.
+    """Compares a folder's weights with the model that its configuration describes.
 
     Returns:
-        The number of parameters of the model (a tied weight counts once).
+        The model's number of parameters.
 
     Raises:
-        ValueError: tensors are missing, superfluous, of another shape or kind, not finite, or tied but not equal.
+        FileNotFoundError: there are no weights, or a shard is missing.
+        ValueError: tensors are missing, superfluous, of another shape or kind, or not finite.
     """
-    if getattr(config, "transformers_weights", None) is not None:
-        raise ValueError("config.json names its weights by transformers_weights; remove that entry, and name them as usual.")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            "config.json has a quantization_config, but a published ToST model holds floating-point weights: remove that "
-            "entry, or save the model after model.dequantize()."
-        )
-    files = weight_files(folder)
-    shard_of = {name: file.name for file in files for name in _tensor_names(file)}
-    if config.num_hidden_layers > len(shard_of):  # not built then: it may be any number
-        raise ValueError(f"config.json describes {config.num_hidden_layers} layers; the weights lack most of their tensors.")
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file() and _shard_of_each_tensor(index) != shard_of:
-        raise ValueError(f"{index} does not say in which file each tensor is; save the model again.")
     model = empty_model(config)
-    expected = model.state_dict()
-    tied: dict[str, str] = model.all_tied_weights_keys
-    check_names(shard_of, expected, folder, optional=tied)
-    kept: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors(files):
-        check_tensor(name, tensor, expected[name], folder)
-        if name in tied or name in tied.values():
-            kept[name] = tensor
-    for name, source in tied.items():
-        if name in kept and source in kept and not bool((kept[name] == kept[source]).all()):
-            raise ValueError(f"{name} differs from {source} in the weights, but config.json ties them: they must be equal.")
+    expected, found = model.state_dict(), []
+    for name, tensor in tensors(weight_files(folder)):
+        found.append(name)
+        if name in expected:
+            check_tensor(name, tensor, expected[name], folder)
+    check_names(found, expected, folder, optional=model.all_tied_weights_keys)
     return model.num_parameters()
-
-
-def _tensor_names(file: Path) -> list[str]:
-    with open_safetensors(file) as opened:
-        return list(opened.keys())
 
 
 def check_names(found: Collection[str], expected: Collection[str], source: Path, optional: Collection[str] = ()) -> None:
@@ -228,9 +159,8 @@ def check_names(found: Collection[str], expected: Collection[str], source: Path,
 
 
 def list_names(names: list[str], most: int = 5) -> str:
-    """The first of some names, which may be of any length, and how many more there are."""
-    shown = (name if name.isprintable() and len(name) < 100 else f"{name[:100]!r}..." for name in names[:most])
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_tensor(name: str, tensor: torch.Tensor, expected: torch.Tensor, source: Path) -> None:
@@ -246,7 +176,21 @@ def check_tensor(name: str, tensor: torch.Tensor, expected: torch.Tensor, source
         raise ValueError(f"{source}: {name} holds NaN or infinite numbers; take weights from before training diverged.")
 
 
-def check_card(folder: Path) -> Card:
+def parameter_count(config: PreTrainedConfig) -> int:
+    """Number of parameters of the configuration's model; nothing is allocated."""
+    return empty_model(config).num_parameters()
+
+
+def empty_model(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """The configuration's model without memory for its weights (on the meta device), of the class it names or of this one."""
+    with torch.device("meta"):
+        return (kind or model_class(config))(config)
+
+
+# Cards ----------------------------------------------------------------------------------------------------------------
+
+
+def check_card(folder: Path) -> ModelCard:
     """The folder's model card.
 
     Raises:
@@ -256,16 +200,13 @@ def check_card(folder: Path) -> Card:
     if not path.is_file():
         raise ValueError(f"{folder} has no model card; write one with `tost-hf card {folder} --license LICENSE`.")
     card = load_card(path)
-    if not card.data.license:
+    if not card.data.get("license"):
         raise ValueError(
             f"The card {path} names no licence: add the line `license: apache-2.0` (or whichever it is) to its metadata, or "
             f"write it again with `tost-hf card {folder} --license apache-2.0 --overwrite`."
         )
     if "[More Information Needed]" in card.content:
-        raise ValueError(
-            f"The card {path} is an unfilled form: complete it by hand, or write one from what is known with `tost-hf card "
-            f"{folder} --license LICENSE --overwrite`."
-        )
+        raise ValueError(f"The card {path} is an unfilled form: complete it by hand.")
     return card
 
 
@@ -278,14 +219,3 @@ def check_space(folder: Path) -> None:
     missing = [name for name in [*needed, "model/export.json", "model/model.onnx"] if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder} lacks {', '.join(missing)}; write the page again with `tost-hf space`.")
-
-
-def parameter_count(config: PreTrainedConfig) -> int:
-    """Number of parameters of the configuration's model; nothing is allocated."""
-    return empty_model(config).num_parameters()
-
-
-def empty_model(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> PreTrainedModel:
-    """The configuration's model without memory for its weights (on the meta device), of the class it names or of this one."""
-    with torch.device("meta"):
-        return (kind or model_class(config))(config)

@@ -4,16 +4,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 
-from huggingface_hub import HfApi, ModelInfo, SpaceInfo, get_session, snapshot_download
+from huggingface_hub import HfApi, ModelInfo, get_session, snapshot_download
 from huggingface_hub.errors import HTTPError
 
 
 TIME_LIMIT = 60.0  # seconds without an answer, or without progress, of one request
-
-_lock = Lock()  # all threads share one session
-_replaced_timeouts: list = []  # of the session, one for each call within `hub_calls`; the first is the session's default
 
 
 @contextmanager
@@ -23,10 +19,8 @@ def hub_calls() -> Iterator[None]:
     Raises:
         OSError: the Hub could not be reached, timed out or closed the connection.
     """
-    with _lock:
-        session = get_session()
-        _replaced_timeouts.append(session.timeout)
-        session.timeout = TIME_LIMIT
+    before = get_session().timeout
+    get_session().timeout = TIME_LIMIT
     try:
         yield
     except (HTTPError, RuntimeError) as error:  # an upload's HTTP error comes as the cause of a RuntimeError
@@ -37,14 +31,7 @@ def hub_calls() -> Iterator[None]:
             f"The Hub could not be reached, timed out or closed the connection ({reason}); run the command again."
         ) from error
     finally:
-        with _lock:
-            get_session().timeout = _replaced_timeouts.pop()  # a connection error makes huggingface_hub replace the session
-
-
-def get_repo_info(api: HfApi, repo_id: str, revision: str | None = None, repo_type: str = "model") -> ModelInfo | SpaceInfo:
-    """The commit of a model or Space at a revision, and the names, sizes and hashes of its files."""
-    ask = api.space_info if repo_type == "space" else api.model_info
-    return ask(repo_id, revision=revision, files_metadata=True, timeout=TIME_LIMIT)
+        get_session().timeout = before  # a connection error makes huggingface_hub replace the session
 
 
 def download(
@@ -56,4 +43,4 @@ def download(
         return Path(snapshot_download(repo_id, revision=found.sha, token=token, allow_patterns=patterns)), found
 
 
-__all__ = ["download", "get_repo_info", "hub_calls"]
+__all__ = ["TIME_LIMIT", "download", "hub_calls"]

@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
 from .checks import model_class
 from .connection import download
@@ -68,16 +67,10 @@ def check_loading(folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedMod
 def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The folder's model, whose weights passed `check_weights`, by this package's code, for evaluation."""
 
-    def load():
+    def load() -> PreTrainedModel:
         return model_class(config).from_pretrained(folder, trust_remote_code=False, local_files_only=True).eval()
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        return _load("the model", load)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    return _load("the model", load)
 
 
 def _check_output(model: PreTrainedModel, config: PreTrainedConfig) -> str:

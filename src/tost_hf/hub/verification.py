@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, ModelInfo
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -16,13 +17,19 @@ from ..cache_files import state_bytes
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..model.configuration_tost import CAUSAL_STATISTICS
 from ..version import __version__
-from .checks import check_card, check_weights, load_config, model_class, parameter_count, weight_files
-from .code_references import foreign_code
+from .checks import (
+    check_card,
+    check_code_references,
+    check_texts,
+    check_weights,
+    load_config,
+    model_class,
+    parameter_count,
+    weight_files,
+)
 from .connection import download
 from .loading import NUM_TOKENS, check_loading
-from .publishing import forbidden_content, same_content
 from .records import CARD, load_card
-from .secrets import has_detect_secrets
 
 
 @dataclass(frozen=True)
@@ -51,59 +58,46 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
     Example:
         >>> [check.name for check in verify("./my-tost") if not check.passed]
     """
-    local = os.path.isdir(source)
+    folder, found = (Path(source), None) if os.path.isdir(source) else download(str(source), revision, token)
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     checks: list[Check] = []
-    folder, found = (Path(source), None) if local else download(str(source), revision, token)
 
     def check(name: str, run: Callable[[], str]) -> bool:
         try:
             checks.append(Check(name, True, run()))
-        except (ValueError, OSError) as error:
-            checks.append(Check(name, False, str(error)))
         except Exception as error:  # of a folder in which anything may be wrong
-            checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
+            kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+            checks.append(Check(name, False, f"{kind}{error}"))
         return checks[-1].passed
 
     if found is not None:
-        check("hashes", lambda: _check_hashes(folder, found.siblings or []))
-    check("files", lambda: _check_files(folder))
-    if check("config", lambda: _describe(load_config(folder))):
-        config, foreign = load_config(folder), foreign_code(_all_files(folder))
-        check("code", lambda: _check_code(folder, config, foreign))
-        # a model is not built where the configuration may name code to load
-        if not foreign and check(
-            "weights", lambda: f"{check_weights(folder, config):,} parameters, all finite, all in their places"
-        ):
+        check("hashes", lambda: _check_hashes(found, token))
+    check("files", lambda: _check_files(files))
+    # a model is not built where the configuration may name code to load
+    if check("config", lambda: _check_config(folder, files)):
+        config = load_config(folder)
+        check("code", lambda: _check_code(folder, config))
+        if check("weights", lambda: f"{check_weights(folder, config):,} parameters, all finite, all in their places"):
             check("model", lambda: _run(folder, config))
-    check("card", lambda: _check_card(folder, None if local else token, online=not local))
+    check("card", lambda: _check_card(folder, online=found is not None))
     return checks
 
 
-def _check_hashes(folder: Path, siblings) -> str:
-    for sibling in siblings:
-        path = folder / sibling.rfilename
-        if not path.is_file():
-            raise ValueError(f"{sibling.rfilename} is in the repository's listing, but was not downloaded.")
-        if not same_content(sibling, path):
-            raise ValueError(
-                f"{sibling.rfilename} is not the file that the repository lists (its hash differs): it was changed on the "
-                f"way, or in the cache ({path})."
-            )
-    return f"{len(siblings)} files are what the repository lists"
+def _check_hashes(found: ModelInfo, token: str | None) -> str:
+    done = HfApi(token=token).verify_repo_checksums(found.id, revision=found.sha)
+    if wrong := [*(mismatch["path"] for mismatch in done.mismatches), *done.missing_paths]:
+        raise ValueError(f"Not what the repository lists, or changed in {done.verified_path}: {', '.join(wrong)}.")
+    return f"{done.checked_count} files are what the repository lists"
 
 
-def _all_files(folder: Path) -> dict[str, Path]:
-    """Name -> path of every file but those that git and the Hub's client keep."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in files.items() if not name.startswith((".cache/", ".git/"))}
+def _check_files(files: dict[str, Path]) -> str:
+    check_texts(files)
+    return f"{len(files)} files, no token of the Hub"
 
 
-def _check_files(folder: Path) -> str:
-    files = _all_files(folder)
-    if reasons := forbidden_content(folder, files):
-        raise ValueError("; ".join(reasons))
-    kinds = "nothing that looks like a secret" if has_detect_secrets() else "no token of the Hub (without detect-secrets)"
-    return f"{len(files)} files, no pickle, no training state, {kinds}"
+def _check_config(folder: Path, files: dict[str, Path]) -> str:
+    check_code_references(files)
+    return _describe(load_config(folder))
 
 
 def _describe(config: PreTrainedConfig) -> str:
@@ -129,36 +123,27 @@ def _generate(model: Any, config: PreTrainedConfig) -> str:
     return f"generates {wanted} tokens, the same with and without its cache"
 
 
-def _check_code(folder: Path, config: PreTrainedConfig, foreign: list[str]) -> str:
-    if foreign:
-        raise ValueError(f"{'; '.join(foreign)}. Do not set trust_remote_code for it.")
+def _check_code(folder: Path, config: PreTrainedConfig) -> str:
     there = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     auto_map = getattr(config, "auto_map", None)
     if not auto_map and not there:
         return "no remote code: loads where tost_hf is installed"
-    if not auto_map:
-        raise ValueError(f"It has {', '.join(there)}, but no auto_map in its config.json that names them.")
-    if auto_map != AUTO_MAPS[config.model_type]:
-        raise ValueError(f"Its config.json has an auto_map that is not that of tost_hf {__version__}; do not trust it.")
     ours = code_files(config.model_type)
-    missing = sorted(set(ours) - set(there))
-    if missing:
-        raise ValueError(f"Its config.json has an auto_map, but {', '.join(missing)} is missing.")
     changed = [name for name, path in there.items() if name not in ours or path.read_bytes() != ours[name].read_bytes()]
-    if changed:
+    if auto_map != AUTO_MAPS[config.model_type] or set(ours) - set(there) or changed:
         raise ValueError(
-            f"Its code is not that of tost_hf {__version__} in {', '.join(changed)}. Another version wrote it, or it was "
-            "changed: read it before you set trust_remote_code, or publish the model again."
+            f"Its code is not that of tost_hf {__version__} ({', '.join(changed) or 'its files or auto_map differ'}): another "
+            "version wrote it, or it was changed. Read it before you set trust_remote_code, or publish the model again."
         )
     return f"loads with trust_remote_code=True; the code is that of tost_hf {__version__}"
 
 
-def _check_card(folder: Path, token: str | None, *, online: bool) -> str:
+def _check_card(folder: Path, online: bool) -> str:
     card = check_card(folder)
     if online:
         with contextlib.suppress(OfflineModeIsEnabled):
             card.validate(repo_type="model")
-    return f"licence {card.data.license}, {len(card.data.eval_results or [])} results in its metadata"
+    return f"licence {card.data.get('license')}, {len(card.data.get('eval_results') or [])} results in its metadata"
 
 
 def _describe_state(config: PreTrainedConfig) -> str:
@@ -206,5 +191,5 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         "included (trust_remote_code works)" if getattr(config, "auto_map", None) else "not included (needs tost_hf)"
     )
     if (folder / CARD).is_file():
-        facts["licence"] = str(load_card(folder / CARD).data.license or "not named")
+        facts["licence"] = str(load_card(folder / CARD).data.get("license") or "not named")
     return facts

@@ -15,7 +15,6 @@ from ..export import export_model
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config, parameter_count
 from ..hub.loading import TOKENIZER_FILES, model_folder
-from ..hub.markdown import escape
 from ..hub.records import CARD, load_card
 from ..image_processing import make_image_processor
 from ..interpret.colors import head_style
@@ -165,13 +164,13 @@ def _card(title: str, model: str, source: Path) -> str:
         "pinned": False,
         "short_description": "A ToST model that runs in the browser",
     }
-    if (source / CARD).is_file() and (license := load_card(source / CARD).data.license):
+    if (source / CARD).is_file() and (license := load_card(source / CARD).data.get("license")):
         metadata["license"] = license
     if not os.path.isdir(model):
         metadata["models"] = [model]
     head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return (
-        f"---\n{head}---\n\n# {escape(title)}\n\nA ToST model that runs in the browser, written by `tost-hf space` "
+        f"---\n{head}---\n\n# {title}\n\nA ToST model that runs in the browser, written by `tost-hf space` "
         f"({__version__}). Nothing leaves the browser. To see it without the Hub: `python -m http.server` in this folder.\n"
     )
 
