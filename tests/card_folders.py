@@ -66,7 +66,7 @@ RECORDS = {
         "train_batch_size": 6,
         "log_history": [{"eval_loss": 9.9, "step": 10}],
     },
-    "all_results.json": TRAINING | EVAL_RESULTS,
+    "train_results.json": TRAINING,
     "eval_results.json": EVAL_RESULTS,
     "evaluation.json": {"results": [RESULT]},
     "run_arguments.json": {

@@ -1,4 +1,4 @@
-"""What `publish` and `verify` reject, one case of each kind of damage, and what `publish` leaves behind. No request is made."""
+"""What `publish` and `verify` reject, one case of each kind of damage, and what `publish` leaves behind."""
 
 import json
 import shutil

@@ -114,8 +114,8 @@ def test_resume_from_last_checkpoint(hub, clients, train, tmp_path):
     train(tmp_path / "whole", hub_model_id="tost/whole", hub_strategy="checkpoint", max_steps=6, **steady).check()
     steady |= {"hub_model_id": "tost/resumed", "hub_strategy": "checkpoint"}
     train(tmp_path / "first", **steady).check()
-    clients.run(FETCH, "tost/resumed", tmp_path / "second").check()
-    resume = str(tmp_path / "second/last-checkpoint")
+    clients.run(FETCH, "tost/resumed", tmp_path / "fetched").check()  # not into the output folder, all of which is pushed
+    resume = str(tmp_path / "fetched/last-checkpoint")
     train(tmp_path / "second", max_steps=6, resume=resume, **steady).check()
     resumed, whole = (
         json.loads(hub.files(f"tost/{name}")["last-checkpoint/trainer_state.json"]) for name in ("resumed", "whole")
