@@ -283,7 +283,7 @@ def test_init_card_info_inspect_and_convert_of_encoders(tmp_path, capsys):
     facts = info(folder)
     assert facts["state"].startswith("none") and "is_causal False" in facts["options"]
     card = build_card(folder, license="mit").content
-    for words in ("A text encoder", "| is_causal | False |", "| pooling | mean |", "| pre_norm | False |"):
+    for words in ("A text encoder", "is_causal False", "pooling mean", "pre_norm False"):
         assert words in card
     assert "goes beyond" not in card and "bytes per sequence" not in card and "Quality at equal width" not in card
     (folder / "README.md").write_text(card)

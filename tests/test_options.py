@@ -348,7 +348,7 @@ def test_options_in_card_info_and_trace(names, tmp_path):
     facts = info(tmp_path)
     assert facts["options"].startswith("forgetting token, conv_kernel 4")
     card = str(build_card(tmp_path, license="mit"))
-    assert "| forgetting | token |" in card and "goes beyond the paper" in card
+    assert "forgetting token" in card and "goes beyond the paper" in card
     assert ("and 256 with every token" in card) == ("hybrid" in names) == ("256 with every token" in facts["state"])
     trace = trace_model(model, input_ids=torch.randint(2, 97, (2, 9)))
     assert trace.memberships.shape == (2, 2 if "hybrid" in names else 4, 4, 9)

@@ -15,12 +15,12 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 
-from ..cache_files import state_bytes
 from ..files import staged_file
-from ..model.configuration_tost import BEYOND_PAPER, CAUSAL_STATISTICS, PRESETS, ToSTConfig
+from ..model.configuration_tost import BEYOND_PAPER, PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
-from .checks import load_config, model_class, parameter_count, weight_files
-from .records import CARD, IMAGE_PROCESSOR_FILES, Records, read_records, stored_dtypes
+from .checks import load_config, model_class, weight_files
+from .facts import describe
+from .records import CARD, IMAGE_PROCESSOR_FILES, Records, read_records
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -47,8 +47,7 @@ def build_card(
 ) -> ModelCard:
     """The card of the model in a folder, as `write_card` writes it.
 
-    It is made of `config.json`, the headers of the safetensors files, the results and the state that Trainer saves, and,
-    where they exist,
+    It is made of `config.json`, the results and the state that Trainer saves, and, where they exist,
 
     - `evaluation.json`: {"results": [{"task_type", "dataset_type", "dataset_name", "metric_type", "metric_value", and as far
       as known "dataset_config", "dataset_split", "metric_name", "protocol", "command", "seed", "date", "num_examples"}]};
@@ -73,6 +72,7 @@ def build_card(
     """
     folder = Path(folder)
     config = load_config(folder)
+    weight_files(folder)  # raises where there are none
     if repo_id is not None:
         validate_repo_id(repo_id)
     if with_code is None:
@@ -85,7 +85,6 @@ def build_card(
         config,
         name,
         records,
-        stored_dtypes(weight_files(folder)),
         has_weights=True,
         source=json.dumps(full_name) + (f", revision={json.dumps(revision)}" if revision else ""),
         revision=revision,
@@ -237,9 +236,7 @@ def _training_results(records: Records, dataset: str, pipeline_tag: str) -> list
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def _render(
-    data: ModelCardData, config: PreTrainedConfig, name: str, records: Records, dtypes: Sequence[str] = (), **values: Any
-) -> ModelCard:
+def _render(data: ModelCardData, config: PreTrainedConfig, name: str, records: Records, **values: Any) -> ModelCard:
     """The template, filled; `values` are Markdown already."""
     auto_class, pipeline_tag = _task(config)
     return ModelCard.from_template(
@@ -253,7 +250,7 @@ def _render(
         pipeline_tag=pipeline_tag,
         is_vision=isinstance(config, ToSTVisionConfig),
         beyond_paper=[option for option in config.options() if option in BEYOND_PAPER],
-        facts=table(("model", model_class(config).__name__), _facts(config, dtypes)),
+        facts=table(("model", model_class(config).__name__), describe(config).items()),
         evaluation=_evaluation_table(records.results),
         commands="\n".join(dict.fromkeys(result["command"] for result in records.results if result.get("command"))),
         training_evaluation=_number_table("metric", records.metrics),
@@ -261,37 +258,6 @@ def _render(
         training=_number_table("training", records.training),
         **values,
     )
-
-
-def _facts(config: Any, dtypes: Sequence[str]) -> list[tuple[str, str]]:
-    """What is said of an architecture, by name."""
-    heads, width = config.num_attention_heads, config.hidden_size
-    facts = [
-        ("parameters", f"{parameter_count(config):,}" + (f", stored as {' and '.join(dtypes)}" if dtypes else "")),
-        ("layers", str(config.num_hidden_layers)),
-        ("heads", f"{heads} of {width // heads} channels"),
-        ("width", f"{width:,}" + (f", of the MLP {config.intermediate_size:,}" if config.mlp_type == "mlp" else "")),
-    ]
-    if isinstance(config, ToSTVisionConfig):
-        height, side = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
-        facts += [("patches", f"{config.patch_size} x {config.patch_size} pixels"), ("images", f"{height} x {side} pixels")]
-    else:
-        positions = config.max_position_embeddings
-        facts += [("vocabulary", f"{config.vocab_size:,}"), ("positions", f"{positions:,}" if positions else "no limit")]
-        if config.is_causal:
-            state = state_bytes(config)
-            growth = f", and {state.per_token:,} with every token" if state.per_token else ", at any length of the text"
-            facts += [("state of generation", f"{state.saved:,} bytes per sequence{growth}")]
-    if _task(config)[1].endswith("classification"):
-        names = [str(config.id2label[i]) for i in sorted(config.id2label)]
-        shown = len(names) <= 20 and not names[0].startswith("LABEL_")
-        facts += [("classes", f"{len(names):,}" + (f": {', '.join(names)}" if shown else ""))]
-    for name, value in config.options().items():
-        if name == "layer_types":
-            attention = [i for i, kind in enumerate(value, start=1) if kind != CAUSAL_STATISTICS]
-            name, value = "layers with attention", ", ".join(map(str, attention))
-        facts += [(name, str(value))]
-    return facts
 
 
 def _evaluation_table(results: list[dict]) -> str:

@@ -22,7 +22,6 @@ from .records import IMAGE_PROCESSOR_FILES
 
 
 NUM_TOKENS = 16
-MAX_IMAGE_SIDE = 256  # pixels a side; the model takes images of any size
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 Loaded = TypeVar("Loaded")
 
@@ -52,15 +51,15 @@ def check_loading(folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedMod
     model = load_model(folder, config)
     output = _check_output(model, config)
     if model.can_generate() and (folder / "generation_config.json").is_file():
-        _load("the generation settings", lambda: GenerationConfig.from_pretrained(folder, local_files_only=True))
+        _load("generation_config.json", lambda: GenerationConfig.from_pretrained(folder, local_files_only=True))
     if config.model_type == "tost":
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
             tokenizer = load_fitting_tokenizer(str(folder), config)
-            _load("the tokenizer", lambda: tokenizer("A few words."))
+            _load("The tokenizer", lambda: tokenizer("A few words."))
     elif any((folder / name).is_file() for name in IMAGE_PROCESSOR_FILES) and not hasattr(AutoImageProcessor, "_backends"):
         # with "_backends" it is a placeholder: this transformers asks for torchvision, which is not installed
         options = {"trust_remote_code": False, "local_files_only": True}
-        _load("the image processor", lambda: AutoImageProcessor.from_pretrained(folder, **options))
+        _load("The image processor", lambda: AutoImageProcessor.from_pretrained(folder, **options))
     return model, output
 
 
@@ -70,7 +69,7 @@ def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     def load() -> PreTrainedModel:
         return model_class(config).from_pretrained(folder, trust_remote_code=False, local_files_only=True).eval()
 
-    return _load("the model", load)
+    return _load(f"The model in {folder}", load)
 
 
 def _check_output(model: PreTrainedModel, config: PreTrainedConfig) -> str:
@@ -80,9 +79,7 @@ def _check_output(model: PreTrainedModel, config: PreTrainedConfig) -> str:
         ValueError: its output holds NaN or infinite numbers.
     """
     if config.model_type == "tost_vision":
-        side = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
-        side = min(side, max(MAX_IMAGE_SIDE, config.patch_size))
-        side += -side % config.patch_size
+        side = 4 * config.patch_size
         inputs = torch.linspace(-2, 2, config.num_channels * side * side).view(1, config.num_channels, side, side)
         inputs = inputs.to(model.dtype)
     else:
@@ -101,16 +98,10 @@ def load_fitting_tokenizer(source: str, config: PreTrainedConfig) -> PreTrainedT
     Raises:
         ValueError: it cannot be loaded, has no vocabulary, or has more tokens than the model.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=os.path.isdir(source))
-    except Exception as error:  # transformers and tokenizers raise whatever a damaged file leads to
-        raise ValueError(f"The tokenizer of {source} cannot be loaded: {_reason(error)}") from error
+    options = {"trust_remote_code": False, "local_files_only": os.path.isdir(source)}
+    tokenizer = _load(f"The tokenizer of {source}", lambda: AutoTokenizer.from_pretrained(source, **options))
     if len(tokenizer) == len(tokenizer.get_added_vocab()):
-        names = ", ".join(sorted(set(tokenizer.vocab_files_names.values())))
-        raise ValueError(
-            f"The tokenizer in {source} has no vocabulary: it is a {type(tokenizer).__name__}, "
-            f"whose files ({names}) are missing. Save the tokenizer again."
-        )
+        raise ValueError(f"The tokenizer in {source} has no vocabulary, whose files are missing. Save the tokenizer again.")
     last, most = max(tokenizer.get_vocab().values()), config.vocab_size
     if last >= most:
         raise ValueError(
@@ -126,13 +117,8 @@ def _load(what: str, load: Callable[[], Loaded]) -> Loaded:
     try:
         return load()
     except Exception as error:  # transformers and tokenizers raise whatever a damaged file leads to
-        raise ValueError(
-            f"transformers cannot load {what} back: {_reason(error)}. Save it again with save_pretrained."
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"{what} cannot be loaded: {reason}. Save it again with save_pretrained.") from error
 
 
 __all__ = ["check_loading", "load_fitting_tokenizer", "load_model", "model_folder"]

@@ -4,7 +4,6 @@
 import contextlib
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,6 @@ IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 _TRAINING_FIELDS = ("global_step", "epoch", "train_samples", "train_batch_size", "train_loss", "train_runtime")
 _RESULT_FIELDS = ("task_type", "dataset_type", "dataset_name", "metric_type", "metric_value")  # the rest may be missing
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Records(NamedTuple):
@@ -101,21 +99,6 @@ def open_safetensors(file: Path) -> Iterator[safe_open]:
             yield opened
     except SafetensorError as error:
         raise ValueError(f"{file} is not a readable safetensors file: it is truncated or damaged ({error}).") from error
-
-
-def stored_dtypes(weights: list[Path]) -> list[str]:
-    """Names of the floating-point dtypes in safetensors files, the most frequent first.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
-    counts: Counter[str] = Counter()
-    for path in weights:
-        with open_safetensors(path) as file:
-            for name in file.keys():
-                tensor = file.get_slice(name)
-                counts[tensor.get_dtype()] += math.prod(tensor.get_shape())
-    return [_DTYPES.get(dtype, dtype) for dtype, _ in counts.most_common() if dtype.lstrip("B").startswith("F")]
 
 
 def load_card(path: Path) -> ModelCard:

@@ -13,9 +13,7 @@ from huggingface_hub import HfApi, ModelInfo
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..cache_files import state_bytes
 from ..model.base_tost import AUTO_MAPS, code_files
-from ..model.configuration_tost import CAUSAL_STATISTICS
 from ..version import __version__
 from .checks import (
     check_card,
@@ -24,10 +22,10 @@ from .checks import (
     check_weights,
     load_config,
     model_class,
-    parameter_count,
     weight_files,
 )
 from .connection import download
+from .facts import describe
 from .loading import NUM_TOKENS, check_loading
 from .records import CARD, load_card
 
@@ -97,10 +95,7 @@ def _check_files(files: dict[str, Path]) -> str:
 
 def _check_config(folder: Path, files: dict[str, Path]) -> str:
     check_code_references(files)
-    return _describe(load_config(folder))
-
-
-def _describe(config: PreTrainedConfig) -> str:
+    config = load_config(folder)
     return f"{model_class(config).__name__}, {config.num_hidden_layers} layers of width {config.hidden_size}"
 
 
@@ -146,15 +141,6 @@ def _check_card(folder: Path, online: bool) -> str:
     return f"licence {card.data.get('license')}, {len(card.data.get('eval_results') or [])} results in its metadata"
 
 
-def _describe_state(config: PreTrainedConfig) -> str:
-    """The size of the state of one sequence."""
-    if not config.is_causal:
-        return "none: an encoder sees the whole text at once"
-    state = state_bytes(config)
-    growth = f", and {state.per_token:,} with every token" if state.per_token else ""
-    return f"{state.saved:,} bytes per sequence at any length ({state.in_memory:,} in memory){growth}"
-
-
 def info(source: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> dict[str, str]:
     """What a folder or a repository holds, for `tost-hf info`; of a repository only small files are fetched.
 
@@ -171,22 +157,9 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         listed = {sibling.rfilename: sibling.size or 0 for sibling in found.siblings or []}
         sizes = {name: size for name, size in listed.items() if name.endswith(".safetensors")}
     config = load_config(folder)
-    facts["model"] = _describe(config)
-    facts["heads"] = f"{config.num_attention_heads} of {config.hidden_size // config.num_attention_heads} channels"
-    facts["parameters"] = f"{parameter_count(config):,}"
+    facts["model"] = model_class(config).__name__
+    facts |= describe(config)
     facts["weights"] = ", ".join(f"{name} ({size:,} bytes)" for name, size in sizes.items())
-    if config.model_type == "tost":
-        facts["positions"] = (
-            f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit (position-free)"
-        )
-        facts["state"] = _describe_state(config)
-        if attention := [kind for kind in config.layer_types if kind != CAUSAL_STATISTICS]:
-            kinds = ", ".join(f"{attention.count(kind)} {kind}" for kind in sorted(set(attention)))
-            facts["layers"] = f"{config.num_hidden_layers}, of which {kinds}"
-    else:
-        facts["images"] = f"{config.image_size} pixels, patches of {config.patch_size}, attention {config.attention_type}"
-    if options := [f"{name} {value}" for name, value in config.options().items() if name != "layer_types"]:
-        facts["options"] = ", ".join(options)
     facts["code"] = (
         "included (trust_remote_code works)" if getattr(config, "auto_map", None) else "not included (needs tost_hf)"
     )
