@@ -1,7 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Quantities as matplotlib figures, 8 inches (1,280 pixels) wide.
 
-Numbers are drawn in cividis or viridis, which the colour-blind can tell apart; heads in the colours of `colors`. `layers` are
+Numbers are drawn in cividis or viridis, which the colour-blind can tell apart; heads in those of Okabe and Ito, which repeat
+hatched past the eighth. `layers` are
 the layer numbers in the titles, counted from 1.
 """
 
@@ -12,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .colors import COLORS, HATCHES, head_style, strongest_heads
-
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,6 +21,24 @@ if TYPE_CHECKING:
 
 WIDTH, DPI = 8, 160  # inches, and pixels per inch
 HEADS_PER_LINE, LAYERS_PER_LINE = 8, 6
+# Okabe and Ito's palette, with a grey in place of black, on which no text can be read
+COLORS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
+HATCHES = ("", "////", "xxxx")
+
+
+def head_style(head: int) -> tuple[str, int]:
+    """A head's colour, and its mark: 0 for the first eight heads, 1 for the next eight, then 2."""
+    return COLORS[head % len(COLORS)], head // len(COLORS) % len(HATCHES)
+
+
+def strongest_heads(memberships: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The strength of each token or patch, and its strongest head, from memberships (H, ...).
+
+    Strength is how far the largest membership exceeds an even share 1 / H, scaled so that the largest is 1.
+    """
+    largest, strongest = memberships.max(0)
+    above = (largest - 1 / memberships.shape[0]).clamp_min(0)
+    return above / above.max().clamp_min(1e-12), strongest
 
 
 def _make_figure(height: float) -> "Figure":

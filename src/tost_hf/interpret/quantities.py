@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .inputs import require_extra
-from .trace import ModelTrace, pick_layer, trace_model, tssa_layers
+from .trace import ModelTrace, pick_layer, require_extra, trace_model, tssa_layers
 
 
 if TYPE_CHECKING:

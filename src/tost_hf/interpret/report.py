@@ -1,14 +1,17 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The report of one image or text: pictures of every quantity, and a page that explains them."""
+"""`tost-hf inspect`: pictures of every quantity of one image or text, and a plain page that shows them."""
 
+import html
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional as F
+from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from ..files import staged_folder
@@ -16,22 +19,8 @@ from ..hub.checks import check_weights, load_config
 from ..hub.loading import load_model, model_folder
 from ..model.configuration_tost import ToSTConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
-from . import plots
-from .inputs import load_image, load_text, require_extra, tokenize
-from .pages import GENERATOR, ColoredText, color_text, index_page
-from .quantities import (
-    NORMALIZATIONS,
-    CompressionTerms,
-    class_attention_maps,
-    compression_terms,
-    entropy_by_position,
-    forget_factors,
-    half_life,
-    membership_entropy,
-    membership_maps,
-    subspace_gram,
-)
-from .trace import ModelTrace, find_modules, pick_layer, trace_model, tssa_layers
+from . import plots, quantities
+from .trace import ModelTrace, find_modules, pick_layer, require_extra, trace_model, tssa_layers
 
 
 if TYPE_CHECKING:
@@ -40,15 +29,17 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 INDEX = "index.html"
-
-
-class _InputReport(NamedTuple):
-    """The parts of a report that differ between images and texts."""
-
-    trace: ModelTrace
-    facts: list[tuple[str, str]]  # names and values, for the page
-    pictures: dict[str, "Figure"]  # by file name
-    text: ColoredText | None = None
+GENERATOR = '<meta name="generator" content="tost-hf inspect">'
+STYLE = "body { font-family: sans-serif; max-width: 820px; margin: auto } img { width: 100% } td, th { padding: 0 0.8em }"
+CAPTIONS = {
+    "memberships.png": "Membership Pi: the share of a patch or token that belongs to each head; each layer has its own scale.",
+    "strongest_heads.png": "The head with the largest membership; the paler, the less it exceeds an even share 1 / H.",
+    "entropy.png": "Entropy of Pi over the heads in nats: 0 where a token belongs to one head, ln H where to all equally.",
+    "class_attention.png": "The class token's attention over the patches, by class-attention layer and head.",
+    "forgetting.png": "Decay of the heads' sums at each token, from 0 (reset) to 1 (none), and each head's half-life.",
+    "compression.png": "Compression terms by layer in nats: the variational form R, and the coding rate R_c, never above R.",
+    "subspaces.png": "|U^T U| of the input projection, its columns at unit norm: the identity where subspaces are orthogonal.",
+}
 
 
 def inspect_path(
@@ -78,40 +69,20 @@ def inspect_path(
         The files written, `index.html` first.
 
     Raises:
-        ValueError, OSError: as `inspect_model`; or the model, tokenizer or image processor is missing or damaged, or is
-            remote code and `trust_remote_code` is False.
+        ValueError, OSError: as `inspect_model`; or the model, tokenizer or image processor is missing or damaged.
         ImportError: matplotlib or Pillow is missing.
     """
-    from transformers import AutoImageProcessor, AutoTokenizer
-
-    require_extra("PIL")
-    require_extra("matplotlib")
     folder = model_folder(model)
     config = load_config(folder)
     check_weights(folder, config)
     source, helper = os.fspath(folder if processor is None else processor), None
     if isinstance(config, ToSTConfig):
-        helper = _load_processor(AutoTokenizer, "tokenizer", source, trust_remote_code)
+        helper = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     elif processor is not None or (folder / IMAGE_PROCESSOR_NAME).is_file():
-        helper = _load_processor(AutoImageProcessor, "image processor", source, trust_remote_code)
+        helper = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
     loaded = load_model(folder, config)
     loaded.config.name_or_path = os.fspath(model)
     return inspect_model(loaded, helper, input, out_dir, layers=layers, image_size=image_size)
-
-
-def _load_processor(auto_class: Any, kind: str, source: str, trust_remote_code: bool):
-    """`from_pretrained` of a tokenizer or image processor, without a prompt, and with errors of one line."""
-    try:
-        return auto_class.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises nearly anything on damaged files
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"The {kind} of {source} is remote code, which was not run; if you have read it and trust it, pass "
-                "trust_remote_code=True (--trust-remote-code)."
-            ) from error
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        hint = "name the one that the model uses (--processor)"
-        raise ValueError(f"The {kind} of {source} cannot be loaded; {hint}: {reason[:300]}") from error
 
 
 def inspect_model(
@@ -123,11 +94,11 @@ def inspect_model(
     layers: Sequence[int] | None = None,
     image_size: int | None = None,
 ) -> list[Path]:
-    """Writes pictures of what the model computes for one image or text, and `index.html`, which shows and explains them.
+    """Writes pictures of what the model computes for one image or text, and `index.html`, which shows them.
 
     For an image: memberships of each layer and head over the image, the strongest head of each patch, their entropy, the
-    class token's attention. For a text: memberships and entropy by position, forget factors of models with decay, and the
-    text coloured by its heads. For both: compression terms by layer, and the overlap of the subspaces.
+    class token's attention. For a text: memberships and entropy by position, forget factors of models with decay. For both:
+    compression terms by layer, and the overlap of the subspaces.
 
     ```python
     inspect_model(model, processor, "photo.jpg", "report", layers=range(1, 13), image_size=448)
@@ -137,7 +108,7 @@ def inspect_model(
         model: a ToST model with TSSA, language or vision.
         processor_or_tokenizer: the model's tokenizer, or its image processor (None: `make_image_processor`'s).
         input: for a vision model an image or an image file; for a language model a text, or a text file (UTF-8).
-        out_dir: the folder to write to; made if missing. Only files that an earlier run wrote there are replaced.
+        out_dir: the folder to write to; made if missing. Files of an earlier run are replaced.
         layers: the layers to draw, counted from 1; up to six, evenly spaced, if None. The table of numbers has all layers.
         image_size: the shorter side, in pixels, to which the whole image is scaled (sides rounded to multiples of the patch
             size), in place of the processor's resizing and cropping. ToST accepts images larger than its training images.
@@ -146,152 +117,139 @@ def inspect_model(
         The files written, `index.html` first.
 
     Raises:
-        ValueError: the model has no TSSA layers or has weights that are not finite, the input is not an image or text, or a
-            layer does not exist.
-        OSError: the input or output cannot be read or written, or `out_dir` has files of these names that are not from an
-            earlier run. Nothing was written.
+        ValueError: the model has no TSSA layers, the input is not an image or text, or a layer does not exist.
+        OSError: the input or output cannot be read or written, or `out_dir` has another page. Nothing was written.
         ImportError: matplotlib or Pillow is missing.
     """
     require_extra("matplotlib")
-    numbers = _select_layers(layers, len(tssa_layers(model)))
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"The weights of the model are damaged: {name} has NaN or infinite values.")
-    out_dir = Path(out_dir)
+    index, total = Path(out_dir, INDEX), len(tssa_layers(model))
+    if index.exists() and GENERATOR not in index.read_text(encoding="utf-8", errors="replace"):
+        raise FileExistsError(f"{index} is another page; name another folder, or move it away.")
+    numbers = [round(x) for x in torch.linspace(1, total, min(total, 6)).tolist()] if layers is None else layers
+    numbers = sorted({pick_layer(list(range(1, total + 1)), number) for number in numbers})
+    if not numbers:
+        raise ValueError("layers is empty: name at least one layer, or leave it out.")
     if find_modules(model, ToSTVisionPatchEmbeddings):
-        trace, facts, pictures, text = _inspect_image(model, processor_or_tokenizer, input, numbers, image_size)
+        trace, facts, pictures = _inspect_image(model, processor_or_tokenizer, input, numbers, image_size)
     elif image_size is not None:
         raise ValueError("image_size is for images; this is a language model.")
     else:
-        trace, facts, pictures, text = _inspect_text(model, processor_or_tokenizer, input, numbers)
-    terms = {name: compression_terms(trace, name) for name in NORMALIZATIONS}
-    chosen = numbers if len(numbers) <= 3 else [numbers[0], numbers[len(numbers) // 2], numbers[-1]]
-    grams = [subspace_gram(model, layer) for layer in chosen]
+        trace, facts, pictures = _inspect_text(model, processor_or_tokenizer, input, numbers)
+    terms = {name: quantities.compression_terms(trace, name) for name in quantities.NORMALIZATIONS}
+    chosen = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
+    grams = [quantities.subspace_gram(model, layer) for layer in chosen]
     pictures["compression.png"] = plots.plot_compression(terms)
     pictures["subspaces.png"] = plots.plot_subspace_grams(grams, trace.memberships.shape[2], chosen)
-    _check_targets(out_dir, pictures)
-    with staged_folder(out_dir) as folder:
+    facts["Layers, heads"] = f"{total} layers of {trace.memberships.shape[2]} heads of width {trace.projections[0].shape[-1]}"
+    facts = {"Model": f"{type(model).__name__}, {model.config.name_or_path or 'built in memory'}"} | facts
+    with staged_folder(Path(out_dir)) as folder:
         for name, picture in pictures.items():
             picture.savefig(folder / name)
-        (folder / INDEX).write_text(index_page(facts, pictures, _layer_table(model, trace, terms), text), encoding="utf-8")
-    return [out_dir / INDEX, *(out_dir / name for name in pictures)]
+        page = _page(facts, pictures, _layer_table(trace, terms))
+        (folder / INDEX).write_text(page, encoding="utf-8")
+    return [index, *(Path(out_dir, name) for name in pictures)]
 
 
-def _select_layers(layers: Sequence[int] | None, total: int) -> list[int]:
-    if layers is None:
-        return sorted({round(x) for x in torch.linspace(1, total, min(total, 6)).tolist()})
-    if not layers:
-        raise ValueError("layers is empty: name at least one layer, or leave it out.")
-    return sorted({pick_layer(list(range(1, total + 1)), layer) for layer in layers})
-
-
-def _check_targets(out_dir: Path, pictures: Iterable[str]) -> None:
-    """Rejects the replacement of files that are not from an earlier run, which its page tells."""
-    if out_dir.exists() and not out_dir.is_dir():
-        raise FileExistsError(f"{out_dir} is a file; name a folder to write to.")
-    index = out_dir / INDEX
-    page = index.read_text(encoding="utf-8", errors="replace") if index.is_file() else ""
-    foreign = [name for name in (INDEX, *pictures) if os.path.lexists(out_dir / name)]
-    if foreign and GENERATOR not in page:
-        raise FileExistsError(
-            f"{out_dir} contains {', '.join(foreign)}, not written by this command; name another folder, or move them away."
-        )
-
-
-# Images and texts ----------------------------------------------------------------------------------------------------
-
-
-def _inspect_image(model, processor, input, layers: list[int], image_size: int | None) -> _InputReport:
-    image = load_image(model, processor, input, image_size)
-    trace = trace_model(model, pixel_values=image.pixel_values)
+def _inspect_image(
+    model, processor, input, layers: list[int], image_size: int | None
+) -> tuple[ModelTrace, dict[str, str], dict[str, "Figure"]]:
+    pixel_values, picture = load_image(model, processor, input, image_size)
+    trace = trace_model(model, pixel_values=pixel_values)
     assert trace.grid is not None
     indices = [layer - 1 for layer in layers]
-    maps = membership_maps(trace)[0, indices]
-    entropy = membership_entropy(trace).unflatten(-1, trace.grid)[0, indices]
-    height, width = image.pixel_values.shape[-2:]
-    facts = [
-        *_model_facts(model, trace),
-        ("Input", image.source),
-        ("Pixels", f"{height} x {width}, as the model sees them"),
-        ("Patches", f"{trace.grid[0]} x {trace.grid[1]}"),
-    ]
+    maps = quantities.membership_maps(trace)[0, indices]
+    entropy = quantities.membership_entropy(trace).unflatten(-1, trace.grid)[0, indices]
+    height, width = pixel_values.shape[-2:]
+    facts = {"Pixels": f"{height} x {width}, as the model sees them", "Patches": f"{trace.grid[0]} x {trace.grid[1]}"}
     if trace.logits is not None:
         probability, label = trace.logits[0].softmax(-1).max(-1)
-        facts.append(("Predicted class", f"{model.config.id2label[int(label)]} ({probability:.1%})"))
+        facts["Predicted class"] = f"{model.config.id2label[int(label)]} ({probability:.1%})"
     pictures: dict[str, Figure] = {
-        "memberships.png": plots.plot_membership_maps(maps, image.picture, layers),
-        "strongest_heads.png": plots.plot_strongest_heads(maps, image.picture, layers),
+        "memberships.png": plots.plot_membership_maps(maps, picture, layers),
+        "strongest_heads.png": plots.plot_strongest_heads(maps, picture, layers),
         "entropy.png": plots.plot_entropy_maps(entropy, maps.shape[1], layers),
     }
     if trace.class_attentions is not None:  # a backbone has none
-        weights = class_attention_maps(trace)[0]
-        pictures["class_attention.png"] = plots.plot_membership_maps(weights, image.picture, range(1, len(weights) + 1))
-    return _InputReport(trace, facts, pictures)
+        weights = quantities.class_attention_maps(trace)[0]
+        pictures["class_attention.png"] = plots.plot_membership_maps(weights, picture, range(1, len(weights) + 1))
+    return trace, facts, pictures
 
 
-def _inspect_text(model, tokenizer, input, layers: list[int]) -> _InputReport:
+def load_image(model, processor, input, image_size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """An image as a model input (1, C, height, width), and as it is shown, (height, width, 3) from 0 to 1."""
+    require_extra("PIL")
+    from PIL import Image, ImageOps
+
+    from ..image_processing import make_image_processor
+
+    image = input if isinstance(input, Image.Image) else Image.open(input)
+    image = ImageOps.exif_transpose(image).convert("L" if model.config.num_channels == 1 else "RGB")
+    processor = processor or make_image_processor(model.config)
+    patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
+    options: dict[str, Any] = {}
+    if image_size is not None:
+        width, height = (_whole_patches(side * image_size / min(image.size), patch_size) for side in image.size)
+        options = {"size": {"height": height, "width": width}, "do_resize": True, "do_center_crop": False}
+    pixel_values = processor(image, return_tensors="pt", **options)["pixel_values"]
+    sides = [_whole_patches(side, patch_size) for side in pixel_values.shape[-2:]]
+    if sides != list(pixel_values.shape[-2:]):
+        pixel_values = F.interpolate(pixel_values, sides, mode="bicubic", antialias=True)
+    picture = pixel_values[0].double()
+    if getattr(processor, "do_normalize", False):
+        mean, std = (torch.tensor(getattr(processor, name))[:, None, None] for name in ("image_mean", "image_std"))
+        picture = picture * std + mean
+    return pixel_values, picture.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0)
+
+
+def _whole_patches(side: float, patch_size: int) -> int:
+    return max(patch_size, round(side / patch_size) * patch_size)
+
+
+def _inspect_text(model, tokenizer, input, layers: list[int]) -> tuple[ModelTrace, dict[str, str], dict[str, "Figure"]]:
     if tokenizer is None:
         raise ValueError("A language model needs its tokenizer.")
-    text, source = load_text(input)
-    input_ids, tokens = tokenize(tokenizer, text)
-    if input_ids.max() >= model.config.vocab_size:
-        raise ValueError(
-            f"The tokenizer belongs to another model: it gives token id {int(input_ids.max())}, and the model's "
-            f"vocabulary has {model.config.vocab_size} tokens."
-        )
-    notes = []
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and len(tokens) > limit:
-        message = f"The text has {len(tokens)} tokens; the model has {limit} positions, so the text was truncated."
-        warnings.warn(message, stacklevel=3)
-        notes = [("Warning", message)]
-        input_ids, tokens = input_ids[:, :limit], tokens[:limit]
+    is_file = isinstance(input, os.PathLike) or os.path.isfile(input)
+    input_ids = tokenizer(Path(input).read_text(encoding="utf-8") if is_file else input, return_tensors="pt")["input_ids"]
+    limit = model.config.max_position_embeddings
+    if limit is not None and input_ids.shape[1] > limit:
+        warnings.warn(f"The text has {input_ids.shape[1]} tokens; of these the model's {limit} first are shown.", stacklevel=3)
+        input_ids = input_ids[:, :limit]
     trace = trace_model(model, input_ids=input_ids)
     indices = [layer - 1 for layer in layers]
-    maps = membership_maps(trace)[0, indices]
-    facts = [*_model_facts(model, trace), ("Input", source), *notes, ("Tokens", str(len(tokens)))]
+    maps = quantities.membership_maps(trace)[0, indices]
     pictures: dict[str, Figure] = {
         "memberships.png": plots.plot_membership_tokens(maps, layers),
-        "entropy.png": plots.plot_entropy_by_position(entropy_by_position(trace), maps.shape[1]),
+        "entropy.png": plots.plot_entropy_by_position(quantities.entropy_by_position(trace), maps.shape[1]),
     }
     if trace.log_forget_factors is not None:
-        factors, half_lives = forget_factors(trace)[0, indices], half_life(trace)[0, indices]
+        factors, half_lives = quantities.forget_factors(trace)[0, indices], quantities.half_life(trace)[0, indices]
         pictures["forgetting.png"] = plots.plot_forget_factors(factors, half_lives, layers)
-    return _InputReport(trace, facts, pictures, color_text(tokens, maps, layers))
+    return trace, {"Tokens": str(input_ids.shape[1])}, pictures
 
 
-def _model_facts(model, trace: ModelTrace) -> list[tuple[str, str]]:
-    _, layers, heads, _ = trace.memberships.shape
-    name = getattr(model.config, "_name_or_path", "") or "built in memory"
-    p = trace.projections[0].shape[-1]
-    facts = [("Model", f"{type(model).__name__}, {name}"), ("Layers, heads", f"{layers} layers of {heads} heads of width {p}")]
-    if others := model.config.num_hidden_layers - layers:
-        facts.append(("Attention layers", f"{others}, which have no memberships; the numbers of layers leave them out"))
-    return facts
-
-
-def _layer_table(model, trace: ModelTrace, terms: dict[str, CompressionTerms]) -> list[list[str]]:
+def _layer_table(trace: ModelTrace, terms: dict) -> list[list[str]]:
     """The numbers of each layer, after the headings."""
-    headings = ["layer", "entropy of Pi", "share of ln H", "R, tokens", "R_c, tokens", "R, channels", "R_c, channels"]
-    headings += ["overlap within", "overlap between"]
-    half_lives = None if trace.log_forget_factors is None else half_life(trace)[0]
-    if half_lives is not None:
-        headings += ["half-life, min", "half-life, max"]
-    table = [headings]
-    heads = trace.memberships.shape[2]
-    entropy = membership_entropy(trace)[0].nanmean(-1)
-    for i in range(len(trace.projections)):
-        gram = subspace_gram(model, i + 1)
-        head = torch.arange(len(gram)) * heads // len(gram)
-        same_head = head == head[:, None]
-        overlaps = gram[same_head & ~torch.eye(len(gram), dtype=torch.bool)].mean(), gram[~same_head].mean()
-        rates = [x[0, i] for name in NORMALIZATIONS for x in terms[name]]
-        shares = entropy[i], entropy[i] / math.log(heads) if heads > 1 else math.nan
-        cells = [*(f"{x:.3f}" for x in shares), *(f"{x:.2f}" for x in rates), *(f"{x:.3f}" for x in overlaps)]
-        if half_lives is not None:
-            cells += [f"{x:.1f}" for x in half_lives[i].aminmax()]
-        table.append([str(i + 1), *cells])
+    table = [["layer", "entropy of Pi", "share of ln H", "R, tokens", "R_c, tokens", "R, channels", "R_c, channels"]]
+    heads, entropy = trace.memberships.shape[2], quantities.membership_entropy(trace)[0].nanmean(-1)
+    for i, value in enumerate(entropy.tolist()):
+        rates = [x[0, i] for name in quantities.NORMALIZATIONS for x in terms[name]]
+        share = value / math.log(heads) if heads > 1 else math.nan
+        table.append([str(i + 1), f"{value:.3f}", f"{share:.3f}", *(f"{x:.2f}" for x in rates)])
     return table
+
+
+def _page(facts: dict[str, str], pictures: dict[str, "Figure"], table: list[list[str]]) -> str:
+    facts_table, layer_table = (
+        "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        for rows in (facts.items(), table)
+    )
+    figures = "\n".join(f"<p><img src='{name}' alt=''><br>{html.escape(CAPTIONS[name])}</p>" for name in pictures)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">{GENERATOR}<title>Inside a ToST model</title><style>{STYLE}</style></head>
+<body><h1>Inside a ToST model</h1><table>{facts_table}</table>
+{figures}
+<h2>Numbers of each layer</h2><table>{layer_table}</table></body></html>
+"""
 
 
 __all__ = ["inspect_model", "inspect_path"]

@@ -17,7 +17,7 @@ from ..hub.checks import load_config, parameter_count
 from ..hub.loading import TOKENIZER_FILES, model_folder
 from ..hub.records import CARD, load_card
 from ..image_processing import make_image_processor
-from ..interpret.colors import head_style
+from ..interpret.plots import head_style
 from ..model.configuration_tost_vision import ToSTVisionConfig
 from ..version import __version__
 from .packages import RUNTIME, TOKENIZERS, unpack
