@@ -140,12 +140,9 @@ class Clients:
     def run(self, code: str, *argv, token: str | None = None, **environment: str) -> Client:
         return self.wait(self.start(code, *argv, token=token, **environment))
 
-    def start_command(self, *argv, **more: str | None) -> Client:
-        """`tost-hf` with these arguments."""
-        return self.start("raise SystemExit(tost_hf.cli.main(argv))", *argv, **more)
-
     def command(self, *argv, **more: str | None) -> Client:
-        return self.wait(self.start_command(*argv, **more))
+        """`tost-hf` with these arguments."""
+        return self.run("raise SystemExit(tost_hf.cli.main(argv))", *argv, **more)
 
     def load(
         self, source, auto_class: str = "AutoModelForCausalLM", environment: dict | None = None, **options
