@@ -65,12 +65,7 @@ def inspect_path(
         trust_remote_code: whether the remote code of a tokenizer or image processor may run; there is never a prompt. The
             model itself always runs by this package's code.
 
-    Returns:
-        The files written, `index.html` first.
-
-    Raises:
-        ValueError, OSError: as `inspect_model`; or the model, tokenizer or image processor is missing or damaged.
-        ImportError: matplotlib or Pillow is missing.
+    Returns and raises as `inspect_model`, and what transformers raises for a missing tokenizer or image processor.
     """
     folder = model_folder(model)
     config = load_config(folder)
