@@ -34,6 +34,13 @@ class StreamingTrainer(ToSTTrainer):
     """`ToSTTrainer` that can train on a `PackedStream`: each process and each of its workers reads its own files.
 
     With `ignore_data_skip` a resumed run starts the stream over.
+
+    ```python
+    from tost_hf.training.streams import PackedStream
+
+    stream = PackedStream(texts, encode, "text", block_size=1024)  # texts: a streaming dataset; encode: texts to token ids
+    StreamingTrainer(model, ToSTTrainingArguments("out", max_steps=1000), train_dataset=stream).train()
+    ```
     """
 
     def __init__(self, *args, **kwargs):
