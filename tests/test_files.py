@@ -40,7 +40,7 @@ def test_files_kept_by_overwrite(tmp_path):
 def test_subfolders_kept_by_overwrite(tmp_path):
     """Their files are replaced one by one; of an earlier export only the program goes."""
     target = tmp_path / "page"
-    program = ("model/export.json", "model/model.xml", "model/model.bin")
+    program = ("model/export.json", "model/model.onnx.data")
     for name in (*program, "model/notes.txt", "other/model.onnx", "model.onnx"):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_bytes(b"old")

@@ -6,7 +6,6 @@ from conftest import small_config
 from transformers import DynamicCache
 
 from tost_hf import (
-    ToSTConfig,
     ToSTModel,
 )
 
@@ -96,9 +95,3 @@ STARTS = torch.tensor([[0, 0, 1, 1]])
 def test_bad_model_input(tiny_model, inputs, error, message):
     with pytest.raises(error, match=message):
         tiny_model(**inputs())
-
-
-def test_models_reject_a_width_of_zero():
-    for name in ("hidden_size", "intermediate_size"):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
-            ToSTModel(ToSTConfig(**{name: 0}))

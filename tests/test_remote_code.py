@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 import transformers
 from hub_clients import CARD, Client, Clients, language_folder, language_model, vision_folder
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import tost_hf
 from tost_hf.model.base_tost import CODE_FILES
@@ -211,14 +210,7 @@ task = "text-generation" if auto_class == "AutoModelForCausalLM" else "image-cla
         assert same(bare_clients.load(tmp_path / "again", auto_class, **TRUST), expected)
 
 
-PUBLISHED = Path(__file__).parent / "fixtures" / "published"
-CODE_0_1_0 = {
-    "language": ("cache_tost", "modeling_tost"),
-    "vision": ("configuration_tost_vision", "modeling_tost_vision"),
-    "both": ("tssa", "tssa_compiled", "tssa_triton", "configuration_tost", "modeling_tost_base", "remote_code"),
-}
-
-# argv: auto class, folder, options of from_pretrained, file of inputs, file for the logits
+PUBLISHED = Path(__file__).parent / "fixtures" / "published_0.2.0.tar.xz"
 LOGITS = """
 import json
 from safetensors.torch import load_file, save_file
@@ -235,24 +227,6 @@ save_file(found, output)
 """
 
 
-def unpack_published(version: str, kind: str, folder: Path) -> Path:
-    """A folder as that version published it, with inputs and, where they were stored, logits in expected.safetensors."""
-    if version == "0.1.0":
-        shutil.copytree(PUBLISHED / kind, folder)
-        for name in CODE_0_1_0["both"] + CODE_0_1_0[kind]:
-            shutil.copy(PUBLISHED / "code" / f"{name}.py", folder)
-        inputs = {
-            "vision": {"pixel_values": torch.randn(2, 3, 16, 16)},
-            "language": {"input_ids": torch.arange(12).view(2, 6)},
-        }
-        save_file(inputs[kind], folder / "expected.safetensors")
-        return folder
-    with tarfile.open(PUBLISHED / f"{version}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    shutil.copytree(folder / version / "code", folder / version / kind, dirs_exist_ok=True)
-    return folder / version / kind
-
-
 def compute_logits(worker: Clients, folder: Path, auto_class: str, inputs: Path, **options) -> dict[str, torch.Tensor]:
     output = worker.folder / f"logits-{worker.number}.safetensors"
     worker.run(LOGITS, auto_class, folder, json.dumps(options), inputs, output).check()
@@ -266,17 +240,17 @@ def assert_equal_to_rounding(found: dict[str, torch.Tensor], expected: dict[str,
 
 
 @pytest.mark.parametrize("kind", ["language", "vision"])
-@pytest.mark.parametrize("version", ["0.1.0", "2d5c8aa"])
-def test_folders_published_before(clients, bare_clients, tmp_path, version, kind):
-    """With their own remote code, with this package, and saved again with its code: the same logits, to rounding.
+def test_folders_published_before(clients, bare_clients, tmp_path, kind):
+    """By 0.2.0: with their own remote code, with this package, and saved again with its code: the same logits, to rounding.
 
-    The language model of 2d5c8aa has every option beyond the paper: forgetting, convolution, a layer of softmax attention.
+    The language model has every option beyond the paper: forgetting, convolution, a layer of softmax attention.
     """
     auto_class = "AutoModelForCausalLM" if kind == "language" else "AutoModelForImageClassification"
-    folder = unpack_published(version, kind, tmp_path / "before")
+    with tarfile.open(PUBLISHED) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / "0.2.0" / kind
     inputs = folder / "expected.safetensors"
-    with_its_code = compute_logits(bare_clients, folder, auto_class, inputs, **TRUST)
-    expected = with_its_code if version == "0.1.0" else load_file(inputs)
+    expected, with_its_code = load_file(inputs), compute_logits(bare_clients, folder, auto_class, inputs, **TRUST)
     assert_equal_to_rounding(with_its_code, expected)
     assert_equal_to_rounding(compute_logits(clients, folder, auto_class, inputs), expected)
     again = "getattr(transformers, argv[0]).from_pretrained(argv[1]).save_pretrained(argv[2], with_code=True)"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -90,7 +91,10 @@ def load_config(folder: Path) -> PreTrainedConfig:
     model_type = read_json(path).get("model_type")
     if model_type not in AUTO_MAPS:
         raise ValueError(f"{folder} holds a model of type {model_type!r}, not a ToST model.")
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except StrictDataclassError as error:  # which is no ValueError
+        raise ValueError(f"{path} is not the configuration of a ToST model: {str(error).splitlines()[-1].strip()}") from error
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -636,7 +636,11 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             config = copy.copy(config)
             config.prefill_chunk_size = PREFILL_CHUNK_SIZE
         with logging.tqdm(total=input_ids.shape[1] - cached, unit="token", desc="Prefill", delay=PROGRESS_DELAY) as bar:
-            hook = self.model.embed_tokens.register_forward_hook(lambda module, inputs, output: bar.update(output.shape[1]))
+
+            def advance(module, inputs, output) -> None:  # None: what a hook returns replaces the output
+                bar.update(output.shape[1])
+
+            hook = self.model.embed_tokens.register_forward_hook(advance)
             try:
                 return super()._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
             finally:
