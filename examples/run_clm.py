@@ -1,12 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains or fine-tunes a causal language model on text: transformers' run_clm, with ToST's presets and the authors' recipe.
+"""Trains or fine-tunes a causal language model on text: transformers' run_clm, with ToST's presets and the authors' AdamW.
 
-    python examples/run_clm.py --config_name tost-base --tokenizer_name gpt2 --dataset_name Skylion007/openwebtext \
-        --do_train --do_eval --recipe paper --output_dir my-tost
+    python examples/run_clm.py examples/recipes/text_pretraining.yaml --config_name tost-base --tokenizer_name gpt2 \
+        --dataset_name Skylion007/openwebtext --do_train --do_eval --output_dir my-tost
 
 The arguments are those of transformers' own run_clm.py, and so are their defaults, but for the optimizer's, which are the
-authors'; `--recipe paper` fills in the paper's pre-training (see `ToSTTrainingArguments`). A .json or .yaml file of arguments
-may be given instead. Start it with `accelerate launch` to use several devices.
+authors'. The first may be a .yaml or .json file of arguments, such as that of the published pre-training; those after it take
+precedence. Start it with `accelerate launch` to use several devices.
 """
 
 import logging

@@ -1,14 +1,15 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Trains or fine-tunes an image classifier: transformers' run_image_classification, with ToST's presets and recipes.
 
-    python examples/run_image_classification.py --config_name tost-vision-small-patch16 --dataset_name ILSVRC/imagenet-1k \
+    python examples/run_image_classification.py examples/recipes/image_pretraining.yaml \
+        --config_name tost-vision-small-patch16 --config_overrides drop_path_rate=0.05 --dataset_name ILSVRC/imagenet-1k \
         --do_train --do_eval --output_dir my-tost --dataloader_num_workers 8
-    python examples/run_image_classification.py --recipe finetune --model_name_or_path my-tost --dataset_name uoft-cs/cifar10 \
-        --do_train --do_eval --output_dir my-cifar --dataloader_num_workers 8
+    python examples/run_image_classification.py examples/recipes/image_finetuning.yaml --model_name_or_path my-tost \
+        --dataset_name uoft-cs/cifar10 --do_train --do_eval --output_dir my-cifar --dataloader_num_workers 8
 
-The arguments are those of transformers' own run_image_classification.py; a .json or .yaml file of them may be given instead.
-Options left out are the published recipe (see `ToSTVisionTrainingArguments`). Start it with `accelerate launch` to use several
-devices.
+The arguments are those of transformers' own run_image_classification.py, and `ToSTVisionTrainingArguments`. The first may be a
+.yaml or .json file of arguments, such as the published recipes; those after it take precedence. Start it with `accelerate
+launch` to use several devices.
 """
 
 import io
@@ -42,7 +43,7 @@ from transformers import (
     set_seed,
 )
 
-from tost_hf.image_processing import make_image_processor
+from tost_hf.image_processing import CROPS, make_image_processor
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
 from tost_hf.training.metrics import TopKAccuracy
@@ -51,7 +52,6 @@ from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainin
 
 logger = logging.getLogger("run_image_classification")
 
-DROP_PATH_RATES = {"tiny": 0.0, "small": 0.05}  # of the pre-training recipe; 0.15 from medium on
 EVALUATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 
 
@@ -64,6 +64,10 @@ class ModelArguments(scripting.ModelArguments):
     )
     image_size: int | None = field(
         default=None, metadata={"help": "Side of the images in training and evaluation. Default: the configuration's."}
+    )
+    crop: str = field(
+        default="center",
+        metadata={"help": "What evaluation sees of an image: its centre, or all of it, squashed.", "choices": list(CROPS)},
     )
 
     def __post_init__(self):
@@ -276,17 +280,14 @@ class EvaluationImages(torch.utils.data.Dataset):
 # Model ---------------------------------------------------------------------------------------------------------------
 
 
-def load_config(model_args: ModelArguments, recipe: str = "pretrain") -> PreTrainedConfig:
+def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     """The configuration of the model to fine-tune, or of the one to train from scratch."""
     name, preset = model_args.config_name or model_args.model_name_or_path, model_args.preset
     if name is not None and name.startswith("tost-vision-") and preset is None and "/" not in name and not os.path.isdir(name):
         raise ValueError(f"There is no preset {name!r}; --config_name takes one of {', '.join(VISION_PRESETS)}.")
     config = model_args.load_config()
-    defaults = {}
-    if preset in VISION_PRESETS and recipe == "pretrain":
-        defaults["drop_path_rate"] = DROP_PATH_RATES.get(preset.split("-")[2], 0.15)
-    defaults["image_size"] = model_args.image_size or getattr(config, "image_size", 224)
-    config = override_config(config, model_args.config_overrides, **defaults)
+    image_size = model_args.image_size or getattr(config, "image_size", 224)
+    config = override_config(config, model_args.config_overrides, image_size=image_size)
     if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise ValueError(f"{name or config.model_type!r} is no image classifier but of the type {config.model_type!r}.")
     if getattr(config, "num_channels", 3) != 3:
@@ -324,9 +325,9 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, names: list
     return pretrained
 
 
-def load_processor(model_args: ModelArguments, config: PreTrainedConfig, recipe: str) -> ViTImageProcessorPil:
+def load_processor(model_args: ModelArguments, config: PreTrainedConfig) -> ViTImageProcessorPil:
     """The processor for evaluation and use, with the statistics the model was trained with."""
-    processor = make_image_processor(config, "center" if recipe == "pretrain" else "squash")
+    processor = make_image_processor(config, model_args.crop)
     if model_args.model_name_or_path is not None:
         try:
             old = ViTImageProcessorPil.from_pretrained(
@@ -373,7 +374,7 @@ def select_samples(splits: dict[str, Dataset], data_args: DataTrainingArguments,
 
 
 def make_view(config: PreTrainedConfig, processor: ViTImageProcessorPil, training_args) -> TrainingView:
-    """The augmentation that the recipe asks for."""
+    """The augmentation that the arguments ask for."""
     return TrainingView(
         size=(config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size),
         mean=processor.image_mean,
@@ -395,13 +396,13 @@ def main(args: list[str] | None = None) -> None:
     set_up_logging(training_args, logger)
     set_seed(training_args.seed)
 
-    config = load_config(model_args, training_args.recipe)
+    config = load_config(model_args)
     with training_args.main_process_first(desc="preparing the images"):
         splits = load_images(model_args, data_args, training_args.seed)
     select_samples(splits, data_args, training_args)
     names = next(iter(splits.values())).features["label"].names
     model = load_model(model_args, config, names)
-    processor = load_processor(model_args, config, training_args.recipe)
+    processor = load_processor(model_args, config)
 
     prepared = {}
     if "train" in splits:

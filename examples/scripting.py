@@ -107,13 +107,15 @@ class _Parser(HfArgumentParser):
 
 
 def parse_args(args: list[str], *argument_classes: type, description: str | None = None) -> tuple:
-    """An instance of each class of arguments, from the command line or from the one .json or .yaml file it names.
+    """An instance of each class of arguments, from the command line.
+
+    The first argument may be a .yaml or .json file of arguments (examples/recipes); those after it take precedence.
 
     Raises:
         ValueError: an argument is unknown, missing or of the wrong type, or the file is damaged.
     """
-    if len(args) == 1 and args[0].endswith((".json", ".yaml", ".yml")):
-        args = _command_line_of(Path(args[0]))
+    if args and args[0].endswith((".json", ".yaml", ".yml")):
+        args = _command_line_of(Path(args[0])) + args[1:]
     return _Parser(argument_classes, description=description).parse_args_into_dataclasses(args, look_for_args_file=False)
 
 

@@ -61,7 +61,7 @@ SIZES = {
     "cpu": Size("n_layer=6,n_head=6,hidden_size=192,intermediate_size=704", 4096, 256, 8, 3000, 3e-3),
     "gpu": Size("n_layer=12,n_head=6,hidden_size=384,intermediate_size=1664", 16_384, 1024, 32, 1600, 1e-3),
 }
-# the published recipe starts LayerScale at 1e-5, for 600,000 steps; a run of an hour is too short to grow it from there
+# published models start LayerScale at 1e-5, for 600,000 steps; a run of an hour is too short to grow it from there
 KIND = "n_positions=null,forgetting=token,conv_kernel=4,layer_scale_init_value=0.3"
 
 
@@ -77,8 +77,11 @@ def train(text: str, output_dir: str, size: Size, steps: int) -> None:
             "tokenizer_name": scratch,
             "dataset_name": text,
             "block_size": size.block_size,
-            "recipe": "paper",
             "max_steps": steps,
+            "warmup_steps": min(2000, steps // 10),
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
+            "bf16": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
             "max_eval_samples": 200,
             "learning_rate": size.learning_rate,
             "per_device_train_batch_size": size.batch,

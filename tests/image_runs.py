@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import auto_processor_missing, randomize, small_vision_config
 from PIL import Image as PILImage
-from scripts import command_line
+from scripts import EXAMPLES, command_line
 from sklearn.datasets import load_digits
 from transformers import AutoImageProcessor, ViTImageProcessorPil, pipeline
 
@@ -43,7 +43,7 @@ def digit_folder(tmp_path_factory) -> Path:
 def image_args(digit_folder, tmp_path):
     """Arguments of a small run of the script; keywords replace and add, None leaves out, True is a bare flag."""
 
-    def make(**changes) -> list[str]:
+    def make(recipe="image_pretraining", **changes) -> list[str]:
         values = {
             "config_name": "tost-vision-tiny-patch16",
             "config_overrides": TINY,
@@ -52,7 +52,9 @@ def image_args(digit_folder, tmp_path):
             "validation_dir": digit_folder / "validation",
             "cache_dir": tmp_path / "cache",
             "output_dir": tmp_path / "out",
+            "total_batch_size": 8,
             "per_device_train_batch_size": 8,
+            "bf16": "false",
             "max_steps": 3,
             "learning_rate": 0.001,
             "logging_steps": 1,
@@ -61,7 +63,7 @@ def image_args(digit_folder, tmp_path):
             "use_cpu": True,
             "do_train": True,
         } | changes
-        return command_line(values)
+        return [str(EXAMPLES / "recipes" / f"{recipe}.yaml"), *command_line(values)]
 
     return make
 

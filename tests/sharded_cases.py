@@ -42,8 +42,9 @@ def make_trainer(parallelism: str, processes: int, output_dir: Path, dtype=torch
     """Of steps of 8 texts, shared by so many processes."""
     if processes > 1:
         take_cpus_for_devices()
-    changes = {"max_steps": STEPS, "total_batch_size": BATCH, "per_device_train_batch_size": BATCH} | changes
-    changes["output_dir"] = str(output_dir)
+    groups = {"tp": 1, "cp": 1, "ddp and cp": processes // 2 or 1}.get(parallelism, processes)  # with other texts each
+    changes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH // groups} | changes
+    changes |= {"output_dir": str(output_dir), "total_batch_size": BATCH}
     changes["use_cpu"] = parallelism in ON_CPUS
     if "cp" in parallelism:
         changes["context_parallel_size"] = {"cp": processes, "ddp and cp": 2}[parallelism]

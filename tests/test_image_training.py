@@ -1,11 +1,12 @@
 """Training on images: the recipes and ToSTVisionTrainer."""
 
 import pytest
+import run_image_classification as script
 import torch
 from image_runs import digit_examples, make_trainer, tiny_vision_model, training_args
 from safetensors.torch import load_file
+from scripts import EXAMPLES
 from torch.nn import functional as F
-from transformers import HfArgumentParser
 
 from tost_hf import ToSTForImageClassification
 from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
@@ -14,80 +15,49 @@ from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainin
 # The recipes ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults_are_the_pretraining_recipe(tmp_path, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    args = ToSTVisionTrainingArguments(str(tmp_path), use_cpu=True)
+def parse(recipe: str, *words) -> ToSTVisionTrainingArguments:
+    classes = script.ModelArguments, script.DataTrainingArguments, ToSTVisionTrainingArguments
+    file, more = EXAMPLES / f"recipes/{recipe}.yaml", ["--dataset_name", "x", "--output_dir", "out", "--use_cpu"]
+    return script.parse_args(list(map(str, [file, *more, *words])), *classes)[2]
+
+
+def test_the_pretraining_recipe():
+    args = parse("image_pretraining", "--bf16", "false")
     assert (args.num_train_epochs, args.weight_decay, args.adam_epsilon, args.max_grad_norm) == (400, 0.05, 1e-8, 0)
-    assert (args.adam_beta1, args.adam_beta2, args.label_smoothing_factor) == (0.9, 0.999, 0.1)
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 2048
+    assert (args.adam_beta1, args.adam_beta2, args.label_smoothing_factor, args.total_batch_size) == (0.9, 0.999, 0.1, 2048)
     assert args.learning_rate == pytest.approx(5e-4 * 2048 / 512)
     assert (args.mixup, args.cutmix, args.random_erasing, args.repeated_augmentation) == (0.8, 1.0, 0.25, 3)
     assert (args.rand_augment_operations, args.rand_augment_magnitude, args.rand_augment_std) == (2, 27, 1.5)
-    assert (args.ema_decay, args.rand_augment_probability, args.bf16) == (0.99996, 0.5, False)
+    assert (args.ema_decay, args.rand_augment_probability) == (0.99996, 0.5)
     assert args.get_warmup_steps(4000) == 50  # 5 epochs of 400
 
 
-def test_the_finetuning_recipe(tmp_path, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    args = ToSTVisionTrainingArguments(str(tmp_path), recipe="finetune", use_cpu=True)
-    assert (args.num_train_epochs, args.weight_decay, args.learning_rate) == (200, 0.01, 1e-4)
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 256
+def test_the_finetuning_recipe():
+    args = parse("image_finetuning", "--bf16", "false", "--weight_decay", "0.3")
+    assert (args.num_train_epochs, args.weight_decay, args.learning_rate) == (200, 0.3, 1e-4)
+    assert (args.total_batch_size, args.lr_scheduler_type, args.get_warmup_steps(1000)) == (256, "cosine", 0)
     assert (args.rand_augment_operations, args.rand_augment_magnitude, args.rand_augment_std) == (2, 14, 0)
-    assert (args.rand_augment_probability, args.repeated_augmentation, args.get_warmup_steps(1000)) == (1, 1, 0)
+    assert (args.rand_augment_probability, args.repeated_augmentation) == (1, 1)
     assert not any((args.mixup, args.cutmix, args.random_erasing, args.label_smoothing_factor, args.ema_decay))
-    assert args.lr_scheduler_type == "cosine"
 
 
-@pytest.mark.parametrize(
-    "given, expected",
-    [
-        ({"per_device_train_batch_size": 64}, {"gradient_accumulation_steps": 1, "learning_rate": 5e-4 * 64 / 512}),
-        ({"learning_rate": 0.1}, {"learning_rate": 0.1}),
-        ({"ema_decay": 0.0, "mixup": 0.0}, {"ema_decay": 0.0, "mixup": 0.0, "cutmix": 1.0}),
-        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_kwargs": None}),
-        ({"recipe": "finetune", "weight_decay": 0.3}, {"weight_decay": 0.3, "learning_rate": 1e-4}),
-    ],
-)
-def test_given_values_override_the_defaults(tmp_path, monkeypatch, given, expected):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    args = ToSTVisionTrainingArguments(str(tmp_path), use_cpu=True, **given)
-    assert {name: getattr(args, name) for name in expected} == expected
-
-
-def test_processes_share_the_default_batch(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(ToSTVisionTrainingArguments, "device", torch.device("cpu"))  # do not wait for three other processes
-    parser = HfArgumentParser(ToSTVisionTrainingArguments)
-    (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu"])
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (128, 4)
-    assert args.learning_rate == pytest.approx(2e-3)
-
-
-def test_warmup(tmp_path):
-    def steps(**given):
-        return ToSTVisionTrainingArguments(str(tmp_path), use_cpu=True, **given).get_warmup_steps(1000)
-
-    assert steps(num_train_epochs=100) == 50
-    assert steps(num_train_epochs=10) == 100 == steps(max_steps=1000)  # no more than a tenth
-    assert steps(warmup_steps=7) == 7 and steps(warmup_steps=0.25) == 250
-
-
-def test_impossible_arguments(tmp_path):
-    for name, value in (("mixup", -0.1), ("rand_augment_magnitude", 31), ("recipe", "x")):
-        with pytest.raises(ValueError, match=f"{name} must be .*, got {value!r}"):
-            ToSTVisionTrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
+@pytest.mark.parametrize("name, value", [("mixup", -0.1), ("rand_augment_magnitude", 31)])
+def test_impossible_arguments(tmp_path, name, value):
+    with pytest.raises(ValueError, match=name):
+        ToSTVisionTrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
 
 
 def test_learning_rate(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=20, learning_rate=None, per_device_train_batch_size=16)
+    recipe = parse("image_pretraining", "--bf16", "false")
+    names = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
+    trainer = make_trainer(tmp_path, **{name: getattr(recipe, name) for name in names}, warmup_steps=4)
     trainer.create_optimizer_and_scheduler(20)
     rates = []
     for _ in range(20):
         rates.append(trainer.lr_scheduler.get_last_lr()[0])
         trainer.optimizer.step()
         trainer.lr_scheduler.step()
-    peak = 5e-4 * 16 / 512
-    assert rates[0] == pytest.approx(1e-6) and max(rates) == pytest.approx(peak, rel=0.01)
+    assert rates[0] == pytest.approx(1e-6) and max(rates) == pytest.approx(2e-3, rel=0.01)
     assert rates[-1] == pytest.approx(1e-5, rel=0.01)
 
 

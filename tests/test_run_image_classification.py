@@ -57,7 +57,8 @@ def test_from_training_to_the_pipeline(tmp_path, digit_folder, image_args):
 def test_finetuning_with_the_papers_ablations(tmp_path, image_args, digit_folder):
     """On a data set given by its name, a folder, whose images are squashed in place of cropped."""
     changes = {"train_dir": None, "validation_dir": None, "dataset_name": digit_folder, "max_steps": 1, "do_eval": True}
-    script.main(image_args(config_overrides=f"{TINY},mlp_type=ista,normalize_scores=false", recipe="finetune", **changes))
+    changes["config_overrides"] = f"{TINY},mlp_type=ista,normalize_scores=false"
+    script.main(image_args("image_finetuning", **changes))
     config = ToSTVisionConfig.from_pretrained(tmp_path / "out")
     assert (config.mlp_type, config.normalize_scores) == ("ista", False)
     processor = load_processor(tmp_path / "out")
@@ -95,11 +96,11 @@ def test_headless_model_can_be_finetuned(tmp_path):
 def test_normalisation_of_a_pretrained_model_is_kept(tmp_path):
     tiny_vision_model().save_pretrained(tmp_path)
     args = script.ModelArguments(model_name_or_path=str(tmp_path))
-    assert script.load_processor(args, script.load_config(args), "finetune").image_mean[0] == 0.485
+    assert script.load_processor(args, script.load_config(args)).image_mean[0] == 0.485
     processor = make_image_processor(16)
     processor.image_mean = MEAN
     processor.save_pretrained(tmp_path)
-    assert script.load_processor(args, script.load_config(args), "finetune").image_mean[0] == 0.5
+    assert script.load_processor(args, script.load_config(args)).image_mean[0] == 0.5
 
 
 def test_models_of_grey_images(digit_folder):
@@ -110,16 +111,6 @@ def test_models_of_grey_images(digit_folder):
     example = {"source": "A digit", "image": {"path": str(next(digit_folder.rglob("*.png")))}, "label": 0}
     processor = make_image_processor(ToSTVisionConfig(image_size=16, num_channels=1))
     assert script.EvaluationImages([example], processor)[0]["pixel_values"].shape == (1, 16, 16)
-
-
-@pytest.mark.parametrize(
-    "name, rate", [("tiny-patch16", 0), ("tiny-24-patch8", 0), ("small-patch8", 0.05), ("medium-patch16", 0.15)]
-)
-def test_drop_path_of_the_presets(name, rate):
-    args = script.ModelArguments(config_name=f"tost-vision-{name}")
-    assert script.load_config(args).drop_path_rate == rate and script.load_config(args, "finetune").drop_path_rate == 0
-    args.config_overrides = "drop_path_rate=0.3"
-    assert script.load_config(args).drop_path_rate == 0.3
 
 
 def load_splits(data_args, tmp_path) -> dict[str, Dataset]:

@@ -4,12 +4,13 @@ import logging
 import math
 
 import pytest
+import run_clm
 import torch
 from conftest import randomize
 from datasets import Dataset
 from scripts import EXAMPLES
 from text_runs import token_ids, train, training_args
-from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
 from tost_hf.training.metrics import TokenAccuracy, perplexity
@@ -24,89 +25,45 @@ def test_only_the_optimizers_defaults_differ_from_transformers(tmp_path):
     )
     changed = {name: own[name] for name in theirs if own[name] != theirs[name] and name != "logging_dir"}
     assert changed == {"learning_rate": 6e-4, "weight_decay": 0.1, "adam_beta2": 0.95, "logging_nan_inf_filter": False}
-    assert ToSTTrainingArguments(str(tmp_path), use_cpu=True).get_warmup_steps(5000) == 0
 
 
-def paper(tmp_path, **given) -> ToSTTrainingArguments:
-    return ToSTTrainingArguments(str(tmp_path), recipe="paper", use_cpu=True, **given)
-
-
-def test_the_papers_recipe(tmp_path, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    args = paper(tmp_path)
+def test_the_papers_recipe(tmp_path):
+    recipe, more = EXAMPLES / "recipes/text_pretraining.yaml", ["--output_dir", tmp_path, "--use_cpu"]
+    classes = run_clm.ModelArguments, run_clm.DataTrainingArguments, ToSTTrainingArguments
+    words = [recipe, *more, "--dataset_name", "x", "--max_steps", 1000, "--bf16", "false"]
+    _, data, args = run_clm.parse_args(list(map(str, words)), *classes)
     assert (args.learning_rate, args.weight_decay, args.max_grad_norm) == (6e-4, 0.1, 1.0)
-    assert (args.adam_beta1, args.adam_beta2, args.max_steps) == (0.9, 0.95, 600_000)
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 480
-    assert args.get_warmup_steps(600_000) == 2000
-    assert args.bf16 is False  # on a CPU
-    with pytest.raises(ValueError, match="recipe must be one of paper, got 'x'"):
-        ToSTTrainingArguments(str(tmp_path), recipe="x")
+    assert (args.adam_beta1, args.adam_beta2, args.total_batch_size, data.block_size) == (0.9, 0.95, 480, 1024)
+    assert (args.warmup_steps, args.lr_scheduler_type, args.lr_scheduler_kwargs) == (
+        2000,
+        "cosine_with_min_lr",
+        {"min_lr_rate": 0.1},
+    )
+    assert (args.max_steps, args.bf16) == (1000, False)  # what follows the file takes precedence
 
 
-@pytest.mark.parametrize(
-    "given, expected",
-    [
-        ({"num_train_epochs": 2}, {"num_train_epochs": 2, "max_steps": -1}),
-        ({"num_train_epochs": 2, "max_steps": 7}, {"max_steps": 7}),
-        ({"max_steps": -1}, {"num_train_epochs": 3, "max_steps": -1}),
-        ({"per_device_train_batch_size": 4}, {"gradient_accumulation_steps": 1}),
-        ({"gradient_accumulation_steps": 3}, {"per_device_train_batch_size": 60, "gradient_accumulation_steps": 3}),
-        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_kwargs": None}),
-        ({"lr_scheduler_kwargs": {"min_lr": 1e-5}}, {"lr_scheduler_kwargs": {"min_lr": 1e-5}}),
-    ],
-)
-def test_given_values_override_the_recipe(tmp_path, given, expected):
-    args = paper(tmp_path, **given)
-    assert {name: getattr(args, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize("processes, expected", [(1, (60, 8)), (3, (40, 4)), (4, (60, 2)), (16, (30, 1)), (480, (1, 1))])
-def test_a_step_has_the_papers_batch_on_any_number_of_processes(tmp_path, monkeypatch, processes, expected):
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setattr(ToSTTrainingArguments, "device", torch.device("cpu"))  # do not wait for the other processes
-    words = ["--output_dir", str(tmp_path), "--use_cpu", "--recipe", "paper"]
-    (args,) = HfArgumentParser(ToSTTrainingArguments).parse_args_into_dataclasses(words)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == expected
-    assert args.total_batch_size == 480 == processes * expected[0] * expected[1]
-
-
-def test_total_batch_size(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "64")
-    monkeypatch.setattr(ToSTTrainingArguments, "device", torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"480 cannot be divided among 64 .* 60, 80, "):
-        paper(tmp_path)
-    monkeypatch.delenv("WORLD_SIZE")
-    args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=96, per_device_train_batch_size=20)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (16, 6)
+@pytest.mark.parametrize("devices, steps", [(1, 8), (2, 4), (8, 1)])
+def test_total_batch_size_sets_the_accumulation(tmp_path, tiny_model, devices, steps):
+    args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=480, per_device_train_batch_size=60)
+    args.set_gradient_accumulation(devices)
+    assert args.gradient_accumulation_steps == steps
     args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=24)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 3)  # 8 as in transformers
-    with pytest.raises(ValueError, match="gradient_accumulation_steps 5 contradicts total_batch_size 24"):
+    assert ToSTTrainer(tiny_model, args).args.gradient_accumulation_steps == 3  # of 8, as in transformers
+
+
+@pytest.mark.parametrize("total, devices", [(480, 7), (480, 16), (0, 1)])
+def test_impossible_total_batch_sizes(tmp_path, total, devices):
+    args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=total, per_device_train_batch_size=60)
+    with pytest.raises(ValueError, match="multiple"):
+        args.set_gradient_accumulation(devices)
+
+
+def test_total_batch_size_excludes_other_accumulation(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="auto_find_batch_size"):
+        ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=24, auto_find_batch_size=True)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # which needs the accumulation before there is a trainer
+    with pytest.raises(ValueError, match="contradicts"):
         ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=24, gradient_accumulation_steps=5)
-    with pytest.raises(ValueError, match=r"auto_find_batch_size .* against total_batch_size 480"):
-        paper(tmp_path, auto_find_batch_size=True)
-    with pytest.raises(ValueError, match="total_batch_size must be at least 1, got 0"):
-        ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=0)
-
-
-def test_warmup_is_shortened_only_when_it_was_not_asked_for(tmp_path):
-    assert paper(tmp_path).get_warmup_steps(500) == 50
-    assert paper(tmp_path, warmup_steps=400).get_warmup_steps(500) == 400
-    assert paper(tmp_path, warmup_steps=0).get_warmup_steps(500) == 0
-    assert paper(tmp_path, warmup_steps=0.5).get_warmup_steps(500) == 250
-
-
-def test_bf16_on_the_command_line(tmp_path):
-    parser = HfArgumentParser(ToSTTrainingArguments)
-    for flags, bf16 in ((["--bf16"], True), (["--bf16", "false"], False), ([], False)):
-        (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu", *flags])
-        assert args.bf16 is bf16
-
-
-def test_arguments_survive_a_round_trip(tmp_path):
-    args = training_args(tmp_path, num_train_epochs=2, max_steps=None)
-    again = ToSTTrainingArguments(**{k: v for k, v in args.to_dict().items() if not isinstance(v, dict)})
-    assert (again.max_steps, again.num_train_epochs) == (-1, 2)
-    assert again.gradient_accumulation_steps == args.gradient_accumulation_steps
 
 
 def test_parameter_groups(tmp_path, tiny_config):

@@ -58,7 +58,8 @@ def clm_args(text_folder, tmp_path):
             "cache_dir": tmp_path / "cache",
             "output_dir": tmp_path / "out",
             "block_size": 32,
-            "recipe": "paper",
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
             "per_device_train_batch_size": 4,
             "max_steps": 3,
             "learning_rate": 0.01,
@@ -80,7 +81,8 @@ def token_ids(count: int, length: int = 16, vocab_size: int = 97) -> Dataset:
 def training_args(tmp_path, **changes) -> ToSTTrainingArguments:
     values = {
         "output_dir": str(tmp_path / "out"),
-        "recipe": "paper",
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
         "max_steps": 5,
         "per_device_train_batch_size": 4,
         "learning_rate": 0.01,

@@ -157,9 +157,9 @@ head, whose memberships are all 1). For ToST-S after 400 epochs on CIFAR-10 it r
 unnormalised scores, 87.4 % with an ISTA step in place of the MLP, and 80.6 % with both.
 Here the same at a width of 128; the first is the TSSA of compare_vision. At full size each is a command such as
 
-    python examples/run_image_classification.py --config_name tost-vision-small-patch16 --recipe finetune \\
-        --dataset_name uoft-cs/cifar10 --do_train --do_eval --num_train_epochs 400 --output_dir my-ablation \\
-        --config_overrides mlp_type=ista,normalize_scores=false
+    python examples/run_image_classification.py examples/recipes/image_finetuning.yaml --num_train_epochs 400 \\
+        --config_name tost-vision-small-patch16 --config_overrides mlp_type=ista,normalize_scores=false \\
+        --dataset_name uoft-cs/cifar10 --do_train --do_eval --output_dir my-ablation
 
 The paper does not give the recipe of its four models.
 """

@@ -146,8 +146,11 @@ def train(
     with tempfile.TemporaryDirectory() as folder:
         arguments = ToSTTrainingArguments(
             output_dir=folder,
-            recipe="paper",
             max_steps=steps,
+            warmup_steps=min(2000, steps // 10),
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
             learning_rate=learning_rate,
             per_device_train_batch_size=batch_size,
             seed=seed,

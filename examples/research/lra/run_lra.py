@@ -1,15 +1,14 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains a model on a task of Long Range Arena, by default with the paper's recipe, and tests it.
+"""Trains a model on a task of Long Range Arena with the paper's settings (examples/recipes/lra_*.yaml), and tests it.
 
     python examples/research/lra/make_data.py listops --output_dir data/listops
-    python examples/research/lra/run_lra.py --task listops --dataset_name data/listops --do_train --output_dir my-listops
-    python examples/research/lra/run_lra.py --task image --dataset_name uoft-cs/cifar10 --do_train --output_dir my-image
-    python examples/research/lra/run_lra.py --task text --dataset_name stanfordnlp/imdb --attention linear --do_train \\
-        --output_dir my-text
+    python examples/research/lra/run_lra.py examples/recipes/lra_listops.yaml --dataset_name data/listops --do_train \
+        --output_dir my-listops
+    python examples/research/lra/run_lra.py examples/recipes/lra_text.yaml --dataset_name stanfordnlp/imdb --attention linear \
+        --do_train --output_dir my-text
 
-Other arguments are the Trainer's; a .json or .yaml file of them may be given instead. Start it with `accelerate launch` to use
-several devices. The training curve is drawn at every evaluation (course.png), and an interrupted run resumes when the
-command is given again.
+Arguments after the file take precedence; others are the Trainer's. Start it with `accelerate launch` to use several devices.
+The training curve is drawn at every evaluation (course.png), and an interrupted run resumes when the command is given again.
 """
 
 import logging
@@ -42,7 +41,6 @@ from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION, staged_file
 from tost_hf.model.configuration_tost import LRA_PRESETS
 from tost_hf.training.metrics import TokenAccuracy
-from tost_hf.training.trainer import recipe_field
 
 
 logger = logging.getLogger("run_lra")
@@ -93,44 +91,14 @@ class DataArguments:
 
 @dataclass
 class LRATrainingArguments(ToSTTrainingArguments):
-    """Whose defaults are the paper's recipe of the task: batch, learning rate, decay, steps, warm-up and schedule.
+    """With the task, and evaluations and checkpoints fifty times a run."""
 
-    A run of fewer steps warms up for the same share of them. What the paper does not say is as in `ToSTTrainingArguments`:
-    AdamW's betas (0.9, 0.95), gradients clipped at 1.0, no decay of norms and biases.
-    """
-
-    recipe: str | None = field(default="paper", metadata={"help": "What is left out by the task, too.", "choices": ["paper"]})
     task: str = field(default="listops", metadata={"help": "The task.", "choices": list(TASKS)})
-    learning_rate: float = recipe_field("The peak learning rate. Default: the paper's.")
-    weight_decay: float = recipe_field("Weight decay. Default: the paper's.")
-    lr_scheduler_type: str = recipe_field("The learning rate's schedule. Default: the paper's.")
-    max_steps: int = recipe_field("Number of optimizer steps. Default: the paper's.")
     eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate: no, steps or epoch."})
     eval_steps: float = field(default=0.02, metadata={"help": "Steps between evaluations, or a share of the run if below 1."})
     save_steps: float = field(default=0.02, metadata={"help": "Steps between checkpoints, or a share of the run if below 1."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints to keep."})
     logging_steps: float = field(default=0.002, metadata={"help": "Steps between losses in the log, or a share of the run."})
-
-    def __post_init__(self):
-        recipe = TASKS[self.task].recipe
-        self._shorten_recipe_warmup = self.warmup_steps is None
-        for name in ("learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(recipe, name))
-        if self.max_steps is None and self.num_train_epochs is None:
-            self.max_steps = recipe.max_steps
-        if self.per_device_train_batch_size is None:
-            self.per_device_train_batch_size = recipe.batch_size
-            if self.gradient_accumulation_steps is None and self.total_batch_size is None:
-                self.total_batch_size = recipe.batch_size
-        super().__post_init__()
-
-    def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Number of warm-up steps in a run of `num_training_steps`."""
-        recipe = TASKS[self.task].recipe
-        if not self._shorten_recipe_warmup:
-            return super().get_warmup_steps(num_training_steps)
-        return min(recipe.warmup_steps, round(recipe.warmup_steps * num_training_steps / recipe.max_steps))
 
 
 class LRATrainer(ToSTTrainer):
