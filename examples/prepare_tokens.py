@@ -14,7 +14,7 @@ from pathlib import Path
 
 from datasets import concatenate_datasets
 from scripting import HubArguments, load_pretrained, parse_args, read_dataset, run
-from texts import TextArguments, is_prepared, load_files, pack, tokenizer_fingerprint
+from texts import TextArguments, load_files, pack, tokenizer_fingerprint
 from transformers import AutoTokenizer
 
 from tost_hf.files import staged_folder
@@ -38,9 +38,6 @@ class PreparationArguments(HubArguments):
         for name in ("tokenizer_name", "output_dir"):
             if getattr(self, name) is None:
                 raise ValueError(f"Give --{name}.")
-        for name in ("num_proc", "num_shards"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
 
 
 def load_text(own_args: PreparationArguments, text_args: TextArguments):
@@ -49,8 +46,6 @@ def load_text(own_args: PreparationArguments, text_args: TextArguments):
         return read_dataset(text_args.dataset_name, text_args.dataset_config_name, split=own_args.dataset_split, **options)
     if text_args.train_file is None:
         raise ValueError("There is no text to work on: give --dataset_name or --train_file.")
-    if is_prepared(text_args.train_file[0]):
-        raise ValueError(f"{text_args.train_file[0]!r} is prepared already.")
     return load_files(text_args.train_file, text_args, **options)
 
 
@@ -58,8 +53,6 @@ def main(args: list[str] | None = None) -> None:
     args = sys.argv[1:] if args is None else args
     own_args, text_args = parse_args(args, PreparationArguments, TextArguments, description=__doc__)
     block_size = text_args.block_size or DEFAULT_BLOCK_SIZE
-    if block_size < 2:
-        raise ValueError(f"--block_size must be at least 2, one token to see and one to predict, got {block_size}.")
     folder = Path(own_args.output_dir)
     if folder.exists():
         raise FileExistsError(f"{folder} exists; name another folder, or delete it.")

@@ -122,8 +122,7 @@ def parse_args(args: list[str], *argument_classes: type, description: str | None
 def _command_line_of(file: Path) -> list[str]:
     """The arguments of a file as words of a command line, so that they are checked as such."""
     try:
-        text = file.read_text(encoding="utf-8")
-        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"The file of arguments {str(file)!r} cannot be read: {error}") from error
     if not isinstance(values, dict):

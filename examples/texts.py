@@ -8,7 +8,6 @@ import os
 import zlib
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from tost_hf.training.streams import PackedStream, select_texts
 
 
-PACKAGES = {"zst": "zstandard", "lz4": "lz4"}  # that decompress what Python itself cannot
 PROBE = "  Tokens, 1 2 34:\n\tÄpfel & def f(x): # tost\n"
 READ_FROM = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSED)}"
 
@@ -97,34 +95,24 @@ class DataTrainingArguments(TextArguments):
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def expand_files(given: str | list[str] | None) -> list[str] | None:
+def expand_files(names: str | list[str] | None) -> list[str] | None:
     """The files that names, patterns and folders stand for; a folder of prepared tokens, alone, stands for itself.
 
     Raises:
         FileNotFoundError: there are none.
-        ValueError: a file is empty, of an unknown kind or compressed as no installed package can read, or they are of several
-            kinds.
+        ValueError: a file is of an unknown kind, or they are of several kinds.
     """
-    if given is None:
+    if names is None:
         return None
-    given = [given] if isinstance(given, str) else given
-    if any(is_prepared(name) for name in given):
-        if len(given) > 1:
-            raise ValueError(f"A folder that prepare_tokens.py wrote is given alone, not as one of {given}.")
-        return given
-    files = list(chain.from_iterable(map(_files_of, given)))
+    names = [names] if isinstance(names, str) else names
+    if is_prepared(names[0]):
+        return names
+    files = list(chain.from_iterable(map(_files_of, names)))
     for file in files:
         if ending(file) not in LOADERS:
             raise ValueError(f"The text file {file!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
-        package = PACKAGES.get(file.rpartition(".")[2].lower())
-        if package is not None and find_spec(package) is None:
-            raise ValueError(f"The text file {file!r} is read with a package that is not installed: pip install {package}.")
-        if "://" in file:  # a URL, which datasets fetches
-            continue
-        if not os.path.isfile(file):
+        if "://" not in file and not os.path.isfile(file):  # datasets fetches a URL
             raise FileNotFoundError(f"The text file {file!r} does not exist.")
-        if os.path.getsize(file) == 0:
-            raise ValueError(f"The text file {file!r} is empty.")
     kinds = sorted({LOADERS[ending(file)] for file in files})
     if len(kinds) > 1:
         raise ValueError(f"Text files must be of one kind to be read together, not of several: {', '.join(kinds)}.")
@@ -133,8 +121,6 @@ def expand_files(given: str | list[str] | None) -> list[str] | None:
 
 def _files_of(name: str) -> list[str]:
     if os.path.isdir(name):
-        if os.path.exists(os.path.join(name, "tokens.json")):
-            raise ValueError(f"The tokens of {name!r} were prepared by an earlier version; prepare them again.")
         files = sorted(str(path) for path in Path(name).iterdir() if path.is_file() and ending(path.name) in LOADERS)
         if not files:
             raise FileNotFoundError(f"The folder {name!r} has no text files ({READ_FROM}).")
@@ -161,23 +147,9 @@ def is_prepared(folder: str) -> bool:
     return Path(folder, "state.json").is_file()
 
 
-def load_prepared(folder: str) -> Dataset:
-    """The blocks of a folder, "input_ids" as arrays of (block_size,) integers; nothing is read yet.
-
-    Raises:
-        ValueError: files are missing or damaged.
-    """
-    try:
-        return load_from_disk(folder).with_format("numpy")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"The tokens of {folder!r} are damaged: {error}; prepare them again.") from error
-
-
 def check_prepared(folder: str, blocks: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
     """Raises a ValueError for tokens of another tokenizer, or in blocks of another size."""
     size = getattr(blocks.features.get("input_ids"), "length", None)
-    if size is None:
-        raise ValueError(f"{folder!r} holds no tokens of prepare_tokens.py but the columns {', '.join(blocks.column_names)}.")
     if size != block_size:
         raise ValueError(f"The tokens of {folder!r} are in blocks of {size}, not {block_size}: use --block_size {size}.")
     if blocks.info.description != tokenizer_fingerprint(tokenizer):
@@ -211,7 +183,7 @@ def load_texts(model_args, data_args) -> dict:
 def load_files(files: list[str], data_args: TextArguments, **options):
     """The examples of files, or the blocks of a folder of prepared tokens."""
     if is_prepared(files[0]):
-        return load_prepared(files[0])
+        return load_from_disk(files[0]).with_format("numpy")
     lines = {"keep_linebreaks": data_args.keep_linebreaks} if ending(files[0]) == "txt" else {}
     return read_dataset(LOADERS[ending(files[0])], data_files=files, split="train", **options, **lines)
 
@@ -357,7 +329,6 @@ def stream_blocks(dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, 
         settings={
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "eos_token": eos,
-            "names": data_args.dataset_name or sorted(os.path.basename(file) for file in data_args.train_file),
             "validation_split_percentage": data_args.validation_split_percentage,
         },
     )

@@ -228,7 +228,6 @@ def test_a_corrupt_image_stops_training_by_name(tmp_path, digit_folder, image_ar
         ([0, -1, 1], ClassLabel(names=NAMES), {}, "Image 1 of the train split has the label -1"),
         (["one", None, "two"], Value("string"), {}, "Image 1 of the train split has the label None"),
         ([0, 1, 2], Value("int64"), {"label_column_name": None}, "no column of labels; choose one of img, fine, other by"),
-        ([0], ClassLabel(names=NAMES), {}, "a single training image"),
     ],
 )
 def test_bad_labels(tmp_path, labels, feature, changes, message):

@@ -1,9 +1,7 @@
 """Streams of text: sharded over processes and workers, packed without waste, and resumed exactly."""
 
-import bz2
 import gzip
 import json
-import lzma
 import re
 import shutil
 from collections import Counter
@@ -180,30 +178,12 @@ def test_two_processes_with_two_workers_resume(tmp_path, clm_args, text_parts):
     assert losses(tmp_path / "out") == whole and len(whole) == 14
 
 
-DEEP = pytest.param("deep", marks=pytest.mark.skipif(OLD_DATASETS, reason="datasets 4 reads deeply nested records"))
-
-
-@pytest.mark.parametrize("ending", ["gz", "xz", "bz2", DEEP])
-def test_damaged_compression_and_deep_json(prepare, tmp_path, clm_args, ending):
-    """Damaged at the beginning, which is read before training, or further on."""
-    good = (json.dumps({"text": "import os, sys\n" * 40}) + "\n").encode() * 300
-    if ending == "deep":
-        damaged = b'{"text": "a", "b": ' + b"[" * 900 + b"]" * 900 + b"}\n"
-        first, later = damaged, good * 5 + damaged  # some 4,000 levels further on crash Arrow itself
-    else:
-        later = bytearray({"gz": gzip, "xz": lzma, "bz2": bz2}[ending].compress(good * 10))
-        later[len(later) // 2] ^= 255
-        first = later[:30]
-    file = tmp_path / ("damaged.jsonl" + f".{ending}" * (ending != "deep"))
-    for damaged, start in (
-        (first, lambda: run_clm.main(clm_args(train_file=file))),
-        (first, lambda: prepare(train_file=file, num_shards=1)),
-        (later, lambda: run_clm.main(clm_args(streaming=True, train_file=file, max_steps=2000))),
-        (later, lambda: prepare(train_file=file, num_shards=1)),
-    ):
-        file.write_bytes(damaged)
-        with pytest.raises(ValueError, match="cannot be read"):
-            start()
+def test_damage_further_on_is_named(tmp_path, clm_args):
+    damaged = bytearray(gzip.compress((json.dumps({"text": "import os, sys\n" * 40}) + "\n").encode() * 3000))
+    damaged[len(damaged) // 2] ^= 255
+    (tmp_path / "damaged.jsonl.gz").write_bytes(damaged)
+    with pytest.raises(ValueError, match="further"):
+        run_clm.main(clm_args(streaming=True, train_file=tmp_path / "damaged.jsonl.gz", max_steps=2000))
 
 
 # Tokens prepared once ------------------------------------------------------------------------------------------------
@@ -222,7 +202,7 @@ def prepare(text_folder, text_parts, tmp_path):
 def test_prepared_tokens_are_trained_on(prepare, tmp_path, clm_args, text_folder, text_parts):
     folder = prepare(num_proc=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens"]
-    found = [block["input_ids"].tolist() for block in texts.load_prepared(str(folder))]
+    found = [block["input_ids"] for block in load_from_disk(folder)]
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
     documents = read_dataset("json", data_files=f"{text_parts}/*.gz", split="train", cache_dir=str(tmp_path / "cache"))["text"]
     tokens = sum(len(texts.encode([document], tokenizer, 0)) for document in documents)
@@ -254,35 +234,17 @@ def test_preparing_resumes_with_the_missing_parts(prepare, monkeypatch, tmp_path
     assert len(list(Path(written[0][0]).parent.glob("cache-*"))) > len(written)
 
 
-def test_bad_tokens(prepare, tmp_path, clm_args, text_parts):
+def test_bad_tokens(prepare, tmp_path, clm_args):
     folder = prepare()
-    with pytest.raises(FileExistsError, match="tokens exists"):
+    with pytest.raises(FileExistsError, match="exists"):
         prepare()
-    with pytest.raises(ValueError, match="is prepared already"):
-        prepare(train_file=folder, output_dir=tmp_path / "more")
-    with pytest.raises(ValueError, match="shorter than one block of 100000 tokens"):
+    with pytest.raises(ValueError, match="shorter"):
         prepare(block_size=100_000, output_dir=tmp_path / "more")
-    with pytest.raises(ValueError, match="Give --output_dir"):
-        prepare(output_dir=None)
-    with pytest.raises(ValueError, match="is given alone"):
-        run_clm.main([*clm_args(), "--train_file", str(folder), str(text_parts)])
-    with pytest.raises(ValueError, match="--streaming is for text"):
+    with pytest.raises(ValueError, match="streaming"):
         run_clm.main(clm_args(train_file=folder, streaming=True))
-    with pytest.raises(ValueError, match="are in blocks of 32, not 16: use --block_size 32"):
+    with pytest.raises(ValueError, match="block_size 32"):
         run_clm.main(clm_args(train_file=folder, block_size=16))
     info = folder / "dataset_info.json"
-    for old, new, message in (('"description": "', '"description": "0', "by another tokenizer"), ("{", "", "are damaged")):
-        info.write_text(info.read_text().replace(old, new, 1))
-        with pytest.raises(ValueError, match=message):
-            run_clm.main(clm_args(train_file=folder))
-    Dataset.from_dict({"text": ["abc"] * 9}).save_to_disk(tmp_path / "text")
-    with pytest.raises(ValueError, match=r"holds no tokens of prepare_tokens\.py but the columns text"):
-        run_clm.main(clm_args(train_file=tmp_path / "text"))
-    (text_parts / "tokens.json").touch()
-    with pytest.raises(ValueError, match=r"prepared by an earlier version"):
-        run_clm.main(clm_args(train_file=text_parts))
-    (text_parts / "tokens.json").unlink()
-    prepare(output_dir=tmp_path / "torn")
-    (tmp_path / "torn/data-00001-of-00002.arrow").write_bytes(b"torn")
-    with pytest.raises(ValueError, match="are damaged"):
-        run_clm.main(clm_args(train_file=tmp_path / "torn"))
+    info.write_text(info.read_text().replace('"description": "', '"description": "0', 1))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        run_clm.main(clm_args(train_file=folder))

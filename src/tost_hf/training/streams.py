@@ -113,16 +113,14 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: the stream was another one.
         """
-        before, now = state.get("settings", {}), self.settings  # none in checkpoints of earlier versions
-        changed = {
-            name: f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]
-        }
-        if "names" in changed:  # which may be many
-            changed["names"] = "the text files differ"
+        saved = state["settings"]
+        changed = [
+            f"{name} was {saved.get(name)!r} and is {now!r}" for name, now in self.settings.items() if saved.get(name) != now
+        ]
         if changed:
             raise ValueError(
-                f"The stream of text that was saved is not this one: {', '.join(changed.values())}. Resume with what it was, "
-                "or start the data over with --ignore_data_skip."
+                f"The stream of text that was saved is not this one: {', '.join(changed)}. Resume with what it was, or start "
+                "the data over with --ignore_data_skip."
             )
         self._positions = [StreamPosition(*values) for values in state["positions"]]
         self._next_worker = state["next_worker"]
