@@ -1,12 +1,11 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Resuming from the newest checkpoint that was saved completely, however the run before ended.
 
-A checkpoint is complete if it has `trainer_state.json`, which Trainer writes last, and its other files can be opened.
+A checkpoint is complete if it has `trainer_state.json`, which Trainer writes last, and the files that the settings ask for.
 """
 
 import logging
 import re
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..files import TRAINER_STATE
-from ..hub.records import open_safetensors, read_json
 
 
 logger = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None
 
     Raises:
         FileNotFoundError: the folder named does not exist, or True was given and there is no complete checkpoint.
-        ValueError: the checkpoint named is incomplete, all checkpoints were finished once and are damaged now, or DeepSpeed
+        ValueError: the checkpoint named is incomplete, all checkpoints were finished once and miss files now, or DeepSpeed
             saved one with another number of processes.
     """
     word = str(wanted).lower()
@@ -115,23 +113,6 @@ def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
     for alternatives in _required_files(trainer, folder):
         if not any(any(folder.glob(pattern)) for pattern in alternatives):
             yield f"{alternatives[0]} is missing"
-    for pattern in (TRAINER_STATE, "*.safetensors", "*.pt", "*.pth", "*_fsdp*.bin", "optimizer*.bin"):
-        yield from (f"{path.name} is damaged" for path in sorted(folder.glob(pattern)) if not _is_complete(path))
-
-
-def _is_complete(file: Path) -> bool:
-    """Whether a file can be opened as what its name says, which one that was cut short cannot; no pickle is loaded."""
-    try:
-        if file.suffix == ".json":
-            read_json(file)
-        elif file.suffix == ".safetensors":
-            with open_safetensors(file):
-                pass
-        else:
-            return zipfile.is_zipfile(file)  # as torch.save writes
-    except ValueError:
-        return False
-    return True
 
 
 def _required_files(trainer: Trainer, folder: Path) -> Iterator[tuple[str, ...]]:
