@@ -3,7 +3,6 @@
 No speed is asserted: nothing here depends on how fast the machine is.
 """
 
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -23,8 +22,6 @@ import scaling  # noqa: E402
 import timing  # noqa: E402
 import train_lm  # noqa: E402
 from records import ORIGIN_COLUMNS, VALUE_COLUMNS, markdown_table, read_records  # noqa: E402
-
-from tost_hf.model import tssa_reference  # noqa: E402
 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
@@ -70,12 +67,6 @@ def test_spread_and_ratio():
     assert timing.ratio([2, 9, 4], [1, 3, 4]) == (2, 1, 3)  # of the rounds; the medians' would be 4 / 3
     with pytest.raises(ValueError, match="shorter"):
         timing.ratio([1, 2], [1])
-
-
-def test_slope():
-    assert timing.slope([1, 10, 1000], [5, 500, 5_000_000]) == pytest.approx(2)
-    # logarithms (0, 0), (1, 0), (2, 3): covariance 3, variance 2
-    assert timing.slope([1, math.e, math.e**2], [1, 1, math.e**3]) == pytest.approx(1.5)
 
 
 def test_table_of_records():
@@ -134,15 +125,6 @@ def test_op(tmp_path, capsys):
             if record["variant"] == "eager" and record["pass"] == which
         }
         assert found["GB/s"] == pytest.approx(tensors * 2 * 40 * 3 * 8 * 4 / found["ms"] * 1e-6, rel=0.5)
-
-
-def test_attention_is_softmax_attention():
-    q, k, v = (torch.randn(2, 9, 3, 4) for _ in range(3))
-    score = torch.einsum("bthp,bshp->bhts", q, k) / 2
-    for causal in (True, False):
-        seen = score.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf) if causal else score
-        expected = torch.einsum("bhts,bshp->bthp", seen.softmax(-1), v)
-        torch.testing.assert_close(registry.attention(q, k, v, causal=causal), expected)
 
 
 @pytest.mark.parametrize("what", ["output", "gradient of input 1", "NaN"])
@@ -236,51 +218,3 @@ def test_train_lm(tmp_path, capsys):
         for equal in ("width", "parameters")
     }
     assert "not available" not in capsys.readouterr().out
-
-
-def test_gpt2_attention_is_transformers_own():
-    """Loss and gradients, with plain sdpa in its place."""
-    model = train_lm.build("GPT-2", "toy", 2, 32)
-    tokens = torch.randint(0, 128, (2, 32))
-    found = []
-    for implementation in ("causal_sdpa", "sdpa"):
-        model.set_attn_implementation(implementation)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("name", ["ToST", "Mamba-2"])
-def test_equal_parameters_are_the_nearest(name):
-    target = train_lm.count_parameters("GPT-2", "base", 12, 1024)
-    assert target == 124_475_904  # the published model's 124,439,808 and 47 more records of vocabulary
-    layers = train_lm.layers_for(name, "base", 1024, target)
-    misses = {n: abs(train_lm.count_parameters(name, "base", n, 1024) - target) for n in (layers - 1, layers, layers + 1)}
-    assert min(misses, key=misses.get) == layers > 12
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_compiled(tmp_path, capsys):
-    records = run("op", tmp_path, "--shape", 1, 40, 2, 8, "--variants", "compiled", "--form", "causal", "--pass", "forward")
-    assert {record["variant"] for record in records} == {"compiled", "copy"}
-    case = ["--layers", 1, "--positions", 9, "--static", "--compile", "--steps", 2, "--models", "ToST"]
-    assert {record["code"] for record in run("decode", tmp_path, *case)} == {"compiled"}
-    case = ["--size", "toy", "--lengths", 16, "--tokens", 32, "--models", "ToST", "--equal", "width"]
-    records = run("train_lm", tmp_path, "--compile", "--dtype", "bfloat16", *case)
-    assert {(record["code"], record["dtype"]) for record in records} == {("compiled", "bfloat16")}
-    assert "not available" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", registry.DECAYS)
-def test_operators_with_decay_get_its_logarithms(kind):
-    operator = registry.DECAYS[kind]
-    inputs = operator.make_inputs((2, 7, 3, 4), True, torch.float32, "cpu")
-    shapes = {"none": [], "head": [(3,)], "token": [(2, 7, 3)]}
-    assert [tuple(x.shape) for x in inputs] == [(2, 7, 3, 4), (3,), (7, 3), *shapes[kind]]
-    assert all((x < 0).all() for x in inputs[3:])
-    output = operator.make(True, "cpu")(*inputs)
-    log_decay = inputs[3].expand(2, 7, 3) if inputs[3:] else None
-    expected = tssa_reference.causal(*inputs[:3], log_decay=log_decay)[0]
-    torch.testing.assert_close(output, expected)

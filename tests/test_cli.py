@@ -1,6 +1,5 @@
 """The `tost-hf` command: what a user types, reads and gets as exit status. Converting and the Hub have their own files."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +13,6 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
-    AutoProcessor,
     pipeline,
 )
 
@@ -131,18 +129,6 @@ def test_init_vision(small_presets, tmp_path):
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
     assert model.num_labels == 1000
     assert AutoImageProcessor.from_pretrained(tmp_path / "model").crop_size["height"] == model.config.image_size
-
-
-@needs_auto_processor
-@pytest.mark.parametrize("fields", [{}, {"do_resize": False, "rescale_factor": 0.5}])
-def test_a_preprocessor_file_that_names_no_class(fields, tmp_path):
-    """The configuration beside it tells which class it is."""
-    tost_hf.ToSTVisionConfig().save_pretrained(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
-    for auto_class in (AutoImageProcessor, AutoProcessor):
-        processor = auto_class.from_pretrained(tmp_path)
-        assert type(processor).__name__ == "ViTImageProcessorPil"
-        assert all(getattr(processor, name) == value for name, value in fields.items())
 
 
 def test_card_verify_and_info(tmp_path, capsys):

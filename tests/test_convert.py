@@ -16,7 +16,7 @@ from authors_checkpoints import (
     write_changed,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 from tost_hf import ToSTConfig, ToSTForCausalLM
 from tost_hf.cli import main
@@ -229,17 +229,6 @@ def test_pickle_with_code(tmp_path, as_zip):
     assert os.listdir(tmp_path) == ["evil.pt"]
 
 
-WHOLE = (BIAS).read_bytes()
-
-
-@pytest.mark.parametrize("data", [WHOLE[:-100], WHOLE[:10], b"", b"once upon a time\n"])
-def test_unreadable_files(tmp_path, data):
-    (tmp_path / "ckpt.pt").write_bytes(data)
-    with pytest.raises(ValueError, match="damaged"):
-        convert_from_original(tmp_path / "ckpt.pt", tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-
-
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.pt"):
         convert_from_original(tmp_path / "nowhere.pt", tmp_path / "model")
@@ -266,17 +255,6 @@ def test_unsupported_models(tiny_config, tmp_path, fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
     assert os.listdir(tmp_path) == ["model"]
-
-
-def test_damaged_folders(tiny_model, tmp_path):
-    tiny_model.save_pretrained(tmp_path / "model")
-    weights = tmp_path / "model/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
-        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
-    GPT2Config().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="model of type 'gpt2'"):
-        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
 
 
 def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):
@@ -336,11 +314,3 @@ def test_command_converts_there_and_back(tmp_path, capsys):
     assert_same_bits(read_checkpoint(back)["model"], bare(read_checkpoint(FIXTURES / "lm_nobias.pt")["model"]))
     assert main(["convert", folder, back]) == 1
     assert main(["convert", folder, back, "--overwrite"]) == 0
-
-
-def test_command_errors_are_one_line(tmp_path, capsys):
-    source = write_changed(tmp_path / "ckpt.pt", stated(TSSA=False), BIAS)
-    assert main(["convert", str(source), str(tmp_path / "model")]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("tost-hf: error: ") and captured.err.count("\n") == 1
-    assert "GPT-2" in captured.err

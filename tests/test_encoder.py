@@ -33,10 +33,8 @@ from tost_hf import (
 from tost_hf.convert import convert_to_original
 from tost_hf.hub import verify
 from tost_hf.hub.cards import build_card
-from tost_hf.hub.checks import parameter_count
 from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
-from tost_hf.model.configuration_tost import LRA_PRESETS
 from tost_hf.model.tssa_reference import bidirectional
 
 
@@ -258,23 +256,6 @@ def test_trainer_trains_an_encoder(model_class, tokenizer, tmp_path):
 
 
 # The paper's sizes, the command line, what is told of a model -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, count",
-    list(zip(LRA_PRESETS, (16_839_728, 3_750_928, 1_550_872, 285_248, 132_868), strict=True)),
-)
-def test_sizes_of_long_range_arena(name, count):
-    config = ToSTConfig.from_preset(name)
-    assert parameter_count(config) == count
-    assert config.pre_norm == (name != "tost-lra-pathfinder")
-
-
-def test_default_configuration_has_no_encoder_fields(tmp_path):
-    config = small_config()
-    config.save_pretrained(tmp_path)
-    text = (tmp_path / "config.json").read_text()
-    assert not [name for name in ("is_causal", "pooling", "pre_norm") if name in text]
 
 
 def test_init_card_info_inspect_and_convert_of_encoders(tmp_path, capsys):

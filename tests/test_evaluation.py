@@ -71,21 +71,6 @@ def test_column_of_text():
             evaluate_lm.select_texts(examples.rename_column("sentence", "other"), column)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"tasks": ["ptb"]}, "no default data for 'ptb'"),
-        ({"tasks": ["lambada"], "datasets": ["wikitext=x"]}, "with a task of lambada, got 'wikitext=x'"),
-        ({"tasks": ["lambada"], "batch_size": 0}, "--batch_size must be at least 1, got 0"),
-        ({"tasks": ["lambada"], "stride": 0}, "--stride must be at least 1, got 0"),
-        ({"tasks": ["lambada", "wikitext"], "num_words": 5}, "name a single task with it"),
-    ],
-)
-def test_arguments_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate_lm.LMEvaluationArguments(model="m", **options)
-
-
 # Results -------------------------------------------------------------------------------------------------------------
 
 
@@ -127,21 +112,6 @@ def test_results_are_merged(tmp_path):
 def test_results_that_are_no_numbers_are_left_out(caplog):
     assert [one["metric_name"] for one in some_results(a=math.inf, b=math.nan, c=1.0)] == ["c"]
     assert "a on Set is inf" in caplog.text and "b on Set is nan" in caplog.text
-
-
-@pytest.mark.parametrize("content", ["[]", "{", '{"results": 3}'])
-def test_a_file_of_something_else_is_kept(tmp_path, content):
-    file = tmp_path / "evaluation.json"
-    file.write_text(content)
-    with pytest.raises(ValueError, match="does not hold"):
-        evaluation.results_file(evaluation.EvaluationArguments(model=str(tmp_path)))
-    assert file.read_text() == content
-
-
-def test_where_results_go(tmp_path):
-    assert evaluation.results_file(evaluation.EvaluationArguments(model=str(tmp_path))) == tmp_path / "evaluation.json"
-    with pytest.raises(ValueError, match="give --output_file"):
-        evaluation.results_file(evaluation.EvaluationArguments(model="gpt2"))
 
 
 # The commands --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from pathlib import Path
 
 import evaluate_lm
@@ -122,28 +121,6 @@ def test_random_windows(model):
 # Losses in their units -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "protocol, tokens, words", [("sweep", 27 + 3, 5 + 3), ("windows", 27 + 3, 5 + 3), ("documents", 27, 5)]
-)
-def test_units(model, tokenizer, protocol, tokens, words):
-    """All tokens are equally likely: the loss is ln V, and the rest is counting."""
-    torch.nn.init.zeros_(model.lm_head.weight)
-    texts = ["Two words", "naïve € café", "\n "]  # of 9, 16 and 2 bytes
-    args = make_args(protocols=[protocol], num_windows=30, batch_size=4)
-    measured = evaluate_lm.measure_loss(model, tokenizer, texts, args, context=8)
-    found = values(measured)
-    assert found["loss"] == pytest.approx(math.log(257), rel=1e-6)
-    assert found["perplexity"] == pytest.approx(257, rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(tokens * math.log2(257) / 27, rel=1e-6)
-    assert found["word_perplexity"] == pytest.approx(257 ** (tokens / words), rel=1e-4)
-    assert all(re.search(rf"\({protocol}, context 8", one.name) for one in measured)
-    assert {one.num_examples for one in measured} == {30 if protocol == "windows" else 3}
-
-    args.num_words = 7
-    found = values(evaluate_lm.measure_loss(model, tokenizer, texts, args, context=8))
-    assert found["word_perplexity"] == pytest.approx(257 ** (tokens / 7), rel=1e-4)
-
-
 def test_what_the_protocols_score(model, tokenizer):
     """sweep: one stream, end-of-text after each example; documents: each independently, of lines the text they make."""
     model = model.double()
@@ -206,44 +183,6 @@ def test_lambada(tokenizer, passage, exact, lenient):
     assert model.generation_config.to_dict() == own_settings.to_dict()
 
 
-def test_lambada_batches(tokenizer):
-    """Shares over many passages; the words are made from what the model writes after each prompt alone."""
-    model = make_model(max_position_embeddings=128)
-    passages, expected = [], []
-    for number, beginning in enumerate(["It was", "Long after the others had gone she saw", "A", "He said that the", "x y z"]):
-        ids = tokenizer(f"\n{beginning}", return_tensors="pt")["input_ids"]
-        for _ in range(10):
-            with torch.no_grad():
-                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
-        written = tokenizer.decode(ids[0, -10:])
-        word = next(piece for piece in re.findall(r"[!-~]+", written))  # of bytes that are valid text alone
-        expected.append(number % 2 == 0)
-        passages.append(f"{beginning} {word if expected[-1] else word + 'never'}")
-    for batch_size in (1, 2, 5):
-        assert reading_tasks.lambada_lenient(model, tokenizer, passages, 128, batch_size).value == sum(expected) / 5
-
-    model, passages = successor_model(tokenizer, SUCCESSORS), [passage for passage, _, _ in LAMBADA]
-    for batch_size in (1, 2, 16):
-        assert reading_tasks.lambada_exact(model, tokenizer, passages, 256, batch_size).value == 3 / 9
-        assert reading_tasks.lambada_lenient(model, tokenizer, passages, 256, batch_size).value == 7 / 9
-
-
-def test_lambada_cuts_the_beginning_and_says_so(tokenizer, caplog):
-    model = successor_model(tokenizer, SUCCESSORS)
-    passages = ["Once upon a time there was a hat cab", "a hat cab"]
-    exact = reading_tasks.lambada_exact(model, tokenizer, passages, 20, 2)
-    lenient = reading_tasks.lambada_lenient(model, tokenizer, passages, 20, 2)
-    assert (exact.value, lenient.value) == (1, 1)
-    assert "1 of 2 passages are longer than the context of 20 tokens" in exact.protocol
-    assert "1 of 2 prompts are longer than the context of 10 tokens" in lenient.protocol
-    assert exact.protocol.partition("; ")[2] in caplog.text
-    assert "longer" not in reading_tasks.lambada_exact(model, tokenizer, passages, 64, 2).protocol
-    with pytest.raises(ValueError, match="no space for a prompt"):
-        reading_tasks.lambada_lenient(model, tokenizer, passages, 10, 2)
-    with pytest.raises(ValueError, match="'Word' has no word before"):
-        reading_tasks.lambada_exact(model, tokenizer, ["Word"], 20, 2)
-
-
 # Children's Book Test ------------------------------------------------------------------------------------------------
 
 
@@ -259,27 +198,6 @@ def test_cbt_file(questions):
     assert first["sentences"][19] == "He sat up and rubbed his face ."
     assert first["question"] == "Mara poured the water from the XXXXX into both cups ."
     assert first["options"] == ["bread", "brother", "crow", "cups", "drawer", "gate", "kettle", "roof", "snow", "window"]
-
-
-@pytest.mark.parametrize(
-    "old, new, message",
-    [
-        ("\n3 Her", "\n4 Her", "Line 3 should begin with 3"),
-        ("\tkettle\t\t", " kettle ", "Line 21 should be a question, its answer and its options"),
-        ("\n21 `", "\n\n", "Line 44 should begin with 21"),
-    ],
-)
-def test_cbt_file_with_a_mistake(old, new, message):
-    text = (FIXTURES / "cbt.txt").read_text(encoding="utf-8")
-    assert old in text
-    with pytest.raises(ValueError, match=message):
-        reading_tasks.parse_cbt(text.replace(old, new))
-
-
-def test_cbt_file_that_ends_early():
-    lines = (FIXTURES / "cbt.txt").read_text(encoding="utf-8").splitlines()
-    with pytest.raises(ValueError, match="last question has 5 lines"):
-        reading_tasks.parse_cbt("\n".join(lines[:27]))
 
 
 @pytest.mark.parametrize("context", [2000, 60])  # the passages have about 800 tokens: whole, and cut
@@ -311,9 +229,3 @@ def test_cbt_scores_what_follows_the_candidate(tokenizer):
     model = successor_model(tokenizer, {"y": "!"})
     example = {"sentences": ["."] * 20, "question": "See XXXXX!", "options": ["x", "y", "z"], "answer": "y"}
     assert reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list([example]), 256, 3).value == 1
-
-
-@pytest.mark.parametrize("change", [{"question": "Who ?"}, {"answer": "Nobody"}])
-def test_cbt_question_with_a_mistake(questions, tokenizer, model, change):
-    with pytest.raises(ValueError, match="lacks XXXXX, or its answer is not an option"):
-        reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list([questions[0] | change]), 32, 3)

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 import run as runner  # isort: skip  (names the folders of the others)
 
-import compare_lm
 import compare_vision
 import language_models
 import long_context
@@ -24,7 +23,6 @@ import synthetic
 import training
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from records import ORIGIN_COLUMNS, read_records
-from transformers import PreTrainedTokenizerFast
 
 from tost_hf import ToSTCache
 
@@ -73,15 +71,6 @@ def test_recall_labels_are_what_looking_up_finds(pairs):
             assert label == (table[tokens[i - 1]] if i - 1 in asked else -100)
 
 
-def test_recall_asks_in_any_order_and_rejects_too_many_pairs():
-    batch = synthetic.make_recall_batch(np.random.default_rng(0), 2, 400, vocab_size=64)
-    tokens = batch["input_ids"]
-    in_order = (tokens[:, 4] == tokens[:, 0]).double().mean().item()
-    assert 0.4 < in_order < 0.6
-    with pytest.raises(ValueError, match="40 pairs need 40 keys"):
-        synthetic.make_recall_batch(np.random.default_rng(0), 40, 1, vocab_size=64)
-
-
 @pytest.mark.parametrize("distance", [0, 1, 5, 22])
 def test_copy_labels(distance):
     batch = synthetic.make_locality_batch(np.random.default_rng(0), f"copy {distance}", 20, 24)
@@ -89,11 +78,6 @@ def test_copy_labels(distance):
         for i in range(24):
             source = i - 1 - distance
             assert labels[i] == (tokens[source] if i > 0 and source >= 0 else -100)
-
-
-def test_copy_rejects_a_distance_that_leaves_no_label():
-    with pytest.raises(ValueError, match="'copy 23' needs sequences of more than 24 tokens, got 24"):
-        synthetic.make_locality_batch(np.random.default_rng(0), "copy 23", 1, 24)
 
 
 def test_majority_labels():
@@ -122,16 +106,6 @@ def test_accuracy_is_of_the_label_one_place_later():
 
     assert training.label_accuracy(Copies(), batches("copy 0")) == 1
     assert training.label_accuracy(Copies(), batches("copy 1")) < 0.15
-
-
-def test_batches_are_fresh_and_repeatable():
-    def make(rng):
-        return {"input_ids": torch.from_numpy(rng.integers(1000, size=8))}
-
-    first, again, other = (training.Batches(make, 3, seed) for seed in (0, 0, 1))
-    assert len(list(first)) == 3
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again))
-    assert len({tuple(batch["input_ids"].tolist()) for data in (first, other) for batch in data}) == 6
 
 
 # What the experiments share -------------------------------------------------------------------------------------------
@@ -175,45 +149,6 @@ def write_text(folder: Path) -> Path:
     words = ["".join(rng.choice(list("abcdefgh"), size=4)) for _ in range(50)]
     (folder / "input.txt").write_text("\n".join(" ".join(rng.choice(words, size=8)) for _ in range(400)))
     return folder
-
-
-def test_texts_are_split_encoded_and_cut(tmp_path):
-    folder = write_text(tmp_path / "text")
-    text = (folder / "input.txt").read_text()
-    training, validation = compare_lm.load_texts(str(folder))
-    assert "".join(training + validation).strip("\n") == text and len(validation[0]) == pytest.approx(len(text) / 10, abs=2)
-    assert compare_lm.shorten(["abcdef", "ghijkl"], 6) == ["abc", "ghi"] and compare_lm.shorten(["ab"], None) == ["ab"]
-
-    tokenizer = compare_lm.train_bpe(training, 300)
-    tokens = compare_lm.encode(tokenizer, ["one two\nthree", "four"])
-    assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == "one two\nthree<|endoftext|>four<|endoftext|>"
-    blocks = compare_lm.split_into_examples(torch.arange(10), 4)
-    assert [block["labels"].tolist() for block in blocks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-    parquet = tmp_path / "documents"
-    parquet.mkdir()
-    for split in ("train", "validation"):
-        Dataset.from_dict({"text": [f"{split} one", f"{split} two"]}).to_parquet(parquet / f"{split}.parquet")
-    assert compare_lm.load_texts(str(parquet)) == (["train one", "train two"], ["validation one", "validation two"])
-
-
-def test_bigram_loss_counts_pairs():
-    training = torch.tensor([0, 1, 0, 1, 0, 2])
-    blocks = [{"input_ids": torch.tensor([0, 1])}, {"input_ids": torch.tensor([0, 2])}]
-    # 0 is followed by 1 twice and by 2 once; smoothing 0 leaves the plain shares
-    expected = -(math.log(2 / 3) + math.log(1 / 3)) / 2
-    assert compare_lm.bigram_loss(training, blocks, 3, smoothing=0) == pytest.approx(expected, rel=1e-5)
-    # every row of the smoothed table is a distribution
-    total = sum(
-        math.exp(-compare_lm.bigram_loss(training, [{"input_ids": torch.tensor([1, x])}], 3, smoothing=0.5)) for x in range(3)
-    )
-    assert total == pytest.approx(1, rel=1e-5)
-
-
-def test_position_ranges_cover_the_text():
-    assert long_context.position_ranges(8, first=2) == [(0, 2), (2, 4), (4, 8)]
-    assert long_context.position_ranges(7, first=2) == [(0, 2), (2, 4), (4, 7)]
-    assert long_context.position_ranges(3, first=8) == [(0, 3)]
 
 
 def test_reading_in_chunks_is_one_pass(monkeypatch):
@@ -312,15 +247,6 @@ def test_locality_runs(tmp_path):
     assert [x["task"] for x in records if x["model"] == "GPT-2" and x["seed"] == "0"] == 2 * [tasks[0]] + 2 * [tasks[1]]
 
 
-@pytest.mark.slow
-def test_compare_lm_in_two_processes(tmp_path):
-    text = ["--text", str(write_text(tmp_path / "text")), "--size", "toy"]
-    records = run(
-        "compare_lm", tmp_path, *text, "--seeds", "0", "--learning_rates", "1e-3", "--models", "GPT-2", "ToST", "--jobs", "2"
-    )
-    assert sorted(x["model"] for x in records if x["metric"] == "loss") == ["GPT-2", "ToST"]
-
-
 def test_compare_lm_runs_and_resumes(tmp_path, capsys):
     file, models = tmp_path / "results.csv", ["GPT-2", "ToST conv"]
     text = ["--text", str(write_text(tmp_path / "text")), "--name", "tiny text"]
@@ -352,28 +278,6 @@ def test_long_context_runs(tmp_path, monkeypatch):
     records = run("long_context", tmp_path, *TOY, *size, "--text", str(write_text(tmp_path / "text")))
     assert {x["seed"] for x in records} == {"0", "1"} and {x["steps"] for x in records} == {"2"}
     assert {"loss", "loss_with_state_reset", "entropy_shortfall", "cache_bytes"} <= {x["metric"] for x in records}
-
-
-def test_long_context_reads_with_a_given_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(long_context, "CHUNK", 16)
-    monkeypatch.setattr(long_context, "FIRST_RANGE", 16)
-    folder, text = tmp_path / "model", write_text(tmp_path / "text")
-    tokenizer = compare_lm.train_bpe([(text / "input.txt").read_text()], 300)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=compare_lm.END_OF_TEXT).save_pretrained(folder)
-
-    def save(context):
-        model = language_models.make_language_model("ToST", vocab_size=300, width=32, layers=1, head_dim=8, context=context)
-        model.save_pretrained(folder)
-
-    arguments = ["--text", str(text), "--model", str(folder), "--length", "64"]
-    save(context=None)
-    records = run("long_context", tmp_path, *arguments)
-    assert [x["task"] for x in records if x["metric"] == "loss"] == ["0 to 16", "16 to 32", "32 to 64"]
-    assert {(x["steps"], x["width"]) for x in records} == {("0", "32")}
-    assert all(str(tmp_path) not in x["command"] and "MODEL_FOLDER" in x["command"] for x in records)
-    save(context=64)
-    with pytest.raises(SystemExit, match="without positions"):
-        run("long_context", tmp_path, *arguments)
 
 
 def test_compare_vision_and_ablations_run(tmp_path, images):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from byte_models import byte_tokenizer, make_model
 from conftest import randomize, small_config, small_vision_config
-from hub_clients import contents
 
 import tost_hf
 from tost_hf.cli import main
@@ -161,16 +160,6 @@ def test_failures_leave_no_files(tmp_path, capsys, monkeypatch, weight, dtype, s
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--dtype", dtype]) == 1
     assert word in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_output_that_overlaps_the_model(tmp_path, capsys):
-    source = language_folder(tmp_path / "model")
-    (source / "generate.py").write_text("mine")
-    before = contents(tmp_path)
-    for output in (source, source / "onnx", tmp_path):
-        assert main(["export", str(source), str(output), "--overwrite"]) == 1
-        assert "choose a folder outside it" in capsys.readouterr().err
-    assert contents(tmp_path) == before
 
 
 def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):

@@ -194,22 +194,6 @@ def test_float32_is_close_to_float64_over_many_tokens(op):
         assert (x - y).norm() < 1e-5 * y.norm()
 
 
-def test_export_for_any_length():
-    class Operator(torch.nn.Module):
-        def forward(self, w, temp, decay):
-            return tssa(w, temp, log_decay=decay).output
-
-    def inputs(T):
-        w, temp, _ = make(T=T)
-        return w.detach(), temp.detach(), make_decay("token", T=T).detach()
-
-    lengths = {1: torch.export.Dim("tokens", min=3, max=4096)}
-    program = torch.export.export(Operator(), inputs(40), dynamic_shapes=(lengths, None, lengths))
-    for T in (3, 7, 16, 33, 300):
-        arguments = inputs(T)
-        torch.testing.assert_close(program.module()(*arguments), Operator()(*arguments), **F64)
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

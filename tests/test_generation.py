@@ -7,7 +7,7 @@ import torch
 from conftest import randomize, small_config
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, StaticCache, TextStreamer
+from transformers import DynamicCache, StaticCache
 
 from tost_hf import ToSTCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, save_cache
 from tost_hf.cache_files import state_bytes
@@ -87,35 +87,6 @@ def test_sampling_and_num_return_sequences(tiny_model, prompt):
     assert with_cache.shape == (6, 11 + NEW)
 
 
-def test_constrained_decoding(tiny_model, prompt):
-    allowed = [5, 6, 7]
-    out = generate(tiny_model, prompt, num_beams=2, prefix_allowed_tokens_fn=lambda batch, ids: allowed)
-    assert set(out[:, 11:].flatten().tolist()) <= set(allowed)
-
-
-def test_a_generation_config_of_another_type(tiny_model, prompt):
-    with pytest.raises(TypeError, match="generation_config must be a GenerationConfig, got str"):
-        tiny_model.generate(prompt, "x")
-
-
-def test_streamer(tiny_model, prompt):
-    received = []
-
-    class Collect(TextStreamer):
-        def __init__(self):
-            pass
-
-        def put(self, value):
-            received.append(value.flatten())
-
-        def end(self):
-            received.append(None)
-
-    out = generate(tiny_model, prompt[:1], streamer=Collect())
-    assert received.pop() is None
-    assert torch.equal(torch.cat(received), out[0])
-
-
 @pytest.mark.parametrize("count", [1, 3, 20, 70])
 def test_prompt_lookup_is_greedy(tiny_model, prompt, count):
     repetitive = prompt[:1].repeat(1, 3)
@@ -147,26 +118,6 @@ def test_early_exit_is_greedy_and_leaves_the_model_as_it_was(prompt, options, la
     greedy = generate(model, prompt[:1])
     assert torch.equal(generate(model, prompt[:1], assistant_early_exit=layers), greedy)
     assert model.config.num_hidden_layers == 3 and len(model.config.layer_types) == 3
-
-
-def test_early_exit_that_fails_leaves_the_model_as_it_was(tiny_model, prompt):
-    def fail(module, args, output):
-        if tiny_model.config.num_hidden_layers == 1:
-            raise RuntimeError("out of memory")
-
-    tiny_model.model.layers[0].register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        generate(tiny_model, prompt[:1], assistant_early_exit=1)
-    assert tiny_model.config.num_hidden_layers == 3
-
-
-@pytest.mark.parametrize("first, layers", [(CAUSAL_STATISTICS, 0), (CAUSAL_STATISTICS, 4), (FULL_ATTENTION, 1)])
-def test_early_exit_where_there_is_no_layer_or_no_statistics(prompt, first, layers):
-    kinds = [first, CAUSAL_STATISTICS, CAUSAL_STATISTICS]
-    model = ToSTForCausalLM(small_config(num_hidden_layers=3, max_position_embeddings=None, layer_types=kinds))
-    least = 1 + kinds.index(CAUSAL_STATISTICS)
-    with pytest.raises(ValueError, match=f"assistant_early_exit must be from {least} to 3, .* got {layers}"):
-        generate(model, prompt[:1], assistant_early_exit=layers)
 
 
 @pytest.mark.parametrize("make", [DynamicCache, StaticCache, ToSTCache])

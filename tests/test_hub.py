@@ -1,7 +1,6 @@
 """Publishing and loading, by the real huggingface_hub client and the `tost-hf` command, against a Hub on loopback."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -123,16 +122,6 @@ def test_tags_are_not_moved(hub, clients, published, folder):
     assert refs["refs/tags/v1"] == theirs != hub.head("tost/raced")
 
 
-def test_only_tagging_fails(hub, clients, folder):
-    """Publishing again sets the tag alone."""
-    command = ("publish", folder, "tost/untagged", "--tag", "v1")
-    with hub.fail("POST", "/tag/", status=403):
-        assert "visible" in clients.command(*command, token=hub.token).output
-    head = hub.head("tost/untagged")
-    clients.command(*command, token=hub.token).check()
-    assert hub.head("tost/untagged") == head == hub.repositories["tost/untagged"].refs["refs/tags/v1"]
-
-
 def test_what_changed_is_sent(hub, clients, tmp_path):
     """And nothing else: not the same objects again, and no commit without a change. Files of others stay."""
     folder = language_folder(tmp_path / "model")
@@ -165,38 +154,11 @@ def test_a_pull_request(hub, clients, published, folder, computed):
     assert same(clients.load("tost/tiny", revision="refs/pr/1"), computed)
 
 
-SHORT_TIMEOUT = """
-import time; time.sleep = lambda seconds: None
-import tost_hf.hub.connection
-tost_hf.hub.connection.TIME_LIMIT = 0.3
-raise SystemExit(tost_hf.cli.main(argv))
-"""
-
-
-def test_server_timeout(hub, clients, folder):
-    """Ends with an error message, and the repository is as it was."""
-    head = hub.create("tost/slow", {"config.json": b"{}"})
-    with hub.fail("POST", "preupload", action=lambda: time.sleep(2)):
-        done = clients.run(SHORT_TIMEOUT, "publish", folder, "tost/slow", token=hub.token)
-    assert done.status == 1 and "timed out" in done.output and "Traceback" not in done.output, done.output
-    hub.settle()
-    assert hub.head("tost/slow") == head
-
-
 @pytest.mark.parametrize("token", [None, "hf_" + "0" * 34])
 def test_missing_permissions(hub, clients, folder, token):
     rejected = clients.command("publish", folder, "tost/new", token=token)
     assert rejected.status == 1 and "tost-hf: error: " in rejected.output, rejected.output
     assert "Traceback" not in rejected.output and "tost/new" not in hub.repositories
-
-
-def test_card_rejected_by_the_hub(hub, clients, tmp_path):
-    """A licence that the Hub does not know is found before anything is uploaded."""
-    folder = language_folder(tmp_path)
-    (folder / "README.md").write_text(CARD.replace("apache-2.0", "my-own"))
-    rejected = clients.command("publish", folder, "tost/licence", token=hub.token)
-    assert rejected.status == 1 and "license" in rejected.output and "Traceback" not in rejected.output
-    assert not hub.requested("PUT|POST", "tost/licence.*(objects|preupload|commit)")
 
 
 @needs_auto_processor

@@ -10,7 +10,6 @@ from tost_hf import (
     ToSTCache,
     ToSTConfig,
     ToSTForCausalLM,
-    ToSTForSequenceClassification,
     save_cache,
 )
 from tost_hf.cache_files import state_bytes
@@ -117,23 +116,3 @@ def test_state_bytes_count_keys_and_values(tokens, tmp_path):
             sizes.append((tmp_path / "cache.safetensors").stat().st_size - 8 - int.from_bytes(file.read(8), "little"))
     state = state_bytes(model.config)
     assert sizes == [state.saved + length * state.per_token for length in (10, 15)] and state.per_token == 2 * 32 * 4
-
-
-def test_layer_types_are_shown_and_saved():
-    config = ToSTConfig.from_preset("tost-hybrid-base")
-    assert "full_attention" in repr(config) and "_layer_types" not in repr(config)
-    assert "full_attention" in config.to_json_string(use_diff=False)
-
-
-@torch.no_grad()
-def test_mixed_precision_and_classifiers(tokens):
-    model = build(["token", "conv", "rope"], torch.float32)
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(tokens, attention_mask=mask).logits
-    torch.testing.assert_close(
-        logits[mask == 1].float(), model(tokens, attention_mask=mask).logits[mask == 1], rtol=0.1, atol=0.1
-    )
-    classifier = ToSTForSequenceClassification(model.config).eval()
-    torch.testing.assert_close(classifier(tokens, attention_mask=mask).logits[:1], classifier(tokens[:1, 3:]).logits)

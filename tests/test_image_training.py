@@ -148,16 +148,6 @@ def test_frozen_batch_norm(tmp_path):
         assert len(unchanged) == 6 and all(unchanged) == frozen and any(unchanged) == frozen
 
 
-def test_gradient_accumulation_equals_a_big_batch(tmp_path):
-    def train(**changes):
-        trainer = make_trainer(tmp_path, freeze_batch_norm=True, optim="sgd", learning_rate=0.1, **changes)
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    whole = train(per_device_train_batch_size=16)
-    torch.testing.assert_close(train(gradient_accumulation_steps=2), whole, rtol=1e-5, atol=1e-5)
-
-
 def test_model_init_builds_what_was_prepared(tmp_path):
     """SyncBatchNorm, and EMA weights of the model that is trained."""
     args = training_args(tmp_path, sync_batch_norm=True, ema_decay=0.5, max_steps=1)

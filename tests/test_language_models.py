@@ -40,12 +40,6 @@ def test_compared_models_have_gpt2s_parameters(name, size):
     assert language_models.count_parameters(name, **found) == pytest.approx(gpt2, rel=0.01)
 
 
-@pytest.mark.parametrize(("layers", "attention"), [(1, [0]), (2, [1]), (6, [2, 5]), (12, [3, 7, 11])])
-def test_layers_of_the_hybrid(layers, attention):
-    kinds = language_models.hybrid_layers(layers)
-    assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == attention and len(kinds) == layers
-
-
 def test_without_statistics_only_convolution_and_projections_are_left():
     size = {"vocab_size": 16, "width": 32, "layers": 1, "head_dim": 16, "context": 16}
     torch.manual_seed(0)
@@ -79,15 +73,3 @@ def test_gpt2_with_the_convolution_starts_as_gpt2_and_is_causal():
         whole = convolved(tokens).logits
         torch.testing.assert_close(convolved(tokens[:, :5]).logits, whole[:, :5])
     assert not torch.allclose(plain(tokens).logits, whole)
-
-
-@pytest.mark.parametrize("name", language_models.OPTIONS)
-def test_each_option_is_built(name):
-    model = language_models.make_language_model(name, vocab_size=16, width=32, layers=3, head_dim=16, context=16)
-    layers = [dict(layer.self_attn.named_parameters()) for layer in model.model.layers]
-    statistics = layers[:2] if name == "ToST hybrid" else layers
-    for parts in statistics:
-        assert ("convolution.weight" in parts) == ("conv" in name or "hybrid" in name)
-        assert ("forget_bias" in parts) == any(x in name for x in ("head", "token", "hybrid"))
-        assert ("forget_proj.weight" in parts) == any(x in name for x in ("token", "hybrid"))
-    assert ("temp" in layers[2]) == (name not in ("ToST hybrid", "ToST conv, no statistics"))

@@ -117,12 +117,6 @@ def test_padding_changes_nothing_and_models_come_back(tmp_path, attention, prese
     assert (type(model) is ToSTForSequenceClassification) == (attention == "tost" and not pairs)
 
 
-def test_other_models_differ_from_tost_in_their_attention_alone():
-    names = {kind: set(dict(make_model(kind).named_parameters())) for kind in lra_models.ATTENTION}
-    assert names["softmax"] == names["linear"]
-    assert all(".self_attn." in name for name in names["tost"] ^ names["softmax"])
-
-
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
@@ -215,38 +209,6 @@ def test_where_validation_examples_come_from(tmp_path, caplog):
     assert {split: len(examples) for split, examples in image.items()} == {"train": 3, "validation": 1, "test": 4}
     pathfinder = lra_tasks.load_splits(str(tmp_path / "data"), lra_tasks.TASKS["pathfinder"], **options)
     assert len(pathfinder["train"]) == len(pathfinder["validation"]) == 4 and "test examples are used instead" in caplog.text
-
-
-def test_data_of_another_task_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="The data has no column image or img; its columns are text, label"):
-        lra_tasks.Examples(examples_of("text"), lra_tasks.TASKS["image"], 16, "The data")
-    with pytest.raises(ValueError, match="The label 9 is none of the 8 classes"):
-        lra_tasks.Examples(examples_of("listops"), lra_tasks.TASKS["listops"], 16, "The data").check_labels(8)
-
-
-@pytest.mark.parametrize("columns", [["0.0", "a", "b"], ["0.0", "A", "B", "a", "b", "c"]])
-def test_aan_files_with_other_columns_are_rejected(tmp_path, columns):
-    for name in ("train", "test"):
-        (tmp_path / f"pairs.{name}.tsv").write_text("\t".join(columns) + "\n")
-    with pytest.raises(ValueError, match=rf"train.tsv has {len(columns)} columns; AAN's files have 5: label, id1"):
-        lra_tasks.load_splits(str(tmp_path), lra_tasks.TASKS["retrieval"], cache_dir=str(tmp_path / "cache"))
-
-
-@pytest.mark.parametrize("text", [None, ""])
-def test_missing_texts_are_rejected_before_training(text):
-    examples = Dataset.from_dict({"text": ["good", text], "label": [0, 1]})
-    with pytest.raises(ValueError, match="The data has 1 examples with nothing in the column 'text'; remove them"):
-        lra_tasks.Examples(examples, lra_tasks.TASKS["text"], 16, "The data")
-    parentheses = Dataset.from_dict({"Source": ["( )"], "Target": [1]})
-    with pytest.raises(ValueError, match="The data: 'Source' of example 0 holds no token; remove the example"):
-        lra_tasks.Examples(parentheses, lra_tasks.TASKS["listops"], 16, "The data")[0]
-
-
-@pytest.mark.parametrize("label", [1.5, float("nan"), float("inf"), None, "one"])
-def test_labels_that_are_not_integers_are_rejected(label):
-    examples = Dataset.from_dict({"Source": ["7", "3"], "Target": [label, label]})
-    with pytest.raises(ValueError, match="The column 'Target' of The data must hold class indices"):
-        lra_tasks.Examples(examples, lra_tasks.TASKS["listops"], 16, "The data")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ from huggingface_hub import snapshot_download
 print(snapshot_download(argv[0], allow_patterns="last-checkpoint/*", local_dir=argv[1]))
 """
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md", *CODE_FILES["tost"]}
-STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
 
 
 @pytest.fixture(scope="module")
