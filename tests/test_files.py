@@ -52,28 +52,6 @@ def test_subfolders_kept_by_overwrite(tmp_path):
     assert contents(target) == new | dict.fromkeys(("model/notes.txt", "other/model.onnx", "model.onnx"), b"old")
 
 
-@pytest.mark.parametrize("in_the_way", ["folder", "file", "link"])
-def test_file_and_folder_conflict(tmp_path, in_the_way):
-    target, elsewhere = tmp_path / "page", tmp_path / "elsewhere"
-    written = "README.md" if in_the_way == "folder" else "model/README.md"
-    elsewhere.mkdir()
-    (target / "README.md").mkdir(parents=True) if in_the_way == "folder" else target.mkdir()
-    (target / "notes.txt").write_bytes(b"old")
-    if in_the_way == "file":
-        (target / "model").write_bytes(b"old")
-    elif in_the_way == "link":
-        (target / "model").symlink_to(elsewhere)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(FileExistsError, match=f"is a {in_the_way}, and a"), staged_folder(target) as folder:
-        (folder / written).parent.mkdir(exist_ok=True)
-        (folder / written).write_bytes(b"new")
-        (folder / "notes.txt").write_bytes(b"new")
-    assert sorted(tmp_path.rglob("*")) == before and (target / "notes.txt").read_bytes() == b"old"
-    if in_the_way != "folder":
-        with pytest.raises(FileExistsError, match=f"is a {in_the_way}, and a folder is written there"):
-            check_folder(target, True, subfolders=["model"])
-
-
 def test_output_overlaps_source(tmp_path):
     (tmp_path / "model/parts").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "model")

@@ -13,19 +13,16 @@ from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
-def check_folder(
-    target: Path, overwrite: bool, sources: Iterable[str | os.PathLike] = (), subfolders: Iterable[str] = ()
-) -> None:
+def check_folder(target: Path, overwrite: bool, sources: Iterable[str | os.PathLike] = ()) -> None:
     """Checks a folder that a command is asked to write to, before anything is computed.
 
     Args:
         overwrite: whether it may have files in it.
         sources: folders that the command reads, which its output must not be, contain or lie in, links resolved. Names that
             are no folders, such as repositories, are passed over.
-        subfolders: the folders that the command writes in it.
 
     Raises:
-        FileExistsError: it is a file, is not empty without `overwrite`, or has a file or a link where a subfolder belongs.
+        FileExistsError: it is a file, or is not empty without `overwrite`.
         ValueError: it overlaps a source.
     """
     for source in filter(os.path.isdir, sources):
@@ -36,20 +33,8 @@ def check_folder(
             )
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; name a folder for the model.")
-    for name in subfolders:
-        _check_replaceable(target / name, is_folder=True)
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise FileExistsError(f"The folder {target} is not empty; choose another, or overwrite it (--overwrite).")
-
-
-def _check_replaceable(target: Path, is_folder: bool) -> None:
-    """Raises FileExistsError where a file would replace a folder, or a folder a file or a link."""
-    if is_folder and (target.is_symlink() or (target.exists() and not target.is_dir())):
-        raise FileExistsError(
-            f"{target} is a {'link' if target.is_symlink() else 'file'}, and a folder is written there; move it."
-        )
-    if not is_folder and target.is_dir() and not target.is_symlink():
-        raise FileExistsError(f"{target} is a folder, and a file is written there; move it.")
 
 
 def check_file(target: Path, overwrite: bool) -> None:
@@ -107,9 +92,6 @@ def staged_folder(target: Path) -> Iterator[Path]:
     Other files of `target` and of its subfolders stay. The old description (`config.json` or `export.json`) is removed first
     and the new one moved last: an interruption between leaves a folder that cannot be loaded, never one model's weights with
     another's configuration.
-
-    Raises:
-        FileExistsError: a folder is where a file is written, or the other way round; nothing was replaced.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -121,10 +103,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
         if not target.exists():
             folder.rename(target)
             return
-        written = sorted(path.relative_to(folder) for path in folder.rglob("*"))
-        for path in written:
-            _check_replaceable(target / path, is_folder=(folder / path).is_dir())
-        files = [path for path in written if not (folder / path).is_dir()]
+        files = sorted(path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
         for path in _stale_files(target, files):
             (target / path).unlink(missing_ok=True)
         for path in sorted(files, key=lambda path: path.name in DESCRIPTIONS):

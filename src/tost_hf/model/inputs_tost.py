@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from .cache_tost import ToSTCache, cached_length, check_cache
@@ -105,19 +105,6 @@ def check_prompt(inputs: torch.Tensor | None, options: dict) -> None:
             f"past_key_values holds {cached} tokens already, and the prompt has {prompt.shape[1]}: give the whole text, "
             "including the cached tokens, with at least one more; or only the new tokens, with an attention_mask that covers "
             "the cached ones as well."
-        )
-
-
-def check_early_exit(config: ToSTConfig, defaults: GenerationConfig, options: dict) -> None:
-    """Rejects (ValueError) `assistant_early_exit` at a layer that the model does not have, or with no TSSA layer before it."""
-    layers = options.get("assistant_early_exit", defaults.assistant_early_exit)
-    if layers is None:
-        return
-    least = 1 + config.all_layer_types.index(CAUSAL_STATISTICS)
-    if not least <= layers <= config.num_hidden_layers:
-        raise ValueError(
-            f"assistant_early_exit must be from {least} to {config.num_hidden_layers}, the layers of this model of which at "
-            f"least one is of type {CAUSAL_STATISTICS}; got {layers}."
         )
 
 

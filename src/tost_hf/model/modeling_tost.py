@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .base_tost import ToSTBaseModel
 from .cache_tost import cached_length
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
-from .inputs_tost import build_attention_masks, check_early_exit, check_prompt, resolve_inputs
+from .inputs_tost import build_attention_masks, check_prompt, resolve_inputs
 from .layers_tost import MLP, ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias
 from .tssa_reference import compute_dtype
 
@@ -604,20 +604,10 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         """As `GenerationMixin.generate`.
 
         Raises:
-            ValueError: `past_key_values` holds the whole prompt already, so that no token is left to continue from; or
-                `assistant_early_exit` is no layer of the model.
-            TypeError: `generation_config` is not a GenerationConfig.
+            ValueError: `past_key_values` holds the whole prompt already, so that no token is left to continue from.
         """
         check_prompt(inputs, kwargs)
-        if generation_config is not None and not isinstance(generation_config, GenerationConfig):
-            raise TypeError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}.")
-        check_early_exit(self.config, generation_config or self.generation_config, kwargs)
-        config = cast("ToSTModel", self.base_model).config
-        layers = config.num_hidden_layers
-        try:
-            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # its self is declared as another class
-        finally:  # an early exit that fails does not restore it
-            config.num_hidden_layers = layers
+        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # its self is declared as another class
 
     def _prefill(self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs):
         """transformers' prefill, of prompts over 1,024 tokens in chunks of this size, with a progress bar.

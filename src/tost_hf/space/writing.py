@@ -67,7 +67,7 @@ def write_space(
         ImportError: the packages that write ONNX files are missing.
     """
     target = Path(output_dir)
-    check_folder(target, overwrite, [model, *([] if tokenizer is None else [tokenizer])], subfolders=(VENDOR, MODEL))
+    check_folder(target, overwrite, [model, *([] if tokenizer is None else [tokenizer])])
     source = model_folder(model, revision)
     config = load_config(source)
     architecture = (config.architectures or ["model without a head"])[0]
