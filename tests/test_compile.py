@@ -56,16 +56,13 @@ def test_training_compiles_once_for_a_shape_and_once_for_all_lengths(tiny_model,
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("forgetting", ["head", "token"])
-def test_unnormalised_scores_with_decay(forgetting):
-    """Forward and gradients of the compiled model are eager's, at a length that is no multiple of a block and at any."""
-    model = randomize(ToSTForCausalLM(small_config(forgetting=forgetting, normalize_scores=False))).eval()
+def test_unnormalised_scores_with_decay():
+    """The gradients of the compiled model are eager's, at a length that is no multiple of a block and at any."""
+    model = randomize(ToSTForCausalLM(small_config(forgetting="token", normalize_scores=False))).eval()
     compiled = torch.compile(model, fullgraph=True)
     for length in (40, 30):
         tokens = ids(2, length)
         torch.testing.assert_close(loss_and_gradients(compiled, tokens), loss_and_gradients(model, tokens), **CLOSE)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(tokens).logits, model(tokens).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("packed", [False, True])
