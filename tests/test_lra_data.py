@@ -110,10 +110,9 @@ def follow(picture: np.ndarray, marked: np.ndarray, rules: pathfinder.Pathfinder
         steps.add(dash)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_paths_are_followed_in_the_picture(count):
+def test_paths_are_followed_in_the_picture():
     """Markers, dashes and label of every scene are what following the path finds, and the classes are balanced."""
-    rules, right, labels = pathfinder.PathfinderRules(), 0, []
+    count, rules, right, labels = 60, pathfinder.PathfinderRules(), 0, []
     for number in range(count):
         scene = pathfinder.make_scene(np.random.default_rng((7, number)), rules)
         fine = [pathfinder.draw(scene, rules, scale=SCALE, marked=marked) for marked in (False, True)]

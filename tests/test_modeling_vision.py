@@ -2,7 +2,6 @@
 
 import copy
 import math
-import shutil
 
 import pytest
 import torch
@@ -284,15 +283,6 @@ def test_compile_without_graph_breaks(attention_type):
     output.loss.backward()
     for (name, param), other in zip(again.named_parameters(), model.parameters()):
         torch.testing.assert_close(other.grad, param.grad, rtol=1e-3, atol=1e-4, msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler (g++)")
-@torch.no_grad()
-def test_default_compiler():
-    model, pixels = tiny_model(), images()
-    compiled = torch.compile(model, fullgraph=True)
-    torch.testing.assert_close(compiled(pixels).logits, model(pixels).logits, rtol=1e-4, atol=1e-4)
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------

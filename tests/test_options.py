@@ -270,9 +270,14 @@ def test_config_file_of_a_default_model_holds_no_option(tmp_path):
     assert not set(OPTION_DEFAULTS) & set(json.loads((tmp_path / "config.json").read_text()))
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("model", COMPILED, ids=name_options, indirect=True)
+INDUCTOR = pytest.param(COMPILED[1], True, "inductor", marks=[pytest.mark.slow, needs_compiler])
+
+
+@pytest.mark.parametrize(
+    "model, padded, backend",
+    [*((names, padded, "eager") for names in COMPILED for padded in (False, True)), INDUCTOR],
+    indirect=["model"],
+)
 def test_generate_compiles_decoding_once(model, tokens, padded, backend):
     """transformers' own compiled decoding: the static cache, prompts of two lengths."""
     torch._dynamo.reset()
