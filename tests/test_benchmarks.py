@@ -1,10 +1,11 @@
-"""The speed benchmarks: their statistics, that they reject wrong results, and that each runs to its end and writes records.
+"""The speed benchmarks: their statistics, and that each runs to its end and writes records.
 
 No speed is asserted: nothing here depends on how fast the machine is.
 """
 
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ sys.path.append(str(BENCHMARKS))  # permanently: processes that the benchmarks s
 import decode  # noqa: E402
 import op  # noqa: E402
 import registry  # noqa: E402
+import resolution  # noqa: E402
 import run as runner  # noqa: E402
 import scaling  # noqa: E402
 import timing  # noqa: E402
@@ -32,7 +34,10 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 def small(monkeypatch):
     """Sizes that are constants of the benchmarks."""
     monkeypatch.setattr(op, "COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(op, "CPU_SHAPES", [(2, 40, 3, 8)])
     monkeypatch.setattr(decode, "VOCABULARY", 512)
+    monkeypatch.setattr(decode, "LAYERS", 1)
+    monkeypatch.setattr(resolution, "LAYERS", 1)
 
 
 def records_of(folder, name):
@@ -62,11 +67,8 @@ def test_every_benchmark_is_registered_and_has_a_description():
 
 def test_spread_and_ratio():
     assert timing.spread([3, 1, 8]) == (3, 1, 8)
-    assert timing.spread([4, 1, 2, 9]) == (3, 1, 9)
-    assert timing.spread([3, 1, 8]) * 2 == (6, 2, 16)
+    assert timing.spread([4, 1, 2, 9]) * 2 == (6, 2, 18)
     assert timing.ratio([2, 9, 4], [1, 3, 4]) == (2, 1, 3)  # of the rounds; the medians' would be 4 / 3
-    with pytest.raises(ValueError, match="shorter"):
-        timing.ratio([1, 2], [1])
 
 
 def test_table_of_records():
@@ -106,51 +108,32 @@ def test_peak_memory():
 
 
 def test_op(tmp_path, capsys):
-    variants = ["triton", "eager", "reference", "sdpa", "fla hgrn"]
-    records = run("op", tmp_path, "--shape", 2, 40, 3, 8, "--variants", *variants)
-    measured = {(record["variant"], record["form"], record["pass"]) for record in records if record["metric"] == "ms"}
-    assert measured == {
-        (v, f, p) for v in ("eager", "reference", "sdpa") for f in ("causal", "bidirectional") for p in registry.PASSES
-    }
+    records = run("op", tmp_path, "--variants", "triton", "eager", "reference", "sdpa")
+    times = {(x["variant"], x["form"], x["pass"]): float(x["value"]) for x in records if x["metric"] == "ms"}
+    assert set(times) == set(product(("eager", "reference", "sdpa"), ("causal", "bidirectional"), registry.PASSES))
     own = [record for record in records if record["variant"] == "reference" and record["metric"] == "reference / this"]
     assert {record["value"] for record in own} == {"1"}
-    printed = capsys.readouterr().out
-    assert printed.count("triton: not available here") == 2
-
-    # the bandwidth bound is 2 and 5 times w over the copy's speed
-    for which, tensors in (("forward", 2), ("forward + backward", 5)):
-        found = {
-            record["metric"]: float(record["value"])
-            for record in records
-            if record["variant"] == "eager" and record["pass"] == which
-        }
-        assert found["GB/s"] == pytest.approx(tensors * 2 * 40 * 3 * 8 * 4 / found["ms"] * 1e-6, rel=0.5)
+    assert capsys.readouterr().out.count("triton: not available here") == 2
+    for which, tensors in (("forward", 2), ("forward + backward", 5)):  # what must be read and written, in sizes of w
+        case = ("eager", "causal", which)
+        (speed,) = [float(x["value"]) for x in records if (x["variant"], x["form"], x["pass"], x["metric"]) == (*case, "GB/s")]
+        assert speed == pytest.approx(tensors * 2 * 40 * 3 * 8 * 4 / times[case] * 1e-6, rel=0.5)
 
 
-@pytest.mark.parametrize("what", ["output", "gradient of input 1", "NaN"])
-def test_a_wrong_operator_is_not_timed(tmp_path, monkeypatch, capsys, what):
-    def wrong(w, temp, denom_bias=None, causal=True):
-        if what == "gradient of input 1":
-            w = w + 1e-2 * (w - w.detach())  # right output, gradient of w off by a hundredth
-        wrong_now = what == ("output" if torch.is_grad_enabled() else "output without gradients")
-        factor = torch.nan if what == "NaN" else 1.001 if wrong_now else 1
-        return factor * registry.reference(w, temp, denom_bias, causal=causal)
-
-    monkeypatch.setitem(registry.OPERATORS, "eager", registry.Operator(lambda: wrong))
-    args = ["--device", "cpu", "--repeats", "1", "--results", str(tmp_path), "--shape", "1", "40", "2", "8"]
-    assert runner.main(["op", *args, "--form", "causal", "--pass", "forward", "--variants", "eager", "reference"]) == 1
-    assert {record["variant"] for record in records_of(tmp_path, "op")} == {"reference", "copy"}
-    printed = capsys.readouterr().out
-    assert "eager: WRONG" in printed and ("output" if what == "NaN" else f" of its {what};") in printed
+@pytest.mark.slow
+def test_memory_of_the_operator(tmp_path):
+    records = run("op", tmp_path, "--memory", "--shape", 1, 65536, 4, 64, "--variants", "eager", "reference")
+    peaks = {x["variant"]: float(x["value"]) for x in records if x["metric"] == "peak / bytes of w"}
+    assert 1 <= peaks["eager"] < 2 < peaks["reference"]  # the output, and of the reference its intermediate tensors
 
 
+@pytest.mark.slow
+@needs_compiler
 def test_options_beside_the_plain(tmp_path):
-    records = run("options", tmp_path, "--shape", 1, 40, 2, 8, "--code", "eager")
-    quotients = {
-        (record["what"], record["option"], record["pass"]) for record in records if record["metric"] == "this / plain"
-    }
-    kinds = {"operator": ("none", "head", "token"), "layer": ("none", "convolution of 4")}
-    assert quotients == {(what, kind, which) for what in kinds for kind in kinds[what] for which in registry.PASSES}
+    records = run("options", tmp_path)
+    quotients = {(x["what"], x["option"], x["code"], x["pass"]) for x in records if x["metric"] == "this / plain"}
+    kinds = {("operator", kind) for kind in ("none", "head", "token")} | {("layer", "none"), ("layer", "convolution of 4")}
+    assert quotients == {(*kind, *x) for kind, x in product(kinds, product(("eager", "compiled"), registry.PASSES))}
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -159,7 +142,7 @@ def test_options_beside_the_plain(tmp_path):
 @pytest.mark.parametrize("static", [False, True])
 def test_decode(tmp_path, static):
     flags = ["--static", "--steps", "2"] if static else []
-    records = run("decode", tmp_path, "--layers", 1, "--positions", 5, 9, "--batch", 1, 3, *flags)
+    records = run("decode", tmp_path, "--positions", 5, 9, "--batch", 1, 3, *flags)
     sizes = {
         (record["model"], record["batch"], record["position"]): float(record["value"])
         for record in records
@@ -177,7 +160,7 @@ def test_decode(tmp_path, static):
 
 @pytest.mark.slow
 def test_resolution(tmp_path):
-    records = run("resolution", tmp_path, "--sizes", 32, 64, "--layers", 1)
+    records = run("resolution", tmp_path, "--sizes", 32, 64)
     assert {(record["model"], record["pixels"], record["tokens"]) for record in records} == {
         (name, *size) for name in ("ToST", "ViT") for size in (("32", "4"), ("64", "16"))
     }
@@ -185,7 +168,7 @@ def test_resolution(tmp_path):
 
 
 def test_training_on_images(tmp_path):
-    records = run("resolution", tmp_path, "--training", "--preset", "tiny", "--sizes", 32, "--layers", 1, "--repeats", 1)
+    records = run("resolution", tmp_path, "--training", "--preset", "tiny", "--sizes", 32, "--repeats", 1)
     metrics = ("training images/s", "ViT / this", "matrix products %", "convolutions %")
     expected = {(f"{name}-tiny", metric) for name in ("ToST", "XCA", "softmax", "ViT") for metric in metrics}
     assert {(x["model"], x["metric"]) for x in records} == expected | {("ToST-tiny", "TSSA %")}
@@ -194,7 +177,7 @@ def test_training_on_images(tmp_path):
 
 
 @pytest.mark.slow
-def test_scaling(tmp_path, monkeypatch, capsys):
+def test_scaling(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "SLOPE_FROM", 32)
     records = run("scaling", tmp_path, "--tokens", 16, 32, 64, "--softmax_limit", 32)
     assert {(record["kind"], record["tokens"]) for record in records if record["metric"] == "ms"} == {
@@ -205,7 +188,6 @@ def test_scaling(tmp_path, monkeypatch, capsys):
     }  # fmt: skip
     assert len([record for record in records if record["metric"] == "peak MiB"]) == 5
     assert [record["kind"] for record in records if record["metric"] == "exponent"] == ["ToST"]
-    assert "softmax: fewer than two lengths" in capsys.readouterr().out
 
 
 def test_train_lm(tmp_path, capsys):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import test_experiments
 import torch
-from test_experiments import SMALL_IMAGES, TOY, run, write_text
+from test_experiments import TOY, run, write_text
 
 
 import interactions  # isort: skip  (found once test_experiments has named its folder)
@@ -69,21 +69,21 @@ def test_interactions_run(tmp_path, images, monkeypatch):
     monkeypatch.setattr(interactions, "LOCAL_SHARES", (50,))
     monkeypatch.setattr(interactions, "WORDS", (1, 4))
     data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_texts", "2"]
-    arguments = [*TOY, *SMALL_IMAGES, "--layers", "1", *data]
+    arguments = [*TOY, *data]
     records = run("interactions", tmp_path, *arguments)
     tasks = {"synthetic, 50 % local", "text", "images"}
     assert {x["task"] for x in records} == tasks and {x["seed"] for x in records} == {"0", "1"}
     metrics = {task: {x["metric"] for x in records if x["task"] == task} - {"learning_rate"} for task in tasks}
-    assert metrics["images"] == {f"accuracy, window {side}" for side in (1, 2, 4)}
+    assert metrics["images"] == {f"accuracy, window {side}" for side in (1, 2)}
     assert metrics["text"] == {f"loss, window {window}" for window in interactions.WORDS}
     assert run("interactions", tmp_path, *arguments) == records  # nothing is measured twice
 
 
 def test_tightness_runs(tmp_path, images):
     data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_images", "3", "--test_texts", "2"]
-    records = run("tightness", tmp_path, *TOY, *SMALL_IMAGES, "--layers", "2", *data, "--every", "1")
+    records = run("tightness", tmp_path, *TOY, *data, "--every", "1")
     records = [x for x in records if x["metric"] != "learning_rate"]
-    assert len(records) == 2 * 2 * 3 * 2 * 2  # tasks, seeds, steps, normalisations, layers
+    assert len(records) == 2 * 2 * 3 * 2 * 4  # tasks, seeds, steps, normalisations, layers
     assert all(float(x["value"]) >= 1 - 1e-9 for x in records)  # a bound from above
     values = {(x["task"], x["seed"], x["metric"]): x["value"] for x in records}
     assert len(values) == len(records)

@@ -35,12 +35,10 @@ def test_photographs_of_a_new_model(tmp_path):
     config = ToSTVisionConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, patch_size=4, image_size=16)
     ToSTForImageClassification(config).save_pretrained(tmp_path / "model")
     save_image_processor(config, tmp_path / "model")
-    picture, maps, results = tmp_path / "picture.png", tmp_path / "maps", tmp_path / "results"
-    command = ["--model", str(tmp_path / "model"), "--scale", "2", "--seeds", "0", "--picture", str(picture)]
-    runner.main(["memberships", *command, "--maps", str(maps), "--results", str(results)])
-    files = memberships.sample_photos()
-    assert {"cat", "coffee", "rocket", "china", "flower"} == {file.stem for file in files}
-    assert {file.stem for file in maps.iterdir()} == {f"{f.stem}-{state}" for f in files for state in ("trained", "untrained")}
+    picture, results = tmp_path / "picture.png", tmp_path / "results"
+    command = ["--model", str(tmp_path / "model"), "--seeds", "0", "--picture", str(picture)]
+    runner.main(["memberships", *command, "--results", str(results)])
+    assert {"cat", "coffee", "rocket", "china", "flower"} == {file.stem for file in memberships.sample_photos()}
     with Image.open(picture) as image:
         assert image.width > 300 and image.height > 300
     records = read_records(results / "memberships.csv")
@@ -49,7 +47,7 @@ def test_photographs_of_a_new_model(tmp_path):
     kinds = ("own", "shuffled", "another photograph's")
     metrics += [f"mutual information, {kind}, layer {layer}" for kind in kinds for layer in (1, 2)]
     assert set(values) == {(state, metric) for state in ("trained", "untrained") for metric in metrics}
-    assert all(record["context"] == "64" and record["batch"] == "5" for record in records)
+    assert all(record["context"] == "256" and record["batch"] == "5" for record in records)
     for metric in metrics:  # the untrained model of seed 0 is the same one
         assert values["untrained", metric] == pytest.approx(values["trained", metric], abs=1e-6)
     assert values["trained", metrics[0]] > 0

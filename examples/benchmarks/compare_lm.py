@@ -70,8 +70,8 @@ def load_texts(name: str) -> tuple[list[str], list[str]]:
     if "validation" in splits:
         return list(training), list(splits["validation"]["text"])
     text = "\n".join(training)
-    border = len(text) * 9 // 10
-    return [text[:border]], [text[border:]]
+    boundary = len(text) * 9 // 10
+    return [text[:boundary]], [text[boundary:]]
 
 
 def shorten(texts: list[str], characters: int | None) -> list[str]:

@@ -15,6 +15,7 @@ from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 
 
 SHIFT = 4  # pixels
+WIDTH, HEAD_DIM, PATCH_SIZE, BATCH = 128, 32, 4, 32
 
 
 @dataclass
@@ -63,26 +64,24 @@ def collate(items: list[dict]) -> dict[str, torch.Tensor]:
 def add_arguments(parser) -> None:
     """Those of every benchmark with images."""
     parser.add_argument("--images", required=True, metavar="CIFAR10_FOLDER", help="a folder of images, or a dataset's Hub id")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--patch_size", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--test_images", type=int, default=None, help="test on the first ones only")
 
 
-def make_classifier(args, names: list[str], side: int, **overrides) -> ToSTForImageClassification:
-    """A new classifier of the size that the arguments say."""
+def make_classifier(images: Images, **overrides) -> ToSTForImageClassification:
+    """A new classifier of such images."""
     fields = {
-        "hidden_size": args.width,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": args.heads,
-        "patch_size": args.patch_size,
-        "image_size": side,
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: number for number, name in enumerate(names)},
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": WIDTH // HEAD_DIM,
+        "patch_size": PATCH_SIZE,
+        "image_size": images.pixels.shape[-1],
+        "num_labels": len(images.names),
     }
     return ToSTForImageClassification(ToSTVisionConfig(**(fields | overrides)))
+
+
+def count_patches(images: Images) -> int:
+    return (images.pixels.shape[-1] // PATCH_SIZE) ** 2
 
 
 @torch.no_grad()
@@ -102,7 +101,7 @@ def train_classifier(model, training: Images, args, *, learning_rate: float, see
         steps=args.steps,
         learning_rate=learning_rate,
         seed=seed,
-        batch_size=args.batch,
+        batch_size=BATCH,
         data_collator=collate,
         weight_decay=0.05,
         remove_unused_columns=False,
@@ -115,17 +114,16 @@ def train_classifier(model, training: Images, args, *, learning_rate: float, see
 def compare(args, results: Results, variants: dict[str, dict]) -> None:
     """Trains each variant, name to fields of its configuration, with the seeds that have no records yet."""
     training, test = load_images(args.images, args.test_images)
-    side = training.pixels.shape[-1]
     for name, fields in variants.items():
 
         def run(seed, learning_rate, fields=fields):
-            model = make_classifier(args, training.names, side, **fields)
+            model = make_classifier(training, **fields)
             model, loss = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed)
             return model, {"accuracy": accuracy(model, test), "training_loss": loss}
 
-        case = {"task": "CIFAR-10", "model": name, "batch": args.batch, "context": (side // args.patch_size) ** 2}
+        case = {"task": "CIFAR-10", "model": name, "batch": BATCH, "context": count_patches(training)}
         # by the training loss: the test images choose nothing
-        results.add_missing(run, lambda metrics: -metrics["training_loss"], width=args.width, **case)
+        results.add_missing(run, lambda metrics: -metrics["training_loss"], width=WIDTH, **case)
     results.print_means()
 
 
@@ -144,7 +142,6 @@ def compare_vision(args, results: Results) -> None:
 
 
 HEAD_DIMS = (16, 32, 64, 128)
-HEAD_DIM = 32  # of the ablations
 ABLATION_FIELDS = {
     "unnormalised scores": {"normalize_scores": False},
     "ISTA": {"mlp_type": "ista"},
@@ -172,10 +169,6 @@ def add_ablation_arguments(parser) -> None:
 
 @benchmark("ablations", ABLATIONS, add_ablation_arguments, trains=True, steps=300, learning_rates=(1e-3, 3e-3))
 def ablations(args, results: Results) -> None:
-    for head_dim in (*args.head_dims, HEAD_DIM):
-        if args.width % head_dim:
-            raise SystemExit(f"A width of {args.width} cannot be split into heads of {head_dim} channels: change --width.")
-    variants = {f"{x} channels a head": {"num_attention_heads": args.width // x} for x in args.head_dims}
-    for name, fields in ABLATION_FIELDS.items():
-        variants[f"{HEAD_DIM} channels a head, {name}"] = {"num_attention_heads": args.width // HEAD_DIM, **fields}
+    variants = {f"{x} channels a head": {"num_attention_heads": WIDTH // x} for x in args.head_dims}
+    variants |= {f"{HEAD_DIM} channels a head, {name}": fields for name, fields in ABLATION_FIELDS.items()}
     compare(args, results, variants)

@@ -17,22 +17,16 @@ import argparse
 import copy
 
 import torch
+import torch._inductor.config
 from language_models import NO_STATISTICS, OPTIONS, make_language_model
 from records import Spread
 from registry import benchmark
 from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spread
-from torch._dynamo.utils import counters
 from transformers import DynamicCache, StaticCache
 
 
-VOCABULARY = 50304
+VOCABULARY, LAYERS = 50304, 12
 MODELS = (*(name for name in OPTIONS if name != NO_STATISTICS), "GPT-2")
-
-
-def build(name: str, layers: int, positions: int):
-    """A model of width 768 with 12 heads."""
-    sizes = {"width": 768, "layers": layers, "head_dim": 64, "context": positions}
-    return make_language_model(name, vocab_size=VOCABULARY, **sizes).eval()
 
 
 def cache_tensors(cache) -> list[torch.Tensor]:
@@ -79,33 +73,20 @@ class StaticSteps:
         self.call = torch.compile(model.forward, mode=mode, dynamic=False) if compiled else model
         self.reset()
 
-    def step(self):
-        torch.compiler.cudagraph_mark_step_begin()
-        self.call(self.token, past_key_values=self.cache)
-
     def reset(self):
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.position)
 
     def __call__(self):
         for _ in range(self.steps):
-            self.step()
+            torch.compiler.cudagraph_mark_step_begin()
+            self.call(self.token, past_key_values=self.cache)
 
 
-def start(name: str, kind, model, token, position: int, args):
-    """A model's steps, run once, so that they are compiled and shown to run.
-
-    Raises:
-        RuntimeError: CUDA graphs were skipped, so that a step would time the host's launches.
-    """
-    before = counters["inductor"]["cudagraph_skips"]
-    steps = kind(model, token, position, args.steps, args.compile)
+def start(kind, *args):
+    """A model's steps, run once, so that they are compiled and shown to run."""
+    steps = kind(*args)
     steps()
-    skips = counters["inductor"]["cudagraph_skips"] - before
-    if args.compile and token.is_cuda:
-        print(f"{name}: cudagraph_skips {skips}", flush=True)
-    if skips:
-        raise RuntimeError(f"CUDA graphs were skipped, cudagraph_skips is {skips}; not timed")
     return steps
 
 
@@ -118,13 +99,12 @@ def benchmark_batch(models, batch: int, positions, args, report: Report) -> None
     runs = {}
     for position in positions:
         for name, model in models.items():
-            steps = attempt(name, start, name, kind, model, token, position, args)
+            steps = attempt(name, start, kind, model, token, position, args.steps, args.compile)
             if steps is not None:
                 runs[name, position] = steps
     seconds = measure(runs, args.repeats, device=args.device, reset=lambda name: runs[name].reset())
     for (name, position), steps in runs.items():
-        case = {"model": name, "position": position, "batch": batch, "layers": args.layers}
-        case["dtype"] = dtype_name(args.dtype)
+        case = {"model": name, "position": position, "batch": batch, "layers": LAYERS, "dtype": dtype_name(args.dtype)}
         case |= {"cache": "static" if args.static else "dynamic", "code": "compiled" if args.compile else "eager"}
         step = spread(seconds[name, position]) * (1 / args.steps)
         rival = seconds.get(("GPT-2", position))
@@ -141,14 +121,12 @@ def benchmark_batch(models, batch: int, positions, args, report: Report) -> None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    gpu_default = "default: on a GPU"
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["ToST", "GPT-2"])
-    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--positions", type=int, nargs="+", help="default: 10 100 1000; 1024 on a GPU")
     parser.add_argument("--batch", type=int, nargs="+", help="default: 1; 1 64 1024 on a GPU")
     parser.add_argument("--steps", type=int, help="consecutive tokens in one timed run; default: 1; 16 on a GPU")
-    parser.add_argument("--static", action=argparse.BooleanOptionalAction, help=gpu_default)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=gpu_default)
+    parser.add_argument("--static", action=argparse.BooleanOptionalAction, help="default: on a GPU")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
 
 
 @benchmark("decode", __doc__, add_arguments, dtype=True)
@@ -161,8 +139,10 @@ def run(args: argparse.Namespace, report: Report) -> None:
     positions = args.positions or ([1024] if on_gpu else [10, 100, 1000])
     if args.compile and not args.static:
         raise SystemExit("--compile needs --static: a growing cache would be compiled again at every step")
+    torch._inductor.config.triton.cudagraph_or_error = True  # a step without CUDA graphs would time the host's launches
     torch.manual_seed(0)
     longest = max(1024, max(positions) + args.steps)
-    models = {name: build(name, args.layers, longest).to(args.device, args.dtype) for name in args.models}
+    sizes = {"vocab_size": VOCABULARY, "width": 768, "layers": LAYERS, "head_dim": 64, "context": longest}
+    models = {name: make_language_model(name, **sizes).eval().to(args.device, args.dtype) for name in args.models}
     for batch in batches:
         benchmark_batch(models, batch, positions, args, report)

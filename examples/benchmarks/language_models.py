@@ -48,9 +48,6 @@ def make_language_model(
         inner: the size inside a block that can be chosen freely: the MLP's width (default 4 * `width`), in Mamba-2, which
             has no MLP, the size of the state (default 32).
         chunk_size: of Mamba-2, whose fallback without kernels is quadratic within a chunk.
-
-    Raises:
-        ValueError: there is no such model.
     """
     if name in OPTIONS:
         config = ToSTConfig(
@@ -61,7 +58,8 @@ def make_language_model(
             intermediate_size=inner,
             max_position_embeddings=context,
             layer_scale_init_value=1.0,  # the published 1e-5 takes longer to grow than these runs last
-            **tost_options(name, layers),
+            **OPTIONS[name],
+            layer_types=hybrid_layers(layers) if name == HYBRID else None,
             **NO_IDS,
         )
         model = ToSTForCausalLM(config)
@@ -81,27 +79,20 @@ def make_language_model(
         )
         model = GPT2LMHeadModel(config)
         return with_convolution(model) if name == "GPT-2 conv" else model
-    if name == "Mamba-2":
-        config = Mamba2Config(
-            vocab_size=vocab_size,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_heads=2 * width // head_dim,
-            head_dim=head_dim,
-            state_size=inner or 32,
-            n_groups=1,
-            chunk_size=chunk_size,
-            initializer_range=0.02,
-            tie_word_embeddings=True,
-            **NO_IDS,
-        )
-        return Mamba2ForCausalLM(config)
-    raise ValueError(f"There is no model {name!r} here; choose one of {', '.join(MODELS)}.")
-
-
-def tost_options(name: str, layers: int) -> dict:
-    """The options of one of `OPTIONS` with so many layers."""
-    return OPTIONS[name] | ({"layer_types": hybrid_layers(layers)} if name == HYBRID else {})
+    config = Mamba2Config(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_heads=2 * width // head_dim,
+        head_dim=head_dim,
+        state_size=inner or 32,
+        n_groups=1,
+        chunk_size=chunk_size,
+        initializer_range=0.02,
+        tie_word_embeddings=True,
+        **NO_IDS,
+    )
+    return Mamba2ForCausalLM(config)
 
 
 def hybrid_layers(layers: int) -> list[str]:
@@ -155,7 +146,7 @@ def with_convolution(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
 def count_parameters(name: str, **size) -> int:
     """The number of parameters of `make_language_model(name, **size)`, which is not built."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in make_language_model(name, **size).parameters())
+        return make_language_model(name, **size).num_parameters()
 
 
 def equal_size(name: str, *, width: int, layers: int, **size) -> dict[str, int]:

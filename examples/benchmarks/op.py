@@ -1,20 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The TSSA operator beside its reference implementation and attention (`op`), and the cost of its options (`options`)."""
 
+import math
 from dataclasses import replace
 
 import torch
-from registry import DECAYS, OPERATORS, PASSES, benchmark, make_grad, make_run, reference
-from timing import (
-    KEEP_FREED_MEMORY,
-    Report,
-    attempt,
-    dtype_name,
-    measure,
-    peak_bytes,
-    ratio,
-    spread,
-)
+from registry import DECAYS, OPERATORS, PASSES, benchmark, make_grad, make_run
+from timing import KEEP_FREED_MEMORY, Report, attempt, dtype_name, in_new_process, measure, peak_bytes, ratio, spread
 
 from tost_hf import TokenStatisticsSelfAttention
 
@@ -23,12 +15,11 @@ OP = """The TSSA operator: this package, the reference implementation, and atten
 bidirectional; with --memory the peak memory of a forward pass over 131,072 tokens.
 
 `reference` is the reference implementation with autograd's backward, as the authors' eager code computes it: in float32
-whatever the input's dtype, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention (flash on a GPU) on
-queries, keys and values of the same shape, and `fla ...` are operators of flash-linear-attention where it is installed.
+whatever the input's dtype, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention on queries, keys
+and values of the same shape.
 
 `x roofline` is the time over the bandwidth bound: w read and the output written, and in the backward pass w and
-the gradient read and w's gradient written, at the bandwidth of a large copy that is timed in turns with the operators. A TSSA
-variant that differs from the reference in float64, in outputs or gradients, is not timed, and the exit status is 1. On a GPU
+the gradient read and w's gradient written, at the bandwidth of a large copy that is interleaved with the operators. On a GPU
 the times are the device's own, without the host's time to launch, except for `eager`, whose thousands of launches at long
 lengths are more than the host can queue ahead.
 """
@@ -37,71 +28,28 @@ GPU_SHAPES = [(max(16384 // T, 1), T, 12, 64) for T in (512, 1024, 2048, 4096, 1
 LONG_SHAPE = (1, 131072, 12, 64)
 ROOFLINE_TENSORS = {"forward": 2, "forward + backward": 5}  # times the bytes of w
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
-TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (5e-3, 2e-2)}  # relative, of outputs and gradients
 
 
-def exact(inputs, grad, causal) -> list[torch.Tensor]:
-    """The results of `run_once`, by the reference in float64."""
-    inputs = [x.detach().double().requires_grad_() for x in inputs]
-    output = reference(*inputs, causal=causal)
-    return [output.detach(), output.detach(), *torch.autograd.grad(output, inputs, grad.double())]
+def start(variant: str, shape, causal: bool, args) -> dict:
+    """The passes of an operator, each run once: what cannot run fails here."""
+    operator, grad = OPERATORS[variant], make_grad(shape, args.dtype, args.device)
+    inputs, function = operator.make_inputs(shape, causal, args.dtype, args.device), operator.make(causal)
+    runs = {which: make_run(function, inputs, grad, which) for which in PASSES}
+    for run in runs.values():
+        run()
+    return runs
 
 
-def run_once(variant: str, inputs, grad, causal: bool, device: str):
-    """The operator, and its output without and with gradients, and the gradients.
-
-    The output without gradients is separately compiled code, which must compile and be correct as well.
-    """
-    op = OPERATORS[variant].make(causal, device)
-    with torch.no_grad():
-        forward = op(*inputs)
-    output = op(*inputs)
-    return op, [forward, output.detach(), *torch.autograd.grad(output, inputs, grad)]
-
-
-def find_error(results, expected, dtype) -> str | None:
-    """Which of an operator's results is wrong; None if none is."""
-    for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-        error = ((result.double() - wanted).norm() / wanted.norm()).item()
-        if not error <= TOLERANCE[dtype][min(index // 2, 1)]:  # NaN is wrong too
-            names = ("output without gradients", "output")
-            return f"relative error {error:.1e} of its " + (names[index] if index < 2 else f"gradient of input {index - 1}")
-    return None
-
-
-def check_operators(variants, shape, causal: bool, dtype, device: str) -> tuple[dict, list[str]]:
-    """{variant: (operator, inputs)} of those that are available and correct, and the names of the wrong ones."""
-    operators, wrong, expected = {}, [], None
-    grad = make_grad(shape, dtype, device)
-    for variant in variants:
-        inputs = OPERATORS[variant].make_inputs(shape, causal, dtype, device)
-        found = attempt(variant, run_once, variant, inputs, grad, causal, device)
-        if found is None:
-            continue
-        op, results = found
-        if OPERATORS[variant].is_tssa:
-            expected = expected or exact(inputs, grad, causal)
-            if error := find_error(results, expected, dtype):
-                print(f"{variant}: WRONG, {error}; not timed", flush=True)
-                wrong.append(variant)
-                continue
-        operators[variant] = (op, inputs)
-    return operators, wrong
-
-
-def time_operators(operators, shape, causal: bool, which: str, args, report: Report) -> None:
+def time_operators(runs: dict, shape, form: str, which: str, args, report: Report) -> None:
     """Reports one pass at one shape."""
-    grad = make_grad(shape, args.dtype, args.device)
-    runs = {variant: make_run(op, inputs, grad, which) for variant, (op, inputs) in operators.items()}
     source = torch.empty(COPY_BYTES[args.device], dtype=torch.uint8, device=args.device).random_()
     target = torch.empty_like(source)
     timed = runs | {"copy": lambda: target.copy_(source)}
     seconds = measure(timed, args.repeats, device=args.device, ahead=True)
     copy = seconds.pop("copy")
-    min_bytes = ROOFLINE_TENSORS[which] * grad.nbytes
+    min_bytes = ROOFLINE_TENSORS[which] * math.prod(shape) * args.dtype.itemsize
     roofline = [s * min_bytes / (2 * source.nbytes) for s in copy]
-    case = {"form": "causal" if causal else "bidirectional", "pass": which}
-    case |= dict(zip("BTHp", shape)) | {"dtype": dtype_name(args.dtype)}
+    case = {"form": form, "pass": which, **dict(zip("BTHp", shape)), "dtype": dtype_name(args.dtype)}
     for variant, times in seconds.items():
         metrics = {"ms": spread(times) * 1e3, "GB/s": None, "x roofline": None}
         if OPERATORS[variant].is_tssa:
@@ -115,47 +63,41 @@ def time_operators(operators, shape, causal: bool, which: str, args, report: Rep
     report.add({"variant": "copy"} | case, {"GB/s": spread(2e-9 * source.nbytes / s for s in copy)})
 
 
+def find_peak(variant: str, shape, dtype, device: str) -> tuple[int, int]:
+    """Peak of a forward pass beyond its inputs, and the bytes of w."""
+    operator = OPERATORS[variant]
+    inputs = operator.make_inputs(shape, True, dtype, device)
+    return peak_bytes(make_run(operator.make(True), inputs, None, "forward"), device), inputs[0].nbytes
+
+
 def report_memory(shape, args, report: Report) -> None:
-    """Peak of a forward pass beyond its inputs; results are not checked, which would need several times the memory."""
     case = {"form": "causal", "pass": "forward", **dict(zip("BTHp", shape)), "dtype": dtype_name(args.dtype)}
-    for variant in args.variants:
-        inputs = OPERATORS[variant].make_inputs(shape, True, args.dtype, args.device)
-        op = attempt(variant, OPERATORS[variant].make, True, args.device)
-        if op is not None:
-            peak = peak_bytes(make_run(op, inputs, None, "forward"), args.device)
-            report.add({"variant": variant} | case, {"peak MiB": peak / 2**20, "peak / bytes of w": peak / inputs[0].nbytes})
+    for variant in args.variants or ("eager", "reference"):
+        peak, size = in_new_process(find_peak, variant, shape, args.dtype, args.device)
+        report.add({"variant": variant} | case, {"peak MiB": peak / 2**20, "peak / bytes of w": peak / size})
 
 
 def add_op_arguments(parser) -> None:
     shape = {"nargs": 4, "action": "append", "metavar": ("B", "T", "H", "p"), "help": "repeat it for several shapes"}
     parser.add_argument("--shape", type=int, **shape)
     parser.add_argument("--form", nargs="+", choices=("causal", "bidirectional"), default=("causal", "bidirectional"))
-    parser.add_argument("--pass", nargs="+", choices=PASSES, default=PASSES, dest="passes")
     parser.add_argument("--variants", nargs="+", choices=OPERATORS, help="default: all; with --memory eager and reference")
     parser.add_argument("--memory", action="store_true", help="peak memory of a long forward pass instead of times")
 
 
-def op_environment(args) -> dict[str, str]:
-    return {} if args.memory else KEEP_FREED_MEMORY
-
-
-@benchmark("op", OP, add_op_arguments, dtype=True, environment=op_environment)
-def run_op(args, report: Report) -> int:
-    args.variants = args.variants or (("eager", "reference") if args.memory else OPERATORS)
+@benchmark("op", OP, add_op_arguments, dtype=True, environment=KEEP_FREED_MEMORY)
+def run_op(args, report: Report) -> None:
     if args.memory:
         for shape in args.shape or [LONG_SHAPE]:
             report_memory(tuple(shape), args, report)
-        return 0
-
-    all_wrong = []
+        return
     for shape in args.shape or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES):
         for form in args.form:
             torch.compiler.reset()
-            operators, wrong = check_operators(args.variants, shape, form == "causal", args.dtype, args.device)
-            all_wrong += wrong
-            for which in args.passes:
-                time_operators(operators, shape, form == "causal", which, args, report)
-    return 1 if all_wrong else 0
+            started = {x: attempt(x, start, x, shape, form == "causal", args) for x in args.variants or OPERATORS}
+            for which in PASSES:
+                runs = {variant: passes[which] for variant, passes in started.items() if passes}
+                time_operators(runs, shape, form, which, args, report)
 
 
 # Options beyond the paper ---------------------------------------------------------------------------------------------
@@ -166,7 +108,6 @@ short convolution beside one without.
 What is compared takes turns in one run; `this / plain` is a quotient of each round. Decay factors are those of a new model,
 and per token scattered around them.
 """
-CODES = ("eager", "compiled")
 CONV_KERNEL = 4
 
 
@@ -175,7 +116,7 @@ def operator_runs(compiled: bool, which: str, shape, device: str) -> dict:
     runs = {}
     for kind, operator in DECAYS.items():
         inputs = operator.make_inputs(shape, True, torch.float32, device)
-        op = replace(operator, compiled=compiled).make(True, device)
+        op = replace(operator, compiled=compiled).make(True)
         runs[kind] = make_run(op, inputs, make_grad(shape, torch.float32, device), which)
     return runs
 
@@ -197,16 +138,11 @@ def layer_runs(compiled: bool, which: str, shape, device: str) -> dict:
     return runs
 
 
-def add_options_arguments(parser) -> None:
-    parser.add_argument("--shape", type=int, nargs=4, default=CPU_SHAPES[0], metavar=("B", "T", "H", "p"))
-    parser.add_argument("--code", nargs="+", choices=CODES, default=CODES)
-
-
-@benchmark("options", OPTIONS, add_options_arguments, repeats=15, environment=lambda args: KEEP_FREED_MEMORY)
+@benchmark("options", OPTIONS, repeats=15, environment=KEEP_FREED_MEMORY)
 def run_options(args, report: Report) -> None:
-    shape = tuple(args.shape)
+    shape = CPU_SHAPES[0]
     for what, make_runs in {"operator": operator_runs, "layer": layer_runs}.items():
-        for code in args.code:
+        for code in ("eager", "compiled"):
             torch.compiler.reset()
             for which in PASSES:
                 seconds = measure(make_runs(code == "compiled", which, shape, args.device), args.repeats, device=args.device)

@@ -7,14 +7,14 @@
 
 `tost-demo` is evaluated on the demo's validation text (the interpreter's standard library), `tost-digits` on held-out
 digits. Each method loads the folder through `from_pretrained`, as users do. "saved" says whether `save_pretrained` and
-`from_pretrained` reproduce the loss. The parameters of the statistics (`temp`, `denom_bias`) must stay in float32. Speed is
-that of one-token steps at batch 1 from a cache of 64 tokens, random weights; the methods take turns.
+`from_pretrained` reproduce the loss. Speed is that of one-token steps at batch 1 from a cache of 64 tokens, random weights, in
+interleaved rounds.
 """
 
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,84 +63,59 @@ METHODS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-class Subject(NamedTuple):
-    """A trained model, and what tells its loss."""
-
-    auto_class: type
-    folder: Path
-    loss: Callable[[Any], float]  # of a model: nats per token or image
-
-
-def text_subject(folder: Path) -> Subject:
+def text_loss(folder: Path) -> Callable[[Any], float]:
+    """What measures a model's loss on the demo's validation text, nats per token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with tempfile.TemporaryDirectory() as scratch:
         _, validation = write_texts(Path(scratch))
         text = validation.read_text()
-    ids = torch.tensor(tokenize(tokenizer, [text])[0][: WINDOW * WINDOWS])
-    windows = list(ids.split(WINDOW))
-    return Subject(
-        AutoModelForCausalLM, folder, lambda model: torch.cat([x for x, _ in score(model, windows, 8)]).mean().item()
-    )
+    windows = list(torch.tensor(tokenize(tokenizer, [text])[0][: WINDOW * WINDOWS]).split(WINDOW))
+    return lambda model: torch.cat([x for x, _ in score(model, windows, 8)]).mean().item()
 
 
-def image_subject(folder: Path) -> Subject:
+def image_loss(folder: Path) -> Callable[[Any], float]:
+    """What measures a model's loss on the held-out digits, nats per image."""
     processor, digits = AutoImageProcessor.from_pretrained(folder), load_digits()
     _, held_out = train_test_split(range(len(digits.target)), test_size=0.2, stratify=digits.target, random_state=0)
     pictures = [Image.fromarray((digits.images[i] * (255 / 16)).round().astype(np.uint8)) for i in held_out]
     pixels, labels = processor(pictures, return_tensors="pt")["pixel_values"], torch.tensor(digits.target[held_out])
-
-    @torch.inference_mode()
-    def loss(model) -> float:
-        return F.cross_entropy(model(pixels.to(model.dtype)).logits.float(), labels).item()
-
-    return Subject(AutoModelForImageClassification, folder, loss)
+    return lambda model: F.cross_entropy(model(pixels.to(model.dtype)).logits.float(), labels).item()
 
 
-def load(auto_class, folder: Path | str, options: dict[str, Any]):
-    """The quantised model, with the parameters of its statistics checked.
-
-    Raises:
-        ValueError: one of them is not in float32, or not what it was.
-    """
-    model = auto_class.from_pretrained(folder, **({"dtype": torch.float32} | options)).eval()
-    whole = auto_class.from_pretrained(folder, dtype=torch.float32)
-    for name, parameter in whole.named_parameters():
-        if name.endswith((".temp", ".denom_bias")):
-            found = model.get_parameter(name)
-            if found.dtype != torch.float32 or not torch.equal(found, parameter):
-                raise ValueError(f"{name} is {found.dtype}, or was changed")
-    return model
-
-
-def saved(subject: Subject, model, loss: float) -> tuple[str, float | None]:
+def try_saving(auto_class, model, loss: Callable[[Any], float], expected: float) -> tuple[str, float | None]:
     """Whether the model comes back as it was, and the MiB of its weights' files."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             model.save_pretrained(scratch)
-            again = subject.auto_class.from_pretrained(scratch).eval()
+            again = auto_class.from_pretrained(scratch).eval()
             size = sum(file.stat().st_size for file in Path(scratch).iterdir() if "model" in file.name) / 2**20
-            off = abs(subject.loss(again) - loss)
+            off = abs(loss(again) - expected)
         except Exception as error:  # whatever a library raises is what the record is to say
             return f"no: {describe_error(error)}", None
     return ("yes" if off < 1e-4 else f"no: the loss differs by {off:.2g}"), size
 
 
+@torch.inference_mode()
 def losses(args, report: Report) -> None:
-    subjects = {"tost-demo": text_subject, "tost-digits": image_subject}
+    subjects = {
+        "tost-demo": (AutoModelForCausalLM, text_loss),
+        "tost-digits": (AutoModelForImageClassification, image_loss),
+    }
     done = read_records(report.path)
-    for name, prepare in subjects.items():
-        subject = prepare(Path(args.models) / name)
+    for name, (auto_class, prepare) in subjects.items():
+        folder = Path(args.models) / name
+        find_loss = prepare(folder)
         for method, options in METHODS.items():
             if select(done, model=name, method=method):
                 continue
             case = {"model": name, "method": method}
             try:
-                model = load(subject.auto_class, subject.folder, options())
-                loss = subject.loss(model)
+                model = auto_class.from_pretrained(folder, **({"dtype": torch.float32} | options())).eval()
+                loss = find_loss(model)
             except Exception as error:
                 report.add(case | {"saved": f"no: {describe_error(error)}"}, {"loss": float("inf")})
                 continue
-            verdict, size = saved(subject, model, loss)
+            verdict, size = try_saving(auto_class, model, find_loss, loss)
             report.add(case | {"saved": verdict}, {"loss": loss, "saved MiB": size})
 
 

@@ -48,28 +48,20 @@ class Spread(NamedTuple):
 # Origin ---------------------------------------------------------------------------------------------------------------
 
 
-def output_of(*command: str) -> str:
-    """What a program prints; nothing where it does not exist."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    except FileNotFoundError:
-        return ""
-
-
 def machine(device: torch.device | str = "cpu") -> str:
     """Name of the GPU, or of the CPU and its number of compute threads."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     threads = torch.get_num_threads()
-    return f"{next(names, platform.processor() or platform.machine())}, {threads} thread{'s' * (threads > 1)}"
+    return f"{next(names, platform.machine())}, {threads} thread{'s' * (threads > 1)}"
 
 
 def versions() -> str:
     """Of this package with its commit (`-dirty` with uncommitted changes), and of what it runs on."""
-    commit = output_of("git", "describe", "--always", "--dirty", "--exclude=*") or "no commit"
+    command = "git describe --always --dirty --exclude='*'"
+    commit = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT).stdout.strip() or "no commit"
     return (
         f"tost_hf {tost_hf.__version__} ({commit}), torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}"

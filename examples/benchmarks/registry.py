@@ -4,12 +4,10 @@
 To add a benchmark, write a function of the parsed arguments and the report, register it with `@benchmark` in a module here or
 in ../research, and list its name and module in `BENCHMARKS`:
 
-    def add_arguments(parser): parser.add_argument("--layers", type=int, default=12)
-
-    @benchmark("prefill", __doc__, add_arguments)
+    @benchmark("prefill", __doc__)
     def run(args, report):
         seconds = measure({"ToST": step}, args.repeats, device=args.device)  # timing.py: interleaved rounds
-        report.add({"model": "ToST", "layers": args.layers}, {"ms": spread(seconds["ToST"]) * 1e3})
+        report.add({"model": "ToST", "layers": 12}, {"ms": spread(seconds["ToST"]) * 1e3})
 
 Its records are appended to results/prefill.csv and printed as a Markdown table, which a page holds with its command, date,
 machine and versions. To compare another operator, add it to `OPERATORS`.
@@ -18,12 +16,11 @@ machine and versions. To compare another operator, add it to `OPERATORS`.
 import argparse
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tost_hf import tssa
 from tost_hf.model import tssa_reference
@@ -70,7 +67,7 @@ class Benchmark:
         steps, learning_rates, repeats: defaults of these arguments.
         dtype: whether there is `--dtype`; `run` gets it as a torch dtype.
         file: for one that trains, the file of its records.
-        environment: from the parsed arguments, the variables that its process must be started with.
+        environment: variables that its process must be started with.
     """
 
     run: Callable[[argparse.Namespace, Any], int | None]
@@ -82,7 +79,7 @@ class Benchmark:
     repeats: int = 5
     dtype: bool = False
     file: str = "results"
-    environment: Callable[[argparse.Namespace], dict[str, str]] = lambda args: {}
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 _REGISTERED: dict[str, Benchmark] = {}
@@ -106,20 +103,15 @@ def load_benchmark(name: str) -> Benchmark:
     return _REGISTERED[name]
 
 
-# Inputs ---------------------------------------------------------------------------------------------------------------
+# Operators ------------------------------------------------------------------------------------------------------------
 
 INPUTS: dict[str, Callable[..., torch.Tensor]] = {  # of random numbers of a shape, the shape (B, T, H, p), and the dtype
     "tokens": lambda randn, shape, dtype: randn(*shape).to(dtype),
     "temp": lambda randn, shape, _: 1 + 0.2 * randn(shape[2]),
     "denom_bias": lambda randn, shape, _: 0.1 * randn(*shape[1:3]),
-    "gate": lambda randn, shape, dtype: -randn(*shape).abs().to(dtype),
-    "head_gate": lambda randn, shape, _: -randn(*shape[:3]).abs(),
     "head_decay": lambda randn, shape, _: F.logsigmoid(initial_forget_bias(shape[2])),  # of a new model
     "token_decay": lambda randn, shape, _: F.logsigmoid(initial_forget_bias(shape[2]) + 0.5 * randn(*shape[:3])),
 }
-
-
-# Operators ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,32 +119,21 @@ class Operator:
     """An operator, and the kinds of its inputs (see `INPUTS`).
 
     Args:
-        load: returns a function of the inputs and `causal`; raises ImportError where a package is missing.
-        is_tssa: whether it computes TSSA and must equal the reference; its bidirectional form has no denom_bias.
+        function: of the inputs and `causal`.
+        is_tssa: whether it computes TSSA; its bidirectional form has no denom_bias.
         compiled: whether it is run by `torch.compile`.
     """
 
-    load: Callable[[], Callable[..., torch.Tensor]]
+    function: Callable[..., torch.Tensor]
     inputs: tuple[str, ...] = ("tokens", "temp", "denom_bias")
     is_tssa: bool = True
     compiled: bool = False
-    causal_only: bool = False
-    needs_gpu: bool = False
 
-    def make(self, causal: bool, device: str) -> Callable[..., torch.Tensor]:
-        """A function of the inputs.
-
-        Raises:
-            NotImplementedError, ImportError: it does not exist in this form, on this device, or without a package.
-        """
-        if self.causal_only and not causal:
-            raise NotImplementedError("causal only")
-        if self.needs_gpu and device == "cpu":
-            raise NotImplementedError("the kernels need a GPU")
-        function = self.load()
+    def make(self, causal: bool) -> Callable[..., torch.Tensor]:
+        """A function of the inputs."""
 
         def run(*inputs):
-            return function(*inputs, causal=causal)
+            return self.function(*inputs, causal=causal)
 
         return torch.compile(run, dynamic=False) if self.compiled else run
 
@@ -179,51 +160,21 @@ def reference(w, temp, denom_bias=None, causal=True):
 def attention(q, k, v, causal=True):
     """Softmax attention on (B, T, H, p)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if q.is_cuda and q.dtype != torch.float32:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
-def from_fla(module: str, function: str, *names: str, **options) -> Callable[[], Callable]:
-    """An operator of flash-linear-attention; `names` are those of its inputs."""
-
-    def load():
-        op = getattr(importlib.import_module(f"fla.ops.{module}"), function)
-        return lambda *inputs, causal: op(**dict(zip(names, inputs)), **options)[0]
-
-    return load
-
-
-def load_hgrn():
-    from fla.ops.hgrn import chunk_hgrn
-
-    return lambda x, gate, causal: chunk_hgrn(x.flatten(2), gate.flatten(2))[0].reshape(x.shape)
-
-
-QKV = ("tokens", "tokens", "tokens")
 OPERATORS = {
-    "triton": Operator(lambda: call_tssa("triton"), needs_gpu=True),
-    "compiled": Operator(lambda: call_tssa("torch"), compiled=True),
-    "eager": Operator(lambda: call_tssa("torch")),
-    "reference": Operator(lambda: reference),
-    "reference compiled": Operator(lambda: reference, compiled=True),
-    "sdpa": Operator(lambda: attention, QKV, is_tssa=False),
-    "fla linear_attn": Operator(
-        from_fla("linear_attn", "chunk_linear_attn", "q", "k", "v", normalize=False), QKV, is_tssa=False, causal_only=True
-    ),
-    "fla simple_gla": Operator(
-        from_fla("simple_gla", "chunk_simple_gla", "q", "k", "v", "g"),
-        (*QKV, "head_gate"),
-        is_tssa=False,
-        causal_only=True,
-    ),
-    "fla hgrn": Operator(load_hgrn, ("tokens", "gate"), is_tssa=False, causal_only=True),
+    "triton": Operator(call_tssa("triton")),
+    "compiled": Operator(call_tssa("torch"), compiled=True),
+    "eager": Operator(call_tssa("torch")),
+    "reference": Operator(reference),
+    "reference compiled": Operator(reference, compiled=True),
+    "sdpa": Operator(attention, ("tokens", "tokens", "tokens"), is_tssa=False),
 }
 DECAYS = {  # the kind of `forgetting` to the operator that decays so
-    "none": Operator(lambda: call_tssa("torch")),
-    "head": Operator(lambda: call_tssa("torch"), ("tokens", "temp", "denom_bias", "head_decay"), causal_only=True),
-    "token": Operator(lambda: call_tssa("torch"), ("tokens", "temp", "denom_bias", "token_decay"), causal_only=True),
+    "none": Operator(call_tssa("torch")),
+    "head": Operator(call_tssa("torch"), ("tokens", "temp", "denom_bias", "head_decay")),
+    "token": Operator(call_tssa("torch"), ("tokens", "temp", "denom_bias", "token_decay")),
 }
 PASSES = ("forward", "forward + backward")
 

@@ -22,7 +22,7 @@ sys.path += map(str, (HERE, HERE.parent, HERE.parent / "research", HERE.parent /
 
 from records import RESULTS, command_of  # noqa: E402
 from registry import BENCHMARKS, Benchmark, load_benchmark  # noqa: E402
-from timing import Report, print_header  # noqa: E402
+from timing import Report  # noqa: E402
 
 
 def make_parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
@@ -60,17 +60,16 @@ def main(argv: Sequence[str] | None = None, may_restart: bool = False) -> int:
     parser = make_parser(name, benchmark)
     args = parser.parse_args(argv[1:])
     args.benchmark, args.command = name, command_of(parser, args, name)
-    environment = benchmark.environment(args)
-    if may_restart and not environment.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
+    if may_restart and not benchmark.environment.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | benchmark.environment)
     if benchmark.dtype:
         args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     if benchmark.trains:
         from training import Results  # which needs the packages of the [train] extra
 
         return benchmark.run(args, Results(args, benchmark.file)) or 0
-    print_header(args.device)
     report = Report(args)
+    print(f"{report.origin['machine']}, {report.origin['versions']}", flush=True)
     status = benchmark.run(args, report) or 0
     report.print_table()
     return status

@@ -12,18 +12,7 @@ the exponent of time over tokens from 8,192 on: 1 is linear growth, 2 quadratic.
 
 import torch
 from registry import benchmark
-from timing import (
-    KEEP_FREED_MEMORY,
-    Report,
-    attempt,
-    dtype_name,
-    in_new_process,
-    measure,
-    peak_bytes,
-    ratio,
-    slope,
-    spread,
-)
+from timing import KEEP_FREED_MEMORY, Report, attempt, dtype_name, in_new_process, measure, peak_bytes, ratio, slope, spread
 from torch import nn
 from torch.nn import functional as F
 
@@ -72,7 +61,7 @@ def make_tokens(length: int, dtype, device: str) -> torch.Tensor:
     return torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
-def peaks(kind: str, lengths, dtype, device: str) -> dict[int, int]:
+def find_peaks(kind: str, lengths, dtype, device: str) -> dict[int, int]:
     """Peak bytes at each length."""
     model = Layers(kind).to(device, dtype)
     model(make_tokens(64, dtype, device))  # what the first pass allocates once
@@ -81,12 +70,6 @@ def peaks(kind: str, lengths, dtype, device: str) -> dict[int, int]:
         x = make_tokens(length, dtype, device)
         found[length] = peak_bytes(lambda x=x: model(x), device)
     return found
-
-
-def measure_peaks(kind: str, lengths, dtype, device: str) -> dict[int, int]:
-    if device == "cuda":
-        return peaks(kind, lengths, dtype, device)
-    return in_new_process(peaks, kind, lengths, dtype, device)
 
 
 def measure_times(kinds, lengths, args) -> dict[str, dict[int, list[float]]]:
@@ -101,22 +84,17 @@ def measure_times(kinds, lengths, args) -> dict[str, dict[int, list[float]]]:
 
 def report_exponent(kind: str, times: dict[int, list[float]], case: dict, report: Report) -> None:
     far = [n for n in sorted(times) if n >= SLOPE_FROM]
-    if len(far) < 2:
-        print(f"{kind}: fewer than two lengths from {SLOPE_FROM:,} tokens on, so no exponent", flush=True)
-        return
-    exponents = spread(slope(far, seconds) for seconds in zip(*(times[n] for n in far)))
-    report.add({"kind": kind, "tokens": far[-1]} | case, {"exponent": exponents})
-    print(f"{kind}: time grows with tokens to the power above, from {far[0]:,} to {far[-1]:,}", flush=True)
+    if len(far) > 1:
+        exponents = spread(slope(far, seconds) for seconds in zip(*(times[n] for n in far)))
+        report.add({"kind": kind, "tokens": far[-1]} | case, {"exponent": exponents})
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument(
-        "--softmax_limit", type=int, help="longest for softmax (131,072 on a GPU, 8,192 on a CPU unless given)"
-    )
+    parser.add_argument("--softmax_limit", type=int, help="longest for softmax; default: 131,072 on a GPU, 8,192 on a CPU")
 
 
-@benchmark("scaling", __doc__, add_arguments, dtype=True, environment=lambda args: KEEP_FREED_MEMORY)
+@benchmark("scaling", __doc__, add_arguments, dtype=True, environment=KEEP_FREED_MEMORY)
 def run(args, report: Report) -> None:
     limit = args.softmax_limit or (131072 if args.device == "cuda" else 8192)
     lengths = {"ToST": sorted(set(args.tokens))}
@@ -136,5 +114,6 @@ def run(args, report: Report) -> None:
     report_exponent("softmax", seconds["softmax"], case, report)
 
     for kind in KINDS:
-        for n, peak in (attempt(kind, measure_peaks, kind, lengths[kind], args.dtype, args.device) or {}).items():
+        peaks = attempt(kind, in_new_process, find_peaks, kind, lengths[kind], args.dtype, args.device) or {}
+        for n, peak in peaks.items():
             report.add({"kind": kind, "tokens": n} | case, {"peak MiB": peak / 2**20})

@@ -7,7 +7,6 @@ ratio is taken round by round, so that other load on the machine affects all ali
 
 import argparse
 import ctypes
-import importlib.metadata
 import math
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from records import VALUE_COLUMNS, Spread, append_records, machine, markdown_table, origin, output_of, versions
+from records import VALUE_COLUMNS, Spread, append_records, markdown_table, origin
 
 
 FLUSH_BYTES = 2**28  # more than the last-level cache of any GPU
@@ -154,19 +153,6 @@ def in_new_process(function: Callable, *args):
 
 
 # Report ---------------------------------------------------------------------------------------------------------------
-
-
-def print_header(device: torch.device | str = "cpu") -> None:
-    """Machine, versions and commit, for whoever reads the table later."""
-    where = f"{machine(device)} of {os.cpu_count()} cores"
-    if torch.device(device).type == "cuda":
-        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-        where = f"{machine(device)}, driver {driver or 'unknown'}, CUDA {torch.version.cuda}"
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = "none"
-    print(f"{where}; {versions()}, triton {triton}", flush=True)
 
 
 class Report:

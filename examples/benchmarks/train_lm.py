@@ -13,7 +13,6 @@ PyTorch.
 
 import argparse
 import gc
-import importlib.util
 
 import torch
 from language_models import make_language_model
@@ -58,9 +57,9 @@ def build(name: str, size: str, layers: int, length: int):
     return model
 
 
-def count_parameters(name: str, size: str, layers: int, length: int) -> int:
+def count_parameters(*model) -> int:
     with torch.device("meta"):
-        return sum(x.numel() for x in build(name, size, layers, length).parameters())
+        return build(*model).num_parameters()
 
 
 def layers_for(name: str, size: str, length: int, parameters: int) -> int:
@@ -81,7 +80,7 @@ class TrainingStep:
     def prepare(self, name, layers, length, args):
         torch.manual_seed(0)
         model = build(name, args.size, layers, length).to(self.device).train()
-        self.parameters = sum(x.numel() for x in model.parameters())
+        self.parameters = model.num_parameters()
         self.optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         self.model = torch.compile(model, dynamic=False) if args.compile else model
         for _ in range(2):
@@ -99,7 +98,7 @@ def benchmark_length(length: int, equal: str, args, report: Report) -> None:
     """Reports one length."""
     torch.compiler.reset()
     gc.collect()  # compiled models of the length before hold one another
-    size_layers = args.layers or SIZES[args.size][1]
+    size_layers = SIZES[args.size][1]
     steps = {}
     for name in args.models:
         layers = size_layers
@@ -113,21 +112,16 @@ def benchmark_length(length: int, equal: str, args, report: Report) -> None:
         batch = len(step.tokens)
         case = {"model": name, "T": length, "batch": batch, "sizes": f"equal {equal}", "size": args.size}
         case |= {"dtype": dtype_name(args.dtype), "code": "compiled" if args.compile else "eager"}
-        report.add(
-            case,
-            {
-                "tokens/s": spread(batch * length / s for s in seconds[name]),
-                "GPT-2 / this": ratio(seconds["GPT-2"], seconds[name]) if "GPT-2" in seconds else None,
-                "peak MiB": step.peak / 2**20,
-                "layers": layers,
-                "parameters": step.parameters,
-            },
-        )
+        metrics = {
+            "tokens/s": spread(batch * length / s for s in seconds[name]),
+            "GPT-2 / this": ratio(seconds["GPT-2"], seconds[name]) if "GPT-2" in seconds else None,
+            "peak MiB": step.peak / 2**20,
+        }
+        report.add(case, metrics | {"layers": layers, "parameters": step.parameters})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, help="default: base on a GPU, small on a CPU")
-    parser.add_argument("--layers", type=int, help="other than the size's")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 1024 4096 16384 on a GPU, 256 512 1024 on a CPU")
     parser.add_argument("--equal", nargs="+", choices=("width", "parameters"), default=("width", "parameters"))
@@ -141,8 +135,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
     args.size = args.size or ("base" if on_gpu else "small")
     args.tokens = args.tokens or (16384 if on_gpu else 1024)
     args.compile = on_gpu if args.compile is None else args.compile
-    if "Mamba-2" in args.models and importlib.util.find_spec("mamba_ssm") is None:
-        print("Mamba-2 runs in plain PyTorch: mamba_ssm is not installed.")
     for equal in args.equal:
         for length in dict.fromkeys(args.lengths or LENGTHS[args.device]):
             benchmark_length(length, equal, args, report)

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 import transformers
 from records import append_records, markdown, origin, plus_minus, read_records, select
-from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 
 
-Run = Callable[[int, float], tuple[nn.Module, dict[str, float]]]  # of a seed and a learning rate: the model and its metrics
+Run = Callable[
+    [int, float], tuple[PreTrainedModel, dict[str, float]]
+]  # of a seed and a learning rate: the model and its metrics
 
 
 # Records --------------------------------------------------------------------------------------------------------------
@@ -34,13 +35,13 @@ class Results:
         self.origin = origin(args)
 
     def add(
-        self, metrics: dict[str, float], *, task: str, model: str, network: nn.Module, steps, batch, context, seed
+        self, metrics: dict[str, float], *, task: str, model: str, network: PreTrainedModel, steps, batch, context, seed
     ) -> None:
         """Adds one record per metric; width and layers are those of the network's configuration."""
         case = {
             "task": task,
             "model": model,
-            "parameters": sum(parameter.numel() for parameter in network.parameters()),
+            "parameters": network.num_parameters(),
             "width": network.config.hidden_size,
             "layers": network.config.num_hidden_layers,
             "steps": steps,
@@ -82,11 +83,11 @@ class Results:
 
     def print_means(self) -> None:
         """Prints the mean ± standard deviation over the seeds of every metric, as a Markdown table."""
-        found: dict[tuple[str, ...], list[float]] = {}
+        values: dict[tuple[str, ...], list[float]] = {}
         for record in self.records:
             case = tuple(str(record[name]) for name in ("task", "model", "metric"))
-            found.setdefault(case, []).append(float(record["value"]))
-        print(markdown(["task", "model", "metric", "mean"], [[*case, plus_minus(x, ".4g")] for case, x in found.items()]))
+            values.setdefault(case, []).append(float(record["value"]))
+        print(markdown(["task", "model", "metric", "mean"], [[*case, plus_minus(x, ".4g")] for case, x in values.items()]))
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class Batches(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        if not 0 <= number < self.count:
+        if number >= self.count:
             raise IndexError(number)
         return self.make(np.random.default_rng((self.seed, number)))
 
@@ -183,7 +184,7 @@ def label_accuracy(model: PreTrainedModel, batches: Iterable[dict[str, torch.Ten
 
 def run_seeds(
     run: Run, seeds: list[int], learning_rates: list[float], score: Callable[[dict[str, float]], float], label: str
-) -> dict[int, tuple[nn.Module, dict[str, float]]]:
+) -> dict[int, tuple[PreTrainedModel, dict[str, float]]]:
     """Runs every seed, with the learning rate that gave the highest score on the first one.
 
     Args:

@@ -19,9 +19,19 @@ import numpy as np
 import observations
 import torch
 from compare_lm import SIZES, encode, split_into_examples
-from compare_vision import Images, accuracy, load_images, make_classifier, train_classifier
+from compare_vision import (
+    BATCH,
+    PATCH_SIZE,
+    WIDTH,
+    Images,
+    accuracy,
+    count_patches,
+    load_images,
+    make_classifier,
+    train_classifier,
+)
 from language_models import make_language_model
-from observations import CONTEXT, load_text, make_text_model, train_text_model
+from observations import CONTEXT, TEXT_BATCH, TEXT_RATE, load_text, make_text_model, train_text_model
 from registry import benchmark
 from torch.nn import functional as F
 from training import Batches, Results, train
@@ -133,36 +143,36 @@ def texts(args, results: Results) -> None:
     for name in LANGUAGE_MODELS:
 
         def run(seed, _, name=name):
-            model = make_text_model(args, data.vocab_size, name)
-            train_text_model(model, data, args, seed=seed)
+            model = make_text_model(data, 2, name)
+            train_text_model(model, data, args.steps, seed=seed)
             return model, {f"loss, window {window}": mean_loss(model, shuffled) for window, shuffled in batches.items()}
 
-        case = {"task": "text", "model": name, "batch": args.text_batch, "context": CONTEXT}
-        results.add_missing(run, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
+        case = {"task": "text", "model": name, "batch": TEXT_BATCH, "context": CONTEXT}
+        results.add_missing(run, width=SIZES["small"].width, learning_rate=TEXT_RATE, **case)
 
 
 def images(args, results: Results) -> None:
     training, test = load_images(args.images, args.test_images)
-    grid = training.pixels.shape[-1] // args.patch_size
+    grid = training.pixels.shape[-1] // PATCH_SIZE
     shuffled = {
-        side: Images(shuffle_patches(test.pixels, args.patch_size, side, torch.Generator().manual_seed(0)), test.labels, [])
+        side: Images(shuffle_patches(test.pixels, PATCH_SIZE, side, torch.Generator().manual_seed(0)), test.labels, [])
         for side in PATCHES
         if grid % side == 0
     }
     for name, attention_type in TRUNKS.items():
 
         def run(seed, learning_rate, attention_type=attention_type):
-            model = make_classifier(args, training.names, training.pixels.shape[-1], attention_type=attention_type)
+            model = make_classifier(training, attention_type=attention_type)
             model, _ = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed)
             return model, {f"accuracy, window {side}": accuracy(model, found) for side, found in shuffled.items()}
 
-        case = {"task": "images", "model": name, "batch": args.batch, "context": grid**2}
-        results.add_missing(run, width=args.width, **case)
+        case = {"task": "images", "model": name, "batch": BATCH, "context": count_patches(training)}
+        results.add_missing(run, width=WIDTH, **case)
 
 
 def add_arguments(parser) -> None:
     observations.add_arguments(parser)
-    parser.set_defaults(layers=2, test_images=2000)
+    parser.set_defaults(test_images=2000)
 
 
 @benchmark("interactions", __doc__, add_arguments, trains=True, steps=300, learning_rates=(1e-3,))

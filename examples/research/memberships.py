@@ -3,8 +3,8 @@
 
     python examples/benchmarks/run.py memberships --model model_cards/trained/tost-cifar10-1m
 
-The photographs, by default those of examples/photos and scikit-learn's two, are cropped to squares and resized to a multiple
-of the side that the model was trained on. The patches of each are clustered by k-means on colour and place, with as many
+The photographs, those of examples/photos and scikit-learn's two, are cropped to squares and resized to four times the
+side that the model was trained on. The patches of each are clustered by k-means on colour and place, with as many
 clusters as a layer has heads, and compared with
 
 - *layers*: each patch's strongest head, by adjusted mutual information (`membership_clusters_score`), beside two controls: the
@@ -12,8 +12,7 @@ clusters as a layer has heads, and compared with
 - *heads*: each head's membership, by the share of its variance over the patches that lies between the clusters.
 
 The same is measured for untrained models of the same configuration, one for each seed. With --picture it draws the first
-photographs beside their clusters and the memberships of the heads that agree most; with --maps every layer and head, trained
-and untrained.
+photographs beside their clusters and the memberships of the heads that agree most.
 """
 
 from pathlib import Path
@@ -27,14 +26,13 @@ from training import Results
 from transformers import AutoModelForImageClassification, PreTrainedModel, ViTImageProcessorPil, set_seed
 
 from tost_hf import ToSTForImageClassification
-from tost_hf.files import staged_file
 from tost_hf.interpret import membership_clusters_score, membership_maps, trace_model
-from tost_hf.interpret.plots import plot_membership_maps
 from tost_hf.interpret.quantities import cluster_patches
 
 
 PHOTOS = Path(__file__).resolve().parents[1] / "photos"
 SHOWN_PHOTOS = SHOWN_HEADS = 3
+SCALE = 4  # times the side that the model was trained on
 TASK = "photographs"
 
 
@@ -106,24 +104,16 @@ def draw(model: PreTrainedModel, pixels: torch.Tensor, pictures: torch.Tensor, s
     return figure
 
 
-def save(figure: Figure, file: Path) -> None:
-    with staged_file(file) as staged:
-        figure.savefig(staged, format="png", dpi=100)
-
-
 def add_arguments(parser) -> None:
     parser.add_argument("--model", required=True, help="the folder of a vision model with TSSA")
-    parser.add_argument("--photos", type=Path, nargs="+", metavar="PHOTOS", help="image files; default: see above")
-    parser.add_argument("--scale", type=int, default=4, help="times the side that the model was trained on")
     parser.add_argument("--picture", type=Path, help="a PNG file to draw the heads that agree most to")
-    parser.add_argument("--maps", type=Path, help="a folder for pictures of every layer and head")
 
 
 @benchmark("memberships", __doc__, add_arguments, trains=True, file="memberships")
 def run(args, results: Results) -> None:
-    files = args.photos or sample_photos()
+    files = sample_photos()
     model = AutoModelForImageClassification.from_pretrained(args.model, dtype=torch.float32).eval()
-    side = args.scale * model.config.image_size
+    side = SCALE * model.config.image_size
     pixels, pictures = load_photos(files, ViTImageProcessorPil.from_pretrained(args.model), side)
     models = {("trained", None): model}
     for seed in args.seeds:
@@ -134,9 +124,6 @@ def run(args, results: Results) -> None:
     for (state, seed), network in models.items():
         metrics, shares = measure(network, pixels)
         results.add(metrics, task=TASK, model=state, network=network, steps=None, batch=len(files), context=patches, seed=seed)
-        if args.maps and seed in (None, args.seeds[0]):
-            for file, picture, maps in zip(files, pictures, membership_maps(trace_model(network, pixel_values=pixels))):
-                save(plot_membership_maps(maps, picture, range(1, len(maps) + 1)), args.maps / f"{file.stem}-{state}.png")
         if args.picture and state == "trained":
-            save(draw(network, pixels[:SHOWN_PHOTOS], pictures, shares), args.picture)
+            draw(network, pixels[:SHOWN_PHOTOS], pictures, shares).savefig(args.picture, dpi=100)
     results.print_means()

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 from compare_lm import SIZES, Data, prepare
+from compare_vision import BATCH, WIDTH, count_patches, load_images, make_classifier, normalize, train_classifier
 from compare_vision import add_arguments as add_image_arguments
-from compare_vision import load_images, make_classifier, normalize, train_classifier
 from language_models import make_language_model
 from registry import benchmark
 from training import Results, train
@@ -38,6 +38,7 @@ on held-out images and text by `tost_hf.interpret`:
 - *Does the membership flatten with position?* Its distance from uniform, 1 - entropy / ln H, by position in the text.
 """
 CONTEXT = 256  # tokens of a text
+LAYERS, TEXT_BATCH, TEXT_RATE = 4, 8, 1e-2
 STATES = ("untrained", "trained")
 
 
@@ -52,36 +53,19 @@ def compression_by_layer(trace: ModelTrace) -> dict[str, float]:
     return metrics
 
 
-def measure_images(model: PreTrainedModel, pixels: torch.Tensor) -> dict[str, float]:
-    found = membership_clusters_score(model, pixels)
-    metrics = compression_by_layer(trace_model(model, pixel_values=pixels))
-    for name, values in found._asdict().items():
-        name = {"score": "own", "other_image": "another image's"}.get(name, name)
-        metrics |= {f"mutual information, {name}, layer {i}": x for i, x in enumerate(values.mean(0).tolist(), 1)}
-    return metrics
-
-
-def measure_text(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, float]:
-    trace = trace_model(model, input_ids=input_ids)
-    starts, entropy = entropy_by_position(trace)
-    heads = trace.memberships.shape[2]
+def measure(model: PreTrainedModel, **inputs) -> dict[str, float]:
+    trace = trace_model(model, **inputs)
     metrics = compression_by_layer(trace)
+    if "pixel_values" in inputs:
+        for name, values in membership_clusters_score(model, **inputs)._asdict().items():
+            name = {"score": "own", "other_image": "another image's"}.get(name, name)
+            metrics |= {f"mutual information, {name}, layer {i}": x for i, x in enumerate(values.mean(0).tolist(), 1)}
+        return metrics
+    starts, entropy = entropy_by_position(trace)
     for start, by_layer in zip(starts, entropy.T.tolist()):
-        distances = {i: 1 - x / math.log(heads) for i, x in enumerate(by_layer, 1)}
+        distances = {i: 1 - x / math.log(trace.memberships.shape[2]) for i, x in enumerate(by_layer, 1)}
         metrics |= {f"distance from uniform, position {start} on, layer {i}": x for i, x in distances.items()}
     return metrics
-
-
-def observe_images(args, results: Results) -> None:
-    training, test = load_images(args.images, args.test_images)
-    pixels = normalize(test.pixels)
-    patches = (pixels.shape[-1] // args.patch_size) ** 2
-    for seed in args.seeds:
-        set_seed(seed)
-        model = make_classifier(args, training.names, training.pixels.shape[-1])
-        report(results, "images", "untrained", model, measure_images(model, pixels), args, patches, seed)
-        model, _ = train_classifier(model, training, args, learning_rate=args.learning_rates[0], seed=seed)
-        report(results, "images", "trained", model, measure_images(model, pixels), args, patches, seed)
 
 
 def load_text(args) -> tuple[Data, torch.Tensor]:
@@ -91,62 +75,52 @@ def load_text(args) -> tuple[Data, torch.Tensor]:
     return data, torch.stack([example["input_ids"] for example in data.held_out[: args.test_texts]])
 
 
-def make_text_model(args, vocab_size: int, name: str = "ToST") -> PreTrainedModel:
-    """A new language model, with as many layers as the image model."""
-    size = SIZES["small"]
-    sizes = {"width": size.width, "layers": args.layers, "head_dim": size.head_dim}
-    return make_language_model(name, vocab_size=vocab_size, context=CONTEXT, **sizes)
+def make_text_model(data: Data, layers: int = LAYERS, name: str = "ToST") -> PreTrainedModel:
+    """A new language model."""
+    sizes = {"width": SIZES["small"].width, "layers": layers, "head_dim": SIZES["small"].head_dim}
+    return make_language_model(name, vocab_size=data.vocab_size, context=CONTEXT, **sizes)
 
 
-def train_text_model(model, data: Data, args, *, seed: int, callbacks=()) -> None:
-    train(
-        model,
-        data.examples,
-        steps=args.steps,
-        learning_rate=args.text_learning_rate,
-        seed=seed,
-        batch_size=args.text_batch,
-        callbacks=callbacks,
-    )
+def train_text_model(model, data: Data, steps: int, *, seed: int, callbacks=()) -> None:
+    options = {"learning_rate": TEXT_RATE, "batch_size": TEXT_BATCH, "callbacks": callbacks}
+    train(model, data.examples, steps=steps, seed=seed, **options)
 
 
-def observe_text(args, results: Results) -> None:
+def make_subjects(args) -> dict[str, tuple]:
+    """Of images and text: a function that makes a model, one that trains it, the inputs to measure on, batch and context."""
+    training, test = load_images(args.images, args.test_images)
     data, input_ids = load_text(args)
-    for seed in args.seeds:
-        set_seed(seed)
-        model = make_text_model(args, data.vocab_size)
-        report(results, "text", "untrained", model, measure_text(model, input_ids), args, CONTEXT, seed)
-        train_text_model(model, data, args, seed=seed)
-        report(results, "text", "trained", model, measure_text(model, input_ids), args, CONTEXT, seed)
 
+    def train_on_images(model, seed, **options):
+        train_classifier(model, training, args, learning_rate=args.learning_rates[0], seed=seed, **options)
 
-def report(results, task, state, network, metrics, args, context, seed) -> None:
-    batch = args.batch if task == "images" else args.text_batch
-    steps = 0 if state == "untrained" else args.steps
-    results.add(metrics, task=task, model=state, network=network, steps=steps, batch=batch, context=context, seed=seed)
-    print(f"{task}, {state}, seed {seed}: done", flush=True)
+    def train_on_text(model, seed, **options):
+        train_text_model(model, data, args.steps, seed=seed, **options)
+
+    make_images, pixels = lambda: make_classifier(training, num_hidden_layers=LAYERS), {"pixel_values": normalize(test.pixels)}
+    return {
+        "images": (make_images, train_on_images, pixels, BATCH, count_patches(training)),
+        "text": (lambda: make_text_model(data), train_on_text, {"input_ids": input_ids}, TEXT_BATCH, CONTEXT),
+    }
 
 
 def add_arguments(parser) -> None:
     """Those of the benchmarks with images and text."""
     add_image_arguments(parser)
-    parser.set_defaults(layers=4, test_images=200)
+    parser.set_defaults(test_images=200)
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
     parser.add_argument("--test_texts", type=int, default=100, help=f"examples of {CONTEXT} bytes to measure on")
-    parser.add_argument("--text_learning_rate", type=float, default=1e-2)
-    parser.add_argument("--text_batch", type=int, default=8)
-
-
-def check_one_rate(args) -> None:
-    if len(args.learning_rates) > 1:
-        raise SystemExit("--learning_rates accepts one value here: nothing is chosen.")
 
 
 @benchmark("observations", OBSERVATIONS, add_arguments, trains=True, steps=400, learning_rates=(1e-3,))
 def run(args, results: Results) -> None:
-    check_one_rate(args)
-    observe_images(args, results)
-    observe_text(args, results)
+    for task, (make, train_model, inputs, batch, context) in make_subjects(args).items():
+        for seed in args.seeds:
+            set_seed(seed)
+            model, case = make(), {"task": task, "batch": batch, "context": context, "seed": seed}
+            results.add(measure(model, **inputs), model="untrained", network=model, steps=0, **case)
+            train_model(model, seed)
+            results.add(measure(model, **inputs), model="trained", network=model, steps=args.steps, **case)
     results.print_means()
 
 
@@ -189,34 +163,6 @@ class MeasureCallback(TrainerCallback):
             self.record(state.global_step, model)
 
 
-def watch_images(args, results: Results) -> None:
-    training, test = load_images(args.images, args.test_images)
-    pixels = normalize(test.pixels)
-
-    def run(seed, learning_rate):
-        watch = MeasureCallback(lambda model: ratio_by_layer(model, pixel_values=pixels), args.every)
-        model = make_classifier(args, training.names, training.pixels.shape[-1])
-        model, _ = train_classifier(model, training, args, learning_rate=learning_rate, seed=seed, callbacks=[watch])
-        return model, watch.found
-
-    patches = (pixels.shape[-1] // args.patch_size) ** 2
-    case = {"task": "images", "model": "ToST", "batch": args.batch, "context": patches}
-    results.add_missing(run, width=args.width, **case)
-
-
-def watch_text(args, results: Results) -> None:
-    data, input_ids = load_text(args)
-
-    def run(seed, _):
-        watch = MeasureCallback(lambda model: ratio_by_layer(model, input_ids=input_ids), args.every)
-        model = make_text_model(args, data.vocab_size)
-        train_text_model(model, data, args, seed=seed, callbacks=[watch])
-        return model, watch.found
-
-    case = {"task": "text", "model": "ToST", "batch": args.text_batch, "context": CONTEXT}
-    results.add_missing(run, width=SIZES["small"].width, learning_rate=args.text_learning_rate, **case)
-
-
 def add_tightness_arguments(parser) -> None:
     add_arguments(parser)
     parser.add_argument("--every", type=int, default=50, help="measure after every so many steps")
@@ -224,7 +170,13 @@ def add_tightness_arguments(parser) -> None:
 
 @benchmark("tightness", TIGHTNESS, add_tightness_arguments, trains=True, steps=400, learning_rates=(1e-3,))
 def run_tightness(args, results: Results) -> None:
-    check_one_rate(args)
-    watch_images(args, results)
-    watch_text(args, results)
+    for task, (make, train_model, inputs, batch, context) in make_subjects(args).items():
+
+        def run(seed, _, make=make, train_model=train_model, inputs=inputs):
+            watch, model = MeasureCallback(lambda model: ratio_by_layer(model, **inputs), args.every), make()
+            train_model(model, seed, callbacks=[watch])
+            return model, watch.found
+
+        width, rate = (WIDTH, None) if task == "images" else (SIZES["small"].width, TEXT_RATE)
+        results.add_missing(run, width=width, learning_rate=rate, task=task, model="ToST", batch=batch, context=context)
     results.print_means()
