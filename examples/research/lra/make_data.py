@@ -12,7 +12,6 @@ which its authors give out themselves; `run_lra.py` reads their files.
 
 import random
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,30 +39,21 @@ BATCH = 500  # examples that are written at a time
 PAIR_EXAMPLES = {"train": 20_000, "validation": 2_000, "test": 2_000}
 
 
-def count_field(split: str):
-    """Under its old name as well, for one version."""
-    metadata = {"help": "Default: as many as published.", "aliases": [f"--{split}_rows"]}
-    return field(default=None, metadata=metadata)
-
-
 @dataclass
 class MakeArguments:
     """Where the data goes, and how much of it."""
 
     output_dir: str = field(metadata={"help": "The folder for train.parquet, validation.parquet and test.parquet."})
-    train_examples: int | None = count_field("train")
-    validation_examples: int | None = count_field("validation")
-    test_examples: int | None = count_field("test")
+    train_examples: int | None = field(default=None, metadata={"help": "Default: as many as published."})
+    validation_examples: int | None = field(default=None, metadata={"help": "Default: as many as published."})
+    test_examples: int | None = field(default=None, metadata={"help": "Default: as many as published."})
     seed: int = field(default=0, metadata={"help": "The same seed gives the same examples."})
     num_proc: int = field(default=1, metadata={"help": "Processes that make pictures; the examples do not depend on it."})
 
     def counts(self, published: dict[str, int]) -> dict[str, int]:
-        """The number of examples of each split; ValueError if one is negative."""
-        given = {split: getattr(self, f"{split}_examples") for split in SPLITS}
-        for split, count in given.items():
-            if count is not None and count < 0:
-                raise ValueError(f"--{split}_examples must not be negative, got {count}.")
-        return {split: published[split] if count is None else count for split, count in given.items()}
+        """The number of examples of each split."""
+        counts = {split: getattr(self, f"{split}_examples") for split in SPLITS}
+        return {split: published[split] if count is None else count for split, count in counts.items()}
 
 
 @dataclass
@@ -79,8 +69,6 @@ class PairRules:
     def __post_init__(self):
         if len(self.texts) < 2:
             raise ValueError(f"--texts needs two data sets or more, got {len(self.texts)}.")
-        if self.excerpt < 1:
-            raise ValueError(f"--excerpt must be at least 1, got {self.excerpt}.")
 
 
 def write_split(folder: Path, split: str, features: Features, examples: Iterable[dict], count: int) -> None:
@@ -161,9 +149,6 @@ def main(args: list[str] | None = None) -> None:
         parse_args([task], MakeArguments, *(rules for _, rules in TASKS.values()), description=__doc__)
     if task not in TASKS:
         raise ValueError(f"Which data? Give one of {', '.join(TASKS)} first, then its options; --help lists them.")
-    if any(word.partition("=")[0] in (f"--{split}_rows" for split in SPLITS) for word in others):
-        message = "--*_rows is called --*_examples now; the old name goes with the next version."
-        warnings.warn(message, FutureWarning, stacklevel=2)
     make, rules = TASKS[task]
     make(*parse_args(others, MakeArguments, rules, description=__doc__))
 
