@@ -34,12 +34,6 @@ def test_a_saved_document_is_continued_as_if_it_had_been_read(model, tokens, tmp
     assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), model.generate(whole, **GREEDY))
 
 
-DAMAGE = {
-    "a number": (lambda tensors: tensors["layers.0.sum_sq"][0, 0, 0].add_(1e-3), "is damaged: its numbers"),
-    "another tensor": (lambda tensors: tensors.update(input_ids=torch.ones(1, 150)), "belongs to another model"),
-}
-
-
 def test_documents_that_cannot_be_read(model, tokens):
     with pytest.raises(ValueError, match="at least one token"):
         prefill_cache(model, tokens[:, :0])

@@ -7,7 +7,6 @@ from test_options import packed_inputs
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -30,11 +29,12 @@ from tost_hf import (
     ToSTModel,
     cli,
 )
-from tost_hf.convert import convert_to_original
 from tost_hf.hub import verify
 from tost_hf.hub.cards import build_card
+from tost_hf.hub.checks import parameter_count
 from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
+from tost_hf.model.configuration_tost import LRA_PRESETS
 from tost_hf.model.tssa_reference import bidirectional
 
 
@@ -193,19 +193,6 @@ def test_unsupported_uses_of_encoders_are_rejected(attempt, message):
         attempt(small_config(is_causal=False), torch.ones(1, 4, dtype=torch.long))
 
 
-def test_generation_with_an_encoder_is_rejected(tmp_path):
-    build(ToSTForMaskedLM, torch.float32).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="cannot generate text"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not ToSTForMaskedLM.can_generate() and not ToSTModel.can_generate()
-
-
-def test_positions_are_resized(texts):
-    model = build(ToSTForMaskedLM, torch.float32)
-    model.resize_position_embeddings(300)
-    assert model(torch.ones(1, 300, dtype=torch.long)).logits.isfinite().all()
-
-
 @pytest.mark.parametrize(
     "task, model_class",
     [
@@ -215,17 +202,15 @@ def test_positions_are_resized(texts):
         ("feature-extraction", ToSTModel),
     ],
 )
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_pipelines_compute_a_batch_as_single_texts(task, model_class, side, tokenizer):
+def test_pipelines_compute_a_batch_as_single_texts(task, model_class, tokenizer):
     tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
-    tokenizer.padding_side = side
     model = build(model_class, torch.float32, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     run = pipeline(task, model=model, tokenizer=tokenizer)
     texts = ["the <mask>", "the heads of <mask> model"] if task == "fill-mask" else ["the heads", "the heads of the model"]
     batch, single = run(texts, batch_size=2), run(texts, batch_size=1)
     if task == "feature-extraction":  # it returns features of padding, too
-        real = slice(None, len(single[0][0])) if side == "right" else slice(-len(single[0][0]), None)
-        torch.testing.assert_close(torch.tensor(batch[0][0][real]), torch.tensor(single[0][0]), rtol=1e-4, atol=1e-4)
+        real = batch[0][0][: len(single[0][0])]
+        torch.testing.assert_close(torch.tensor(real), torch.tensor(single[0][0]), rtol=1e-4, atol=1e-4)
         return
     for together, alone in zip(batch, single, strict=True):
         pairs = [(together, alone)] if isinstance(together, dict) else zip(together, alone, strict=True)
@@ -258,7 +243,17 @@ def test_trainer_trains_an_encoder(model_class, tokenizer, tmp_path):
 # The paper's sizes, the command line, what is told of a model -------------------------------------------------------------
 
 
-def test_init_card_info_inspect_and_convert_of_encoders(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name, count",
+    list(zip(LRA_PRESETS, (16_839_728, 3_750_928, 1_550_872, 285_248, 132_868), strict=True)),
+)
+def test_sizes_of_long_range_arena(name, count):
+    config = ToSTConfig.from_preset(name)
+    assert parameter_count(config) == count
+    assert config.pre_norm == (name != "tost-lra-pathfinder")
+
+
+def test_init_card_info_and_inspect_of_encoders(tmp_path):
     folder = tmp_path / "model"
     assert cli.main(["init", "tost-lra-pathfinder", str(folder)]) == 0
     facts = info(folder)
@@ -269,8 +264,6 @@ def test_init_card_info_inspect_and_convert_of_encoders(tmp_path, capsys):
     assert "goes beyond" not in card and "bytes per sequence" not in card and "Quality at equal width" not in card
     (folder / "README.md").write_text(card)
     assert all(check.passed for check in verify(folder))
-    with pytest.raises(ValueError, match=r"is_causal=False.*has no place for these options"):
-        convert_to_original(folder, tmp_path / "ckpt.pt")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert trace_model(model, input_ids=torch.ones(2, 9, dtype=torch.long)).memberships.shape == (2, 2, 2, 9)
 

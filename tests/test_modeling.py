@@ -52,33 +52,24 @@ def test_initial_weights():
 # Cache and continuation ----------------------------------------------------------------------------------------------
 
 
-def test_use_cache_false_returns_none(tiny_model):
+def test_cache_has_constant_size(tiny_model):
     assert tiny_model(ids(1, 4), use_cache=False).past_key_values is None
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_cache_has_constant_size(tiny_model, batch):
-    out = tiny_model(ids(batch, 100))
+    out = tiny_model(ids(3, 100))
     layer = out.past_key_values.layers[0]
-    assert layer.sum_sq.shape == layer.sum_weighted_sq.shape == (batch, 4, 8)
-    assert layer.sum_membership.shape == (batch, 4)
+    assert layer.sum_sq.shape == layer.sum_weighted_sq.shape == (3, 4, 8)
+    assert layer.sum_membership.shape == (3, 4)
 
 
-def test_float64_model_keeps_float64_statistics(tiny_model):
-    assert tiny_model.double()(ids(1, 5)).past_key_values.layers[0].sum_sq.dtype == torch.float64
-
-
-@pytest.mark.slow
 def test_bf16_statistics_stay_float32_and_decoding_stays_exact():
-    """After 1,000 single-token steps the bf16 logits are as close to float64 as those of one bf16 forward pass."""
-    config = small_config(hidden_size=64, num_hidden_layers=3, max_position_embeddings=1024)
+    """After 500 single-token steps the bf16 logits are as close to float64 as those of one bf16 forward pass."""
+    config = small_config(max_position_embeddings=512)
     model = randomize(ToSTForCausalLM(config)).eval().to(torch.bfloat16)
     exact = copy.deepcopy(model).double()
-    tokens = ids(2, 1001)
+    tokens = ids(2, 501)
     with torch.no_grad():
         full, truth = model(tokens).logits, exact(tokens).logits
         cache, steps = None, []
-        for t in range(1001):
+        for t in range(501):
             out = model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             steps.append(out.logits)
@@ -86,19 +77,14 @@ def test_bf16_statistics_stay_float32_and_decoding_stays_exact():
         assert [x.dtype for x in layer.state] == [torch.float32, torch.float64, torch.float64]
 
     def error(logits):
-        tail = slice(900, None)
+        tail = slice(400, None)
         return (logits[:, tail].double() - truth[:, tail]).square().mean().sqrt()
 
     assert error(torch.cat(steps, 1)) < 1.1 * error(full)
 
 
-NO_PACKING = [[], ["attention_mask"], ["position_ids"], ["attention_mask", "position_ids"]]
-
-
-@pytest.mark.parametrize("inputs", NO_PACKING, ids=" and ".join)
-@pytest.mark.parametrize(
-    "options", [{}, {"normalize_scores": False}, BEYOND, HYBRID], ids=["published", "unnormalised", "plus", "hybrid"]
-)
+@pytest.mark.parametrize("inputs", [[], ["attention_mask", "position_ids"]], ids=" and ".join)
+@pytest.mark.parametrize("options", [{}, {"normalize_scores": False}, BEYOND, HYBRID], ids=str)
 def test_no_synchronization(options, inputs):
     """Of a training step and of decoding: tensors on the meta device have no values, so that reading one raises."""
     model = ToSTForCausalLM(small_config(**options)).to("meta")
@@ -169,16 +155,12 @@ def test_memberships_and_hidden_states(tiny_model):
     assert step.memberships[0].shape == (2, 4, 1)
 
 
-def test_tuple_output(tiny_model):
-    tokens = ids(1, 4)
-    assert torch.equal(tiny_model(tokens, return_dict=False)[0], tiny_model(tokens).logits)
-
-
 def test_inputs_embeds_and_logits_to_keep(tiny_model):
     tokens = ids(2, 9)
     full = tiny_model(tokens).logits
     embeds = tiny_model.get_input_embeddings()(tokens)
     torch.testing.assert_close(tiny_model(inputs_embeds=embeds).logits, full)
+    assert torch.equal(tiny_model(tokens, return_dict=False)[0], full)
     torch.testing.assert_close(tiny_model(tokens, logits_to_keep=2).logits, full[:, -2:])
     torch.testing.assert_close(tiny_model(tokens, logits_to_keep=torch.tensor([0, 5])).logits, full[:, [0, 5]])
 
@@ -246,21 +228,3 @@ def test_position_free_has_no_tables_and_no_limit(tiny_config):
     assert not any("position" in name or "denom_bias" in name for name, _ in model.named_parameters())
     assert model(ids(1, 3000)).logits.isfinite().all()
     assert model.generate(ids(1, 200), max_new_tokens=5).shape == (1, 205)
-
-
-# Compilers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kwargs", ["none", "attention_mask", "position_ids", "packed", "seq_idx"])
-def test_no_graph_break_for_any_kind_of_input(kwargs):
-    model, tokens = randomize(ToSTForCausalLM(small_config(num_hidden_layers=1))).eval(), ids(2, 20)
-    inputs = {
-        "none": {},
-        "attention_mask": {"attention_mask": (torch.arange(20) >= torch.tensor([[0], [6]])).long()},
-        "position_ids": {"position_ids": torch.arange(20)[None]},
-        "packed": {"position_ids": (torch.arange(20) % 7)[None].expand(2, -1)},
-        "seq_idx": {"seq_idx": (torch.arange(20) // 7)[None].expand(2, -1)},
-    }[kwargs]
-    torch._dynamo.reset()
-    out = torch.compile(model, fullgraph=True, backend="eager")(tokens, **inputs)
-    torch.testing.assert_close(out.logits, model(tokens, **inputs).logits, **CLOSE)

@@ -8,12 +8,12 @@ import torch
 from conftest import needs_auto_processor, randomize, small_vision_config
 from PIL import Image
 from torch import nn
+from torch.nn import functional as F
 from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
     GPT2Config,
-    ViTConfig,
     pipeline,
 )
 
@@ -61,32 +61,20 @@ PARAMETERS = {
     "large-patch16": 160_286_920,
     "large-patch8": 160_123_432,
 }
-BASELINE_PARAMETERS = {
-    ("xca", "tiny"): 6_658_672,
-    ("xca", "small"): 26_138_104,
-    ("xca", "medium"): 84_088_552,
-    ("softmax", "tiny"): 6_658_624,
-    ("softmax", "small"): 26_138_008,
-    ("softmax", "medium"): 84_088_360,
-}
-
-
-def parameters(preset, **fields):
-    with torch.device("meta"):
-        model = ToSTForImageClassification(ToSTVisionConfig.from_preset(preset, num_labels=1000, **fields))
-    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
-    return model.num_parameters()
 
 
 def test_preset_parameter_counts():
     assert {f"tost-vision-{name}" for name in PARAMETERS} == set(VISION_PRESETS)
-    for name, count in PARAMETERS.items():
-        assert parameters(f"tost-vision-{name}") == count, name
-
-
-def test_baseline_parameter_counts():
-    for (attention_type, size), count in BASELINE_PARAMETERS.items():
-        assert parameters(f"tost-vision-{size}-patch16", attention_type=attention_type) == count
+    counts = [(name, "tssa", count) for name, count in PARAMETERS.items()]
+    for name, attention_type, count in (
+        *counts,
+        ("small-patch16", "xca", 26_138_104),
+        ("small-patch16", "softmax", 26_138_008),
+    ):
+        config = ToSTVisionConfig.from_preset(f"tost-vision-{name}", num_labels=1000, attention_type=attention_type)
+        with torch.device("meta"):
+            model = ToSTForImageClassification(config)
+        assert model.num_parameters() == sum(p.numel() for p in model.parameters()) == count, name
 
 
 def test_initial_weights():
@@ -185,24 +173,19 @@ def test_drop_path_drops_whole_images():
     assert torch.equal(layer.eval().drop_path(branch), branch)
 
 
-@every_attention
 @pytest.mark.parametrize("field", ["hidden_dropout", "attention_dropout", "embedding_dropout", "drop_path_rate"])
-def test_dropout_acts_in_training_only(attention_type, field):
-    model, pixels = tiny_model(attention_type=attention_type, **{field: 0.4}), images()
-    assert torch.equal(model(pixels).logits, model(pixels).logits)
-    plain = tiny_model(attention_type=attention_type)
+def test_dropout_acts_in_training_only(field):
+    model, plain, pixels = tiny_model(**{field: 0.4}), tiny_model(), images()
     assert torch.equal(model(pixels).logits, plain(pixels).logits)
-    for module in (*model.train().modules(), *plain.train().modules()):
+    for module in model.train().modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()  # its statistics would move from one forward to the next
-    assert torch.equal(plain(pixels).logits, plain(pixels).logits)
     assert not torch.equal(model(pixels).logits, model(pixels).logits)
 
 
-@every_attention
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_gives_equal_gradients(attention_type, reentrant):
-    model = tiny_model(attention_type=attention_type, drop_path_rate=0.3).train()
+def test_gradient_checkpointing_gives_equal_gradients(reentrant):
+    model = tiny_model(drop_path_rate=0.3).train()
     again, pixels, labels = copy.deepcopy(model), images(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
     again.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for m in (model, again):
@@ -216,23 +199,39 @@ def test_gradient_checkpointing_gives_equal_gradients(attention_type, reentrant)
 
 @every_attention
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "moved"])
 @torch.no_grad()
-def test_half_precision(attention_type, dtype, loaded, tmp_path):
+def test_half_precision(attention_type, dtype, tmp_path):
     model, pixels = tiny_model(attention_type=attention_type), images()
+    model.save_pretrained(tmp_path)
     expected, temps = model(pixels).logits, [getattr(layer.attention, "temp", None) for layer in model.tost.layers]
-    if loaded:
-        model.save_pretrained(tmp_path)
-        model = ToSTForImageClassification.from_pretrained(tmp_path, dtype=dtype)
-    else:
-        model = copy.deepcopy(model).to(dtype)
-    output = model(pixels, output_memberships=True)  # pixels are cast
-    assert output.logits.dtype == dtype
-    torch.testing.assert_close(output.logits.float(), expected, rtol=0.1, atol=0.1 * expected.abs().max().item())
-    if attention_type == "tssa":
-        assert all(torch.equal(layer.attention.temp, temp) for layer, temp in zip(model.tost.layers, temps))  # float32, exact
-        assert {membership.dtype for membership in output.memberships} == {torch.float32}
-    assert model.tost.embeddings.patch_embeddings.norms[0].running_mean.dtype == dtype
+    for half in (ToSTForImageClassification.from_pretrained(tmp_path, dtype=dtype), copy.deepcopy(model).to(dtype)):
+        output = half(pixels, output_memberships=True)  # pixels are cast
+        assert output.logits.dtype == dtype
+        torch.testing.assert_close(output.logits.float(), expected, rtol=0.1, atol=0.1 * expected.abs().max().item())
+        if attention_type == "tssa":
+            assert all(torch.equal(layer.attention.temp, temp) for layer, temp in zip(half.tost.layers, temps))  # float32
+            assert {membership.dtype for membership in output.memberships} == {torch.float32}
+
+
+def test_backward_in_bf16():
+    model = tiny_model().to(torch.bfloat16).train()
+    model(images(), labels=torch.tensor([0, 1])).loss.backward()
+    for name, param in model.named_parameters():
+        assert param.grad.dtype == param.dtype and param.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("problem_type", ["single_label_classification", "multi_label_classification", "regression", None])
+def test_losses(problem_type):
+    model, pixels = tiny_model(num_labels=1 if problem_type == "regression" else 3, problem_type=problem_type), images()
+    labels, loss = {
+        "single_label_classification": (torch.tensor([2, 0]), F.cross_entropy),
+        "multi_label_classification": (torch.tensor([[1.0, 0, 1], [0, 0, 1]]), F.binary_cross_entropy_with_logits),
+        "regression": (torch.tensor([[0.5], [-1.0]]), F.mse_loss),
+        None: (torch.tensor([2, 0]), F.cross_entropy),  # told by the labels
+    }[problem_type]
+    output = model(pixels, labels=labels)
+    torch.testing.assert_close(output.loss, loss(output.logits, labels))
+    assert torch.equal(model(pixels, labels=labels, return_dict=False)[1], output.logits)
 
 
 # Recorded outputs ----------------------------------------------------------------------------------------------------
@@ -260,10 +259,9 @@ def test_recorded_outputs(attention_type):
 ONE_BLOCK = {"num_hidden_layers": 1, "num_class_attention_layers": 1, "patch_size": 4}  # of each kind
 
 
-@every_attention
 @torch.no_grad()
-def test_export_with_dynamic_batch_and_image_size(attention_type):
-    model = tiny_model(attention_type=attention_type, **ONE_BLOCK)
+def test_export_with_dynamic_batch_and_image_size():
+    model = tiny_model(**ONE_BLOCK)
     height, width = torch.export.Dim("height", min=2, max=64), torch.export.Dim("width", min=2, max=64)
     shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64), 2: 4 * height, 3: 4 * width}}
     program = torch.export.export(model, (), {"pixel_values": images(2, 3, 24, 40)}, dynamic_shapes=shapes).module()
@@ -272,11 +270,11 @@ def test_export_with_dynamic_batch_and_image_size(attention_type):
         torch.testing.assert_close(program(pixel_values=pixels).logits, model(pixels).logits, **CLOSE)
 
 
-@every_attention
-def test_compile_without_graph_breaks(attention_type):
+@pytest.mark.parametrize("attention_type, backend", [("tssa", "aot_eager"), ("xca", "eager"), ("softmax", "eager")])
+def test_compile_without_graph_breaks(attention_type, backend):
     model = tiny_model(attention_type=attention_type, **ONE_BLOCK).train()
     again, pixels, labels = copy.deepcopy(model), images(), torch.tensor([0, 2])
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     expected, output = again(pixels, labels=labels), compiled(pixels, labels=labels)
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
     expected.loss.backward()
@@ -291,12 +289,11 @@ def test_compile_without_graph_breaks(attention_type):
 @pytest.mark.parametrize(
     "model_class, config, message",
     [
-        (ToSTForImageClassification, ToSTConfig, "ToSTForImageClassification needs a ToSTVisionConfig .*got a ToSTConfig"),
-        (ToSTVisionModel, ToSTConfig, "ToSTVisionModel needs a ToSTVisionConfig .*got a ToSTConfig"),
-        (ToSTForCausalLM, ToSTVisionConfig, "ToSTForCausalLM needs a ToSTConfig .*got a ToSTVisionConfig"),
-        (ToSTForCausalLM, GPT2Config, "ToSTForCausalLM needs a ToSTConfig .*, got a GPT2Config"),
-        (ToSTModel, ToSTVisionConfig, "ToSTModel needs a ToSTConfig .*got a ToSTVisionConfig"),
-        (ToSTForImageClassification, ViTConfig, "needs a ToSTVisionConfig .*got a ViTConfig"),
+        (ToSTForImageClassification, ToSTConfig, "got a ToSTConfig"),
+        (ToSTVisionModel, ToSTConfig, "got a ToSTConfig"),
+        (ToSTForCausalLM, ToSTVisionConfig, "got a ToSTVisionConfig"),
+        (ToSTForCausalLM, GPT2Config, "got a GPT2Config"),
+        (ToSTModel, ToSTVisionConfig, "got a ToSTVisionConfig"),
     ],
 )
 def test_models_reject_another_models_config(model_class, config, message):
@@ -308,14 +305,11 @@ def test_models_reject_another_models_config(model_class, config, message):
     "pixels, message",
     [
         (None, "Give pixel_values"),
-        (torch.zeros(2, 1, 32, 32), r"shape \(batch, 3, height, width\), got \(2, 1, 32, 32\)"),
-        (torch.zeros(2, 4, 32, 32), r"got \(2, 4, 32, 32\)"),
-        (torch.zeros(3, 32, 32), r"got \(3, 32, 32\)"),
-        (torch.zeros(2, 3, 4, 32), r"sides of at least one patch \(8 pixels\), got 2 of 4 x 32"),
-        (torch.zeros(2, 3, 0, 0), "at least one patch .* got 2 of 0 x 0"),
+        (torch.zeros(2, 4, 32, 32), "shape"),
+        (torch.zeros(3, 32, 32), "shape"),
+        (torch.zeros(2, 3, 4, 32), "at least one patch"),
         (torch.zeros(0, 3, 32, 32), "at least one image"),
-        (torch.zeros(2, 3, 32, 36), r"multiples of the patch size \(8\), got 32 x 36; resize or crop"),
-        (torch.zeros(2, 3, 33, 32), "multiples of the patch size"),
+        (torch.zeros(2, 3, 32, 36), "multiples"),
     ],
 )
 def test_bad_images(pixels, message):
@@ -325,9 +319,12 @@ def test_bad_images(pixels, message):
             module(pixels)
 
 
-def test_labels_out_of_range():
-    with pytest.raises((ValueError, IndexError), match=r"out of bounds|between 0 and 2"):
-        tiny_model()(images(), labels=torch.tensor([0, 3]))
+def test_initializer_factor_scales_the_stem():
+    for factor in (1.0, 0.5):
+        model = ToSTVisionModel(ToSTVisionConfig(hidden_size=64, num_hidden_layers=1, initializer_factor=factor))
+        weight = model.embeddings.patch_embeddings.convolutions[-1].weight
+        bound = factor / weight[0].numel() ** 0.5
+        assert 0.99 * bound < weight.abs().max() <= bound
 
 
 # Saving and pipelines ------------------------------------------------------------------------------------------------
@@ -357,24 +354,16 @@ def test_save_load_equality_with_batch_statistics(saved):
     assert again.config.id2label == LABELS and again.config.label2id["tost"] == 2
 
 
-def test_trunk_and_classifier_share_their_weights(saved, tmp_path):
+def test_trunk_and_head_of_another_size(saved, tmp_path):
     model, folder = saved
     trunk = AutoModel.from_pretrained(folder)
     assert type(trunk) is ToSTVisionModel
     assert_equal_states(trunk.state_dict(), model.tost.state_dict())
     trunk.save_pretrained(tmp_path / "trunk")
-    again, info = ToSTForImageClassification.from_pretrained(tmp_path / "trunk", num_labels=5, output_loading_info=True)
-    assert info["missing_keys"] == {"classifier.weight", "classifier.bias"}
-    assert_equal_states(again.tost.state_dict(), model.tost.state_dict())
-
-
-def test_head_is_replaced_when_the_labels_differ(saved):
-    model, folder = saved
-    with pytest.raises(RuntimeError, match="mismatched"):
-        AutoModelForImageClassification.from_pretrained(folder, num_labels=7)
-    again = AutoModelForImageClassification.from_pretrained(folder, num_labels=7, ignore_mismatched_sizes=True)
-    assert again.classifier.weight.shape == (7, 32) and (again.classifier.bias == 0).all()
-    assert_equal_states(again.tost.state_dict(), model.tost.state_dict())
+    for source in (folder, tmp_path / "trunk"):
+        again = AutoModelForImageClassification.from_pretrained(source, num_labels=7, ignore_mismatched_sizes=True)
+        assert again.classifier.weight.shape == (7, 32) and (again.classifier.bias == 0).all()
+        assert_equal_states(again.tost.state_dict(), model.tost.state_dict())
 
 
 @needs_auto_processor
@@ -386,10 +375,21 @@ def test_image_classification_pipeline(saved, tmp_path):
     classify = pipeline("image-classification", model=folder, device="cpu")
     pixels = AutoImageProcessor.from_pretrained(folder)(picture, return_tensors="pt").pixel_values
     expected = {LABELS[i]: p for i, p in enumerate(model(pixels).logits.softmax(-1)[0].tolist())}
-    for source in (picture, str(tmp_path / "picture.png")):
-        answer = {entry["label"]: entry["score"] for entry in classify(source, top_k=3)}
-        assert answer == pytest.approx(expected, rel=1e-5)
-    both = classify([picture, str(tmp_path / "picture.png")], top_k=3, batch_size=2)
-    for answer in both:
+    answers = classify([picture, str(tmp_path / "picture.png")], top_k=3, batch_size=2)
+    for answer in answers:
         assert {entry["label"]: entry["score"] for entry in answer} == pytest.approx(expected, rel=1e-5)
-    assert len(both) == 2 and both[0][0]["label"] == max(expected, key=expected.get)
+    assert len(answers) == 2 and answers[0][0]["label"] == max(expected, key=expected.get)
+
+
+@needs_auto_processor
+@torch.no_grad()
+def test_image_feature_extraction_pipeline(saved):
+    model, folder = saved
+    picture = Image.effect_noise((32, 32), 90).convert("RGB")
+    extract = pipeline("image-feature-extraction", model=folder, device="cpu")
+    features = extract(picture, return_tensors=True)
+    pixels = AutoImageProcessor.from_pretrained(folder)(picture, return_tensors="pt").pixel_values
+    assert features.shape == (1, 17, 32)
+    torch.testing.assert_close(features, model.tost(pixels).last_hidden_state, **CLOSE)
+    pooled = extract(picture, pool=True, return_tensors=True)
+    torch.testing.assert_close(pooled, model.tost(pixels).pooler_output, **CLOSE)

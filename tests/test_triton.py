@@ -82,6 +82,7 @@ def padding_mask(T):
     mask = torch.ones(2, T, dtype=torch.bool)
     mask[0, : T // 3] = False  # left
     mask[1, T - T // 4 :] = False  # right
+    mask[:, T // 2] = False  # inside
     return mask
 
 
@@ -95,7 +96,7 @@ def outputs_and_gradients(leaves, **case):
 
 
 SIZES = [  # heads past a power of two, channels past one, two heads per program; tails of tiles and chunks
-    *(("causal", *size) for size in ((20, 8, 1), (3, 40, 64), (12, 64, 5), (3, 128, 9))),
+    *(("causal", *size) for size in ((20, 8, 1), (3, 40, 64), (3, 128, 9))),
     *(("bidirectional", *size) for size in ((8, 48, 15), (1, 8, 65))),
     *(("decay", *size) for size in ((1, 40, 65), (12, 64, 5))),
 ]
@@ -131,21 +132,16 @@ class TestKernels:
         check(make_form(form, 2, 17, 3, 16, dtype=dtype), causal=form != "bidirectional")
 
     @pytest.mark.parametrize("form, poison", list(zip(FORMS, (float("nan"), float("inf"), float("nan")))))
-    def test_padding_on_both_sides(self, form, poison):
+    def test_padding(self, form, poison):
         check(make_form(form, 2, 30, 3, 8), padding_mask(30), causal=form != "bidirectional", poison=poison)
 
-    def test_padding_inside_neither_adds_nor_decays(self):
-        mask = torch.ones(1, 90, dtype=torch.bool)
-        mask[0, 10:20] = mask[0, 30:80] = False
-        check(make(1, 90, 3, 8, decay=WIDE), mask, poison=float("inf"))
-
-    @pytest.mark.parametrize("form, masked, state", [("causal", False, False), ("causal", True, True), ("decay", True, True)])
-    def test_packed_sequences(self, form, masked, state):
+    @pytest.mark.parametrize("form, masked", [("causal", False), ("decay", True)])
+    def test_packed_sequences(self, form, masked):
         """Different borders per batch element, one-token sequences, a sequence of several chunks, a fully padded sequence."""
         seq_idx = packed([(5, 1, 1, 70, 9), (33, 52, 1)])
         mask = torch.ones(2, 86, dtype=torch.bool)
         mask[0, 2:4] = mask[0, 5] = mask[0, 60] = mask[1, :3] = mask[1, 83:] = False
-        check(make_form(form, 2, 86, 2, 8, state=state), mask if masked else None, seq_idx)
+        check(make_form(form, 2, 86, 2, 8, state=masked), mask if masked else None, seq_idx)
 
     @pytest.mark.parametrize("decay", [None, (1e-5, 1.1e-5)], ids=str)
     def test_more_chunks_than_a_block_of_the_scan(self, decay, monkeypatch):
@@ -164,8 +160,7 @@ class TestKernels:
             w[..., 1, 1] *= 1e-8 if causal else 1e-14
         check(leaves, causal=causal)
 
-    @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize("B, T", [(0, 5), (2, 0)])
+    @pytest.mark.parametrize("form, B, T", [("causal", 0, 5), ("bidirectional", 2, 0), ("decay", 2, 0)])
     def test_no_tokens(self, form, B, T):
         causal, leaves = form != "bidirectional", make_form(form, B, T, 3, 8)
         out = run_kernels(leaves, torch.ones(B, T, dtype=torch.bool, device=DEVICE), causal=causal)
@@ -191,7 +186,7 @@ class TestKernels:
         positions = torch.arange(3, 23).expand(2, 20) if shared else (mask.long().cumsum(-1) - 1).clamp_min(0)
         check(make(2, 20, 3, 8, positions=30), mask, positions=positions)
 
-    @pytest.mark.parametrize("decay", [(1e-5, 1.1e-5), (4.5, 4.7), (80.0, 100.0)], ids=str)
+    @pytest.mark.parametrize("decay", [(1e-5, 1.1e-5), (80.0, 100.0)], ids=str)
     def test_weak_and_strong_decay(self, decay):
         check(make(1, 70, 3, 8, decay=decay))
 
@@ -212,7 +207,7 @@ class TestKernels:
         )
         assert relative_rms(got, want) < 1e-3  # a difference is off by a tenth and more
 
-    @pytest.mark.parametrize("decay, quantity", [(None, 3), *(((1e-3, 1e-1), quantity) for quantity in (2, 3, 4))])
+    @pytest.mark.parametrize("decay, quantity", [(None, 3), ((1e-3, 1e-1), 4)])
     def test_loss_on_the_state_alone(self, decay, quantity):
         leaves = make(1, 67, 2, 8, decay=decay)
         exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
@@ -288,21 +283,42 @@ class TestKernels:
             grad.sum().backward()
 
     def test_steps_of_the_operator_keep_float64_sums(self):
-        """As `tssa_step` calls it: two of the sums are float64, and the ones that are passed in are not changed."""
+        """As `tssa_step` calls it, with one decay per head: the sums that are passed in are not changed."""
         leaves = make(2, 6, 3, 8)
         w, temp, bias = (leaves[name].detach() for name in ("w", "temp", "bias"))
         mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 1]], device=DEVICE)
-        state = None
-        expected = tssa(w.double(), temp.double(), bias.double(), mask=mask, backend="torch")
+        state, decay = None, torch.tensor([-0.3, -0.01, -1.0], device=DEVICE)
+        expected = tssa(w.double(), temp.double(), bias.double(), mask=mask, log_decay=decay, backend="torch")
         for t in range(6):
             before = None if state is None else [x.clone() for x in state]
-            step = tssa_step(w[:, t], temp, bias[:, t], state, mask=mask[:, t], backend="triton")
+            step = tssa_step(w[:, t], temp, bias[:, t], state, mask=mask[:, t], log_decay=decay, backend="triton")
             assert before is None or all(torch.equal(x, y) for x, y in zip(before, state))
             torch.testing.assert_close(step.output.double(), expected.output[:, t], atol=1e-6, rtol=1e-5)
             state = step.final_state
         assert [x.dtype for x in state] == [torch.float32, torch.float64, torch.float64]
         for got, wanted in zip(state, expected.final_state):
             torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-6)
+
+    def test_the_operator_accepts_one_decay_factor_per_head(self):
+        """As `tssa` calls the kernels; the factor's gradient is the sum of the tokens'."""
+        w, temp, bias = make(2, 12, 3, 8, state=False).values()
+        decay = torch.tensor([-0.3, -0.01, -1.0], device=DEVICE, requires_grad=True)
+        mask = padding_mask(12).to(DEVICE)
+        got, want = (
+            tssa(w.to(dtype), temp, bias, mask=mask, log_decay=decay, backend=backend)
+            for backend, dtype in (("triton", torch.float32), ("torch", torch.float64))
+        )
+        assert relative_rms(got.output, want.output) < 1e-5
+        grads = [torch.autograd.grad(x.output.square().sum(), decay)[0] for x in (got, want)]
+        assert relative_rms(*grads) < 1e-5
+
+    def test_temp_may_be_a_view(self):
+        """A column of a table, and one number for all heads."""
+        leaves = {k: x.detach() for k, x in make(1, 9, 4, 8).items()}
+        for temp in (torch.rand(4, 3, device=DEVICE)[:, 1], torch.full((1,), 0.7, device=DEVICE).expand(4)):
+            got = tssa_triton.tssa_triton(leaves["w"], temp, None, None, None, None, True)[0]
+            wanted = tssa_triton.tssa_triton(leaves["w"], temp.clone().contiguous(), None, None, None, None, True)[0]
+            assert torch.equal(got, wanted)
 
     def test_step_rejects_sums_it_cannot_update(self):
         leaves = {k: x.detach() for k, x in make(1, 1, 2, 8).items()}
@@ -311,15 +327,13 @@ class TestKernels:
         with pytest.raises(ValueError, match="must be contiguous"):
             tssa_triton.tssa_step_triton(leaves["w"][:, 0], leaves["temp"], None, None, None, wrong, *state[1:])
 
-    @pytest.mark.parametrize("form", FORMS)
-    def test_compiles_without_graph_breaks(self, form):
+    def test_compiles_without_graph_breaks(self):
         torch._dynamo.reset()
-        leaves = make_form(form, 2, 8, 2, 8)
-        seq_idx = packed([(3, 5), (7, 1)]).to(DEVICE) if form == "decay" else None
-        mask = padding_mask(8).to(DEVICE)
+        leaves = make_form("decay", 2, 8, 2, 8)
+        seq_idx, mask = packed([(3, 5), (7, 1)]).to(DEVICE), padding_mask(8).to(DEVICE)
 
         def run(leaves):
-            return run_kernels(leaves, mask, seq_idx, form != "bidirectional")
+            return run_kernels(leaves, mask, seq_idx)
 
         outs = [run(leaves), torch.compile(run, backend="aot_eager", fullgraph=True)(leaves)]
         grads = [torch.autograd.grad([x.square().sum() for x in out], list(leaves.values())) for out in outs]
@@ -336,16 +350,6 @@ class TestKernels:
 
         outs = [step(states[0]), torch.compile(step, backend="aot_eager", fullgraph=True)(states[1])]
         assert all(torch.equal(x, y) for x, y in zip((*outs[0], *states[0]), (*outs[1], *states[1])))
-
-    def test_exports_with_any_number_of_tokens(self):
-        class Layer(torch.nn.Module):
-            def forward(self, w, temp):
-                return tssa_triton.tssa_triton(w, temp, None, None, None, None, True)[0]
-
-        w, temp = (x.detach() for x in make(1, 20, 2, 8, state=False).values() if x.ndim != 3)
-        program = torch.export.export(Layer(), (w, temp), dynamic_shapes=({1: torch.export.Dim("T", min=2)}, None))
-        longer = torch.randn(1, 70, 2, 8, device=DEVICE)
-        assert torch.equal(program.module()(longer, temp), Layer()(longer, temp))
 
     def test_operators_keep_their_contracts(self):
         """Schema, fake kernels and autograd registration, as torch checks them."""

@@ -54,7 +54,6 @@ class TestKernelsAreChecked:
         "form, decay, dtype",
         [
             ("bidirectional", False, torch.bfloat16),
-            ("causal", False, torch.float16),
             ("causal", True, torch.float32),
             ("step", True, torch.bfloat16),
         ],
@@ -71,7 +70,6 @@ class TestKernelsAreChecked:
         "kernel, name, form, gradients, named",
         [
             ("chunk_fwd_output_kernel", "output", "causal", False, "output by"),
-            ("chunk_fwd_membership_kernel", "membership", "bidirectional", False, "membership by"),
             ("chunk_bwd_input_kernel", "dw", "causal", True, "gradient of w by"),
             ("chunk_bwd_score_kernel", "dtemp", "bidirectional", True, "gradient of temp by"),
             ("step_kernel", "output", "step", False, "output by"),
