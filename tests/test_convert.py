@@ -16,7 +16,7 @@ from authors_checkpoints import (
     write_changed,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from tost_hf import ToSTConfig, ToSTForCausalLM
 from tost_hf.cli import main
@@ -66,13 +66,11 @@ def test_logits_loss_and_memberships(converted, dtype, tolerance):
     assert relative_error(loss, expected["loss"]) < tolerance
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_continuation(converted, dtype, use_cache):
+def test_greedy_continuation(converted):
     name, folder = converted
     expected = golden(name)["greedy_from_first_5"]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    actual = model.generate(expected[:, :5], max_new_tokens=24, do_sample=False, use_cache=use_cache)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    actual = model.generate(expected[:, :5], max_new_tokens=24, do_sample=False)
     assert torch.equal(actual, expected)
 
 
@@ -114,7 +112,7 @@ def test_a_trained_and_sharded_folder_converts(tiny_model, tmp_path):
     assert_same_bits(again.state_dict(), tiny_model.state_dict())
 
 
-@pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
 def test_prefixes_are_stripped(tmp_path, prefix):
     source = write_changed(tmp_path / "ckpt.pt", lambda contents: {"model": add_prefix(contents, prefix)}, BIAS)
     convert_to_original(convert_from_original(source, tmp_path / "model"), tmp_path / "back.pt")
@@ -180,23 +178,17 @@ def gap(contents):
 
 H0 = "transformer.h.0."
 INVALID = {
-    "GPT-2 attention, stated": (stated(TSSA=False), "GPT-2"),
     "GPT-2 attention, by shape": (replace(H0 + "attn.c_attn.weight", torch.zeros(96, 32)), "GPT-2"),
     "missing key": (remove("transformer.h.1.mlp.c_fc.bias"), "lacks transformer.h.1.mlp.c_fc.bias"),
-    "missing embedding": (remove("transformer.wte.weight"), "lacks transformer.wte.weight"),
-    "missing head": (remove("lm_head.weight"), "lacks lm_head.weight"),
     "unknown leaf": (replace(H0 + "ln_1.other", torch.zeros(2)), "ln_1.other"),
     "layers with a gap": (gap, r"transformer\.h\.7\.gamma1"),
     "other layer count": (stated(n_layer=3), "n_layer"),
-    "other bias": (stated(bias=False), "bias"),
     "tensor of another size": (replace("transformer.h.1.gamma2", torch.zeros(31)), "gamma2"),
-    "tensor of another rank": (replace("transformer.wte.weight", torch.zeros(96)), "wte"),
     "integers": (replace(H0 + "gamma1", torch.zeros(32, dtype=torch.long)), "int64"),
     "NaN": (diverged, "NaN"),
     "impossible dropout": (stated(dropout=2.0), "dropout"),
     "an entry that is no tensor": (replace(H0 + "gamma1", 1.0), "gamma1"),
     "state dict without a frame": (lambda contents: contents["model"], "authors"),
-    "a list": (lambda contents: [1, 2], "authors"),
 }
 
 
@@ -220,13 +212,19 @@ class RunsCode:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("as_zip", [True, False])
-def test_pickle_with_code(tmp_path, as_zip):
-    contents = read_checkpoint(BIAS) | {"config": RunsCode(str(tmp_path / "ran"))}
-    torch.save(contents, tmp_path / "evil.pt", _use_new_zipfile_serialization=as_zip)
+def test_pickle_with_code(tmp_path):
+    torch.save(read_checkpoint(BIAS) | {"config": RunsCode(str(tmp_path / "ran"))}, tmp_path / "evil.pt")
     with pytest.raises(ValueError, match="code"):
         convert_from_original(tmp_path / "evil.pt", tmp_path / "model")
     assert os.listdir(tmp_path) == ["evil.pt"]
+
+
+@pytest.mark.parametrize("data", [BIAS.read_bytes()[:-100], b"once upon a time\n"], ids=len)
+def test_unreadable_files(tmp_path, data):
+    (tmp_path / "ckpt.pt").write_bytes(data)
+    with pytest.raises(ValueError, match="damaged"):
+        convert_from_original(tmp_path / "ckpt.pt", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_missing_file_and_folder(tmp_path):
@@ -245,6 +243,7 @@ UNSUPPORTED = {
     "epsilon": {"layer_norm_eps": 1e-6},
     "MLP width": {"intermediate_size": 48},
     "several dropouts": {"embedding_dropout": 0.5},
+    "an option": {"forgetting": "head"},
 }
 
 
@@ -255,6 +254,17 @@ def test_unsupported_models(tiny_config, tmp_path, fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_damaged_folders(tiny_model, tmp_path):
+    tiny_model.save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
+    GPT2Config().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="model of type 'gpt2'"):
+        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
 
 
 def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):
@@ -269,12 +279,8 @@ def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):
         convert_from_original(checkpoint, target)
     assert (target / "model.safetensors").read_text() == "old"
     convert_from_original(checkpoint, target, overwrite=True)
-    assert {file.name for file in target.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    }
+    files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {file.name for file in target.iterdir()} == files
     AutoModelForCausalLM.from_pretrained(target)
 
     file = tmp_path / "ckpt.pt"
@@ -284,10 +290,6 @@ def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):
     assert file.read_text() == "old"
     convert_to_original(folder, file, overwrite=True)
     assert read_checkpoint(file)["model_args"]["TSSA"]
-    with pytest.raises(FileExistsError, match="is a file"):
-        convert_from_original(checkpoint, file)
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        convert_to_original(folder, target)
 
 
 def test_an_interrupted_write_leaves_nothing(converted, tmp_path, monkeypatch):
