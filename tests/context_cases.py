@@ -18,7 +18,6 @@ from tost_hf.parallel import local_tokens, parallelize
 LENGTH = 21  # shards of 6, 5, 5 and 5 tokens
 OPTIONS = {
     "published": {},
-    "position-free": {"max_position_embeddings": None},
     "decay per head": {"forgetting": "head"},
     "decay per token": {"forgetting": "token", "max_position_embeddings": None},
     "convolution": {"conv_kernel": 4},
@@ -205,27 +204,6 @@ def comparisons():
     return compared
 
 
-def memory(name: str) -> int:
-    """Bytes of this process by a name of /proc/self/status: VmRSS now, VmHWM at most."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
-
-
-def million_tokens():
-    """Bytes by which a process grows while it trains on one text of 2**20 tokens, and bytes that it sends."""
-    small = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": None}
-    model = a_model(torch.float32, **small).model
-    if dist.get_world_size() > 1:
-        parallelize(model, cp_mesh(dist.get_world_size()))
-    tokens = torch.arange(2**20).remainder(97).unsqueeze(0)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the most so far is what there is now
-    before = memory("VmRSS")
-    with CountBytes() as counted:
-        model(tokens).last_hidden_state.square().mean().backward()
-    return {"grown": memory("VmHWM") - before, "sent": counted.sent}
-
-
 def with_torchs_own():
     batch = a_batch("plain")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -245,28 +223,31 @@ def error_of(call):
 
 
 def errors_of_misuse():
-    """Error messages: found, and a word of each."""
+    """Error messages: found, and how each should begin."""
     mesh, ids = cp_mesh(4), torch.zeros(1, 9, dtype=torch.long)
     model, unused = parallelize(a_model(), mesh), parallelize(a_model(), mesh)
     kinds = ["tost_causal_statistics", "full_attention"]
     encoder = tost_hf.ToSTModel(small_config(is_causal=False))
     classifier = tost_hf.ToSTForSequenceClassification(small_config())
+    different = "ValueError: The processes that share a text were given different batches"
     cases = [
-        (lambda: parallelize(a_model(layer_types=kinds), mesh), "full_attention"),
-        (lambda: parallelize(encoder, mesh), "encoders"),
-        (lambda: parallelize(classifier, mesh), "ToSTForCausalLM"),
-        (lambda: parallelize(model, mesh), "already"),
-        (lambda: parallelize(a_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))), "one dimension"),
-        (lambda: model(ids[:, :3]), "3 tokens"),
-        (lambda: model(ids, use_cache=True), "cache"),
-        (lambda: model.generate(ids, max_new_tokens=2), "cache"),
-        (lambda: model(ids, logits_to_keep=1), "all tokens"),
-        (lambda: model(ids, attention_mask=torch.ones(1, 8)), "attention_mask"),
-        (lambda: model(ids, labels=ids[:, :5]), "labels"),
-        (lambda: unused(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)), "input_ids differ"),
-        (lambda: unused(ids[:, : 9 - dist.get_rank() % 2]), "input_ids differ"),
-        (lambda: unused(ids, attention_mask=ids if dist.get_rank() else None), "attention_mask differ"),
-        (with_torchs_own, "context_parallel"),
+        (lambda: parallelize(a_model(layer_types=kinds), mesh), "ValueError: parallelize does not support layers of full"),
+        (lambda: parallelize(encoder, mesh), "ValueError: parallelize does not support encoders"),
+        (lambda: parallelize(classifier, mesh), "TypeError: parallelize takes"),
+        (lambda: parallelize(model, mesh), "ValueError: The model is context-parallel"),
+        (lambda: parallelize(a_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))), "ValueError: "),
+        (lambda: model(ids[:, :3]), "ValueError: A text of 3 tokens cannot be sharded"),
+        (lambda: model(ids, past_key_values=tost_hf.ToSTCache(model.config)), "ValueError: A context-parallel model has no"),
+        (lambda: model.generate(ids, max_new_tokens=2), "ValueError: A context-parallel model has no cache"),
+        (lambda: model(ids, logits_to_keep=1), "ValueError: A context-parallel model computes the logits of all tokens"),
+        (lambda: model(torch.zeros(1, 129, dtype=torch.long)), "IndexError: Position 128 is past the end"),
+        (lambda: model(ids, labels=ids[:, :5]), "ValueError: labels must have the shape of the tokens"),
+        (lambda: parallelize(a_model(), None), "TypeError: parallelize takes a torch DeviceMesh"),
+        (lambda: unused(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)), f"{different}: input_ids differ"),
+        (lambda: unused(ids[:, : 9 - dist.get_rank() % 2]), f"{different}: input_ids differ"),
+        (lambda: unused(ids, attention_mask=ids if dist.get_rank() else None), f"{different}: attention_mask differ"),
+        (lambda: model.eval()(ids + dist.get_rank()), f"{different}: input_ids differ"),  # the first in evaluation
+        (with_torchs_own, "ValueError: torch's context_parallel shards texts for softmax attention"),
     ]
     return [(error_of(call), message) for call, message in cases]
 
@@ -291,7 +272,6 @@ def run(name: str):
         "communication": (communication,),
         "errors": (errors_of_misuse,),
         "comparisons": (comparisons,),
-        "million": (million_tokens,),
     }
     function, *arguments = (CASES | others)[name]
     return function(*arguments)

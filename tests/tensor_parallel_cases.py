@@ -19,11 +19,10 @@ MODELS = OPTIONS | {
     "uneven vocabulary": {"vocab_size": 98, "max_position_embeddings": 64},
     "uneven MLP": {"intermediate_size": 51},
     "unnormalised scores": {"normalize_scores": False},
-    "six heads": {"hidden_size": 48, "num_attention_heads": 6},
     "one head": {"num_attention_heads": 1},
     "two groups of keys": {"layer_types": HYBRID, "num_key_value_heads": 1},
 }
-INDIVISIBLE = {2: ["one head", "two groups of keys"], 4: ["one head", "two groups of keys", "six heads"]}
+INDIVISIBLE = ["one head", "two groups of keys"]
 
 
 def folder_of(name: str) -> Path:

@@ -5,9 +5,7 @@ import torch
 from conftest import small_config
 from transformers import DynamicCache
 
-from tost_hf import (
-    ToSTModel,
-)
+from tost_hf import ToSTModel
 
 
 def ids(*shape):
@@ -45,51 +43,29 @@ STARTS = torch.tensor([[0, 0, 1, 1]])
         (lambda: {}, ValueError, "exactly one"),
         (lambda: given(1, 3, inputs_embeds=torch.zeros(1, 3, 32)), ValueError, "exactly one"),
         (lambda: {"input_ids": torch.tensor([[3, 97]])}, IndexError, "between 0 and 96"),
-        (lambda: {"input_ids": torch.tensor([[3, -1]])}, IndexError, "between 0 and 96"),
-        (lambda: {"input_ids": torch.rand(1, 3)}, ValueError, "integers"),
         (lambda: {"input_ids": ids(1, 3).bool()}, ValueError, "integers.* got torch.bool"),
-        (lambda: {"input_ids": ids(1, 3).to(torch.uint8)}, ValueError, "integers.* got torch.uint8"),
         (lambda: {"input_ids": ids(3)}, ValueError, r"shape \(batch, tokens\)"),
         (lambda: given(0, 3), ValueError, "empty"),
-        (lambda: given(2, 0), ValueError, "empty"),
         (lambda: {"inputs_embeds": torch.zeros(1, 3, 31)}, ValueError, "inputs_embeds must have shape"),
         (lambda: given(2, 3, attention_mask=torch.ones(2, 4)), ValueError, r"must have shape \(2, 3\)"),
-        (lambda: given(2, 3, attention_mask=torch.ones(1, 3)), ValueError, r"must have shape \(2, 3\)"),
         (lambda: given(1, 3, attention_mask=torch.ones(1, 1, 3, 3)), ValueError, "no token-by-token"),
-        (lambda: given(1, 3, attention_mask=[[1, 1, 2]]), ValueError, "must hold 1"),
         (lambda: given(1, 3, attention_mask=[[0.0, 0.0, float("-inf")]]), ValueError, "must hold 1"),
         (lambda: given(1, 3, position_ids=torch.arange(4)[None]), ValueError, "position_ids must have"),
         (lambda: given(1, 3, position_ids=torch.rand(1, 3)), ValueError, "must hold integers"),
         (lambda: given(1, 4, position_ids=[[0, 1, 1, 2]]), ValueError, "fall or repeat"),
-        (
-            lambda: given(1, 5, attention_mask=[[0, 1, 1, 1, 1]], position_ids=[[0, 0, 3, 2, 4]]),
-            ValueError,
-            "fall or repeat",
-        ),
         (lambda: given(1, 3, past_key_values=((1, 2),)), TypeError, "must be a transformers Cache"),
         (lambda: given(1, 3, past_key_values=foreign_cache()), ValueError, "another kind of model"),
         (lambda: given(1, 3, past_key_values=other_cache(num_hidden_layers=2)), ValueError, "2 layers"),
-        (lambda: given(1, 3, past_key_values=other_cache(num_attention_heads=8)), ValueError, "heads"),
         (lambda: given(2, 3, past_key_values=other_cache()), ValueError, "holds 1 sequences"),
         (lambda: continued(3, attention_mask=torch.ones(1, 3)), ValueError, "covers the cached tokens"),
-        (lambda: continued(3, attention_mask=torch.ones(1, 5)), ValueError, "cached tokens"),
         (lambda: continued(4, position_ids=[[0, 1, 0, 1]]), ValueError, "cannot be combined with a cache"),
         (lambda: continued(2, position_ids=[[0, 1]]), ValueError, "start at 0, but the cache holds 3 tokens"),
-        (
-            lambda: continued(2, position_ids=[[0, 1]], attention_mask=[[0, 0, 1, 1, 1]]),
-            ValueError,
-            "start at 0, but the cache holds 3 tokens",
-        ),
         (lambda: given(1, 4, seq_idx=STARTS, position_ids=torch.arange(4)[None]), ValueError, "do not restart at 0"),
         (lambda: given(1, 4, seq_idx=STARTS, cu_seq_lens_q=[0, 3, 4]), ValueError, "sequences at different tokens"),
         (lambda: given(2, 4, cu_seq_lens_q=[0, 2, 4]), ValueError, "batch of size 1"),
         (lambda: given(1, 4, cu_seq_lens_q=[0, 2, 5]), ValueError, "must rise from 0"),
-        (lambda: given(1, 4, cu_seq_lens_q=[[0, 2, 4]]), ValueError, "must have shape"),
-        (lambda: given(1, 4, cu_seq_lens_q=[0, 2.5, 4]), ValueError, "must hold integers"),
         (lambda: given(1, 4) | {"cu_seq_lens_q": [0, 2, 4]}, TypeError, "cu_seq_lens_q must be a tensor, got list"),
-        (lambda: given(1, 4) | {"seq_idx": [[0, 0, 1, 1]]}, TypeError, "seq_idx must be a tensor, got list"),
         (lambda: given(1, 4, seq_idx=[[0, 0, 1]]), ValueError, "seq_idx must have shape"),
-        (lambda: given(1, 4, seq_idx=torch.full((1, 4), float("nan"))), ValueError, "must hold integers"),
     ],
 )
 def test_bad_model_input(tiny_model, inputs, error, message):

@@ -4,8 +4,6 @@ import context_cases
 import pytest
 from processes import run_cases
 
-from tost_hf import ToSTForCausalLM
-
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
@@ -41,25 +39,7 @@ def test_batches_are_compared_at_intervals(answers):
     assert answers["comparisons"] == [[0, 100, 200]] * 4
 
 
-@pytest.mark.slow
-def test_million_tokens_take_a_quarter_of_the_memory_on_four_processes(tmp_path):
-    grown = {}
-    for processes in (1, 4):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        answers = run_cases(context_cases.run, ["million"], processes, folder)["million"]
-        grown[processes] = max(answer["grown"] for answer in answers)
-    assert all(answer["sent"] < 4096 for answer in answers)
-    assert grown[1] > 1e9
-    assert grown[4] < 0.25 * grown[1] + 3.5e8  # what autograd and gloo allocate once, whatever the number of tokens
-
-
 def test_errors(answers):
     for answer in answers["errors"]:
-        for found, word in answer:
-            assert found.startswith(("ValueError", "TypeError")) and word in found
-
-
-def test_other_models_have_no_hooks(tiny_model):
-    assert isinstance(tiny_model, ToSTForCausalLM)
-    assert not tiny_model._forward_pre_hooks and not tiny_model.model._forward_pre_hooks
+        for found, message in answer:
+            assert found.startswith(message)

@@ -35,7 +35,6 @@ def torchao(name: str):
 
 
 METHODS = {
-    "bitsandbytes, 4 bits": (lambda: bits_and_bytes(load_in_4bit=True), 0.35),
     "bitsandbytes, 4 bits, NF4": (lambda: bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"), 0.35),
     "bitsandbytes, 8 bits": (lambda: bits_and_bytes(load_in_8bit=True), 0.05),
     "torchao, int8 weights": (lambda: torchao("Int8WeightOnlyConfig"), 0.05),
