@@ -51,15 +51,6 @@ def test_adapter_learns_and_loads_and_merges(tmp_path, fields, options):
     torch.testing.assert_close(merged(TOKENS).logits, after, rtol=1e-4, atol=1e-4)
 
 
-def test_embeddings_that_are_the_output_layer_too():
-    """Tied, as by default: the adapter belongs to the input alone, unless PEFT is asked to tie it as well."""
-    adapted = peft.get_peft_model(language_model(), peft.LoraConfig(r=4, target_modules=["embed_tokens"])).eval()
-    head = adapted.get_base_model().lm_head.weight.clone()
-    train(adapted)
-    assert torch.equal(adapted.get_base_model().lm_head.weight, head)
-    assert adapted.get_base_model().model.embed_tokens.base_layer.num_embeddings == 97
-
-
 def test_default_layers():
     language = peft.get_peft_model(language_model(), peft.LoraConfig())
     vision = peft.get_peft_model(tiny_vision_model(), peft.LoraConfig())

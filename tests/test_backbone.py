@@ -82,14 +82,11 @@ def test_a_segmentation_model_of_transformers_trains_on_it(images):
     assert all(param.grad is not None for param in model.backbone.parameters())
 
 
-def test_gradient_checkpointing_and_compilation_change_nothing(images):
+def test_gradient_checkpointing_changes_nothing(images):
     model = randomize(ToSTBackbone(small_vision_config(out_indices=[1, 2]))).train()
     again = copy.deepcopy(model)
     again.gradient_checkpointing_enable({"use_reentrant": False})
     assert again.is_gradient_checkpointing
-    plain = copy.deepcopy(model).eval()
-    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(images).feature_maps, plain(images).feature_maps)
     for one in (model, again):
         sum(x.square().mean() for x in one(images).feature_maps).backward()
     for param, other in zip(model.parameters(), again.parameters()):

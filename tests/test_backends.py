@@ -1,7 +1,5 @@
 """Which backend computes TSSA: by argument, environment, device and dtype; a whole model on the kernels."""
 
-import os
-import subprocess
 import sys
 import types
 import warnings
@@ -95,35 +93,3 @@ def test_backends_that_cannot_run(fake_kernels, monkeypatch):
     monkeypatch.setenv("TOST_HF_BACKEND", "fast")
     with pytest.raises(ValueError, match="fast"):
         tssa(w, temp, bias)
-
-
-RUN_MODEL = """
-import os, torch
-from conftest import randomize
-from tost_hf import ToSTConfig, ToSTForCausalLM
-
-torch.manual_seed(0)
-config = ToSTConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=None)
-model = randomize(ToSTForCausalLM(config)).eval()
-tokens = torch.randint(0, 31, (2, 5))
-mask = torch.ones_like(tokens)
-mask[1, :3] = 0
-
-def run():
-    loss = model(tokens, attention_mask=mask, labels=tokens).loss
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    return loss, *grads, model.generate(tokens, attention_mask=mask, max_new_tokens=2, do_sample=False)
-
-found = run()
-os.environ["TOST_HF_BACKEND"] = "torch"
-torch.testing.assert_close(found, run(), rtol=1e-4, atol=1e-6)
-"""
-
-
-@pytest.mark.slow
-def test_a_model_on_the_kernels():
-    """The whole model by the environment variable alone, the kernels in Triton's interpreter."""
-    pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "TOST_HF_BACKEND": "triton", "PYTHONPATH": os.path.dirname(__file__)}
-    out = subprocess.run([sys.executable, "-c", RUN_MODEL], capture_output=True, text=True, env=env)
-    assert out.returncode == 0, out.stderr

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import randomize, small_config
 
-from tost_hf import ToSTCache, ToSTForCausalLM, tssa
-from tost_hf.model import tssa_chunked, tssa_reference
+from tost_hf import ToSTCache, ToSTForCausalLM
+from tost_hf.model import tssa_chunked
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -85,31 +85,6 @@ def test_training_options(tiny_model, inputs, checkpointing, autocast):
             tiny_model.train()
         compiled = torch.compile(tiny_model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(loss_and_gradients(compiled, tokens, **inputs), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
-def test_compiled_operator(dtype, tolerance):
-    """One graph for all lengths, whose operators compute what eager code does, and what float64 does to rounding."""
-    counting = counting_backend("aot_eager")
-    op, graphs = torch.compile(tssa, fullgraph=True, backend=counting), []
-    for T in (300, 150, 600):
-        w = torch.randn(2, T, 3, 16).to(dtype).requires_grad_()
-        temp, bias = (torch.rand(3) + 0.5).requires_grad_(), (0.3 * torch.randn(T, 3)).requires_grad_()
-        mask = torch.ones(2, T, dtype=torch.bool)
-        mask[0, :40], mask[1, -30:] = False, False
-        g = torch.randn_like(w) * mask[..., None, None]
-        runs = []
-        for function in (op, tssa):
-            out = function(w, temp, bias, mask=mask)
-            runs.append((out.output, out.membership, *torch.autograd.grad(out.output, (w, temp, bias), g)))
-        assert all(torch.equal(x, y) for x, y in zip(*runs))
-        inputs = [x.detach().double().requires_grad_() for x in (w, temp, bias)]
-        out, membership, _ = tssa_reference.causal(*inputs, ~mask)
-        expected = (out, membership.transpose(1, 2), *torch.autograd.grad(out, inputs, g.double()))
-        for got, wanted in zip(runs[0], expected, strict=True):
-            assert (got - wanted).norm() < tolerance * wanted.norm()
-        graphs.append(counting.graphs)
-    assert graphs == [1, 2, 2]
 
 
 def test_operators_keep_their_contracts():

@@ -111,13 +111,6 @@ def test_half_of_a_sum_is_left_after_its_half_life(decaying_model, texts):
             interpret.half_life(decaying_model)
 
 
-def test_half_life_by_hand():
-    factors = torch.tensor([[0.5, 0.5, 0.5], [1.0, 1.0, 1.0], [0.25, 1.0, 1.0], [0.9, 0.9, 0.9]]).double()
-    trace = interpret.ModelTrace((), factors[None, None], torch.ones(1, 3).bool(), None, None, None, factors.log()[None, None])
-    expected = [1, math.inf, 1.5, math.log(0.5) / math.log(0.9)]
-    torch.testing.assert_close(interpret.half_life(trace)[0, 0], torch.tensor(expected).double(), rtol=1e-6, atol=0)
-
-
 def test_quantities_that_a_model_does_not_have(tiny_model, texts):
     trace = interpret.trace_model(tiny_model, **texts)
     assert trace.log_forget_factors is None

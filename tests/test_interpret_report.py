@@ -146,12 +146,6 @@ def test_every_layer_and_head_of_a_photograph(tmp_path):
         assert list(grey.get_extent()) == [-0.5, 71.5, 47.5, -0.5] == list(drawn.get_extent())
         assert grey.get_array().shape == (48, 72)
         np.testing.assert_array_equal(drawn.get_array(), shares)
-    for figure in (
-        plots.plot_strongest_heads(maps, picture, range(1, 4)),
-        plots.plot_entropy_maps(maps.sum(1), 4, range(1, 4)),
-    ):
-        figure.draw_without_rendering()
-        assert min(axis.get_window_extent().width for axis in figure.axes if axis.images) > 150  # pixels
 
 
 def test_a_failure_while_drawing_leaves_nothing(photo, tmp_path, monkeypatch):

@@ -67,10 +67,3 @@ def test_invalid_inputs_are_rejected(tiny_model, texts, images):
     texts["attention_mask"][1] = 0
     with pytest.raises(ValueError, match="masks a whole sequence"):
         interpret.trace_model(tiny_model, **texts)
-
-
-def test_one_token(tiny_model):
-    trace = interpret.trace_model(tiny_model, input_ids=torch.tensor([[5]]))
-    assert trace.memberships.shape == (1, 3, 4, 1)
-    assert interpret.entropy_by_position(trace).starts == [0]
-    assert (interpret.compression_terms(trace).coding_rate > 0).all()

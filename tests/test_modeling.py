@@ -31,24 +31,6 @@ def test_preset_parameter_counts(name, count):
     assert model.num_parameters() == sum(p.numel() for p in model.parameters()) == count
 
 
-def test_initial_weights():
-    config = ToSTConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=512, use_bias=True)
-    model = ToSTForCausalLM(config)
-    layer = model.model.layers[1]
-    for weight, std in (
-        (layer.self_attn.in_proj.weight, 0.02),
-        (layer.mlp.up_proj.weight, 0.02),
-        (layer.self_attn.out_proj.weight, 0.02 / 8**0.5),
-        (layer.mlp.down_proj.weight, 0.02 / 8**0.5),
-        (model.model.embed_tokens.weight, 0.02),
-        (model.model.embed_positions.weight, 0.02),
-    ):
-        assert weight.std().item() == pytest.approx(std, rel=0.03)
-    assert (layer.attention_layer_scale == 1e-5).all() and (layer.mlp_layer_scale == 1e-5).all()
-    assert (layer.self_attn.temp == 1).all() and (layer.self_attn.denom_bias == 0).all()
-    assert (layer.self_attn.in_proj.bias == 0).all() and (layer.mlp.down_proj.bias == 0).all()
-
-
 # Cache and continuation ----------------------------------------------------------------------------------------------
 
 

@@ -115,22 +115,6 @@ def test_every_patch_size_and_images_that_are_not_square(patch_size, attention_t
         assert param.grad.any(), name
 
 
-def test_position_encoding():
-    """The position encoding as the paper's code writes it, vertical coordinate first."""
-    embeddings = tiny_model().double().tost.embeddings.position_embeddings
-    projection = embeddings.projection
-    height, width = 3, 5
-    code = torch.zeros(height, width, 64)
-    for y in range(height):
-        for x in range(width):
-            for half, place in ((0, (y + 1) / (height + 1e-6)), (32, (x + 1) / (width + 1e-6))):
-                for i in range(32):
-                    angle = place * 2 * math.pi / 10000 ** (2 * (i // 2) / 32)
-                    code[y, x, half + i] = math.cos(angle) if i % 2 else math.sin(angle)
-    expected = code.flatten(0, 1).double() @ projection.weight.T + projection.bias
-    torch.testing.assert_close(embeddings(height, width, "cpu", torch.float64), expected, rtol=1e-5, atol=1e-5)
-
-
 # The attentions of the baselines -------------------------------------------------------------------------------------
 
 

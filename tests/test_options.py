@@ -323,6 +323,8 @@ def test_presets_beyond_the_paper():
     assert plus.options() == {"forgetting": "token", "conv_kernel": 4} and plus.max_position_embeddings is None
     hybrid = ToSTConfig.from_preset("tost-hybrid-base", num_hidden_layers=6)
     assert [kind == "full_attention" for kind in hybrid.layer_types] == [False, False, False, True, False, False]
+    state = state_bytes(ToSTConfig.from_preset("tost-base"))
+    assert (state.saved, state.in_memory) == (74_304, 111_744)
     # 9 layers of sums and 3 recent inputs; 3 layers of keys and values
     state = state_bytes(ToSTConfig.from_preset("tost-hybrid-base"))
     assert state.saved == 9 * 4 * (2 * 768 + 12 + 3 * 768) and state.per_token == 3 * 4 * 2 * 768

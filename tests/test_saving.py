@@ -1,6 +1,5 @@
 """Saving and loading through transformers: equality, dtypes, shards, Auto classes, damaged folders, resizing."""
 
-import json
 import math
 
 import pytest
@@ -9,7 +8,6 @@ from conftest import randomize, small_config, small_vision_config
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -19,7 +17,7 @@ from transformers import (
     pipeline,
 )
 
-from tost_hf import ToSTConfig, ToSTForCausalLM
+from tost_hf import ToSTForCausalLM
 
 
 def ids(*shape):
@@ -45,17 +43,7 @@ def saved(tiny_model, tmp_path):
     return tmp_path / "model"
 
 
-# Save, load, the same ------------------------------------------------------------------------------------------------
-
-
-def test_save_load_equality(tiny_model, saved):
-    attention = tiny_model.model.layers[1].self_attn
-    assert (attention.temp != 1).all() and (attention.denom_bias != 0).all()  # so that losing them would show
-    again, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
-    assert not any(info.values())
-    assert_equal_states(again.state_dict(), tiny_model.state_dict())
-    tokens = ids(2, 20)
-    assert torch.equal(again(tokens).logits, tiny_model(tokens).logits)
+# Save, load, the same (test_options.py has the tests of whole models) ------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -108,12 +96,6 @@ def test_a_model_built_in_another_dtype_keeps_float32_statistics(tiny_config, au
         assert tensor.dtype == (torch.float32 if is_statistics(name) else dtype), name
 
 
-def test_sharded_files(tiny_model, tmp_path):
-    tiny_model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2 and (tmp_path / "model.safetensors.index.json").exists()
-    assert_equal_states(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), tiny_model.state_dict())
-
-
 def test_trunk_and_heads_share_their_weights(tiny_model, saved, tmp_path):
     trunk = tiny_model.model.state_dict()
     assert_equal_states(AutoModel.from_pretrained(saved).state_dict(), trunk)
@@ -150,28 +132,6 @@ def test_text_generation_pipeline(tiny_model, text_folder):
     assert batch == [generate("a b c", **settings), generate("d", **settings)]
 
 
-# Configurations ------------------------------------------------------------------------------------------------------
-
-
-def fields(config):
-    return config.to_dict() | {"_name_or_path": ""}
-
-
-def test_config_round_trip(tmp_path):
-    config = ToSTConfig(
-        n_embd=48, n_head=3, n_layer=5, n_positions=64, use_bias=True, attention_dropout=0.1, layer_norm_eps=1e-6
-    )
-    config.save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["model_type"] == "tost" and stored["hidden_size"] == 48 and "n_embd" not in stored
-    again = AutoConfig.from_pretrained(tmp_path)
-    assert fields(again) == fields(config)
-    assert (again.n_embd, again.n_head, again.n_layer, again.n_positions) == (48, 3, 5, 64)
-    assert (again.hidden_size, again.num_attention_heads) == (48, 3)
-    assert (again.num_hidden_layers, again.max_position_embeddings) == (5, 64)
-    assert again.intermediate_size == 192
-
-
 # Incomplete folders ------------------------------------------------------------------------------------------
 
 
@@ -195,8 +155,9 @@ def test_config_of_another_model(tmp_path):
 # Missing weights are initialised, loaded ones are left alone ---------------------------------------------------------
 
 MISSING = (
-    *(f"layers.1.self_attn.{name}" for name in ("out_proj.weight", "in_proj.weight", "temp", "denom_bias")),
-    *("layers.1.mlp.down_proj.weight", "layers.1.attention_layer_scale", "layers.1.mlp_layer_scale", "embed_positions.weight"),
+    *(f"layers.1.self_attn.{name}" for name in ("out_proj.weight", "in_proj.weight", "in_proj.bias", "temp", "denom_bias")),
+    *(f"layers.1.mlp.{name}" for name in ("up_proj.weight", "down_proj.weight", "down_proj.bias")),
+    *("layers.1.attention_layer_scale", "layers.1.mlp_layer_scale", "embed_positions.weight"),
 )
 
 
@@ -222,10 +183,12 @@ def test_missing_weights_get_their_initial_values(wide_model, tmp_path):
         (layer.self_attn.out_proj.weight, small),
         (layer.mlp.down_proj.weight, small),
         (layer.self_attn.in_proj.weight, 0.02),
+        (layer.mlp.up_proj.weight, 0.02),
         (loaded.model.embed_positions.weight, 0.02),
     ):
         assert weight.std().item() == pytest.approx(std, rel=0.05)
     assert (layer.self_attn.temp == 1).all() and (layer.self_attn.denom_bias == 0).all()
+    assert (layer.self_attn.in_proj.bias == 0).all() and (layer.mlp.down_proj.bias == 0).all()
     assert (layer.attention_layer_scale == 0.25).all() and (layer.mlp_layer_scale == 0.25).all()
     expected = wide_model.state_dict()
     for name, tensor in loaded.state_dict().items():  # everything that was in the file is as it was, its neighbours too

@@ -18,10 +18,11 @@ from pathlib import Path
 import kernel_cases
 import pytest
 import torch
+from conftest import randomize, small_config
 from kernel_cases import run_exact, run_kernels
 from transformers.dynamic_module_utils import get_imports
 
-from tost_hf import TSSAState, tssa, tssa_step
+from tost_hf import ToSTForCausalLM, TSSAState, tssa, tssa_step
 from tost_hf.model import tssa_triton
 from tost_hf.model.tssa_reference import bias_of_tokens, state_dtypes
 
@@ -327,30 +328,6 @@ class TestKernels:
         with pytest.raises(ValueError, match="must be contiguous"):
             tssa_triton.tssa_step_triton(leaves["w"][:, 0], leaves["temp"], None, None, None, wrong, *state[1:])
 
-    def test_compiles_without_graph_breaks(self):
-        torch._dynamo.reset()
-        leaves = make_form("decay", 2, 8, 2, 8)
-        seq_idx, mask = packed([(3, 5), (7, 1)]).to(DEVICE), padding_mask(8).to(DEVICE)
-
-        def run(leaves):
-            return run_kernels(leaves, mask, seq_idx)
-
-        outs = [run(leaves), torch.compile(run, backend="aot_eager", fullgraph=True)(leaves)]
-        grads = [torch.autograd.grad([x.square().sum() for x in out], list(leaves.values())) for out in outs]
-        assert all(torch.equal(x, y) for x, y in zip(*outs))
-        assert all(torch.equal(x, y) for x, y in zip(*grads))
-
-    def test_step_compiles_without_graph_breaks(self):
-        torch._dynamo.reset()
-        leaves = {k: x.detach() for k, x in make(2, 1, 2, 8).items()}
-        states = [[leaves[name].clone() for name in TSSAState._fields] for _ in range(2)]
-
-        def step(state):
-            return tssa_triton.tssa_step_triton(leaves["w"][:, 0], leaves["temp"], leaves["bias"][:, 0], None, None, *state)
-
-        outs = [step(states[0]), torch.compile(step, backend="aot_eager", fullgraph=True)(states[1])]
-        assert all(torch.equal(x, y) for x, y in zip((*outs[0], *states[0]), (*outs[1], *states[1])))
-
     def test_operators_keep_their_contracts(self):
         """Schema, fake kernels and autograd registration, as torch checks them."""
         leaves = make(2, 3, 2, 8, decay=WIDE)
@@ -377,6 +354,19 @@ class TestKernels:
             assert out.dtype == torch.bfloat16
             grads.append(torch.autograd.grad(out.float().square().sum(), (layer.weight, temp)))
         assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+    def test_a_model_by_the_environment_variable_alone(self, monkeypatch):
+        """Loss, gradients and generated tokens."""
+        model = randomize(ToSTForCausalLM(small_config())).eval().to(DEVICE)
+        tokens = torch.randint(2, 97, (2, 5), device=DEVICE)
+        mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], device=DEVICE)
+        runs = []
+        for backend in ("triton", "torch"):
+            monkeypatch.setenv("TOST_HF_BACKEND", backend)
+            loss = model(tokens, attention_mask=mask, labels=tokens).loss
+            new = model.generate(tokens, attention_mask=mask, max_new_tokens=2, do_sample=False)
+            runs.append((loss, *torch.autograd.grad(loss, list(model.parameters())), new))
+        torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-6)
 
     def test_remote_code_beside_the_installed_package(self):
         """Each copy has its own operators; loading one again replaces only its own."""
