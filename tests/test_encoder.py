@@ -31,10 +31,8 @@ from tost_hf import (
 )
 from tost_hf.hub import verify
 from tost_hf.hub.cards import build_card
-from tost_hf.hub.checks import parameter_count
 from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
-from tost_hf.model.configuration_tost import LRA_PRESETS
 from tost_hf.model.tssa_reference import bidirectional
 
 
@@ -222,16 +220,6 @@ def test_trainer_trains_a_masked_language_model(tokenizer, tmp_path):
 
 
 # The paper's sizes, the command line, what is told of a model -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, count",
-    list(zip(LRA_PRESETS, (16_839_728, 3_750_928, 1_550_872, 285_248, 132_868), strict=True)),
-)
-def test_sizes_of_long_range_arena(name, count):
-    config = ToSTConfig.from_preset(name)
-    assert parameter_count(config) == count
-    assert config.pre_norm == (name != "tost-lra-pathfinder")
 
 
 def test_init_card_info_and_inspect_of_encoders(tmp_path):

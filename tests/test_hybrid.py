@@ -4,13 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from test_options import F64, HYBRIDS, OPTIONS, TSSA, build, four_layers, name_options
+from test_options import F64, FULL, HYBRIDS, OPTIONS, TSSA, build, four_layers, name_options
 
 from tost_hf import (
     ToSTCache,
     ToSTConfig,
     ToSTForCausalLM,
-    ToSTForSequenceClassification,
     save_cache,
 )
 from tost_hf.cache_files import state_bytes
@@ -38,6 +37,8 @@ def test_repeated_sequence_numbers():
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_attention_implementations_agree(model, tokens, implementation):
+    if implementation == "flex_attention" and FULL not in model.config.layer_types:
+        pytest.skip("compiled for one model")
     model = model.float()
     mask = torch.ones_like(tokens)
     mask[1, [0, 1, 2, 9]] = 0
@@ -117,17 +118,3 @@ def test_state_bytes_count_keys_and_values(tokens, tmp_path):
             sizes.append((tmp_path / "cache.safetensors").stat().st_size - 8 - int.from_bytes(file.read(8), "little"))
     state = state_bytes(model.config)
     assert sizes == [state.saved + length * state.per_token for length in (10, 15)] and state.per_token == 2 * 32 * 4
-
-
-@torch.no_grad()
-def test_mixed_precision_and_classifiers(tokens):
-    model = build(["token", "conv", "rope"], torch.float32)
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(tokens, attention_mask=mask).logits
-    torch.testing.assert_close(
-        logits[mask == 1].float(), model(tokens, attention_mask=mask).logits[mask == 1], rtol=0.1, atol=0.1
-    )
-    classifier = ToSTForSequenceClassification(model.config).eval()
-    torch.testing.assert_close(classifier(tokens, attention_mask=mask).logits[:1], classifier(tokens[:1, 3:]).logits)

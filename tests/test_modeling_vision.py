@@ -8,7 +8,6 @@ import torch
 from conftest import needs_auto_processor, randomize, small_vision_config
 from PIL import Image
 from torch import nn
-from torch.nn import functional as F
 from transformers import (
     AutoImageProcessor,
     AutoModel,
@@ -197,27 +196,6 @@ def test_half_precision(attention_type, dtype, tmp_path):
             assert {membership.dtype for membership in output.memberships} == {torch.float32}
 
 
-def test_backward_in_bf16():
-    model = tiny_model().to(torch.bfloat16).train()
-    model(images(), labels=torch.tensor([0, 1])).loss.backward()
-    for name, param in model.named_parameters():
-        assert param.grad.dtype == param.dtype and param.grad.isfinite().all(), name
-
-
-@pytest.mark.parametrize("problem_type", ["single_label_classification", "multi_label_classification", "regression", None])
-def test_losses(problem_type):
-    model, pixels = tiny_model(num_labels=1 if problem_type == "regression" else 3, problem_type=problem_type), images()
-    labels, loss = {
-        "single_label_classification": (torch.tensor([2, 0]), F.cross_entropy),
-        "multi_label_classification": (torch.tensor([[1.0, 0, 1], [0, 0, 1]]), F.binary_cross_entropy_with_logits),
-        "regression": (torch.tensor([[0.5], [-1.0]]), F.mse_loss),
-        None: (torch.tensor([2, 0]), F.cross_entropy),  # told by the labels
-    }[problem_type]
-    output = model(pixels, labels=labels)
-    torch.testing.assert_close(output.loss, loss(output.logits, labels))
-    assert torch.equal(model(pixels, labels=labels, return_dict=False)[1], output.logits)
-
-
 # Recorded outputs ----------------------------------------------------------------------------------------------------
 
 
@@ -303,14 +281,6 @@ def test_bad_images(pixels, message):
             module(pixels)
 
 
-def test_initializer_factor_scales_the_stem():
-    for factor in (1.0, 0.5):
-        model = ToSTVisionModel(ToSTVisionConfig(hidden_size=64, num_hidden_layers=1, initializer_factor=factor))
-        weight = model.embeddings.patch_embeddings.convolutions[-1].weight
-        bound = factor / weight[0].numel() ** 0.5
-        assert 0.99 * bound < weight.abs().max() <= bound
-
-
 # Saving and pipelines ------------------------------------------------------------------------------------------------
 
 LABELS = {0: "cat", 1: "dog", 2: "tost"}
@@ -363,17 +333,3 @@ def test_image_classification_pipeline(saved, tmp_path):
     for answer in answers:
         assert {entry["label"]: entry["score"] for entry in answer} == pytest.approx(expected, rel=1e-5)
     assert len(answers) == 2 and answers[0][0]["label"] == max(expected, key=expected.get)
-
-
-@needs_auto_processor
-@torch.no_grad()
-def test_image_feature_extraction_pipeline(saved):
-    model, folder = saved
-    picture = Image.effect_noise((32, 32), 90).convert("RGB")
-    extract = pipeline("image-feature-extraction", model=folder, device="cpu")
-    features = extract(picture, return_tensors=True)
-    pixels = AutoImageProcessor.from_pretrained(folder)(picture, return_tensors="pt").pixel_values
-    assert features.shape == (1, 17, 32)
-    torch.testing.assert_close(features, model.tost(pixels).last_hidden_state, **CLOSE)
-    pooled = extract(picture, pool=True, return_tensors=True)
-    torch.testing.assert_close(pooled, model.tost(pixels).pooler_output, **CLOSE)

@@ -78,15 +78,6 @@ def test_half_precision_round_trip(tiny_model, tmp_path, dtype):
         assert torch.equal(again(tokens).logits, tiny_model(tokens).logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_float32_folder_loads_in_another_dtype(tiny_model, saved, dtype):
-    again = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
-    for name, tensor in again.state_dict().items():
-        kept = is_statistics(name) and dtype != torch.float64
-        assert tensor.dtype == (torch.float32 if kept else dtype), name
-    assert again(ids(1, 5)).logits.dtype == dtype
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModelForImageClassification])
 def test_a_model_built_in_another_dtype_keeps_float32_statistics(tiny_config, auto_class, dtype):
@@ -244,21 +235,3 @@ def test_extend_position_embeddings(tiny_model, tmp_path):
     logits = tiny_model(tokens).logits
     tiny_model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, logits)
-
-
-def test_resized_tables_keep_training_and_dtype(tiny_model):
-    tiny_model.to(torch.bfloat16).model.embed_positions.weight.requires_grad_(False)
-    tiny_model.resize_position_embeddings(200)
-    assert tiny_model.get_position_embeddings().weight.dtype == torch.bfloat16
-    assert not tiny_model.get_position_embeddings().weight.requires_grad
-    bias = tiny_model.model.layers[0].self_attn.denom_bias
-    assert bias.dtype == torch.float32 and bias.requires_grad
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.5, None])
-def test_impossible_position_sizes(tiny_model, size):
-    with pytest.raises(ValueError, match="positive integer"):
-        tiny_model.resize_position_embeddings(size)
-    position_free = ToSTForCausalLM(small_config(max_position_embeddings=None))
-    with pytest.raises(ValueError, match="position-free"):
-        position_free.resize_position_embeddings(64)

@@ -300,27 +300,6 @@ class TestKernels:
         for got, wanted in zip(state, expected.final_state):
             torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-6)
 
-    def test_the_operator_accepts_one_decay_factor_per_head(self):
-        """As `tssa` calls the kernels; the factor's gradient is the sum of the tokens'."""
-        w, temp, bias = make(2, 12, 3, 8, state=False).values()
-        decay = torch.tensor([-0.3, -0.01, -1.0], device=DEVICE, requires_grad=True)
-        mask = padding_mask(12).to(DEVICE)
-        got, want = (
-            tssa(w.to(dtype), temp, bias, mask=mask, log_decay=decay, backend=backend)
-            for backend, dtype in (("triton", torch.float32), ("torch", torch.float64))
-        )
-        assert relative_rms(got.output, want.output) < 1e-5
-        grads = [torch.autograd.grad(x.output.square().sum(), decay)[0] for x in (got, want)]
-        assert relative_rms(*grads) < 1e-5
-
-    def test_temp_may_be_a_view(self):
-        """A column of a table, and one number for all heads."""
-        leaves = {k: x.detach() for k, x in make(1, 9, 4, 8).items()}
-        for temp in (torch.rand(4, 3, device=DEVICE)[:, 1], torch.full((1,), 0.7, device=DEVICE).expand(4)):
-            got = tssa_triton.tssa_triton(leaves["w"], temp, None, None, None, None, True)[0]
-            wanted = tssa_triton.tssa_triton(leaves["w"], temp.clone().contiguous(), None, None, None, None, True)[0]
-            assert torch.equal(got, wanted)
-
     def test_step_rejects_sums_it_cannot_update(self):
         leaves = {k: x.detach() for k, x in make(1, 1, 2, 8).items()}
         state = [leaves[name] for name in TSSAState._fields]
