@@ -47,9 +47,8 @@ import tost_hf  # noqa: F401 (makes ToST known to the Auto classes)
 from tost_hf.training.metrics import perplexity
 
 
-logger = logging.getLogger("evaluate_lm")
-
-DEFAULT_CONTEXT = 1024
+MAX_CONTEXT = 1024  # by default
+TEXT_COLUMNS = ("text", "sentence", "page")
 PROTOCOLS = ("sweep", "windows", "documents")
 
 
@@ -76,8 +75,6 @@ TASKS = {
 class LMEvaluationArguments(EvaluationArguments):
     """On what, and how."""
 
-    counts = (*EvaluationArguments.counts, "context", "stride", "num_windows", "num_words")
-
     tasks: list[str] = field(metadata={"help": "What to evaluate.", "choices": list(TASKS)})
     datasets: list[str] = field(
         default_factory=list,
@@ -88,7 +85,7 @@ class LMEvaluationArguments(EvaluationArguments):
         },
     )
     text_column_name: str | None = field(
-        default=None, metadata={"help": "The column of text. Default: text, sentence, page or the only column of strings."}
+        default=None, metadata={"help": "The column of text. Default: text, sentence, page, or else the first."}
     )
     protocols: list[str] = field(
         default_factory=lambda: ["sweep"],
@@ -101,22 +98,10 @@ class LMEvaluationArguments(EvaluationArguments):
         default=None, metadata={"help": "Tokens scored by each window of a sweep but the first. Default: half the context."}
     )
     num_windows: int = field(default=16_000, metadata={"help": "Random windows of `windows`; the authors drew 1,000 x 16."})
-    num_words: int | None = field(
-        default=None,
-        metadata={
-            "help": "Words to divide by for the perplexity per word. Default: what white space separates, and end-of-texts."
-        },
-    )
     seed: int = field(default=0, metadata={"help": "The seed of the random windows."})
     tokenizer_name: str | None = field(default=None, metadata={"help": "The tokenizer, if not the model's own."})
 
     def __post_init__(self):
-        super().__post_init__()
-        if self.num_words is not None and len(self.tasks) > 1:
-            raise ValueError("--num_words counts the words of one text: name a single task with it.")
-        for assignment in self.datasets:
-            if assignment.partition("=")[0] not in self.tasks or not assignment.partition("=")[2]:
-                raise ValueError(f"--datasets takes TASK=SOURCE with a task of {', '.join(self.tasks)}, got {assignment!r}.")
         for task in self.tasks:
             if task not in self.sources:
                 raise ValueError(f"There is no default data for {task!r}: give --datasets {task}=SOURCE.")
@@ -132,20 +117,11 @@ class LMEvaluationArguments(EvaluationArguments):
 
 
 def select_texts(examples: Dataset, column: str | None) -> list[str]:
-    """The column of text.
-
-    Raises:
-        ValueError: there is none, or it is not clear which.
-    """
-    strings = [
-        name for name, feature in examples.features.items() if getattr(feature, "dtype", None) in ("string", "large_string")
-    ]
-    if column is None:
-        column = next((name for name in ("text", "sentence", "page") if name in strings), None)
-        if column is None and len(strings) == 1:
-            column = strings[0]
-    if column not in strings:
-        raise ValueError(f"Choose the column of text by --text_column_name, one of: {', '.join(strings) or 'none is there'}.")
+    """The column of text."""
+    columns = examples.column_names
+    column = column or next(name for name in (*TEXT_COLUMNS, *columns) if name in columns)
+    if column not in columns:
+        raise ValueError(f"There is no column {column!r}: choose one of {', '.join(columns)} by --text_column_name.")
     return examples[column][:]
 
 
@@ -168,38 +144,25 @@ def measure_loss(
         if protocol == "documents" and examples_are_lines:
             examples = ["".join(text if text.endswith("\n") else text + "\n" for text in texts)]
         num_bytes = sum(len(example.encode()) for example in examples)
-        if num_bytes == 0:
-            raise ValueError("The text is empty: there is nothing to score.")
         num_words = sum(len(example.split()) for example in examples)
-        encoded = tokenize(tokenizer, examples)
-        documents = [[prefix, *ids] for ids in encoded]
+        documents = [[prefix, *ids] for ids in tokenize(tokenizer, examples)]
         if protocol != "documents":
-            documents = [[prefix, *chain.from_iterable([*ids, end] for ids in encoded)]]
+            documents = [[prefix, *chain.from_iterable([*ids[1:], end] for ids in documents)]]
             num_words += len(examples)
         documents = [torch.tensor(ids) for ids in documents]
 
-        num_examples = len(examples)
+        num_examples, label = len(examples), f"{protocol}, context {context}"
         if protocol == "windows":
-            nats, scored = windows_loss(
-                model,
-                documents[0][1:],
-                context=context,
-                num_windows=args.num_windows,
-                batch_size=args.batch_size,
-                seed=args.seed,
-            )
-            label = f"windows, context {context}"
+            num_examples, sizes = args.num_windows, {"context": context, "num_windows": args.num_windows}
+            nats, scored = windows_loss(model, documents[0][1:], **sizes, batch_size=args.batch_size, seed=args.seed)
             how = f"{args.num_windows:,} windows of {context:,} tokens drawn with replacement, end-of-text after each example"
-            num_examples = args.num_windows
         else:
             nats, scored = sweep(model, documents, context, stride, args.batch_size)
-            label = f"{protocol}, context {context}, stride {stride}"
-            whole = (
-                "all examples as one stream, end-of-text after each" if protocol == "sweep" else "each document independently"
-            )
-            how = f"{whole}; every token scored once, in windows of {context:,} tokens, {stride:,} apart"
+            label += f", stride {stride}"
+            whole = "all examples as one stream, end-of-text after each"
+            how = whole if protocol == "sweep" else "each document independently"
+            how += f"; every token scored once, in windows of {context:,} tokens, {stride:,} apart"
 
-        num_words = args.num_words or num_words
         num_tokens = sum(len(ids) - 1 for ids in documents)
         how += f"; {num_tokens:,} tokens, {num_bytes:,} bytes, {num_words:,} words"
         mean = nats / scored
@@ -214,17 +177,6 @@ def measure_loss(
 
 
 # The command ---------------------------------------------------------------------------------------------------------
-
-
-def choose_context(context: int | None, config) -> int:
-    """The context asked for, if the model can take it, or else the largest one up to 1,024."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if context is not None and limit is not None and context > limit:
-        raise ValueError(f"--context {context} is over the model's {limit} positions (max_position_embeddings): lower it.")
-    if context is None:
-        context = min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-        logger.info(f"The context is {context:,} tokens" + (", all the positions the model has." if context == limit else "."))
-    return context
 
 
 def evaluate_task(name: str, model, tokenizer, args: LMEvaluationArguments, context: int) -> tuple[Source, list[Measurement]]:
@@ -251,7 +203,8 @@ def main(args: list[str] | None = None) -> None:
     file = results_file(args)
     tokenizer = load_pretrained(AutoTokenizer, args.tokenizer_name or args.model, **args.hub_options)
     model = args.load_model(AutoModelForCausalLM)
-    context = choose_context(args.context, model.config)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    context = args.context or min(positions or MAX_CONTEXT, MAX_CONTEXT)
     everything = []
     for name in args.tasks:
         found, measurements = evaluate_task(name, model, tokenizer, args, context)

@@ -28,8 +28,6 @@ IDENTITY = ("task_type", "dataset_type", "dataset_name", "dataset_config", "data
 class EvaluationArguments(HubArguments):
     """Which model, how much of the data, and where results go."""
 
-    counts = ("max_examples", "batch_size")  # arguments that are positive where they are given
-
     model: str = field(metadata={"help": "The model, a folder or a Hub id."})
     output_file: str | None = field(default=None, metadata={"help": "Default: evaluation.json in the model's folder."})
     dataset_split: str | None = field(
@@ -42,11 +40,6 @@ class EvaluationArguments(HubArguments):
         metadata={"help": "The dtype of the weights.", "choices": ["auto", "bfloat16", "float16", "float32", "float64"]},
     )
     device: str | None = field(default=None, metadata={"help": "Where to run. Default: the GPU if there is one."})
-
-    def __post_init__(self):
-        for name in self.counts:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
 
     @property
     def limit(self) -> str:
@@ -88,27 +81,22 @@ def load_source(source: str, args: EvaluationArguments, **file_options) -> Sourc
         file_options: options of the loader of txt files.
 
     Raises:
-        ValueError: the split does not exist or is not clear, the file is of an unknown kind, or there are no examples.
+        ValueError: the data cannot be read, the split does not exist or is not clear, or there are no examples.
     """
     options = {"cache_dir": args.cache_dir, "token": args.token}
     name, config, split = source, None, args.dataset_split
     if os.path.isfile(source):
-        if ending(source) not in LOADERS:
-            raise ValueError(f"The data file {source!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
-        if split is not None:
-            raise ValueError(f"The data file {source!r} has no splits to choose from: leave --dataset_split out.")
-        if ending(source) == "txt":
-            options |= file_options
-        examples = read_dataset(LOADERS[ending(source)], data_files=source, split="train", **options)
+        kind, split = LOADERS.get(ending(source), "text"), None
+        examples = read_dataset(kind, data_files=source, split="train", **options, **(file_options if kind == "text" else {}))
     else:
         if not os.path.isdir(source):
             name, _, config = source.partition(":")
-        found = read_dataset(name, config or None, **options)
-        wanted = [split] if split is not None else [*SPLITS, *(found if len(found) == 1 else ())]
-        split = next((candidate for candidate in wanted if candidate in found), None)
+        splits = read_dataset(name, config or None, **options)
+        candidates = [split] if split is not None else [*SPLITS, *(splits if len(splits) == 1 else ())]
+        split = next((candidate for candidate in candidates if candidate in splits), None)
         if split is None:
-            raise ValueError(f"{source} has the splits {', '.join(found)}; choose one of them by --dataset_split.")
-        examples = found[split]
+            raise ValueError(f"{source} has the splits {', '.join(splits)}; choose one of them by --dataset_split.")
+        examples = splits[split]
     if len(examples) == 0:
         raise ValueError(f"{source} has no examples to evaluate on.")
     if args.max_examples is not None:
@@ -125,28 +113,25 @@ def make_results(
 
     Numbers that are not finite are shown in the log and left out: JSON and model cards have none.
     """
+    run = {"seed": seed, "date": datetime.now(UTC).date().isoformat(), "command": command}
     results = []
     for measured in measurements:
         if not math.isfinite(measured.value):
             logger.warning(f"{measured.name} on {title} is {measured.value}: it is left out of the results.")
             continue
-        results.append(
-            {
-                "task_type": task_type,
-                "dataset_type": source.name,
-                "dataset_name": title,
-                "dataset_config": source.config,
-                "dataset_split": source.split,
-                "metric_type": measured.metric_type,
-                "metric_name": measured.name,
-                "metric_value": measured.value,
-                "protocol": measured.protocol,
-                "num_examples": measured.num_examples,
-                "seed": seed,
-                "date": datetime.now(UTC).date().isoformat(),
-                "command": command,
-            }
-        )
+        result = {
+            "task_type": task_type,
+            "dataset_type": source.name,
+            "dataset_name": title,
+            "dataset_config": source.config,
+            "dataset_split": source.split,
+            "metric_type": measured.metric_type,
+            "metric_name": measured.name,
+            "metric_value": measured.value,
+            "protocol": measured.protocol,
+            "num_examples": measured.num_examples,
+        }
+        results.append(result | run)
     return results
 
 
@@ -165,26 +150,22 @@ def results_file(args: EvaluationArguments) -> Path:
 
 def read_results(file: Path) -> dict:
     """The content of a results file, `{"results": [...]}`; no results where there is no file."""
-    if not file.exists():
-        return {"results": []}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or not isinstance(content.get("results"), list):
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"results": []}
+    if "results" not in content:
         raise ValueError(f'{file} does not hold {{"results": [...]}}: move it away, or choose another --output_file.')
     return content
 
 
 def write_results(file: Path, results: list[dict]) -> None:
     """Merges results into a file: those of the same data and metric name are replaced, the others kept."""
-    new = {tuple(result.get(key) for key in IDENTITY) for result in results}
     content = read_results(file)
-    kept = [result for result in content["results"] if tuple(result.get(key) for key in IDENTITY) not in new]
+    by_identity = {tuple(result.get(key) for key in IDENTITY): result for result in content["results"]}
+    for result in results:
+        by_identity.pop(identity := tuple(result.get(key) for key in IDENTITY), None)
+        by_identity[identity] = result
+    content["results"] = list(by_identity.values())
     with staged_file(file) as staged:
-        staged.write_text(
-            json.dumps(content | {"results": kept + results}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        staged.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def print_results(results: list[dict]) -> None:

@@ -95,14 +95,9 @@ def sweep(
 
     Returns:
         The sum in nats, and the number of tokens scored.
-
-    Raises:
-        ValueError: the stride is larger than the context.
     """
     if not 1 <= stride <= context:
-        raise ValueError(
-            f"The stride must lie between 1 and the context of {context}, got {stride}: tokens would be left out."
-        )
+        raise ValueError(f"The stride must lie between 1 and the context of {context}, got {stride}.")
     windows, counts = [], []
     for ids in documents:
         for start, end, scored in sweep_windows(len(ids) - 1, context, stride):
@@ -133,9 +128,6 @@ def windows_loss(
 
     Returns:
         The sum in nats, and the number of tokens scored, `num_windows * context`.
-
-    Raises:
-        ValueError: the text is too short for a window.
     """
     ids = torch.as_tensor(token_ids)
     if len(ids) <= context:

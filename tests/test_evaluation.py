@@ -52,23 +52,22 @@ def test_files_and_folders(tmp_path):
     found = evaluation.load_source(str(folder), args)
     assert found.examples["page"][:] == ["train 0", "train 1"]
     args.dataset_split = "test"
-    with pytest.raises(ValueError, match="has the splits train, validation; choose one"):
+    with pytest.raises(ValueError, match="--dataset_split"):
         evaluation.load_source(str(folder), args)
-    with pytest.raises(ValueError, match="has no splits"):
-        evaluation.load_source(str(tmp_path / "lines.txt"), args)
-    (tmp_path / "text.doc").touch()
-    with pytest.raises(ValueError, match=r"must end in one of: \.txt"):
-        evaluation.load_source(str(tmp_path / "text.doc"), args)
 
 
 def test_column_of_text():
     examples = Dataset.from_dict({"number": [1], "sentence": ["s"], "title": ["t"]})
     assert evaluate_lm.select_texts(examples, None) == ["s"]  # as Penn Treebank's is called
     assert evaluate_lm.select_texts(examples, "title") == ["t"]
-    assert evaluate_lm.select_texts(examples.rename_column("sentence", "number_2").remove_columns("title"), None) == ["s"]
-    for column in (None, "number"):
-        with pytest.raises(ValueError, match="--text_column_name, one of: other, title"):
-            evaluate_lm.select_texts(examples.rename_column("sentence", "other"), column)
+    assert evaluate_lm.select_texts(examples.select_columns("title"), None) == ["t"]
+    with pytest.raises(ValueError, match="--text_column_name"):
+        evaluate_lm.select_texts(examples, "body")
+
+
+def test_a_task_without_default_data():
+    with pytest.raises(ValueError, match="--datasets"):
+        evaluate_lm.LMEvaluationArguments(model="m", tasks=["ptb"])
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -112,6 +111,15 @@ def test_results_are_merged(tmp_path):
 def test_results_that_are_no_numbers_are_left_out(caplog):
     assert [one["metric_name"] for one in some_results(a=math.inf, b=math.nan, c=1.0)] == ["c"]
     assert "a on Set is inf" in caplog.text and "b on Set is nan" in caplog.text
+
+
+def test_where_results_go(tmp_path):
+    assert evaluation.results_file(evaluation.EvaluationArguments(model=str(tmp_path))) == tmp_path / "evaluation.json"
+    (tmp_path / "evaluation.json").write_text("[]")  # of something else
+    for model in ("gpt2", str(tmp_path)):
+        with pytest.raises(ValueError, match="--output_file"):
+            evaluation.results_file(evaluation.EvaluationArguments(model=model))
+    assert (tmp_path / "evaluation.json").read_text() == "[]"
 
 
 # The commands --------------------------------------------------------------------------------------------------------
