@@ -1,9 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Token losses: of sequences in batches, of a sliding-window sweep over a text, of random windows."""
+"""Token losses: of sequences in batches, of a sliding-window sweep over a text, of random windows, of bigrams."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -135,3 +136,26 @@ def windows_loss(
     starts = torch.randint(len(ids) - context, (num_windows,), generator=torch.Generator().manual_seed(seed)).tolist()
     scores = score(model, [ids[start : start + context + 1] for start in starts], batch_size, "Random windows")
     return math.fsum(float(nats.double().sum()) for nats, _ in scores), num_windows * context
+
+
+def bigram_loss(training: Iterable[Sequence[int]], held_out: Iterable[Sequence[int]], vocab_size: int) -> float:
+    """Cross-entropy, in nats per token, of a bigram model on all tokens but the first of each held-out sequence.
+
+    Bigrams are counted within each training sequence and interpolated with unigrams by Witten-Bell smoothing: the weight of
+    the unigrams is the share of distinct successors among the previous token's occurrences. Every token has one extra count.
+    """
+    pairs, tokens = np.zeros(vocab_size * vocab_size, np.uint32), np.ones(vocab_size)
+    for ids in map(np.asarray, training):
+        tokens += np.bincount(ids, minlength=vocab_size)
+        bigrams, counts = np.unique(ids[:-1] * vocab_size + ids[1:], return_counts=True)
+        pairs[bigrams] += counts.astype(np.uint32)
+    table = pairs.reshape(vocab_size, vocab_size)
+    total, distinct = table.sum(1), (table > 0).sum(1)
+    unseen = np.where(total > 0, distinct, 1)  # after a token without successors the unigrams alone count
+    losses = []
+    for ids in map(np.asarray, held_out):
+        previous, following = ids[:-1], ids[1:]
+        unigram = (tokens / tokens.sum())[following]
+        probability = (table[previous, following] + unseen[previous] * unigram) / (total + unseen)[previous]
+        losses.append(-np.log(probability))
+    return float(np.concatenate(losses).mean())

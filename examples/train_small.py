@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import evaluate_lm
-import numpy as np
 import run_clm
 import torch
 from datasets import load_dataset
 from demo import train_tokenizer
 from evaluation import EvaluationArguments, Measurement, load_source, make_results, print_results, write_results
+from scoring import bigram_loss
 from scripting import recorded_command
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -108,28 +108,6 @@ def store_as_bfloat16(auto_class, folder: str | os.PathLike) -> None:
             os.replace(file, Path(folder, file.name))
 
 
-def bigram_loss(training: Iterable[list[int]], held_out: list[int], vocab_size: int) -> float:
-    """Cross-entropy, in nats per token, of a bigram model on held-out tokens.
-
-    Bigrams are counted within each training document and interpolated with unigrams by Witten-Bell smoothing: the weight of
-    the unigrams is the share of distinct successors among the previous token's occurrences. Every token has one extra count.
-    """
-    pairs = np.zeros(vocab_size * vocab_size, np.uint32)
-    tokens = np.ones(vocab_size)
-    for document in training:
-        ids = np.asarray(document)
-        tokens += np.bincount(ids, minlength=vocab_size)
-        found, counts = np.unique(ids[:-1] * vocab_size + ids[1:], return_counts=True)
-        pairs[found] += counts.astype(np.uint32)
-    table = pairs.reshape(vocab_size, vocab_size)
-    total, distinct = table.sum(1), (table > 0).sum(1)
-    previous, following = np.asarray(held_out[:-1]), np.asarray(held_out[1:])
-    unigram = (tokens / tokens.sum())[following]
-    unseen = np.where(total > 0, distinct, 1)  # after a token without successors the unigrams alone count
-    probability = (table[previous, following] + unseen[previous] * unigram) / (total + unseen)[previous]
-    return float(-np.log(probability).mean())
-
-
 def evaluate(text: str, folder: str, context: int) -> None:
     """Adds the held-out loss of the stored weights, and of bigrams, to the folder's `evaluation.json`."""
     evaluate_lm.main(["--model", folder, "--tasks", "text", "--datasets", f"text={text}", "--context", str(context)])
@@ -137,7 +115,7 @@ def evaluate(text: str, folder: str, context: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loss = bigram_loss(
         tokenize(load_dataset(text, split="train")["text"], tokenizer),
-        list(itertools.chain.from_iterable(tokenize(source.examples["text"], tokenizer))),
+        [list(itertools.chain.from_iterable(tokenize(source.examples["text"], tokenizer)))],
         len(tokenizer),
     )
     how = "bigrams of the training tokens, interpolated with unigrams (Witten-Bell); no neural network"

@@ -25,7 +25,7 @@ from evaluate_image_classification import predict
 from evaluation import Measurement, Source, make_results, print_results, write_results
 from matplotlib.figure import Figure
 from scripting import recorded_command
-from sklearn.metrics import confusion_matrix
+from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
 from train_small import command_line, copy_published_files, finish_card, store_as_bfloat16
 from transformers import AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
 
@@ -117,17 +117,11 @@ def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
     [(most_frequent, _)] = Counter(splits["train"]["label"][:]).most_common(1)
     height, width = held_out[0]["pixel_values"].shape[-2:]
     how = f"images resized to {height} x {width} by the model's processor, {model.config.num_labels} classes"
+    accuracy, baseline = int(matrix.trace()) / len(labels), labels.count(most_frequent) / len(labels)
+    always = f"always {model.config.id2label[most_frequent]!r}, of the classes with most training images"
     measured = [
-        Measurement(
-            "accuracy", "Accuracy (top-1)", int(matrix.trace()) / len(labels), len(labels), f"{how}, weights as stored"
-        ),
-        Measurement(
-            "accuracy",
-            "Baseline: accuracy of the most frequent class",
-            labels.count(most_frequent) / len(labels),
-            len(labels),
-            f"always {model.config.id2label[most_frequent]!r}, of the classes with most training images",
-        ),
+        Measurement("accuracy", "Accuracy (top-1)", accuracy, len(labels), f"{how}, weights as stored"),
+        Measurement("accuracy", "Baseline: accuracy of the most frequent class", baseline, len(labels), always),
     ]
     name = Path(images).name if os.path.exists(images) else images
     source = Source(splits["validation"], name, split="held-out")
@@ -162,17 +156,11 @@ def plot_curves(folder: str) -> None:
 
 def plot_confusion(matrix: torch.Tensor, names: list[str], folder: str) -> None:
     """The confusion matrix, each row as shares of the images of a class."""
-    shares = matrix / matrix.sum(1, keepdim=True).clamp_min(1)
+    shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).numpy()
     side = 2 + 0.45 * len(names)
     figure = Figure(figsize=(side, side), layout="constrained")
-    axis = figure.subplots()
-    axis.imshow(shares.numpy(), cmap="viridis", vmin=0, vmax=1)
-    axis.set_xticks(range(len(names)), names, rotation=90)
-    axis.set_yticks(range(len(names)), names)
-    axis.set(xlabel="predicted", ylabel="class")
-    for (row, column), share in ((index, float(shares[index])) for index in map(tuple, shares.nonzero().tolist())):
-        color = "black" if share > 0.6 else "white"
-        axis.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7, color=color)
+    display = ConfusionMatrixDisplay(shares, display_labels=names)
+    display.plot(ax=figure.subplots(), values_format=".0%", xticks_rotation="vertical", colorbar=False)
     save_figure(figure, Path(folder, CONFUSION))
 
 

@@ -1,8 +1,10 @@
 """What evaluate_lm.py measures, every protocol and task against scores computed one token at a time."""
 
 import copy
+import itertools
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 import evaluate_lm
@@ -117,6 +119,27 @@ def test_random_windows(model):
     assert len({round(loss(seed=seed)[0], 6) for seed in range(10)}) > 1
     with pytest.raises(ValueError, match="--context"):
         loss(context=18)
+
+
+def test_bigram_loss():
+    """Against the same formula with dictionaries; after any token the probabilities add up to 1."""
+    training, vocab_size = [[0, 1, 2, 0, 1, 1], [0, 3, 0, 1]], 6
+    pairs = Counter(pair for text in training for pair in itertools.pairwise(text))
+    tokens = Counter(token for text in training for token in text)
+    unigram = [(tokens[token] + 1) / (sum(tokens.values()) + vocab_size) for token in range(vocab_size)]
+
+    def probability(previous, token):
+        counts = [pairs[previous, after] for after in range(vocab_size)]
+        if not sum(counts):
+            return unigram[token]
+        distinct = sum(count > 0 for count in counts)
+        return (counts[token] + distinct * unigram[token]) / (sum(counts) + distinct)
+
+    for previous in range(vocab_size):
+        assert sum(probability(previous, token) for token in range(vocab_size)) == pytest.approx(1)
+    held_out = [0, 1, 2, 4, 5, 3, 0, 3]
+    expected = -sum(math.log(probability(a, b)) for a, b in itertools.pairwise(held_out)) / (len(held_out) - 1)
+    assert scoring.bigram_loss(training, [held_out[:4], held_out[3:]], vocab_size) == pytest.approx(expected)
 
 
 # Losses in their units -----------------------------------------------------------------------------------------------

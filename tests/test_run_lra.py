@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
-from scripts import EXAMPLES, command_line, losses
+from scripts import command_line, losses
 from transformers import AutoModelForSequenceClassification
 
 
@@ -100,8 +100,10 @@ def test_other_attention_is_as_published(attention):
     torch.testing.assert_close(found, layer.out_proj(expected.transpose(1, 2).reshape(2, 7, 16)))
 
 
-@pytest.mark.parametrize("preset", ["tost-lra-text", "tost-lra-retrieval"])
-@pytest.mark.parametrize("attention", lra_models.ATTENTION)
+@pytest.mark.parametrize(
+    ("attention", "preset"),
+    [*((kind, "tost-lra-text") for kind in lra_models.ATTENTION), ("tost", "tost-lra-retrieval")],
+)
 def test_padding_changes_nothing_and_models_come_back(tmp_path, attention, preset):
     model = make_model(attention, preset)
     pairs = preset == "tost-lra-retrieval"
@@ -117,13 +119,19 @@ def test_padding_changes_nothing_and_models_come_back(tmp_path, attention, prese
     assert (type(model) is ToSTForSequenceClassification) == (attention == "tost" and not pairs)
 
 
+def test_other_models_differ_from_tost_in_their_attention_alone():
+    names = {kind: set(dict(make_model(kind).named_parameters())) for kind in lra_models.ATTENTION}
+    assert names["softmax"] == names["linear"]
+    assert all(".self_attn." in name for name in names["tost"] ^ names["softmax"])
+
+
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("task", "attention"), [*((task, "tost") for task in lra_tasks.TASKS), ("retrieval", "softmax"), ("text", "linear")]
+    ("task", "attention"), [("text", "tost"), ("image", "tost"), ("retrieval", "softmax"), ("listops", "linear")]
 )
-def test_every_task_trains(tmp_path, lra_args, task, attention):
+def test_tasks_train(tmp_path, lra_args, task, attention):
     run_lra.main(lra_args(task, attention=attention))
     out = tmp_path / "out"
     assert len(losses(out)) == 2
@@ -155,13 +163,31 @@ def test_options_beyond_the_paper(tmp_path, lra_args):
     assert config.forgetting == "token" and config.mlp_type == "ista" and config.pooling == "mean"
 
 
+@pytest.mark.parametrize("task", lra_tasks.TASKS)
+def test_defaults_are_the_papers(tmp_path, task):
+    recipe = lra_tasks.TASKS[task].recipe
+    args = run_lra.LRATrainingArguments(output_dir=str(tmp_path), task=task, use_cpu=True)
+    assert (args.learning_rate, args.weight_decay, args.max_steps) == (
+        recipe.learning_rate,
+        recipe.weight_decay,
+        recipe.max_steps,
+    )
+    assert args.per_device_train_batch_size == recipe.batch_size and args.gradient_accumulation_steps == 1
+    assert args.lr_scheduler_type == recipe.lr_scheduler_type and not args.lr_scheduler_kwargs
+    assert args.get_warmup_steps(recipe.max_steps) == recipe.warmup_steps
+    assert args.get_warmup_steps(recipe.max_steps // 2) == pytest.approx(recipe.warmup_steps / 2, abs=1)
+    own = run_lra.LRATrainingArguments(
+        output_dir=str(tmp_path), task=task, use_cpu=True, learning_rate=0.5, warmup_steps=7, num_train_epochs=2
+    )
+    assert (own.learning_rate, own.max_steps, own.get_warmup_steps(100)) == (0.5, -1, 7)
+    assert f"tost-lra-{task}" in LRA_PRESETS
+
+
 @pytest.mark.parametrize("command", re.findall("python examples/research/lra/run_lra.py (.*)", README))
 def test_commands_of_the_full_runs(command):
     classes = run_lra.ModelArguments, run_lra.DataArguments, run_lra.LRATrainingArguments
-    recipe, *words = shlex.split(command)
-    model, data, training = run_lra.parse_args([str(EXAMPLES.parent / recipe), *words], *classes)
-    assert f"lra_{training.task}.yaml" in recipe and data.max_length is None and model.attention == "tost"
-    assert training.do_train and training.max_steps >= 25_000 and f"tost-lra-{training.task}" in LRA_PRESETS
+    model, data, training = run_lra.parse_args(shlex.split(command), *classes)
+    assert training.task in lra_tasks.TASKS and data.max_length is None and model.attention == "tost" and training.do_train
 
 
 def test_the_small_comparison(tmp_path, monkeypatch, capsys):
@@ -186,8 +212,6 @@ def test_token_ids():
     picture = PILImage.fromarray(np.arange(16, dtype=np.uint8).reshape(4, 4))
     assert lra_tasks.encode_pixels(picture, 16) == list(range(1, 17))
     assert lra_tasks.encode_pixels(picture, 4) == [4, 6, 12, 14]  # means of 2 x 2, rounded
-    with pytest.raises(ValueError, match=r"'\[FIRST' is no token"):
-        lra_tasks.encode_listops("( ( [FIRST 2 ) ] )", 9)
 
 
 def test_aans_own_files(tmp_path):
@@ -211,21 +235,24 @@ def test_where_validation_examples_come_from(tmp_path, caplog):
     assert len(pathfinder["train"]) == len(pathfinder["validation"]) == 4 and "test examples are used instead" in caplog.text
 
 
+def test_data_of_another_task_is_rejected():
+    with pytest.raises(ValueError, match="no column image or img"):
+        lra_tasks.Examples(examples_of("text"), lra_tasks.TASKS["image"], 16, "The data")
+    with pytest.raises(ValueError, match="label 9"):
+        lra_tasks.Examples(examples_of("listops"), lra_tasks.TASKS["listops"], 16, "The data").check_labels(8)
+    empty = Dataset.from_dict({"text": [""], "label": [0]})
+    with pytest.raises(ValueError, match="no token"):
+        lra_tasks.Examples(empty, lra_tasks.TASKS["text"], 16, "The data")[0]
+
+
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
-        ("text", {"config_overrides": "speed=9"}, "does not understand 'speed=9'"),
-        ("image", {"max_length": 15}, "15 is no square"),
-        ("text", {"attention": "fast"}, "invalid choice: 'fast'"),
-        ("text", {"attention": "linear", "push_to_hub": True}, "--push_to_hub is for ToST alone"),
-        ("text", {"attention": "linear", "config_overrides": "is_causal=true"}, "set is_causal=False"),
-        ("text", {"max_length": 0}, "--max_length must be at least 1"),
-        ("text", {"dataset_name": "none/such"}, "The data of 'none/such' cannot be read"),
-        (
-            "text",
-            {"config_overrides": f"{TINY},max_position_embeddings=8"},
-            "The model has 8 positions and texts are up to 16 tokens long: set --max_length 8",
-        ),
+        ("image", {"max_length": 15}, "no square"),
+        ("text", {"attention": "linear", "push_to_hub": True}, "--push_to_hub"),
+        ("text", {"attention": "linear", "config_overrides": "is_causal=true"}, "is_causal=False"),
+        ("text", {"max_length": 0}, "--max_length"),
+        ("text", {"config_overrides": f"{TINY},max_position_embeddings=8"}, "8 positions"),
     ],
 )
 def test_wrong_input_is_rejected(tmp_path, lra_args, task, changes, message):

@@ -1,10 +1,7 @@
 """The scripts that train a small model for people to use, at toy size."""
 
-import itertools
 import json
-import math
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,27 +38,6 @@ def test_sizes_of_the_image_classifier(size, parameters):
     with torch.device("meta"):
         model = ToSTForImageClassification(config)
     assert model.num_parameters() == pytest.approx(parameters, rel=0.02)
-
-
-def test_bigram_loss():
-    """Against the same formula with dictionaries; after any token the probabilities add up to 1."""
-    training, vocab_size = [[0, 1, 2, 0, 1, 1], [0, 3, 0, 1]], 6
-    pairs = Counter(pair for text in training for pair in itertools.pairwise(text))
-    tokens = Counter(token for text in training for token in text)
-    unigram = [(tokens[token] + 1) / (sum(tokens.values()) + vocab_size) for token in range(vocab_size)]
-
-    def probability(previous, token):
-        counts = [pairs[previous, after] for after in range(vocab_size)]
-        if not sum(counts):
-            return unigram[token]
-        distinct = sum(count > 0 for count in counts)
-        return (counts[token] + distinct * unigram[token]) / (sum(counts) + distinct)
-
-    for previous in range(vocab_size):
-        assert sum(probability(previous, token) for token in range(vocab_size)) == pytest.approx(1)
-    held_out = [0, 1, 2, 4, 5, 3, 0, 3]
-    expected = -sum(math.log(probability(a, b)) for a, b in itertools.pairwise(held_out)) / (len(held_out) - 1)
-    assert train_small.bigram_loss(training, held_out, vocab_size) == pytest.approx(expected)
 
 
 def check_published_files(output: Path, hub: Path) -> None:

@@ -29,6 +29,7 @@ from demo import END_OF_TEXT, train_bpe
 from language_models import MODELS, equal_size, make_language_model
 from records import read_records, select
 from registry import benchmark
+from scoring import bigram_loss
 from tokenizers import Tokenizer
 from training import Results, StepTimer, train
 
@@ -95,19 +96,9 @@ def split_into_examples(tokens: torch.Tensor, context: int) -> list[dict[str, to
     return [{"input_ids": block, "labels": block} for block in blocks]
 
 
-def bigram_loss(training: torch.Tensor, blocks: list[dict], vocab_size: int, smoothing: float = 0.1) -> float:
-    """Mean cross-entropy (nats per token) of counted pairs of adjacent tokens, over the same targets as the models'."""
-    counts = torch.bincount(training[:-1] * vocab_size + training[1:], minlength=vocab_size**2).view(vocab_size, vocab_size)
-    unigram = (torch.bincount(training, minlength=vocab_size) + smoothing) / (len(training) + smoothing * vocab_size)
-    prior = smoothing * vocab_size
-    probability = (counts + prior * unigram) / (counts.sum(1, keepdim=True) + prior)
-    pairs = torch.stack([block["input_ids"] for block in blocks])
-    return -probability[pairs[:, :-1], pairs[:, 1:]].log().mean().item()
-
-
 @dataclass(frozen=True)
 class Data:
-    """Examples of `context` tokens to train on, the held-out text, and the loss of a bigram table on its examples."""
+    """Examples of `context` tokens to train on, the held-out text, and the loss of bigrams on its examples."""
 
     tokenizer: Tokenizer
     examples: list[dict[str, torch.Tensor]]
@@ -128,7 +119,7 @@ def prepare(text: str, size: Size) -> Data:
     tokenizer = train_bpe(shorten(training, 4_000_000), size.vocab_size)
     tokens = encode(tokenizer, training)
     held_out = split_into_examples(encode(tokenizer, validation), size.context)
-    baseline = bigram_loss(tokens, held_out, tokenizer.get_vocab_size())
+    baseline = bigram_loss([tokens], [example["input_ids"] for example in held_out], tokenizer.get_vocab_size())
     print(f"{len(tokens):,} training tokens, {len(held_out) * size.context:,} to validate; bigram {baseline:.3f}", flush=True)
     return Data(tokenizer, split_into_examples(tokens, size.context), validation, held_out, baseline)
 

@@ -30,13 +30,8 @@ class ListOpsRules:
     max_arguments: int = 10
 
     def __post_init__(self):
-        if not 1 <= self.min_length + 1 < self.max_length:
-            raise ValueError(f"No length lies between {self.min_length} and {self.max_length}, both excluded.")
-        if self.max_depth < 2 or self.max_arguments < MIN_ARGUMENTS:
-            raise ValueError(
-                f"An expression needs a depth of at least 2 and {MIN_ARGUMENTS} arguments, got {self.max_depth} and "
-                f"{self.max_arguments}."
-            )
+        if self.min_length + 1 >= self.max_length:
+            raise ValueError("No length lies between min_length and max_length, both excluded.")
 
 
 class _TooLong(Exception):

@@ -43,11 +43,8 @@ class Attention(nn.Module):
     def __init__(self, config: LRAConfig):
         super().__init__()
         width, bias = config.hidden_size, config.use_bias
-        self.linear, self.heads, self.dropout = (
-            config.attention == "linear",
-            config.num_attention_heads,
-            config.attention_dropout,
-        )
+        self.linear, self.heads = config.attention == "linear", config.num_attention_heads
+        self.dropout = config.attention_dropout
         self.qkv_proj = nn.Linear(width, 3 * width, bias=bias)
         self.out_proj = nn.Linear(width, width, bias=bias)
         self.out_dropout = nn.Dropout(config.hidden_dropout)

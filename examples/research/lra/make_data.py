@@ -61,14 +61,9 @@ class PairRules:
     """Of which texts pairs are made."""
 
     texts: list[str] = field(
-        default_factory=list, metadata={"help": "Two or more data sets, folders or Hub ids, with training and test texts."}
+        metadata={"help": "Two or more data sets, folders or Hub ids, with a column text and training and test data."}
     )
-    text_column: str = field(default="text", metadata={"help": "The column of their texts."})
     excerpt: int = field(default=4_000, metadata={"help": "Characters of an excerpt."})
-
-    def __post_init__(self):
-        if len(self.texts) < 2:
-            raise ValueError(f"--texts needs two data sets or more, got {len(self.texts)}.")
 
 
 def write_split(folder: Path, split: str, features: Features, examples: Iterable[dict], count: int) -> None:
@@ -103,26 +98,9 @@ def make_pairs(args: MakeArguments, rules: PairRules) -> None:
     features = Features({name: Value("int64" if name == "label" else "string") for name in names})
     found = {name: read_dataset(name) for name in rules.texts}
     for split, count in args.counts(PAIR_EXAMPLES).items():
-        texts = [concat_texts(name, splits, split, rules) for name, splits in found.items()] if count else []
-        write_split(
-            Path(args.output_dir),
-            split,
-            features,
-            draw_pairs(texts, rules.excerpt, random.Random(f"{args.seed} {split}")),
-            count,
-        )
-
-
-def concat_texts(name: str, splits: dict, split: str, rules: PairRules) -> str:
-    """The texts of one split, as one; ValueError if they are not there or too short."""
-    if split not in splits or rules.text_column not in splits[split].column_names:
-        raise ValueError(
-            f"{name!r} has no split {split!r} with a column {rules.text_column!r}: see --text_column, --{split}_examples."
-        )
-    text = "\n".join(splits[split][rules.text_column])
-    if len(text) < 2 * rules.excerpt:
-        raise ValueError(f"The split {split!r} of {name!r} has {len(text)} characters, fewer than two excerpts.")
-    return text
+        texts = ["\n".join(splits[split]["text"]) for splits in found.values()] if count else []
+        pairs = draw_pairs(texts, rules.excerpt, random.Random(f"{args.seed} {split}"))
+        write_split(Path(args.output_dir), split, features, pairs, count)
 
 
 def draw_pairs(texts: list[str], size: int, rng: random.Random) -> Iterator[dict]:
