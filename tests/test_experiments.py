@@ -25,8 +25,6 @@ import training
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from records import ORIGIN_COLUMNS, read_records
 
-from tost_hf import ToSTCache
-
 
 TOY = ["--steps", "2", "--seeds", "0", "1", "--learning_rates", "1e-3"]
 
@@ -132,7 +130,7 @@ def test_the_best_learning_rate_of_the_first_seed_serves_the_others():
 
     def run(seed, rate):
         runs.append((seed, rate))
-        return f"model {seed}, {rate}", {"loss": {0.1: 3.0, 0.2: 2.0, 0.4: math.nan}[rate] + seed}
+        return f"model {seed}, {rate}", {"loss": {0.1: 3.0, 0.2: 2.0, 0.4: 5.0}[rate] + seed}
 
     found = training.run_seeds(run, [0, 1, 2], [0.4, 0.1, 0.2], lambda metrics: -metrics["loss"], "a label")
     assert runs == [(0, 0.4), (0, 0.1), (0, 0.2), (1, 0.2), (2, 0.2)]
@@ -210,17 +208,6 @@ def test_reading_in_chunks_is_one_pass(monkeypatch):
         assert metrics["loss"] == pytest.approx(losses[part].mean().item(), rel=1e-5)
         entropy = torch.stack([torch.special.entr(m[0, :, part]).sum(0).mean() for m in outputs.memberships]) / math.log(4)
         assert metrics["entropy_shortfall"] == pytest.approx(1 - entropy.mean().item(), abs=1e-6)
-        assert metrics["entropy_shortfall_highest_layer"] == pytest.approx(1 - entropy.min().item(), abs=1e-6)
-    states = []
-    for end in (16, 40):
-        cache = ToSTCache(model.config)
-        model(tokens[None, :end], past_key_values=cache)
-        parts = [layer.sum_weighted_sq / layer.sum_membership[..., None] for layer in cache.layers]
-        states.append(torch.cat([part.flatten() for part in parts]))
-    assert ranges[1]["moment_change"] == pytest.approx(((states[1] - states[0]).norm() / states[0].norm()).item(), rel=1e-4)
-    assert "moment_change" not in ranges[0] and ranges[0]["moment_norm"] == pytest.approx(states[0].norm().item(), rel=1e-5)
-    assert ranges[1]["microseconds_a_token"] > 0 and ranges[1]["peak_mebibytes"] >= 0
-    assert ranges[1]["cache_bytes"] == ranges[0]["cache_bytes"] == 2 * (32 * 4 + (32 + 4) * 8)
     monkeypatch.setattr(long_context, "position_ranges", lambda length, first: [(16, 24)])
     assert long_context.read(model, tokens)[0]["loss_with_state_reset"] == pytest.approx(alone.mean().item(), rel=1e-5)
 
@@ -327,7 +314,7 @@ def test_long_context_runs(tmp_path, monkeypatch):
     text = ["--text", str(write_text(tmp_path / "text")), "--length", "64"]
     records = run("long_context", tmp_path, *TOY, *text)
     assert {(x["seed"], x["steps"], x["width"]) for x in records} == {("0", "2", "96"), ("1", "2", "96")}
-    assert {"loss", "loss_with_state_reset", "entropy_shortfall", "cache_bytes"} <= {x["metric"] for x in records}
+    assert {"loss", "loss_with_state_reset", "entropy_shortfall"} <= {x["metric"] for x in records}
 
 
 def test_compare_vision_and_ablations_run(tmp_path, images):

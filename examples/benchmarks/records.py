@@ -10,8 +10,6 @@ import argparse
 import csv
 import datetime
 import fcntl
-import io
-import os
 import platform
 import shlex
 import statistics
@@ -24,7 +22,6 @@ import torch
 import transformers
 
 import tost_hf
-from tost_hf.files import staged_file
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,28 +95,20 @@ def origin(args: argparse.Namespace) -> dict[str, str]:
 
 
 def append_records(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    """Appends records of equal columns, under a lock; the file is written under a temporary name and moved.
+    """Appends records of equal columns, under a lock.
 
     Raises:
         ValueError: the file has other columns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
-        columns = list(records[0])
-        text = path.read_text() if path.exists() else ""
-        if text and text.splitlines()[0] != ",".join(columns):
-            raise ValueError(f"{path} has other columns than {', '.join(columns)}: move it away.")
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, columns, lineterminator="\n")
-        if not text:
+    with open(path, "a+", newline="") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        file.seek(0)
+        header = next(csv.reader(file), None)
+        writer = csv.DictWriter(file, header or list(records[0]), lineterminator="\n")
+        if header is None:
             writer.writeheader()
         writer.writerows(records)
-        with staged_file(path) as staged:
-            staged.write_text(text + buffer.getvalue())
-    finally:
-        os.close(folder)
 
 
 def read_records(path: Path) -> list[dict[str, str]]:

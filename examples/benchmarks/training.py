@@ -5,7 +5,6 @@ Every model of a comparison gets the same steps, batches, optimizer and learning
 """
 
 import argparse
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -108,14 +107,6 @@ class Batches(torch.utils.data.Dataset):
         return self.make(np.random.default_rng((self.seed, number)))
 
 
-class _StopAtNaN(TrainerCallback):
-    """Stops training when the loss is not finite: the learning rate was too high."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and not math.isfinite(logs.get("loss", 0.0)):
-            control.should_training_stop = True
-
-
 class StepTimer(TrainerCallback):
     """The seconds of each step: forward, backward, the optimizer; no evaluation, no loading."""
 
@@ -162,7 +153,7 @@ def train(
             **({"logging_steps": max(1, steps // 50)} | options),
         )
         transformers.utils.logging.set_verbosity_error()
-        trainer = ToSTTrainer(model, arguments, train_dataset=data, callbacks=[_StopAtNaN(), *callbacks], **for_trainer)
+        trainer = ToSTTrainer(model, arguments, train_dataset=data, callbacks=list(callbacks), **for_trainer)
         trainer.pop_callback(transformers.PrinterCallback)
         trainer.train()
     return trainer
@@ -189,7 +180,7 @@ def run_seeds(
 
     Args:
         run: accepts a seed and a learning rate, builds a model, and returns what it trained and its metrics.
-        score: the metrics' quality; NaN counts as the worst.
+        score: the metrics' quality.
         label: what is printed before each run's metrics.
 
     Returns:
@@ -203,6 +194,5 @@ def run_seeds(
         return trained, metrics | {"learning_rate": rate}
 
     tried = {rate: run_seeded(seeds[0], rate) for rate in learning_rates}
-    scores = {rate: score(metrics) for rate, (_, metrics) in tried.items()}
-    best = max(scores, key=lambda rate: scores[rate] if math.isfinite(scores[rate]) else -math.inf)
+    best = max(tried, key=lambda rate: score(tried[rate][1]))
     return {seeds[0]: tried[best]} | {seed: run_seeded(seed, best) for seed in seeds[1:]}

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A position-free ToST far beyond its training length: loss, memberships, time and memory by position.
+"""A position-free ToST far beyond its training length: loss and memberships by position.
 
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER --variant "ToST conv token" --length 16384
@@ -8,20 +8,17 @@ Trains a small model with max_position_embeddings=None on blocks of 1,024 tokens
 sequence of up to 262,144 tokens in chunks, with the state in the cache. For each range of
 positions: the mean loss; the loss of the same tokens when the state is dropped every 1,024 tokens, so that their difference
 is the gain by older tokens; the normalised distance of the memberships' entropy from its maximum (0: Pi is uniform over the
-heads); the relative change of the moments (sum_weighted_sq / sum_membership) over the range; time, memory beyond the
-model's, bytes of the cache.
+heads).
 """
 
 import itertools
 import math
-import time
 
 import torch
 from compare_lm import encode, load_texts, shorten, split_into_examples
 from demo import train_bpe
 from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
 from registry import benchmark
-from timing import peak_bytes
 from torch.nn import functional as F
 from training import Results, run_seeds, train
 
@@ -54,52 +51,28 @@ def read_chunk(model, tokens: torch.Tensor, targets: torch.Tensor, cache: ToSTCa
     return losses, (1 - entropy).cpu()
 
 
-def moments(cache: ToSTCache) -> torch.Tensor:
-    """The concatenated moments of all layers."""
-    return torch.cat([(x.sum_weighted_sq / x.sum_membership.unsqueeze(-1)).flatten().double().cpu() for x in cache.layers])
-
-
 def read(model, tokens: torch.Tensor) -> list[dict[str, float]]:
     """Reads the tokens as one sequence; the metrics of each range of positions."""
     length, cache = len(tokens) - 1, ToSTCache(model.config)
-    losses, recent_losses, shortfalls, seconds, peaks, moments_at = [], [], [], [], [], {}
+    losses, recent_losses, shortfalls = [], [], []
     for start in range(0, length, CHUNK):
         stop = min(start + CHUNK, length)
         chunk, targets = tokens[start:stop], tokens[start + 1 : stop + 1]
-
-        def run(chunk=chunk, targets=targets):
-            begin = time.perf_counter()
-            loss, shortfall = read_chunk(model, chunk, targets, cache)
-            seconds.append(time.perf_counter() - begin)
-            losses.append(loss)
-            shortfalls.append(shortfall)
-
-        peaks.append(peak_bytes(run, model.device))
+        loss, shortfall = read_chunk(model, chunk, targets, cache)
+        losses.append(loss)
+        shortfalls.append(shortfall)
         recent_losses.append(read_chunk(model, chunk, targets, ToSTCache(model.config))[0])
-        moments_at[stop] = moments(cache)
     losses, recent_losses, shortfalls = torch.cat(losses), torch.cat(recent_losses), torch.cat(shortfalls, 1)
-
-    ranges = []
-    for start, stop in position_ranges(length, FIRST_RANGE):
-        part = slice(start, stop)
-        metrics = {
+    return [
+        {
             "start": start,
             "stop": stop,
-            "loss": losses[part].mean().item(),
-            "loss_with_state_reset": recent_losses[part].mean().item(),
-            "entropy_shortfall": shortfalls[:, part].mean().item(),
-            "entropy_shortfall_highest_layer": shortfalls[:, part].mean(1).max().item(),
-            "cache_bytes": sum(x.nbytes for layer in cache.layers for x in layer.state),
+            "loss": losses[start:stop].mean().item(),
+            "loss_with_state_reset": recent_losses[start:stop].mean().item(),
+            "entropy_shortfall": shortfalls[:, start:stop].mean().item(),
         }
-        if stop in moments_at:
-            metrics["moment_norm"] = moments_at[stop].norm().item()
-        if start in moments_at:
-            metrics["moment_change"] = ((moments_at[stop] - moments_at[start]).norm() / moments_at[start].norm()).item()
-            chunks = slice(start // CHUNK, -(-stop // CHUNK))
-            metrics["microseconds_a_token"] = sum(seconds[chunks]) / (stop - start) * 1e6
-            metrics["peak_mebibytes"] = max(peaks[chunks]) / 2**20
-        ranges.append(metrics)
-    return ranges
+        for start, stop in position_ranges(length, FIRST_RANGE)
+    ]
 
 
 def add_arguments(parser) -> None:
