@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from card_folders import RESULT, code_blocks, headings, metadata, section, write_json
-from conftest import auto_processor_missing, small_vision_config
+from card_folders import RECORDS, RESULT, code_blocks, headings, metadata, section, write_json
+from conftest import auto_processor_missing, small_config, small_vision_config
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 
 import tost_hf
 from tost_hf import cli
 from tost_hf.hub.cards import PRESET_CARDS, build_card, preset_card, write_card
+from tost_hf.hub.records import load_card
 
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +88,27 @@ def test_metadata_and_model_index(trained_folder):
     }
 
 
+def test_tables_hold_the_inputs(trained_folder):
+    card = build_card(trained_folder, repo_id="me/tiny")
+    evaluation = section(card, "Evaluation")
+    assert "| Letters | test | perplexity (sweep, stride 64) | 12.3457 | 1,234 | 7 | 2026-11-21 |" in evaluation
+    assert f"```bash\n{RESULT['command']}\n```" in evaluation
+    for record in ("| loss | 1.53125 |", "| accuracy | 0.4375 |", "| perplexity | 4.625 |", "| ema loss | 1.75 |"):
+        assert record in evaluation
+    training = section(card, "Training")
+    assert "```bash\npython examples/run_clm.py --do_train\n```" in training
+    for record in ("| global step | 4,321 |", "| train samples | 8,765 |", "| train loss | 2.125 |"):
+        assert record in training
+    assert "Fine-tuned from [me/parent]" in training and "[me/letters](https://huggingface.co/datasets/me/letters)" in training
+
+
+def test_empty_columns_are_left_out(bare_folder):
+    bare = {key: RESULT[key] for key in ("task_type", "dataset_type", "dataset_name", "metric_type", "metric_value")}
+    write_json(bare_folder / "evaluation.json", {"results": [bare]})
+    table = section(build_card(bare_folder), "Evaluation")
+    assert "| dataset | metric | value |\n|---|---|---|\n| Letters | perplexity | 12.3457 |" in table
+
+
 @pytest.mark.parametrize("kind", ["language", "vision"])
 def test_parameters_are_those_in_the_file(bare_folder, labelled_folder, kind):
     path = {"language": bare_folder, "vision": labelled_folder}[kind]
@@ -116,6 +138,15 @@ def test_vision_cards(labelled_folder, tmp_path):
     run_blocks(card, "baseline", tmp_path / "baseline")
 
 
+def test_hybrids(tmp_path):
+    types = ["tost_causal_statistics", "full_attention", "full_attention"]
+    config = small_config(max_position_embeddings=None, num_hidden_layers=3, layer_types=types)
+    tost_hf.ToSTForCausalLM(config).save_pretrained(tmp_path)
+    card = build_card(tmp_path)
+    assert "| layers | 3; full_attention in 2, full_attention in 3 |" in card.text and "quadratic time" in card.text
+    assert "| positions | no limit (position-free) |" in card.text and "No text is too long" in section(card, "Limitations")
+
+
 def test_an_evaluation_of_earlier_weights_is_not_reported(bare_folder):
     state = {"global_step": 20, "log_history": [{"eval_loss": 3.5, "step": 10}]}
     write_json(bare_folder / "trainer_state.json", state)
@@ -130,6 +161,39 @@ def test_local_names_are_not_ids(trained_folder):
     write_json(trained_folder / "run_arguments.json", {"dataset_name": "/data/photos", "model_name_or_path": "my-tost"})
     data = metadata(build_card(trained_folder))
     assert "datasets" not in data and "base_model" not in data
+
+
+# Damaged records ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*RECORDS, "config.json"])
+def test_damaged_files(trained_folder, capsys, name):
+    (trained_folder / name).write_bytes(b"[]")
+    assert cli.main(["card", str(trained_folder)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tost-hf: error: ") and name in error and "JSON" in error
+    assert not (trained_folder / "README.md").exists()
+
+
+def test_numbers_that_are_not_finite(bare_folder):
+    write_json(bare_folder / "evaluation.json", {"results": [RESULT | {"metric_value": float("nan")}]})
+    write_json(bare_folder / "eval_results.json", {"eval_loss": float("inf")})
+    card = build_card(bare_folder)
+    assert "## Evaluation" not in card.text and "model-index" not in metadata(card)
+
+
+def test_texts_in_tables(bare_folder):
+    write_json(bare_folder / "evaluation.json", {"results": [RESULT | {"protocol": "a | b\nc"}]})
+    assert r"| a \| b c |" in section(build_card(bare_folder), "Evaluation")
+
+
+@pytest.mark.parametrize("text", ["license: [mit", "model-index: 5"])
+def test_invalid_metadata(bare_folder, capsys, text):
+    path = bare_folder / "README.md"
+    path.write_text(f"---\n{text}\n---\n\n# Mine\n")
+    with pytest.raises(ValueError, match="metadata"):
+        load_card(path)
+    assert cli.main(["info", str(bare_folder)]) == 1 and "metadata" in capsys.readouterr().err
 
 
 # Written once --------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 from authors_checkpoints import (
     FIXTURES,
+    add_prefix,
     assert_same_bits,
     read_checkpoint,
     relative_error,
@@ -19,8 +20,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
-from tost_hf import ToSTForImageClassification, ToSTVisionConfig
+from tost_hf import ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
 from tost_hf.cli import main
+from tost_hf.convert import VISION_ATTENTION_NAMES, VISION_NAMES, rename
 from tost_hf.convert import convert_from_original as to_folder
 from tost_hf.convert import convert_to_original as to_file
 
@@ -64,6 +66,19 @@ def test_folder(converted):
     assert processor["crop_size"] == {"height": side, "width": side}
 
 
+def test_names_cover_every_kind_of_trunk_in_both_directions():
+    for attention_type, of_attention in VISION_ATTENTION_NAMES.items():
+        names = VISION_NAMES | of_attention
+        back = {ours: authors for authors, ours in names.items()}
+        assert len(back) == len(names)
+        for ours in tiny(attention_type=attention_type).state_dict():
+            assert rename(rename(ours, back), names) == ours
+    names = VISION_NAMES | VISION_ATTENTION_NAMES["tssa"]
+    assert rename("blocks.11.attn.to_out.0.bias", names) == "tost.layers.11.attention.out_proj.bias"
+    assert rename("patch_embed.proj.6.1.running_var", names) == "tost.embeddings.patch_embeddings.norms.3.running_var"
+    assert rename("blocks.0.attn.to_out.1.bias", names) is None
+
+
 # There and back ------------------------------------------------------------------------------------------------------
 
 
@@ -90,6 +105,17 @@ def test_ema_weights(tmp_path):
     assert not torch.equal(stored["model_ema"]["norm.weight"], stored["model"]["norm.weight"])
 
 
+def test_fine_tuned_files(tmp_path):
+    """They hold the DataParallel model, the accuracy and the epoch only."""
+    source = write_changed(
+        tmp_path / "vit-ckpt.t7", lambda contents: {"model": add_prefix(contents, "module."), "acc": 97.1, "epoch": 3}, P8
+    )
+    folder = to_folder(source, tmp_path / "model")
+    assert ToSTVisionConfig.from_pretrained(folder).image_size == 224
+    to_file(folder, tmp_path / "back.pth")
+    assert_same_bits(read_checkpoint(tmp_path / "back.pth")["model"], read_checkpoint(P8)["model"])
+
+
 def test_settings_of_the_run(tmp_path):
     def change(contents):
         contents["args"].drop, contents["args"].drop_path = 0.1, 0.05
@@ -112,6 +138,7 @@ def tiny(**fields):
 @pytest.mark.parametrize(
     "fields",
     [
+        {"attention_type": "xca"},
         {"attention_type": "softmax"},
         {"attention_type": "xca", "qkv_bias": False},
         {"patch_size": 2, "num_channels": 1},
@@ -167,20 +194,13 @@ def stated(**args):
     return lambda contents: vars(contents["args"]).update(args)
 
 
-def deit(contents):
-    return {"model": {"cls_token": torch.zeros(1, 1, 8), "patch_embed.proj.weight": torch.zeros(8, 3, 16, 16)}}
-
-
 INVALID = {
-    "XCiT": (replace("blocks.0.local_mp.conv1.weight", torch.zeros(48, 1, 3, 3)), "XCiT .*local_mp.conv1"),
-    "a plain ViT": (deit, "lacks blocks.0.attn.qkv.weight"),
-    "positions as a Linear": (replace("pos_embeder.token_projection.weight", torch.zeros(48, 64)), "token_projection.weight"),
-    "heads that differ between layers": (replace("blocks.1.attn.temp", torch.zeros(4, 1)), "blocks.1.attn.temp"),
-    "counts that are not integers": (
-        replace("patch_embed.proj.0.1.num_batches_tracked", torch.tensor(1.0)),
-        "num_batches_tracked",
-    ),
-    "impossible drop-path": (stated(drop_path=1.5), "drop_path_rate must be at least 0"),
+    "XCiT": (replace("blocks.0.local_mp.conv1.weight", torch.zeros(48, 1, 3, 3)), "has blocks.0.local_mp.conv1"),
+    "a plain ViT": (lambda contents: {"model": {"cls_token": torch.zeros(1, 1, 8)}}, "lacks blocks.0.attn.qkv.weight"),
+    "positions as a Linear": (replace("pos_embeder.token_projection.weight", torch.zeros(48, 64)), r"shape \(48, 64\) "),
+    "heads that differ between layers": (replace("blocks.1.attn.temp", torch.zeros(4, 1)), r"shape \(4, 1\)"),
+    "counts that are not integers": (replace("patch_embed.proj.0.1.num_batches_tracked", torch.tensor(1.0)), "int64"),
+    "image size of another type": (stated(input_size="large"), "image_size"),
 }
 
 
@@ -193,12 +213,34 @@ def test_invalid_checkpoints(tmp_path, change, message):
     assert os.listdir(tmp_path) == ["checkpoint.pth"]  # nothing half-written
 
 
-@pytest.mark.parametrize("field, value", [("layer_norm_eps", 1e-5), ("attention_dropout", 0.1)])
-def test_unsupported_models(tmp_path, field, value):
-    tiny(**{field: value}).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=field):
+def test_invalid_options(tmp_path):
+    without = write_changed(tmp_path / "checkpoint.pth", lambda contents: {"model": contents["model"]}, P8)
+    with pytest.raises(ValueError, match="model_ema"):
+        to_folder(without, tmp_path / "model", ema=True)
+    for options in ({"num_attention_heads": 2}, {"normalize_patch_tokens": False}):
+        with pytest.raises(ValueError, match="vision"):
+            to_folder(FIXTURES / "lm_bias.pt", tmp_path / "model", **options)
+    assert os.listdir(tmp_path) == ["checkpoint.pth"]
+
+
+UNSUPPORTED = {
+    "epsilon": ({"layer_norm_eps": 1e-5}, "layer_norm_eps=1e-05"),
+    "attention dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+}
+
+
+@pytest.mark.parametrize("fields, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_models(tmp_path, fields, message):
+    tiny(**fields).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
         to_file(tmp_path / "model", tmp_path / "back.pth")
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_trunk_without_its_classifier_cannot_go_back(tmp_path):
+    ToSTVisionModel(tiny().config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="lacks classifier"):
+        to_file(tmp_path / "model", tmp_path / "back.pth")
 
 
 # The command ---------------------------------------------------------------------------------------------------------

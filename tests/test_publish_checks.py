@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_clients import language_folder
+from conftest import needs_auto_processor
+from hub_clients import language_folder, vision_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from tost_hf.cli import main
 from tost_hf.hub import publish, verify
 from tost_hf.model.base_tost import CODE_FILES
 
@@ -63,12 +65,10 @@ DAMAGE = {  # what is done to a folder, and a word of the message
     "another-model": (edit_json("config.json", model_type="gpt2"), "gpt2"),
     "another-class": (edit_json("config.json", architectures=["GPT2Model"]), "GPT2Model"),
     "wrong-size": (edit_json("config.json", hidden_size="abc"), "hidden_size"),
-    "no-weights": (remove("model.safetensors"), "missing"),
-    "cut-weights": (put("model.safetensors", b"\x08"), "truncated"),
-    "two-sets-of-weights": (put("model.safetensors.index.json", b"{}"), "both"),
+    "no-weights": (remove("model.safetensors"), "model.safetensors"),
+    "cut-weights": (put("model.safetensors", b"\x08"), "loaded"),
     "nan": (change("norm", lambda x: x * float("nan")), "NaN"),
     "overflow": (change("in_proj", lambda x: x * 1e37), "output"),
-    "float8": (change("norm", lambda x: x.to(torch.float8_e4m3fn)), "float8"),
     "tensor-missing": (edit_weights(lambda weights: weights.popitem()), "lacks"),
     "tensor-more": (edit_weights(lambda weights: weights.update(more=torch.ones(2))), "more"),
     "other-shape": (edit_json("config.json", vocab_size=321), "shape"),
@@ -108,6 +108,19 @@ def check_rejected(folder, word):
 def test_rejected_folders(folder, damage, word):
     damage(folder)
     check_rejected(folder, word)
+
+
+@needs_auto_processor
+def test_damaged_image_processor(tmp_path):
+    folder = vision_folder(tmp_path / "model")
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Nothing"}')
+    check_rejected(folder, "image processor")
+
+
+def test_missing_shard(tmp_path):
+    folder = language_folder(tmp_path / "model", max_shard_size="40KB")
+    next(folder.glob("model-00002*")).unlink()
+    check_rejected(folder, "model-00002")
 
 
 def test_words_that_lead_to_no_code(folder):
@@ -153,3 +166,11 @@ def test_code_that_differs_fails_verify(tmp_path):
     (folder / "tssa_reference.py").write_text("# as it was")
     assert [check.name for check in verify(folder) if not check.passed] == ["code"]
     assert publish(folder, "tost/sound", dry_run=True).num_parameters > 0  # which sends the package's files
+
+
+def test_invalid_arguments(folder, capsys):
+    before = (folder / "README.md").read_bytes()
+    assert main(["publish", str(folder), "bad id!", "--card"]) == 1
+    assert (folder / "README.md").read_bytes() == before and "bad id!" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="pull request"):
+        publish(folder, "tost/x", create_pr=True, tag="v1", dry_run=True)

@@ -17,8 +17,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
-from .files import check_file, check_folder, staged_file, staged_folder
-from .hub.checks import check_names, check_tensor, empty_model, list_names, load_config, tensors, weight_files
+from .files import check_file, check_folder, is_weights_name, staged_file, staged_folder
+from .hub.checks import empty_model, load_config
+from .hub.records import open_safetensors
 from .image_processing import save_image_processor
 from .model.configuration_tost import ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
@@ -49,26 +50,24 @@ LANGUAGE_NAMES = {
     "transformer.ln_f": "model.norm",
     "lm_head": "lm_head",
 }
+_VISION_LAYER_NAMES = {
+    "norm1": "attention_norm",
+    "gamma1": "attention_layer_scale",
+    "norm2": "mlp_norm",
+    "mlp.fc1": "mlp.up_proj",
+    "mlp.fc2": "mlp.down_proj",
+    "gamma2": "mlp_layer_scale",
+}
 VISION_NAMES = {
     "cls_token": "tost.class_token",
     # the authors' stem is a sequence with an activation after each convolution but the last
     **{f"patch_embed.proj.{2 * i}.0": f"tost.embeddings.patch_embeddings.convolutions.{i}" for i in range(5)},
     **{f"patch_embed.proj.{2 * i}.1": f"tost.embeddings.patch_embeddings.norms.{i}" for i in range(5)},
     "pos_embeder.token_projection": "tost.embeddings.position_embeddings.projection",
-    "blocks.{}.norm1": "tost.layers.{}.attention_norm",
-    "blocks.{}.gamma1": "tost.layers.{}.attention_layer_scale",
-    "blocks.{}.norm2": "tost.layers.{}.mlp_norm",
-    "blocks.{}.mlp.fc1": "tost.layers.{}.mlp.up_proj",
-    "blocks.{}.mlp.fc2": "tost.layers.{}.mlp.down_proj",
-    "blocks.{}.gamma2": "tost.layers.{}.mlp_layer_scale",
-    "cls_attn_blocks.{}.norm1": "tost.class_attention_layers.{}.attention_norm",
+    **{f"blocks.{{}}.{a}": f"tost.layers.{{}}.{b}" for a, b in _VISION_LAYER_NAMES.items()},
+    **{f"cls_attn_blocks.{{}}.{a}": f"tost.class_attention_layers.{{}}.{b}" for a, b in _VISION_LAYER_NAMES.items()},
     "cls_attn_blocks.{}.attn.qkv": "tost.class_attention_layers.{}.attention.qkv",
     "cls_attn_blocks.{}.attn.proj": "tost.class_attention_layers.{}.attention.out_proj",
-    "cls_attn_blocks.{}.gamma1": "tost.class_attention_layers.{}.attention_layer_scale",
-    "cls_attn_blocks.{}.norm2": "tost.class_attention_layers.{}.mlp_norm",
-    "cls_attn_blocks.{}.mlp.fc1": "tost.class_attention_layers.{}.mlp.up_proj",
-    "cls_attn_blocks.{}.mlp.fc2": "tost.class_attention_layers.{}.mlp.down_proj",
-    "cls_attn_blocks.{}.gamma2": "tost.class_attention_layers.{}.mlp_layer_scale",
     "norm": "tost.norm",
     "head": "classifier",
 }
@@ -89,10 +88,6 @@ VISION_ATTENTION_NAMES = {  # by attention_type, beside VISION_NAMES
     },
 }
 
-_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # prefixes by torch.compile and DDP
-_VISION_MODULES = ("cls_token", "patch_embed.", "cls_attn_blocks.", "pos_embeder.")
-_XCIT_MODULES = (".local_mp.", ".norm3.", ".gamma3")  # XCiT's local patch interaction
-_POSITION_PROJECTION = "pos_embeder.token_projection.weight"  # a 1x1 convolution in the authors' code, a Linear here
 _LANGUAGE_SETTINGS = {  # the authors' name of each setting in `model_args`, and ours
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -111,6 +106,13 @@ _VISION_SETTINGS = {  # likewise in `args`
     "num_heads": "num_attention_heads",
     "tokens_norm": "normalize_patch_tokens",
 }
+# what the authors' code cannot have otherwise
+_FIXED_IN_LANGUAGE = {"tie_word_embeddings": True, "hidden_act": "gelu", "layer_norm_eps": 1e-5}
+_FIXED_IN_VISION = {"hidden_act": "gelu", "layer_norm_eps": 1e-6, "attention_dropout": 0}
+
+_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # prefixes by torch.compile and DDP
+_VISION_MODULES = ("cls_token", "patch_embed.", "cls_attn_blocks.", "pos_embeder.")
+_POSITION_PROJECTION = "pos_embeder.token_projection.weight"  # a 1x1 convolution in the authors' code, a Linear here
 _END_OF_TEXT = 50256  # of GPT-2's tokenizer, which the authors use
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")  # one number in the authors' code
 
@@ -158,20 +160,33 @@ def convert_from_original(
     """
     checkpoint, target = Path(checkpoint), Path(output_dir)
     check_folder(target, overwrite)
-    contents = _load_pickle(checkpoint)
-    state = _state_dict(contents, "model_ema" if ema else "model", checkpoint)
-    if any(name.startswith(_VISION_MODULES) for name in state):
-        stated = _read_settings(contents, "args")
-        config: Config = _vision_config(state, stated, num_attention_heads, normalize_patch_tokens, checkpoint)
-    elif num_attention_heads is not None or normalize_patch_tokens is not None:
+    contents, key = _load_pickle(checkpoint), "model_ema" if ema else "model"
+    if not isinstance(contents, Mapping) or not isinstance(contents.get(key), Mapping):
+        raise ValueError(f"{checkpoint} is not a checkpoint of the authors' code, a dict with a state dict under {key!r}.")
+    state = {_WRAPPERS.sub("", name): tensor for name, tensor in contents[key].items()}
+    is_vision = any(name.startswith(_VISION_MODULES) for name in state)
+    if not is_vision and (num_attention_heads is not None or normalize_patch_tokens is not None):
         raise ValueError(
-            f"{checkpoint} is not a vision checkpoint; num_attention_heads and normalize_patch_tokens are for those alone."
+            f"{checkpoint} is no vision checkpoint, which num_attention_heads and normalize_patch_tokens are for."
         )
-    else:
-        config = _language_config(state, _read_settings(contents, "model_args"), checkpoint)
-    model = _model(config)
-    _load_authors_tensors(model, state, checkpoint)
-    if isinstance(config, ToSTConfig) and not config.tie_word_embeddings:
+    settings = contents.get("args" if is_vision else "model_args", {})
+    settings = vars(settings) if isinstance(settings, argparse.Namespace) else settings
+    try:
+        if is_vision:
+            config: Config = _vision_config(state, settings, num_attention_heads, normalize_patch_tokens)
+        else:
+            config = _language_config(state, settings)
+    except KeyError as error:
+        raise ValueError(f"{checkpoint} does not hold a ToST model: it lacks {error.args[0]}.") from error
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{checkpoint}: {error}") from error
+    model = _empty_model(config)
+    _check_tensors(state, _to_authors(config, model.state_dict()), checkpoint)
+    for name, tensor in model.state_dict().items():
+        state[name] = state.pop(_authors_name(config, name)).reshape(tensor.shape).contiguous()
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    if not is_vision and not config.tie_word_embeddings:
         logger.warning("%s: lm_head differs from wte; the model is converted with tie_word_embeddings=False.", checkpoint)
     with staged_folder(target) as folder:
         model.save_pretrained(folder)
@@ -220,24 +235,28 @@ def convert_to_original(
     model_config = cast(Config, load_config(source))
     settings: dict[str, object]
     if isinstance(model_config, ToSTVisionConfig):
-        settings = {"args": _vision_args(model_config, source)}
+        fixed = {**_FIXED_IN_VISION, "embedding_dropout": model_config.hidden_dropout}
+        settings = {"args": _authors_settings(model_config, _VISION_SETTINGS, fixed, source)}
     else:
-        settings = {
-            "model_args": _language_args(model_config, source),
-            "iter_num": iter_num,
-            "best_val_loss": torch.tensor(best_val_loss),
-            "config": dict(config or {}),
-        }
-    state = dict(tensors(weight_files(source)))
+        fixed = {**_FIXED_IN_LANGUAGE, "intermediate_size": 4 * model_config.hidden_size}
+        fixed |= dict.fromkeys(_DROPOUTS, model_config.hidden_dropout)
+        model_args = _authors_settings(model_config, _LANGUAGE_SETTINGS, fixed, source)
+        settings = {"model_args": model_args | {"TSSA": True}, "iter_num": iter_num}
+        settings |= {"best_val_loss": torch.tensor(best_val_loss), "config": dict(config or {})}
+    state: StateDict = {}
+    for path in sorted(source.glob("*.safetensors")):
+        if is_weights_name(path.name):
+            with open_safetensors(path) as opened:
+                state |= {name: opened.get_tensor(name) for name in opened.keys()}
     if "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied: stored once by us, twice by the authors
-    _check_tensors(state, _model(model_config).state_dict(), source)
+    _check_tensors(state, _empty_model(model_config).state_dict(), source)
     with staged_file(target) as file:
         torch.save({"model": _to_authors(model_config, state)} | settings, file)
     return target
 
 
-# Names
+# Names and tensors
 
 
 def rename(name: str, names: Mapping[str, str]) -> str | None:
@@ -253,34 +272,38 @@ def rename(name: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
-def _names(config: Config) -> Mapping[str, str]:
-    if isinstance(config, ToSTVisionConfig):
-        return VISION_NAMES | VISION_ATTENTION_NAMES[config.attention_type]
-    return LANGUAGE_NAMES
+def _authors_name(config: Config, name: str) -> str:
+    is_vision = isinstance(config, ToSTVisionConfig)
+    names = VISION_NAMES | VISION_ATTENTION_NAMES[config.attention_type] if is_vision else LANGUAGE_NAMES
+    return cast(str, rename(name, {ours: authors for authors, ours in names.items()}))
 
 
 def _to_authors(config: Config, state: StateDict) -> StateDict:
     """A model's state dict under the authors' names and in their shapes."""
-    names = {ours: authors for authors, ours in _names(config).items()}
-    renamed = {cast(str, rename(name, names)): tensor for name, tensor in state.items()}
+    renamed = {_authors_name(config, name): tensor for name, tensor in state.items()}
     if _POSITION_PROJECTION in renamed:
         renamed[_POSITION_PROJECTION] = renamed[_POSITION_PROJECTION][..., None, None]
     return renamed
 
 
-def _load_authors_tensors(model: PreTrainedModel, state: StateDict, source: Path) -> None:
-    """Loads a state dict with the authors' names into a model; ValueError if it is not the model's."""
-    config, own = cast(Config, model.config), model.state_dict()
-    _check_tensors(state, _to_authors(config, own), source)
-    renamed = {rename(name, _names(config)): tensor.contiguous() for name, tensor in state.items()}
-    model.load_state_dict({name: renamed[name].reshape(tensor.shape) for name, tensor in own.items()}, assign=True)
-    model.tie_weights()
-
-
-def _check_tensors(state: StateDict, needed: StateDict, source: Path) -> None:
-    check_names(state, needed, source)
+def _check_tensors(state: StateDict, expected: StateDict, source: Path) -> None:
+    """Raises ValueError unless these are finite tensors of the expected names, shapes and kinds."""
+    for verb, names in (("lacks", expected.keys() - state.keys()), ("has", state.keys() - expected.keys())):
+        if names:
+            shown = ", ".join(sorted(names)[:5])
+            raise ValueError(f"{source} does not hold the tensors of a ToST model: it {verb} {shown}, {len(names)} in all.")
     for name, tensor in state.items():
-        check_tensor(name, tensor, needed[name], source)
+        if tensor.shape != expected[name].shape or tensor.is_floating_point() != expected[name].is_floating_point():
+            raise ValueError(
+                f"{source}: {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, in place of "
+                f"{tuple(expected[name].shape)} and {expected[name].dtype}."
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{source}: {name} holds NaN or infinite numbers; take weights from before training diverged.")
+
+
+def _empty_model(config: Config) -> PreTrainedModel:
+    return empty_model(config, ToSTForImageClassification if isinstance(config, ToSTVisionConfig) else ToSTForCausalLM)
 
 
 # The authors' file
@@ -301,29 +324,15 @@ def _load_pickle(path: Path) -> Any:
         ) from error
 
 
-def _state_dict(contents: object, key: str, source: Path) -> StateDict:
-    """The tensors under "model" or "model_ema", without the prefixes of torch.compile and DDP."""
-    stored = contents.get(key) if isinstance(contents, Mapping) else None
-    if not isinstance(stored, Mapping) or not stored:
-        raise ValueError(f"{source} is not a checkpoint of the authors' code: that is a dict with a state dict under {key!r}.")
-    state = {_WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
-    if wrong := [name for name, tensor in state.items() if not isinstance(tensor, torch.Tensor)]:
-        raise ValueError(f"{source}: {wrong[0]!r} of {key!r} is not a tensor.")
-    return state
-
-
-def _read_settings(contents: Mapping, key: str) -> Mapping:
-    """`model_args` or `args`: what the run that wrote the file was told."""
-    stated = contents.get(key, {})
-    return vars(stated) if isinstance(stated, argparse.Namespace) else stated
-
-
-def _shape(state: StateDict, name: str, ndim: int, source: Path) -> torch.Size:
-    if name not in state:
-        raise ValueError(f"{source} does not hold a ToST model: it lacks {name}.")
-    if state[name].ndim != ndim:
-        raise ValueError(f"{source}: {name} must have {ndim} dimensions, got shape {tuple(state[name].shape)}.")
-    return state[name].shape
+def _authors_settings(config: Config, names: Mapping[str, str], fixed: Mapping, source: Path) -> dict[str, object]:
+    """`model_args` or `args` of a configuration; ValueError if the authors' code has no such model."""
+    other = config.options() | {name: getattr(config, name) for name in fixed if getattr(config, name) != fixed[name]}
+    if getattr(config, "max_position_embeddings", 0) is None:
+        other["max_position_embeddings"] = None
+    if other:
+        shown = ", ".join(f"{name}={value!r}" for name, value in other.items())
+        raise ValueError(f"{source} has {shown}; the authors' format has no place for these options.")
+    return {name: getattr(config, ours) for name, ours in names.items()}
 
 
 def _count(state: StateDict, pattern: str) -> int:
@@ -331,135 +340,58 @@ def _count(state: StateDict, pattern: str) -> int:
     return len({match[1] for name in state if (match := re.match(pattern, name))})
 
 
-def _make_config(config_class: type[Config], fields: Mapping, source: Path) -> Any:
-    try:
-        return config_class(**fields)
-    except (ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{source}: {error}") from error
-
-
-def _reject_settings(config: Config, fixed: Mapping, source: Path) -> None:
-    """Rejects a configuration with other values than these, the only ones in the authors' code."""
-    for name, value in fixed.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"{source} has {name}={getattr(config, name)!r}, but a model in the authors' format has {name}={value!r}."
-            )
-
-
-# Language models
-
-
-def _language_config(state: StateDict, model_args: Mapping, source: Path) -> ToSTConfig:
+def _language_config(state: StateDict, model_args: Mapping) -> ToSTConfig:
     """The configuration by the tensors' shapes, which `model_args` must not contradict."""
-    _reject_gpt2(state, model_args, source)
-    vocab_size, n_embd = _shape(state, "transformer.wte.weight", 2, source)
+    embedding, head = state["transformer.wte.weight"], state.get("lm_head.weight")
     sizes = {
         "n_layer": _count(state, r"transformer\.h\.([^.]*)"),
-        "n_head": _shape(state, "transformer.h.0.attn.temp", 2, source)[0],
-        "n_embd": n_embd,
-        "block_size": _shape(state, "transformer.wpe.weight", 2, source)[0],
+        "n_head": len(state["transformer.h.0.attn.temp"]),
+        "n_embd": embedding.shape[-1],
+        "block_size": len(state["transformer.wpe.weight"]),
         "bias": "transformer.ln_f.bias" in state,
-        "vocab_size": vocab_size,
+        "vocab_size": len(embedding),
     }
     for name, size in sizes.items():
         if model_args.get(name, size) != size:
-            raise ValueError(f"{source}: model_args says {name}={model_args[name]}, but the tensors say {name}={size}.")
-    embedding, head = state["transformer.wte.weight"], state.get("lm_head.weight")
-    tied = head is None or (head.dtype == embedding.dtype and torch.equal(head, embedding))  # as in the authors' models
-    end_of_text = _END_OF_TEXT if vocab_size > _END_OF_TEXT else None
-    fields = {_LANGUAGE_SETTINGS[name]: size for name, size in sizes.items()} | {
-        "tie_word_embeddings": tied,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        **dict.fromkeys(_DROPOUTS, model_args.get("dropout", 0.0)),
-    }
-    return _make_config(ToSTConfig, fields, source)
+            raise ValueError(f"model_args says {name}={model_args[name]}, but the tensors say {name}={size}.")
+    end_of_text = _END_OF_TEXT if len(embedding) > _END_OF_TEXT else None
+    fields: dict[str, Any] = {_LANGUAGE_SETTINGS[name]: size for name, size in sizes.items()}
+    fields |= dict.fromkeys(_DROPOUTS, model_args.get("dropout", 0.0))
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+    return ToSTConfig(**fields, tie_word_embeddings=head is None or torch.equal(head, embedding))
 
 
-def _reject_gpt2(state: StateDict, model_args: Mapping, source: Path) -> None:
-    c_attn = state.get("transformer.h.0.attn.c_attn.weight")
-    fused_qkv = c_attn is not None and c_attn.ndim == 2 and c_attn.shape[0] == 3 * c_attn.shape[1]
-    if fused_qkv or not model_args.get("TSSA", True):
-        reason = "c_attn projects to q, k and v" if fused_qkv else "model_args has TSSA=False"
-        raise ValueError(
-            f"{source} is a GPT-2 checkpoint with softmax attention ({reason}), not a ToST model; convert it as a GPT-2 "
-            f"model instead."
-        )
-
-
-def _language_args(config: ToSTConfig, source: Path) -> dict:
-    """`model_args` of the authors' code; rejects what that code cannot express."""
-    if options := config.options():
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise ValueError(
-            f"{source} has options that are not in the authors' code ({given}); the authors' format has no place for "
-            "these options."
-        )
-    if config.max_position_embeddings is None:
-        raise ValueError(f"{source} is position-free (max_position_embeddings=None); the authors' format has no such model.")
-    fixed = {
-        "tie_word_embeddings": True,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "intermediate_size": 4 * config.hidden_size,
-        **dict.fromkeys(_DROPOUTS, config.hidden_dropout),
-    }
-    _reject_settings(config, fixed, source)
-    return {name: getattr(config, ours) for name, ours in _LANGUAGE_SETTINGS.items()} | {"TSSA": True}
-
-
-# Vision models
-
-
-def _vision_config(
-    state: StateDict, args: Mapping, heads: int | None, normalize_patch_tokens: bool | None, source: Path
-) -> ToSTVisionConfig:
+def _vision_config(state: StateDict, args: Mapping, heads: int | None, normalize_tokens: bool | None) -> ToSTVisionConfig:
     """The configuration by the tensors' shapes and, for what these do not show, by `args`."""
-    if local := [name for name in state if any(module in name for module in _XCIT_MODULES)]:
-        raise ValueError(
-            f"{source} is an XCiT checkpoint with local patch interaction ({list_names(local, most=1)}), which neither ToST's "
-            "trunk nor its baselines have; it cannot be converted."
-        )
-    width = _shape(state, "cls_token", 3, source)[2]
-    attention_type = _attention_type(state, width, source)
-    if normalize_patch_tokens is None:
-        normalize_patch_tokens = args.get("tokens_norm", True)
+    width = state["cls_token"].shape[-1]
+    if "blocks.0.attn.temperature" in state:
+        attention_type, heads = "xca", len(state["blocks.0.attn.temperature"])
+    elif len(state["blocks.0.attn.qkv.weight"]) == 3 * width:
+        attention_type, heads = "softmax", _softmax_heads(args, heads, width)
+    else:
+        attention_type, heads = "tssa", len(state["blocks.0.attn.temp"])
     fields = {
         "hidden_size": width,
         "num_hidden_layers": _count(state, r"blocks\.([^.]*)"),
         "num_class_attention_layers": _count(state, r"cls_attn_blocks\.([^.]*)"),
-        "num_attention_heads": _vision_heads(state, args, heads, attention_type, width, source),
-        "intermediate_size": _shape(state, "blocks.0.mlp.fc1.weight", 2, source)[0],
+        "num_attention_heads": heads,
+        "intermediate_size": len(state["blocks.0.mlp.fc1.weight"]),
         "image_size": args.get("input_size", 224),
         "patch_size": 2 ** _count(state, r"patch_embed\.proj\.([^.]*)\.0\.weight"),
-        "num_channels": _shape(state, "patch_embed.proj.0.0.weight", 4, source)[1],
+        "num_channels": state["patch_embed.proj.0.0.weight"].shape[1],
         "attention_type": attention_type,
-        "normalize_patch_tokens": normalize_patch_tokens,
+        "normalize_patch_tokens": args.get("tokens_norm", True) if normalize_tokens is None else normalize_tokens,
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
         "hidden_dropout": args.get("drop", 0.0),
         "embedding_dropout": args.get("drop", 0.0),
         "drop_path_rate": args.get("drop_path", 0.0),
-        "num_labels": _shape(state, "head.weight", 2, source)[0],
+        "num_labels": len(state["head.weight"]),
     }
-    return _make_config(ToSTVisionConfig, fields, source)
+    return ToSTVisionConfig(**fields)
 
 
-def _attention_type(state: StateDict, width: int, source: Path) -> str:
-    if "blocks.0.attn.temperature" in state:
-        return "xca"
-    fused_qkv = _shape(state, "blocks.0.attn.qkv.weight", 2, source)[0] == 3 * width
-    return "softmax" if fused_qkv and "blocks.0.attn.temp" not in state else "tssa"
-
-
-def _vision_heads(state: StateDict, args: Mapping, heads: int | None, attention_type: str, width: int, source: Path) -> int:
-    """The number of heads: a tensor's, except in a softmax baseline."""
-    if attention_type != "softmax":
-        name, ndim = ("temp", 2) if attention_type == "tssa" else ("temperature", 3)
-        stored = _shape(state, f"blocks.0.attn.{name}", ndim, source)[0]
-        if heads not in (None, stored):
-            raise ValueError(f"{source}: {heads} attention heads are asked for, but the tensors say {stored}.")
-        return stored
+def _softmax_heads(args: Mapping, heads: int | None, width: int) -> int:
+    """The heads of a softmax baseline, which no tensor shows: as asked for, stated, or of the authors' size of this name."""
     size = re.search("tiny|small|medium|large", str(args.get("model")))
     preset: Mapping[str, Any] = VISION_PRESETS[f"tost-vision-{size[0]}-patch16"] if size else {}
     named = preset["num_attention_heads"] if preset.get("hidden_size") == width else None
@@ -467,31 +399,9 @@ def _vision_heads(state: StateDict, args: Mapping, heads: int | None, attention_
         if known is not None:
             return known
     raise ValueError(
-        f"{source} has softmax attention, whose number of heads is not in the tensors, and args.model "
-        f"({args.get('model')!r}) names no size of this width; give num_attention_heads (--num-attention-heads)."
+        f"the tensors do not show the number of heads of softmax attention, and args.model ({args.get('model')!r}) names no "
+        "size of this width; give num_attention_heads (--num-attention-heads)."
     )
-
-
-def _vision_args(config: ToSTVisionConfig, source: Path) -> dict:
-    """What `args` of the authors' code says of a model; rejects what that code cannot express."""
-    fixed = {
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-6,
-        "attention_dropout": 0,
-        "mlp_type": "mlp",
-        "normalize_scores": True,
-        "embedding_dropout": config.hidden_dropout,
-    }
-    _reject_settings(config, fixed, source)
-    return {name: getattr(config, ours) for name, ours in _VISION_SETTINGS.items()}
-
-
-# The transformers folder
-
-
-def _model(config: Config) -> PreTrainedModel:
-    """The model that a checkpoint is of, without memory for its weights."""
-    return empty_model(config, ToSTForImageClassification if isinstance(config, ToSTVisionConfig) else ToSTForCausalLM)
 
 
 __all__ = [

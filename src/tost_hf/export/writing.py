@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..cache_files import state_bytes
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
-from ..hub.checks import check_weights, load_config
+from ..hub.checks import load_config
 from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model, model_folder
 from ..hub.records import IMAGE_PROCESSOR_FILES
 from .comparing import Agreement, compare
@@ -85,7 +85,6 @@ def export_model(
     check_folder(target, overwrite, sources=[source, *([] if tokenizer is None else [tokenizer])])
     folder = model_folder(source, revision)
     config = load_config(folder)
-    check_weights(folder, config)
     loaded_tokenizer = _load_tokenizer(folder, config, tokenizer)
     model = load_model(folder, config)
     program = make_program(model.half() if dtype == "float16" else model.float())

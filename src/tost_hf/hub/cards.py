@@ -15,10 +15,10 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 
-from ..files import staged_file
+from ..files import is_weights_name, staged_file
 from ..model.configuration_tost import BEYOND_PAPER, PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
-from .checks import load_config, model_class, weight_files
+from .checks import load_config, model_class
 from .facts import describe
 from .records import CARD, IMAGE_PROCESSOR_FILES, Records, read_records
 
@@ -72,18 +72,18 @@ def build_card(
     """
     folder = Path(folder)
     config = load_config(folder)
-    weight_files(folder)  # raises where there are none
+    if not any(is_weights_name(path.name) for path in folder.iterdir()):
+        raise FileNotFoundError(f"{folder} has no weights in safetensors files.")
     if repo_id is not None:
         validate_repo_id(repo_id)
     if with_code is None:
-        with_code = bool(getattr(config, "auto_map", None)) and any(folder.glob("modeling_tost*.py"))
+        with_code = bool(getattr(config, "auto_map", None))
     records, full_name = read_records(folder), repo_id or folder.resolve().name
-    name = full_name.rpartition("/")[2]
     processors = IMAGE_PROCESSOR_FILES if isinstance(config, ToSTVisionConfig) else ("tokenizer_config.json",)
     return _render(
-        _metadata(config, name, license, records),
         config,
-        name,
+        full_name.rpartition("/")[2],
+        license,
         records,
         has_weights=True,
         source=json.dumps(full_name) + (f", revision={json.dumps(revision)}" if revision else ""),
@@ -93,19 +93,12 @@ def build_card(
     )
 
 
-def write_card(
-    folder: str | os.PathLike,
-    *,
-    repo_id: str | None = None,
-    revision: str | None = None,
-    license: str | None = None,
-    with_code: bool | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Writes the `README.md` of a model folder; the other arguments and errors are those of `build_card`.
+def write_card(folder: str | os.PathLike, *, overwrite: bool = False, **options: Any) -> Path:
+    """Writes the `README.md` of a model folder.
 
     Args:
         overwrite: replace one that exists, all of it.
+        options: the arguments of `build_card`, which raises, too, what that does.
 
     Returns:
         The path of the card.
@@ -119,7 +112,7 @@ def write_card(
     target = Path(folder, CARD)
     if target.exists() and not overwrite:
         raise FileExistsError(f"{target} exists: edit it by hand, or replace it, text written by hand included (--overwrite).")
-    save_card(build_card(folder, repo_id=repo_id, revision=revision, license=license, with_code=with_code), target)
+    save_card(build_card(folder, **options), target)
     return target
 
 
@@ -143,7 +136,7 @@ def preset_card(name: str) -> ModelCard:
     else:
         raise ValueError(f"There is no preset {name!r}; choose one of {', '.join([*PRESETS, *VISION_PRESETS])}.")
     # the licence of the architecture's code: there is nothing else
-    return _render(_metadata(config, name, "apache-2.0", Records()), config, name, Records(), preset=name)
+    return _render(config, name, "apache-2.0", Records(), preset=name)
 
 
 def write_preset_cards(folder: str | os.PathLike) -> list[Path]:
@@ -236,11 +229,11 @@ def _training_results(records: Records, dataset: str, pipeline_tag: str) -> list
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def _render(data: ModelCardData, config: PreTrainedConfig, name: str, records: Records, **values: Any) -> ModelCard:
+def _render(config: PreTrainedConfig, name: str, license: str | None, records: Records, **values: Any) -> ModelCard:
     """The template, filled; `values` are Markdown already."""
     auto_class, pipeline_tag = _task(config)
     return ModelCard.from_template(
-        data,
+        _metadata(config, name, license, records),
         template_path=str(TEMPLATE),
         name=name,
         config=config,

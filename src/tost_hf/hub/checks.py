@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,13 @@ import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME
 
 from ..model import modeling_tost, modeling_tost_vision
 from ..model.base_tost import AUTO_MAPS
-from .records import CARD, load_card, open_safetensors, read_json
+from .records import CARD, load_card, read_json
 
 
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TEXT_FILES = (".json", ".jinja", ".md", ".txt", ".py", ".js", ".html")
 HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 CODE_KEYS = (  # by which transformers or PEFT load code or another repository
@@ -42,31 +41,28 @@ def check_texts(files: Mapping[str, Path]) -> None:
 
 def check_code_references(files: Mapping[str, Path]) -> None:
     """Raises ValueError where a configuration among the files (name -> path) leads to code other than ToST's."""
-    found = []
     for name, path in files.items():
         if name.endswith(".json") and "config" in name:
             content = read_json(path)
             if name == CONFIG_NAME and _is_own_auto_map(content.get("auto_map")):
                 del content["auto_map"]
-            found += [f"{name} leads to code that is not ToST's by {place}" for place in _code_references(content)]
-    if found:
-        raise ValueError(f"{'; '.join(found)}. Whoever sets trust_remote_code=True for it would run that code; remove it.")
+            if found := list(_code_references("", content)):
+                raise ValueError(
+                    f"{name} leads to code that is not ToST's by {', '.join(found)}. Whoever sets trust_remote_code=True "
+                    "for it would run that code; remove it."
+                )
 
 
-def _code_references(content: Any) -> Iterator[str]:
+def _code_references(key: str, value: Any) -> Iterator[str]:
     """The keys and values, at any depth, that name code."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            is_kernel = key.endswith("attn_implementation") and "/" in json.dumps(value)
-            if is_kernel or (key in CODE_KEYS and value and value != 1):  # one group of beams is none
-                yield key
-            else:
-                yield from _code_references(value)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _code_references(value)
-    elif isinstance(content, str) and CLASS_REFERENCE.fullmatch(content):
-        yield content
+    is_kernel = key.endswith("attn_implementation") and "/" in json.dumps(value)
+    if is_kernel or (key in CODE_KEYS and value and value != 1):  # one group of beams is none
+        yield key
+    elif isinstance(value, str) and CLASS_REFERENCE.fullmatch(value):
+        yield value
+    elif isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else (("", item) for item in value):
+            yield from _code_references(name, item)
 
 
 def _is_own_auto_map(auto_map: Any) -> bool:
@@ -106,80 +102,6 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return getattr(modeling_tost_vision if config.model_type == "tost_vision" else modeling_tost, name)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files a folder's weights are made of: the one file, or the shards its index names.
-
-    Raises:
-        FileNotFoundError: there are none, or one is missing.
-        ValueError: the index is damaged, or there are two sets of weights.
-    """
-    whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    if whole.is_file() and index.is_file():
-        raise ValueError(f"{folder} has both {whole.name} and {index.name}; delete the one that is out of date.")
-    if index.is_file() and not isinstance(read_json(index).get("weight_map"), dict):
-        raise ValueError(f"{index} is not an index of safetensors files; save the model again.")
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [whole.name]
-    for name in names:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing; the weights must be in safetensors files.")
-    return [folder / name for name in names]
-
-
-def tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The name and the values of each tensor in safetensors files, one after the other."""
-    for file in files:
-        with open_safetensors(file) as opened:
-            for name in opened.keys():
-                yield name, opened.get_tensor(name)
-
-
-def check_weights(folder: Path, config: PreTrainedConfig) -> int:
-    """Compares a folder's weights with the model that its configuration describes.
-
-    Returns:
-        The model's number of parameters.
-
-    Raises:
-        FileNotFoundError: there are no weights, or a shard is missing.
-        ValueError: tensors are missing, superfluous, of another shape or kind, or not finite.
-    """
-    model = empty_model(config)
-    expected, found = model.state_dict(), []
-    for name, tensor in tensors(weight_files(folder)):
-        found.append(name)
-        if name in expected:
-            check_tensor(name, tensor, expected[name], folder)
-    check_names(found, expected, folder, optional=model.all_tied_weights_keys)
-    return model.num_parameters()
-
-
-def check_names(found: Collection[str], expected: Collection[str], source: Path, optional: Collection[str] = ()) -> None:
-    """Raises ValueError unless these are the names of the model's tensors."""
-    missing = [name for name in expected if name not in found and name not in optional]
-    unknown = [name for name in found if name not in expected]
-    problems = [f"it lacks {list_names(missing)}"] * bool(missing) + [f"it has {list_names(unknown)}"] * bool(unknown)
-    if problems:
-        raise ValueError(f"{source} does not hold exactly the tensors of a ToST model of its sizes: {' and '.join(problems)}.")
-
-
-def list_names(names: list[str], most: int = 5) -> str:
-    """The first of some names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def check_tensor(name: str, tensor: torch.Tensor, expected: torch.Tensor, source: Path) -> None:
-    """Raises ValueError for a tensor of another shape or kind of dtype than the model's, or that is not finite."""
-    allowed = WEIGHT_DTYPES if expected.is_floating_point() else (expected.dtype,)
-    if tensor.shape != expected.shape or tensor.dtype not in allowed:
-        dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise ValueError(
-            f"{source}: {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; the model's sizes ask for shape "
-            f"{tuple(expected.shape)} and dtype {dtypes}."
-        )
-    if not tensor.isfinite().all():
-        raise ValueError(f"{source}: {name} holds NaN or infinite numbers; take weights from before training diverged.")
-
-
 def parameter_count(config: PreTrainedConfig) -> int:
     """Number of parameters of the configuration's model; nothing is allocated."""
     return empty_model(config).num_parameters()
@@ -215,11 +137,6 @@ def check_card(folder: Path) -> ModelCard:
 
 
 def check_space(folder: Path) -> None:
-    """Raises ValueError for a folder that is not a complete page as `tost-hf space` writes it."""
-    card = load_card(folder / CARD) if (folder / CARD).is_file() else None
-    if card is None or card.data.to_dict().get("sdk") != "static" or not (folder / "space.json").is_file():
+    """Raises ValueError for a folder that `tost-hf space` did not write."""
+    if not all((folder / name).is_file() for name in (CARD, "space.json", "model/export.json")):
         raise ValueError(f"{folder} is not a page that `tost-hf space` wrote; write one with `tost-hf space MODEL {folder}`.")
-    needed = ["index.html", "tost.js", "vendor/ort.wasm.bundle.min.mjs", "vendor/ort-wasm-simd-threaded.wasm"]
-    missing = [name for name in [*needed, "model/export.json", "model/model.onnx"] if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}; write the page again with `tost-hf space`.")

@@ -19,7 +19,6 @@ CARD = "README.md"
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 _TRAINING_FIELDS = ("global_step", "epoch", "train_samples", "train_batch_size", "train_loss", "train_runtime")
-_RESULT_FIELDS = ("task_type", "dataset_type", "dataset_name", "metric_type", "metric_value")  # the rest may be missing
 
 
 class Records(NamedTuple):
@@ -52,7 +51,7 @@ def read_records(folder: Path) -> Records:
     """Reads the records of a model folder, each of which may be missing. Numbers that are not finite are left out.
 
     Raises:
-        ValueError: one of them is no JSON object, or an evaluation result lacks what it needs.
+        ValueError: one of them is no JSON object.
     """
     state = read_json(folder / TRAINER_STATE)
     evaluation = read_json(folder / EVAL_RESULTS) or _last_logged_evaluation(state)
@@ -64,7 +63,7 @@ def read_records(folder: Path) -> Records:
             metrics[name] = value
     training = state | read_json(folder / TRAIN_RESULTS)
     return Records(
-        _evaluation_results(folder / EVALUATION),
+        [result for result in read_json(folder / EVALUATION).get("results", []) if _is_number(result["metric_value"])],
         metrics,
         read_json(folder / RUN_ARGUMENTS),
         {key: training[key] for key in _TRAINING_FIELDS if training.get(key) and _is_number(training[key])},
@@ -79,16 +78,6 @@ def _last_logged_evaluation(state: dict) -> dict:
     """The last evaluation in trainer_state.json, if it was one of the weights in the folder, not of earlier ones."""
     logged = [entry for entry in state.get("log_history", []) if "eval_loss" in entry]
     return logged[-1] if logged and logged[-1].get("step") == state.get("global_step") else {}
-
-
-def _evaluation_results(path: Path) -> list[dict]:
-    """The results in evaluation.json whose values are finite."""
-    results = read_json(path).get("results", [])
-    for result in results:
-        missing = [key for key in _RESULT_FIELDS if key not in result]
-        if missing:
-            raise ValueError(f"A result in {str(path)!r} lacks {', '.join(missing)}.")
-    return [result for result in results if _is_number(result["metric_value"])]
 
 
 @contextlib.contextmanager

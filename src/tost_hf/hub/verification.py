@@ -15,18 +15,9 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
-from .checks import (
-    check_card,
-    check_code_references,
-    check_texts,
-    check_weights,
-    load_config,
-    model_class,
-    weight_files,
-)
-from .connection import download
+from .checks import check_card, check_code_references, check_texts, load_config, model_class
 from .facts import describe
-from .loading import NUM_TOKENS, check_loading
+from .loading import NUM_TOKENS, check_loading, download
 from .records import CARD, load_card
 
 
@@ -42,10 +33,10 @@ class Check:
 def verify(source: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> list[Check]:
     """Checks a model folder, or a repository of the Hub after downloading it.
 
-    The hashes of what was downloaded are compared with the Hub's listing; the configuration, the tensors' names, shapes and
-    values, the card's metadata (by the Hub's own validation, for a repository) and the files' kinds are checked; then the
-    model is loaded with this package's code (never the repository's) and run: a language model has to generate the same
-    tokens with and without its cache, a vision model to give finite logits.
+    The hashes of what was downloaded are compared with the Hub's listing; the configuration, the code, the card's metadata (by
+    the Hub's own validation, for a repository) and the tensors' names, shapes and values are checked; the model is loaded with
+    this package's code (never the repository's) and run: a language model has to generate the same tokens with and without its
+    cache, a vision model to give finite logits.
 
     Returns:
         One `Check` for each of these; the source is sound if all of them passed.
@@ -73,19 +64,17 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
     check("files", lambda: _check_files(files))
     # a model is not built where the configuration may name code to load
     if check("config", lambda: _check_config(folder, files)):
-        config = load_config(folder)
-        check("code", lambda: _check_code(folder, config))
-        if check("weights", lambda: f"{check_weights(folder, config):,} parameters, all finite, all in their places"):
-            check("model", lambda: _run(folder, config))
+        check("code", lambda: _check_code(folder, load_config(folder)))
+        check("model", lambda: _run(folder, load_config(folder)))
     check("card", lambda: _check_card(folder, online=found is not None))
     return checks
 
 
 def _check_hashes(found: ModelInfo, token: str | None) -> str:
-    done = HfApi(token=token).verify_repo_checksums(found.id, revision=found.sha)
-    if wrong := [*(mismatch["path"] for mismatch in done.mismatches), *done.missing_paths]:
-        raise ValueError(f"Not what the repository lists, or changed in {done.verified_path}: {', '.join(wrong)}.")
-    return f"{done.checked_count} files are what the repository lists"
+    result = HfApi(token=token).verify_repo_checksums(found.id, revision=found.sha)
+    if wrong := [*(mismatch["path"] for mismatch in result.mismatches), *result.missing_paths]:
+        raise ValueError(f"Not what the repository lists, or changed in {result.verified_path}: {', '.join(wrong)}.")
+    return f"{result.checked_count} files are what the repository lists"
 
 
 def _check_files(files: dict[str, Path]) -> str:
@@ -101,7 +90,8 @@ def _check_config(folder: Path, files: dict[str, Path]) -> str:
 
 def _run(folder: Path, config: PreTrainedConfig) -> str:
     model, output = check_loading(folder, config)
-    return f"{output}; {_generate(model, config)}" if model.can_generate() else output
+    generated = f"; {_generate(model, config)}" if model.can_generate() else ""
+    return f"{model.num_parameters():,} parameters, all finite; {output}{generated}"
 
 
 def _generate(model: Any, config: PreTrainedConfig) -> str:
@@ -119,16 +109,16 @@ def _generate(model: Any, config: PreTrainedConfig) -> str:
 
 
 def _check_code(folder: Path, config: PreTrainedConfig) -> str:
-    there = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    code = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
     auto_map = getattr(config, "auto_map", None)
-    if not auto_map and not there:
+    if not auto_map and not code:
         return "no remote code: loads where tost_hf is installed"
-    ours = code_files(config.model_type)
-    changed = [name for name, path in there.items() if name not in ours or path.read_bytes() != ours[name].read_bytes()]
-    if auto_map != AUTO_MAPS[config.model_type] or set(ours) - set(there) or changed:
+    if auto_map != AUTO_MAPS[config.model_type] or code != {
+        name: path.read_bytes() for name, path in code_files(config.model_type).items()
+    }:
         raise ValueError(
-            f"Its code is not that of tost_hf {__version__} ({', '.join(changed) or 'its files or auto_map differ'}): another "
-            "version wrote it, or it was changed. Read it before you set trust_remote_code, or publish the model again."
+            f"Its code is not that of tost_hf {__version__}: another version wrote it, or it was changed. Read it before you "
+            "set trust_remote_code, or publish the model again."
         )
     return f"loads with trust_remote_code=True; the code is that of tost_hf {__version__}"
 
@@ -150,7 +140,7 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
     facts = {}
     if os.path.isdir(source):
         folder = Path(source)
-        sizes = {path.name: path.stat().st_size for path in weight_files(folder)}
+        sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
     else:
         folder, found = download(str(source), revision, token, ["config.json", "README.md", "generation_config.json"])
         facts["repository"] = f"{found.id} at {found.sha}{', private' if found.private else ''}"

@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from ..files import staged_folder
-from ..hub.checks import check_weights, load_config
+from ..hub.checks import load_config
 from ..hub.loading import load_model, model_folder
 from ..model.configuration_tost import ToSTConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
@@ -69,7 +69,6 @@ def inspect_path(
     """
     folder = model_folder(model)
     config = load_config(folder)
-    check_weights(folder, config)
     source, helper = os.fspath(folder if processor is None else processor), None
     if isinstance(config, ToSTConfig):
         helper = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
