@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from card_folders import RECORDS, RESULT, code_blocks, headings, metadata, section, write_json
-from conftest import auto_processor_missing, small_config, small_vision_config
+from conftest import auto_processor_missing, small_vision_config
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 
@@ -88,27 +88,6 @@ def test_metadata_and_model_index(trained_folder):
     }
 
 
-def test_tables_hold_the_inputs(trained_folder):
-    card = build_card(trained_folder, repo_id="me/tiny")
-    evaluation = section(card, "Evaluation")
-    assert "| Letters | test | perplexity (sweep, stride 64) | 12.3457 | 1,234 | 7 | 2026-11-21 |" in evaluation
-    assert f"```bash\n{RESULT['command']}\n```" in evaluation
-    for record in ("| loss | 1.53125 |", "| accuracy | 0.4375 |", "| perplexity | 4.625 |", "| ema loss | 1.75 |"):
-        assert record in evaluation
-    training = section(card, "Training")
-    assert "```bash\npython examples/run_clm.py --do_train\n```" in training
-    for record in ("| global step | 4,321 |", "| train samples | 8,765 |", "| train loss | 2.125 |"):
-        assert record in training
-    assert "Fine-tuned from [me/parent]" in training and "[me/letters](https://huggingface.co/datasets/me/letters)" in training
-
-
-def test_empty_columns_are_left_out(bare_folder):
-    bare = {key: RESULT[key] for key in ("task_type", "dataset_type", "dataset_name", "metric_type", "metric_value")}
-    write_json(bare_folder / "evaluation.json", {"results": [bare]})
-    table = section(build_card(bare_folder), "Evaluation")
-    assert "| dataset | metric | value |\n|---|---|---|\n| Letters | perplexity | 12.3457 |" in table
-
-
 @pytest.mark.parametrize("kind", ["language", "vision"])
 def test_parameters_are_those_in_the_file(bare_folder, labelled_folder, kind):
     path = {"language": bare_folder, "vision": labelled_folder}[kind]
@@ -136,15 +115,6 @@ def test_vision_cards(labelled_folder, tmp_path):
     assert card.data.pipeline_tag == "image-feature-extraction" and "tssa" not in card.data.tags
     assert "not ToST itself" in card.text and "8 x 12 pixels" in card.text
     run_blocks(card, "baseline", tmp_path / "baseline")
-
-
-def test_hybrids(tmp_path):
-    types = ["tost_causal_statistics", "full_attention", "full_attention"]
-    config = small_config(max_position_embeddings=None, num_hidden_layers=3, layer_types=types)
-    tost_hf.ToSTForCausalLM(config).save_pretrained(tmp_path)
-    card = build_card(tmp_path)
-    assert "| layers | 3; full_attention in 2, full_attention in 3 |" in card.text and "quadratic time" in card.text
-    assert "| positions | no limit (position-free) |" in card.text and "No text is too long" in section(card, "Limitations")
 
 
 def test_an_evaluation_of_earlier_weights_is_not_reported(bare_folder):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from authors_checkpoints import (
     FIXTURES,
-    add_prefix,
     assert_same_bits,
     read_checkpoint,
     relative_error,
@@ -20,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
-from tost_hf import ToSTForImageClassification, ToSTVisionConfig, ToSTVisionModel
+from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 from tost_hf.cli import main
 from tost_hf.convert import VISION_ATTENTION_NAMES, VISION_NAMES, rename
 from tost_hf.convert import convert_from_original as to_folder
@@ -103,17 +102,6 @@ def test_ema_weights(tmp_path):
     stored = read_checkpoint(P16)
     assert_same_bits(read_checkpoint(tmp_path / "back.pth")["model"], stored["model_ema"])
     assert not torch.equal(stored["model_ema"]["norm.weight"], stored["model"]["norm.weight"])
-
-
-def test_fine_tuned_files(tmp_path):
-    """They hold the DataParallel model, the accuracy and the epoch only."""
-    source = write_changed(
-        tmp_path / "vit-ckpt.t7", lambda contents: {"model": add_prefix(contents, "module."), "acc": 97.1, "epoch": 3}, P8
-    )
-    folder = to_folder(source, tmp_path / "model")
-    assert ToSTVisionConfig.from_pretrained(folder).image_size == 224
-    to_file(folder, tmp_path / "back.pth")
-    assert_same_bits(read_checkpoint(tmp_path / "back.pth")["model"], read_checkpoint(P8)["model"])
 
 
 def test_settings_of_the_run(tmp_path):
@@ -213,16 +201,6 @@ def test_invalid_checkpoints(tmp_path, change, message):
     assert os.listdir(tmp_path) == ["checkpoint.pth"]  # nothing half-written
 
 
-def test_invalid_options(tmp_path):
-    without = write_changed(tmp_path / "checkpoint.pth", lambda contents: {"model": contents["model"]}, P8)
-    with pytest.raises(ValueError, match="model_ema"):
-        to_folder(without, tmp_path / "model", ema=True)
-    for options in ({"num_attention_heads": 2}, {"normalize_patch_tokens": False}):
-        with pytest.raises(ValueError, match="vision"):
-            to_folder(FIXTURES / "lm_bias.pt", tmp_path / "model", **options)
-    assert os.listdir(tmp_path) == ["checkpoint.pth"]
-
-
 UNSUPPORTED = {
     "epsilon": ({"layer_norm_eps": 1e-5}, "layer_norm_eps=1e-05"),
     "attention dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
@@ -235,12 +213,6 @@ def test_unsupported_models(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         to_file(tmp_path / "model", tmp_path / "back.pth")
     assert os.listdir(tmp_path) == ["model"]
-
-
-def test_a_trunk_without_its_classifier_cannot_go_back(tmp_path):
-    ToSTVisionModel(tiny().config).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="lacks classifier"):
-        to_file(tmp_path / "model", tmp_path / "back.pth")
 
 
 # The command ---------------------------------------------------------------------------------------------------------

@@ -113,15 +113,6 @@ def test_results_that_are_no_numbers_are_left_out(caplog):
     assert "a on Set is inf" in caplog.text and "b on Set is nan" in caplog.text
 
 
-def test_where_results_go(tmp_path):
-    assert evaluation.results_file(evaluation.EvaluationArguments(model=str(tmp_path))) == tmp_path / "evaluation.json"
-    (tmp_path / "evaluation.json").write_text("[]")  # of something else
-    for model in ("gpt2", str(tmp_path)):
-        with pytest.raises(ValueError, match="--output_file"):
-            evaluation.results_file(evaluation.EvaluationArguments(model=model))
-    assert (tmp_path / "evaluation.json").read_text() == "[]"
-
-
 # The commands --------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -145,24 +144,6 @@ def test_bigram_loss():
 # Losses in their units -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "protocol, tokens, words", [("sweep", 27 + 3, 5 + 3), ("windows", 27 + 3, 5 + 3), ("documents", 27, 5)]
-)
-def test_units(model, tokenizer, protocol, tokens, words):
-    """All tokens are equally likely: the loss is ln V, and the rest is counting."""
-    torch.nn.init.zeros_(model.lm_head.weight)
-    texts = ["Two words", "naïve € café", "\n "]  # of 9, 16 and 2 bytes
-    args = make_args(protocols=[protocol], num_windows=30, batch_size=4)
-    measured = evaluate_lm.measure_loss(model, tokenizer, texts, args, context=8)
-    found = values(measured)
-    assert found["loss"] == pytest.approx(math.log(257), rel=1e-6)
-    assert found["perplexity"] == pytest.approx(257, rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(tokens * math.log2(257) / 27, rel=1e-6)
-    assert found["word_perplexity"] == pytest.approx(257 ** (tokens / words), rel=1e-4)
-    assert all(re.search(rf"\({protocol}, context 8", one.name) for one in measured)
-    assert {one.num_examples for one in measured} == {30 if protocol == "windows" else 3}
-
-
 def test_what_the_protocols_score(model, tokenizer):
     """sweep: one stream, end-of-text after each example; documents: each independently, of lines the text they make."""
     model = model.double()
@@ -214,40 +195,6 @@ def test_lambada(tokenizer, passage, exact, lenient):
     assert model.generation_config.to_dict() == own_settings.to_dict()
 
 
-def test_lambada_batches(tokenizer):
-    """Shares over many passages; the words are made from what the model writes after each prompt alone."""
-    model = make_model(max_position_embeddings=128)
-    passages, expected = [], []
-    for number, beginning in enumerate(["It was", "Long after the others had gone she saw", "A", "He said that the", "x y z"]):
-        ids = tokenizer(f"\n{beginning}", return_tensors="pt")["input_ids"]
-        for _ in range(10):
-            with torch.no_grad():
-                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
-        written = tokenizer.decode(ids[0, -10:])
-        word = next(piece for piece in re.findall(r"[!-~]+", written))  # of bytes that are valid text alone
-        expected.append(number % 2 == 0)
-        passages.append(f"{beginning} {word if expected[-1] else word + 'never'}")
-    for batch_size in (1, 2, 5):
-        assert reading_tasks.lambada_lenient(model, tokenizer, passages, 128, batch_size).value == sum(expected) / 5
-
-    model, passages = successor_model(tokenizer, SUCCESSORS), [passage for passage, _, _ in LAMBADA]
-    for batch_size in (1, 2, 16):
-        assert reading_tasks.lambada_exact(model, tokenizer, passages, 256, batch_size).value == 3 / 9
-        assert reading_tasks.lambada_lenient(model, tokenizer, passages, 256, batch_size).value == 7 / 9
-
-
-def test_lambada_cuts_the_beginning_and_says_so(tokenizer, caplog):
-    model = successor_model(tokenizer, SUCCESSORS)
-    passages = ["Once upon a time there was a hat cab", "a hat cab"]
-    exact = reading_tasks.lambada_exact(model, tokenizer, passages, 20, 2)
-    lenient = reading_tasks.lambada_lenient(model, tokenizer, passages, 20, 2)
-    assert (exact.value, lenient.value) == (1, 1)
-    assert "1 of 2 passages are longer than the context of 20 tokens" in exact.protocol
-    assert "1 of 2 prompts are longer than the context of 10 tokens" in lenient.protocol
-    assert exact.protocol.partition("; ")[2] in caplog.text
-    assert "longer" not in reading_tasks.lambada_exact(model, tokenizer, passages, 64, 2).protocol
-
-
 # Children's Book Test ------------------------------------------------------------------------------------------------
 
 
@@ -263,14 +210,6 @@ def test_cbt_file(questions):
     assert first["sentences"][19] == "He sat up and rubbed his face ."
     assert first["question"] == "Mara poured the water from the XXXXX into both cups ."
     assert first["options"] == ["bread", "brother", "crow", "cups", "drawer", "gate", "kettle", "roof", "snow", "window"]
-
-
-@pytest.mark.parametrize("old, new", [("\n3 Her", " Her"), ("\tkettle\t\t", " kettle "), ("\n21 `", "\n\n`")])
-def test_cbt_file_with_a_mistake(old, new):
-    text = (FIXTURES / "cbt.txt").read_text(encoding="utf-8")
-    assert old in text
-    with pytest.raises(ValueError, match="20 lines"):
-        reading_tasks.parse_cbt(text.replace(old, new))
 
 
 @pytest.mark.parametrize("context", [2000, 60])  # the passages have about 800 tokens: whole, and cut
@@ -302,8 +241,3 @@ def test_cbt_scores_what_follows_the_candidate(tokenizer):
     model = successor_model(tokenizer, {"y": "!"})
     example = {"sentences": ["."] * 20, "question": "See XXXXX!", "options": ["x", "y", "z"], "answer": "y"}
     assert reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list([example]), 256, 3).value == 1
-
-
-def test_cbt_question_with_a_mistake(questions, tokenizer, model):
-    with pytest.raises(ValueError, match="XXXXX"):
-        reading_tasks.cbt_accuracy(model, tokenizer, Dataset.from_list([questions[0] | {"answer": "Nobody"}]), 32, 3)

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 import run as runner  # isort: skip  (names the folders of the others)
 
-import compare_lm
 import compare_vision
 import language_models
 import long_context
@@ -112,16 +111,6 @@ def test_accuracy_is_of_the_label_one_place_later():
     assert training.label_accuracy(Copies(), batches("copy 1")) < 0.15
 
 
-def test_batches_are_fresh_and_repeatable():
-    def make(rng):
-        return {"input_ids": torch.from_numpy(rng.integers(1000, size=8))}
-
-    first, again, other = (training.Batches(make, 3, seed) for seed in (0, 0, 1))
-    assert len(list(first)) == 3
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again))
-    assert len({tuple(batch["input_ids"].tolist()) for data in (first, other) for batch in data}) == 6
-
-
 # What the experiments share -------------------------------------------------------------------------------------------
 
 
@@ -163,32 +152,6 @@ def write_text(folder: Path) -> Path:
     words = ["".join(rng.choice(list("abcdefgh"), size=4)) for _ in range(50)]
     (folder / "input.txt").write_text("\n".join(" ".join(rng.choice(words, size=8)) for _ in range(400)))
     return folder
-
-
-def test_texts_are_split_encoded_and_cut(tmp_path):
-    folder = write_text(tmp_path / "text")
-    text = (folder / "input.txt").read_text()
-    training, validation = compare_lm.load_texts(str(folder))
-    assert "".join(training + validation).strip("\n") == text and len(validation[0]) == pytest.approx(len(text) / 10, abs=2)
-    assert compare_lm.shorten(["abcdef", "ghijkl"], 6) == ["abc", "ghi"] and compare_lm.shorten(["ab"], None) == ["ab"]
-
-    tokenizer = compare_lm.train_bpe(training, 300)
-    tokens = compare_lm.encode(tokenizer, ["one two\nthree", "four"])
-    assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == "one two\nthree<|endoftext|>four<|endoftext|>"
-    blocks = compare_lm.split_into_examples(torch.arange(10), 4)
-    assert [block["labels"].tolist() for block in blocks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-    parquet = tmp_path / "documents"
-    parquet.mkdir()
-    for split in ("train", "validation"):
-        Dataset.from_dict({"text": [f"{split} one", f"{split} two"]}).to_parquet(parquet / f"{split}.parquet")
-    assert compare_lm.load_texts(str(parquet)) == (["train one", "train two"], ["validation one", "validation two"])
-
-
-def test_position_ranges_cover_the_text():
-    assert long_context.position_ranges(8, first=2) == [(0, 2), (2, 4), (4, 8)]
-    assert long_context.position_ranges(7, first=2) == [(0, 2), (2, 4), (4, 7)]
-    assert long_context.position_ranges(3, first=8) == [(0, 3)]
 
 
 def test_reading_in_chunks_is_one_pass(monkeypatch):
@@ -273,15 +236,6 @@ def test_locality_runs(tmp_path):
     records = run("locality", tmp_path, *TOY, "--seeds", "0", "--tasks", *tasks, *sizes)
     assert len(records) == 2 * 3 * 2  # tasks, models, metrics
     assert [x["task"] for x in records if x["model"] == "GPT-2" and x["seed"] == "0"] == 2 * [tasks[0]] + 2 * [tasks[1]]
-
-
-@pytest.mark.slow
-def test_compare_lm_in_two_processes(tmp_path):
-    text = ["--text", str(write_text(tmp_path / "text")), "--size", "toy"]
-    records = run(
-        "compare_lm", tmp_path, *text, "--seeds", "0", "--learning_rates", "1e-3", "--models", "GPT-2", "ToST", "--jobs", "2"
-    )
-    assert sorted(x["model"] for x in records if x["metric"] == "loss") == ["GPT-2", "ToST"]
 
 
 def test_compare_lm_runs_and_resumes(tmp_path, capsys):

@@ -101,16 +101,6 @@ def test_tags_are_not_moved(hub, clients, published, folder):
     assert hub.head("tost/tiny") == head and hub.head("tost/tiny", "v1") == published["v1"][1]
 
 
-def test_only_tagging_fails(hub, clients, folder):
-    """Publishing again sets the tag alone."""
-    command = ("publish", folder, "tost/untagged", "--tag", "v1")
-    with hub.fail("POST", "/tag/", status=403):
-        assert clients.command(*command, token=hub.token).status == 1
-    head = hub.head("tost/untagged")
-    clients.command(*command, token=hub.token).check()
-    assert hub.head("tost/untagged") == head == hub.repositories["tost/untagged"].refs["refs/tags/v1"]
-
-
 def test_what_changed_is_sent(hub, clients, tmp_path):
     """And nothing else: not the same objects again, and no commit without a change. Files of others stay."""
     folder = language_folder(tmp_path / "model")
@@ -148,15 +138,6 @@ def test_missing_permissions(hub, clients, folder, token):
     rejected = clients.command("publish", folder, "tost/new", token=token)
     assert rejected.status == 1 and "tost-hf: error: " in rejected.output, rejected.output
     assert "Traceback" not in rejected.output and "tost/new" not in hub.repositories
-
-
-def test_card_rejected_by_the_hub(hub, clients, tmp_path):
-    """A licence that the Hub does not know is found before anything is uploaded."""
-    folder = language_folder(tmp_path)
-    (folder / "README.md").write_text(CARD.replace("apache-2.0", "my-own"))
-    rejected = clients.command("publish", folder, "tost/licence", token=hub.token)
-    assert rejected.status == 1 and "license" in rejected.output and "Traceback" not in rejected.output
-    assert not hub.requested("PUT|POST", "tost/licence.*(objects|preupload|commit)")
 
 
 @needs_auto_processor

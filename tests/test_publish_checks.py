@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_auto_processor
-from hub_clients import language_folder, vision_folder
+from hub_clients import language_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tost_hf.cli import main
 from tost_hf.hub import publish, verify
 from tost_hf.model.base_tost import CODE_FILES
 
@@ -110,13 +108,6 @@ def test_rejected_folders(folder, damage, word):
     check_rejected(folder, word)
 
 
-@needs_auto_processor
-def test_damaged_image_processor(tmp_path):
-    folder = vision_folder(tmp_path / "model")
-    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Nothing"}')
-    check_rejected(folder, "image processor")
-
-
 def test_missing_shard(tmp_path):
     folder = language_folder(tmp_path / "model", max_shard_size="40KB")
     next(folder.glob("model-00002*")).unlink()
@@ -166,11 +157,3 @@ def test_code_that_differs_fails_verify(tmp_path):
     (folder / "tssa_reference.py").write_text("# as it was")
     assert [check.name for check in verify(folder) if not check.passed] == ["code"]
     assert publish(folder, "tost/sound", dry_run=True).num_parameters > 0  # which sends the package's files
-
-
-def test_invalid_arguments(folder, capsys):
-    before = (folder / "README.md").read_bytes()
-    assert main(["publish", str(folder), "bad id!", "--card"]) == 1
-    assert (folder / "README.md").read_bytes() == before and "bad id!" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="pull request"):
-        publish(folder, "tost/x", create_pr=True, tag="v1", dry_run=True)

@@ -119,12 +119,6 @@ def test_padding_changes_nothing_and_models_come_back(tmp_path, attention, prese
     assert (type(model) is ToSTForSequenceClassification) == (attention == "tost" and not pairs)
 
 
-def test_other_models_differ_from_tost_in_their_attention_alone():
-    names = {kind: set(dict(make_model(kind).named_parameters())) for kind in lra_models.ATTENTION}
-    assert names["softmax"] == names["linear"]
-    assert all(".self_attn." in name for name in names["tost"] ^ names["softmax"])
-
-
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
@@ -233,16 +227,6 @@ def test_where_validation_examples_come_from(tmp_path, caplog):
     assert {split: len(examples) for split, examples in image.items()} == {"train": 3, "validation": 1, "test": 4}
     pathfinder = lra_tasks.load_splits(str(tmp_path / "data"), lra_tasks.TASKS["pathfinder"], **options)
     assert len(pathfinder["train"]) == len(pathfinder["validation"]) == 4 and "test examples are used instead" in caplog.text
-
-
-def test_data_of_another_task_is_rejected():
-    with pytest.raises(ValueError, match="no column image or img"):
-        lra_tasks.Examples(examples_of("text"), lra_tasks.TASKS["image"], 16, "The data")
-    with pytest.raises(ValueError, match="label 9"):
-        lra_tasks.Examples(examples_of("listops"), lra_tasks.TASKS["listops"], 16, "The data").check_labels(8)
-    empty = Dataset.from_dict({"text": [""], "label": [0]})
-    with pytest.raises(ValueError, match="no token"):
-        lra_tasks.Examples(empty, lra_tasks.TASKS["text"], 16, "The data")[0]
 
 
 @pytest.mark.parametrize(
