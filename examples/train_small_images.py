@@ -21,6 +21,7 @@ from pathlib import Path
 
 import run_image_classification as script
 import torch
+from curves import plot_curves
 from evaluate_image_classification import predict
 from evaluation import Measurement, Source, make_results, print_results, write_results
 from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
 from train_small import command_line, copy_published_files, finish_card, store_as_bfloat16
 from transformers import AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
 
-from tost_hf.files import EVALUATION, TRAINER_STATE, staged_file
+from tost_hf.files import EVALUATION, TRAINER_STATE
 from tost_hf.hub.cards import table
 from tost_hf.interpret import inspect_path
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
@@ -131,29 +132,6 @@ def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
     return matrix
 
 
-def save_figure(figure: Figure, file: Path) -> None:
-    with staged_file(file) as staged:
-        figure.savefig(staged, format="png", dpi=80)
-
-
-def plot_curves(folder: str) -> None:
-    """Training loss, and loss and accuracy on held-out images, by step, from `trainer_state.json`."""
-    history = TrainerState.load_from_json(str(Path(folder, TRAINER_STATE))).log_history
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    losses, accuracy = figure.subplots(1, 2)
-    for axis, name, label in (
-        (losses, "loss", "training (label smoothing)"),
-        (losses, "eval_loss", "held out"),
-        (accuracy, "eval_accuracy", "held out"),
-    ):
-        points = [(entry["step"], float(entry[name])) for entry in history if name in entry]
-        axis.plot(*zip(*points), marker="o", markersize=3, label=label)
-        axis.set(xlabel="step", ylabel="loss, nats" if axis is losses else "accuracy")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    save_figure(figure, Path(folder, CURVES))
-
-
 def plot_confusion(matrix: torch.Tensor, names: list[str], folder: str) -> None:
     """The confusion matrix, each row as shares of the images of a class."""
     shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).numpy()
@@ -161,7 +139,7 @@ def plot_confusion(matrix: torch.Tensor, names: list[str], folder: str) -> None:
     figure = Figure(figsize=(side, side), layout="constrained")
     display = ConfusionMatrixDisplay(shares, display_labels=names)
     display.plot(ax=figure.subplots(), values_format=".0%", xticks_rotation="vertical", colorbar=False)
-    save_figure(figure, Path(folder, CONFUSION))
+    figure.savefig(Path(folder, CONFUSION), dpi=80)
 
 
 def class_section(matrix: torch.Tensor, names: list[str]) -> str:
@@ -195,7 +173,8 @@ def main(arguments: list[str] | None = None) -> None:
     data_args = script.DataTrainingArguments(dataset_name=args.images, train_val_split=HELD_OUT)
     splits = script.load_images(script.ModelArguments(), data_args, args.seed)
     matrix, names = evaluate(args.images, args.output_dir, splits), splits["validation"].features["label"].names
-    plot_curves(args.output_dir)
+    history = TrainerState.load_from_json(str(Path(args.output_dir, TRAINER_STATE))).log_history
+    plot_curves(history, Path(args.output_dir, CURVES))
     plot_confusion(matrix, names, args.output_dir)
     section = class_section(matrix, names)
     finish_card(args.output_dir, section)

@@ -1,9 +1,6 @@
 """Small language models of bytes to evaluate, and what they should score."""
 
-from pathlib import Path
-
 import evaluate_lm
-import pytest
 from conftest import randomize, small_config
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -11,13 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from tost_hf import ToSTForCausalLM
 
 
-ROOT = Path(__file__).parents[1]
-FIXTURES = ROOT / "tests" / "fixtures" / "evaluation"
-REAL_DATA = ROOT.parent / "shared" / "data"
 EOS = "<|endoftext|>"
 EOS_ID = 0
-
-needs_real_data = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the real data sets are not on this machine")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

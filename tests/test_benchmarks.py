@@ -33,7 +33,6 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Sizes that are constants of the benchmarks."""
-    monkeypatch.setattr(op, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(op, "CPU_SHAPES", [(2, 40, 3, 8)])
     monkeypatch.setattr(decode, "VOCABULARY", 512)
     monkeypatch.setattr(decode, "LAYERS", 1)
@@ -109,15 +108,11 @@ def test_peak_memory():
 
 def test_op(tmp_path, capsys):
     records = run("op", tmp_path, "--variants", "triton", "eager", "reference", "sdpa")
-    times = {(x["variant"], x["form"], x["pass"]): float(x["value"]) for x in records if x["metric"] == "ms"}
-    assert set(times) == set(product(("eager", "reference", "sdpa"), ("causal", "bidirectional"), registry.PASSES))
+    measured = {(x["variant"], x["form"], x["pass"]) for x in records if x["metric"] == "ms"}
+    assert measured == set(product(("eager", "reference", "sdpa"), ("causal", "bidirectional"), registry.PASSES))
     own = [record for record in records if record["variant"] == "reference" and record["metric"] == "reference / this"]
     assert {record["value"] for record in own} == {"1"}
     assert capsys.readouterr().out.count("triton: not available here") == 2
-    for which, tensors in (("forward", 2), ("forward + backward", 5)):  # what must be read and written, in sizes of w
-        case = ("eager", "causal", which)
-        (speed,) = [float(x["value"]) for x in records if (x["variant"], x["form"], x["pass"], x["metric"]) == (*case, "GB/s")]
-        assert speed == pytest.approx(tensors * 2 * 40 * 3 * 8 * 4 / times[case] * 1e-6, rel=0.5)
 
 
 @pytest.mark.slow
@@ -180,12 +175,11 @@ def test_training_on_images(tmp_path):
 def test_scaling(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "SLOPE_FROM", 32)
     records = run("scaling", tmp_path, "--tokens", 16, 32, 64, "--softmax_limit", 32)
-    assert {(record["kind"], record["tokens"]) for record in records if record["metric"] == "ms"} == {
-        ("ToST", "16"), ("ToST", "32"), ("ToST", "64"), ("softmax", "16"), ("softmax", "32")
-    }  # fmt: skip
-    assert {(record["kind"], record["tokens"]) for record in records if record["metric"] == "softmax / ToST"} == {
-        ("softmax", "16"), ("softmax", "32")
-    }  # fmt: skip
+    cases = {
+        name: {(x["kind"], int(x["tokens"])) for x in records if x["metric"] == name} for name in ("ms", "softmax / ToST")
+    }
+    assert cases["softmax / ToST"] == {("softmax", 16), ("softmax", 32)}
+    assert cases["ms"] == cases["softmax / ToST"] | {("ToST", 16), ("ToST", 32), ("ToST", 64)}
     assert len([record for record in records if record["metric"] == "peak MiB"]) == 5
     assert [record["kind"] for record in records if record["metric"] == "exponent"] == ["ToST"]
 

@@ -21,9 +21,6 @@ from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "tests" / "fixtures" / "evaluation"
-REAL_DATA = ROOT.parent / "shared" / "data"
-
-needs_real_data = pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the real data sets are not on this machine")
 
 
 @pytest.fixture(scope="session")
@@ -179,20 +176,3 @@ def test_lm_evaluation_harness_agrees(tmp_path, tokenizer):
     assert ours["bits_per_byte"]["metric_value"] == pytest.approx(theirs["bits_per_byte,none"], rel=1e-5)
     assert 2 ** ours["bits_per_byte"]["metric_value"] == pytest.approx(theirs["byte_perplexity,none"], rel=1e-4)
     assert ours["word_perplexity"]["metric_value"] == pytest.approx(theirs["word_perplexity,none"], rel=1e-4)
-
-
-@pytest.mark.slow
-@needs_real_data
-def test_real_lambada_and_cbt_run_to_the_end(tmp_path, tokenizer):
-    folder = tmp_path / "model"
-    make_model(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    sources = {"lambada": "lambada_openai", "cbt_cn": "cbt/derived_CN", "cbt_ne": "cbt/derived_NE"}
-    command = ["--model", folder, "--tasks", *sources, "--protocols", "windows", "--num_windows", 100, "--device", "cpu"]
-    command += ["--datasets", *(f"{task}={REAL_DATA / path}" for task, path in sources.items())]
-    command += ["--batch_size", 256, "--cache_dir", tmp_path / "cache"]
-    evaluate_lm.main([str(word) for word in command])
-    results = json.loads((folder / "evaluation.json").read_text())["results"]
-    accuracies = [one for one in results if one["metric_type"] == "accuracy"]
-    assert [one["num_examples"] for one in accuracies] == [5153, 5153, 500, 286]
-    assert 0.04 < accuracies[2]["metric_value"] < 0.2  # ten candidates and a model that knows nothing

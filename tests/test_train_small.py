@@ -21,23 +21,16 @@ from scripting import override_config
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForImageClassification, ToSTVisionConfig
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("cpu", 2.87e6), ("gpu", 25e6)])
-def test_sizes_of_the_language_model(size, parameters):
-    size = train_small.SIZES[size]
-    overrides = f"{size.model},vocab_size={size.vocab_size},{train_small.KIND}"
+@pytest.mark.parametrize(("size", "text", "images"), [("cpu", 2.87e6, 1.49e6), ("gpu", 25e6, 22.2e6)])
+def test_sizes(size, text, images):
+    of_text, of_images = train_small.SIZES[size], train_small_images.SIZES[size]
+    overrides = f"{of_text.model},vocab_size={of_text.vocab_size},{train_small.KIND}"
     with torch.device("meta"):
         model = ToSTForCausalLM(override_config(ToSTConfig.from_preset("tost-base"), overrides))
-    assert model.num_parameters() == pytest.approx(parameters, rel=0.02)
-    assert (model.config.forgetting, model.config.conv_kernel, model.config.max_position_embeddings) == ("token", 4, None)
-
-
-@pytest.mark.parametrize(("size", "parameters"), [("cpu", 1.49e6), ("gpu", 22.2e6)])
-def test_sizes_of_the_image_classifier(size, parameters):
-    size = train_small_images.SIZES[size]
-    config = override_config(ToSTVisionConfig(), size.model, patch_size=size.patch_size, image_size=size.image_size)
-    with torch.device("meta"):
-        model = ToSTForImageClassification(config)
-    assert model.num_parameters() == pytest.approx(parameters, rel=0.02)
+        sides = {"patch_size": of_images.patch_size, "image_size": of_images.image_size}
+        classifier = ToSTForImageClassification(override_config(ToSTVisionConfig(), of_images.model, **sides))
+    assert model.num_parameters() == pytest.approx(text, rel=0.02)
+    assert classifier.num_parameters() == pytest.approx(images, rel=0.02)
 
 
 def check_published_files(output: Path, hub: Path) -> None:

@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The TSSA operator beside its reference implementation and attention (`op`), and the cost of its options (`options`)."""
 
-import math
 from dataclasses import replace
 
 import torch
@@ -18,16 +17,12 @@ bidirectional; with --memory the peak memory of a forward pass over 131,072 toke
 whatever the input's dtype, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention on queries, keys
 and values of the same shape.
 
-`x roofline` is the time over the bandwidth bound: w read and the output written, and in the backward pass w and
-the gradient read and w's gradient written, at the bandwidth of a large copy that is interleaved with the operators. On a GPU
-the times are the device's own, without the host's time to launch, except for `eager`, whose thousands of launches at long
-lengths are more than the host can queue ahead.
+On a GPU the times are the device's own, without the host's time to launch, except for `eager`, whose thousands of launches at
+long lengths are more than the host can queue ahead.
 """
 CPU_SHAPES = [(4, 1024, 12, 64)]
 GPU_SHAPES = [(max(16384 // T, 1), T, 12, 64) for T in (512, 1024, 2048, 4096, 16384, 32768, 131072)] + [(8, 8192, 12, 64)]
 LONG_SHAPE = (1, 131072, 12, 64)
-ROOFLINE_TENSORS = {"forward": 2, "forward + backward": 5}  # times the bytes of w
-COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 
 
 def start(variant: str, shape, causal: bool, args) -> dict:
@@ -42,25 +37,15 @@ def start(variant: str, shape, causal: bool, args) -> dict:
 
 def time_operators(runs: dict, shape, form: str, which: str, args, report: Report) -> None:
     """Reports one pass at one shape."""
-    source = torch.empty(COPY_BYTES[args.device], dtype=torch.uint8, device=args.device).random_()
-    target = torch.empty_like(source)
-    timed = runs | {"copy": lambda: target.copy_(source)}
-    seconds = measure(timed, args.repeats, device=args.device, ahead=True)
-    copy = seconds.pop("copy")
-    min_bytes = ROOFLINE_TENSORS[which] * math.prod(shape) * args.dtype.itemsize
-    roofline = [s * min_bytes / (2 * source.nbytes) for s in copy]
+    seconds = measure(runs, args.repeats, device=args.device, ahead=True)
     case = {"form": form, "pass": which, **dict(zip("BTHp", shape)), "dtype": dtype_name(args.dtype)}
     for variant, times in seconds.items():
-        metrics = {"ms": spread(times) * 1e3, "GB/s": None, "x roofline": None}
-        if OPERATORS[variant].is_tssa:
-            metrics["GB/s"] = spread(1e-9 * min_bytes / s for s in times)
-            metrics["x roofline"] = ratio(times, roofline)
+        metrics = {"ms": spread(times) * 1e3}
         for baseline in ("reference", "reference compiled"):
             metrics[f"{baseline} / this"] = ratio(seconds[baseline], times) if baseline in seconds else None
         if args.device == "cuda":
             metrics["peak MiB"] = peak_bytes(runs[variant], args.device) / 2**20
         report.add({"variant": variant} | case, metrics)
-    report.add({"variant": "copy"} | case, {"GB/s": spread(2e-9 * source.nbytes / s for s in copy)})
 
 
 def find_peak(variant: str, shape, dtype, device: str) -> tuple[int, int]:

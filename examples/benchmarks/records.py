@@ -65,23 +65,10 @@ def versions() -> str:
     )
 
 
-def command_of(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> str:
-    """The command that repeats a run: arguments that differ from their defaults, and data by its placeholder (metavar)."""
-    parts = [*RUNNER.split(), name]
-    for action in parser._actions:
-        value = getattr(args, action.dest, None)
-        if not action.option_strings or action.dest in ("help", "results") or value == action.default:
-            continue
-        if isinstance(action.metavar, str):  # only data has one
-            parts += [action.option_strings[-1], action.metavar]
-        elif isinstance(value, bool):
-            parts.append(action.option_strings[0 if value else -1])
-        else:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            repeated = values if values and isinstance(values[0], (list, tuple)) else [values]
-            for one in repeated:
-                parts += [action.option_strings[-1], *map(str, one)]
-    return shlex.join(parts)
+def command_of(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
+    """The command that repeats a run, with data by its placeholder (metavar)."""
+    data = {action.option_strings[-1]: action.metavar for action in parser._actions if isinstance(action.metavar, str)}
+    return shlex.join([*RUNNER.split(), *(data.get(before, word) for before, word in zip(["", *argv], argv))])
 
 
 def origin(args: argparse.Namespace) -> dict[str, str]:

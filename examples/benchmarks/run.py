@@ -38,7 +38,9 @@ def make_parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
         parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
         rounds = "rounds, of which the median, minimum and maximum are reported"
         parser.add_argument("--repeats", type=int, default=benchmark.repeats, help=rounds)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV that records are appended to")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FOLDER", help="folder of the CSV that records are appended to"
+    )
     if benchmark.dtype:
         parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
     benchmark.add_arguments(parser)
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None, may_restart: bool = False) -> int:
     benchmark = load_benchmark(name)
     parser = make_parser(name, benchmark)
     args = parser.parse_args(argv[1:])
-    args.benchmark, args.command = name, command_of(parser, args, name)
+    args.benchmark, args.command = name, command_of(parser, argv)
     if may_restart and not benchmark.environment.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | benchmark.environment)
     if benchmark.dtype:

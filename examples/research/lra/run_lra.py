@@ -17,12 +17,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
 from transformers import EvalPrediction, Trainer, TrainerCallback, set_seed
 
 
 sys.path.append(str(Path(__file__).parents[2]))
 
+from curves import plot_curves
 from evaluation import Measurement, Source, make_results, write_results
 from lra_models import ATTENTION, LRAConfig, make_config, make_model
 from lra_tasks import TASKS, Examples, collate, load_splits
@@ -38,7 +38,7 @@ from scripting import (
 )
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
-from tost_hf.files import EVALUATION, staged_file
+from tost_hf.files import EVALUATION
 from tost_hf.model.configuration_tost import LRA_PRESETS
 from tost_hf.training.metrics import TokenAccuracy
 
@@ -116,25 +116,8 @@ class PlotCurves(TrainerCallback):
     """Draws the losses and accuracies so far at every evaluation."""
 
     def on_evaluate(self, args, state, control, **kwargs):
-        if not state.is_world_process_zero:
-            return
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-        for axes, name, label in (
-            (left, "loss", "training"),
-            (left, "eval_loss", "validation"),
-            (right, "eval_accuracy", "validation"),
-        ):
-            points = [(log["step"], log[name]) for log in state.log_history if name in log]
-            axes.plot(*zip(*points), label=label) if points else None
-            axes.set(xlabel="step", ylabel=name.removeprefix("eval_"))
-            axes.grid(alpha=0.3)
-        left.legend()
-        with staged_file(Path(args.output_dir, "course.png")) as file:
-            figure.savefig(file, format="png", dpi=100)
-        plt.close(figure)
+        if state.is_world_process_zero:
+            plot_curves(state.log_history, Path(args.output_dir, "course.png"))
 
 
 def most_likely(logits, labels):
