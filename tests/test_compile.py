@@ -19,6 +19,11 @@ def nothing_compiled_yet():
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def tiny_model():
+    return randomize(ToSTForCausalLM(small_config(num_hidden_layers=1))).eval()
+
+
 def counting_backend(name):
     """A compiler backend that counts the graphs it is given (a function: generate copies objects)."""
 

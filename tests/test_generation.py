@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 from conftest import randomize, small_config
-from safetensors import SafetensorError
-from transformers import DynamicCache, StaticCache
+from hub_clients import save_tokenizer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import DynamicCache, GenerationMixin, StaticCache, pipeline
 
-from tost_hf import ToSTCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, save_cache
+from tost_hf import ToSTCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, prefill_cache, save_cache
+from tost_hf.model import modeling_tost
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
@@ -72,6 +75,11 @@ def test_beam_search_with_cache_is_beam_search_without(tiny_model, prompt):
     assert with_cache.beam_indices[:, 1:].unique().numel() > 1  # beams did move, so the cache was reordered
 
 
+def test_a_generation_config_of_another_type(tiny_model, prompt):
+    with pytest.raises(TypeError, match="generation_config must be a GenerationConfig, got str"):
+        tiny_model.generate(prompt, "x")
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_assisted_decoding_is_greedy(tiny_model, prompt, same):
     assistant = tiny_model
@@ -90,12 +98,32 @@ HYBRID = {"max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FU
 KINDS = {"published": {}, "decay": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
 
 
-@pytest.mark.parametrize("options, layers", zip(KINDS.values(), (1, 2, 3)), ids=KINDS)
+@pytest.mark.parametrize("options, layers", list(zip(KINDS.values(), (1, 2, 3))), ids=KINDS)
 def test_early_exit_is_greedy_and_leaves_the_model_as_it_was(prompt, options, layers):
     model = randomize(ToSTForCausalLM(small_config(num_hidden_layers=3, **options))).eval()
     greedy = generate(model, prompt[:1])
     assert torch.equal(generate(model, prompt[:1], assistant_early_exit=layers), greedy)
     assert model.config.num_hidden_layers == 3 and len(model.config.layer_types) == 3
+
+
+def test_early_exit_that_fails_leaves_the_model_as_it_was(tiny_model, prompt):
+    def fail(module, args, output):
+        if tiny_model.config.num_hidden_layers == 1:
+            raise RuntimeError("out of memory")
+
+    tiny_model.model.layers[0].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generate(tiny_model, prompt[:1], assistant_early_exit=1)
+    assert tiny_model.config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("first, layers", [(CAUSAL_STATISTICS, 0), (CAUSAL_STATISTICS, 4), (FULL_ATTENTION, 1)])
+def test_early_exit_where_there_is_no_layer_or_no_statistics(prompt, first, layers):
+    kinds = [first, CAUSAL_STATISTICS, CAUSAL_STATISTICS]
+    model = ToSTForCausalLM(small_config(num_hidden_layers=3, max_position_embeddings=None, layer_types=kinds))
+    least = 1 + kinds.index(CAUSAL_STATISTICS)
+    with pytest.raises(ValueError, match=f"assistant_early_exit must be from {least} to 3, .* got {layers}"):
+        generate(model, prompt[:1], assistant_early_exit=layers)
 
 
 @pytest.mark.parametrize("make", [DynamicCache, StaticCache, ToSTCache])
@@ -140,16 +168,13 @@ def test_repeated_crops(tiny_model):
     torch.testing.assert_close(states(cache), states(filled(tiny_model, tokens[:, :26])), **F32)
     with pytest.raises(ValueError, match="only the last 0 are recorded"):
         cache.crop(-1)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(3)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        filled(tiny_model, tokens).crop(-1)
     empty = filled(tiny_model, tokens[:, :5], record=True)
     empty.crop(-5)
     assert all((x == 0).all() for x in states(empty))
-
-
-def test_crop_needs_recording(tiny_model, prompt):
-    with pytest.raises(RuntimeError, match="activate_past_recording"):
-        filled(tiny_model, prompt).crop(-1)
-    with pytest.raises(ValueError, match="negative"):
-        filled(tiny_model, prompt, record=True).crop(3)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -239,6 +264,29 @@ def test_bad_cache_files(tiny_model, prompt, tmp_path):
         load_cache(tmp_path / "model.safetensors", tiny_model.config)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_length": None},
+        {"seq_length": "-3"},
+        {"layers.0.sum_sq": torch.zeros(3, 4, 8)},
+        {"layers.0.sum_sq": torch.zeros(2, 4, 8)},
+        {"input_ids": torch.ones(1, 150)},
+        {"layers.1.sum_membership": torch.zeros(2, 4, dtype=torch.long)},
+    ],
+)
+def test_damaged_cache_files(tiny_model, prompt, tmp_path, change):
+    file = tmp_path / "prefix.safetensors"
+    save_cache(filled(tiny_model, prompt), file)
+    with safe_open(file, "pt") as opened:
+        metadata, tensors = opened.metadata(), {key: opened.get_tensor(key) for key in opened.keys()}
+    for name, value in change.items():
+        (tensors if isinstance(value, torch.Tensor) else metadata)[name] = value
+    save_file(tensors, file, metadata={name: value for name, value in metadata.items() if value is not None})
+    with pytest.raises(ValueError, match=r"damaged|another model"):
+        load_cache(file, tiny_model.config)
+
+
 @pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("I/O error: No space left on device")])
 def test_failed_save_leaves_the_old_file(tiny_model, prompt, tmp_path, monkeypatch, error):
     file = tmp_path / "prefix.safetensors"
@@ -248,3 +296,83 @@ def test_failed_save_leaves_the_old_file(tiny_model, prompt, tmp_path, monkeypat
     with pytest.raises(OSError, match="disk full"):
         save_cache(filled(tiny_model, prompt[:, :3]), file)
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+# Documents that are read once ------------------------------------------------------------------------------------------
+
+LONG = {"vocab_size": 320, "max_position_embeddings": None, "bos_token_id": 0, "eos_token_id": None, "conv_kernel": 3}
+LAYERS = ["tost_causal_statistics", "full_attention", "sliding_attention"]
+MIXED = {"layer_types": LAYERS, "num_hidden_layers": 3, "sliding_window": 8}
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture
+def long_model():
+    return randomize(ToSTForCausalLM(small_config(**LONG))).eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, 320, (1, 150), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_saved_document_is_continued_as_if_it_had_been_read(long_model, tokens, tmp_path):
+    save_cache(prefill_cache(long_model, tokens, chunk_size=40), tmp_path / "x")
+    cache = load_cache(tmp_path / "x", long_model.config)
+    assert cache.get_seq_length() == 150
+    whole = torch.cat([tokens, torch.tensor([[5, 6]])], 1)
+    assert torch.equal(long_model.generate(whole, past_key_values=cache, **GREEDY), long_model.generate(whole, **GREEDY))
+
+
+def test_documents_that_cannot_be_read(long_model, tokens):
+    with pytest.raises(ValueError, match="at least one token"):
+        prefill_cache(long_model, tokens[:, :0])
+    with pytest.raises(ValueError, match="positions for 16: use a shorter text"):
+        prefill_cache(ToSTForCausalLM(small_config(vocab_size=320, max_position_embeddings=16)), tokens)
+
+
+# Long prompts in generate ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(long_model, tmp_path):
+    long_model.save_pretrained(tmp_path / "tiny")
+    save_tokenizer(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.mark.parametrize("options", [{}, MIXED], ids=["ToST", "hybrid"])
+@pytest.mark.parametrize("kwargs", [{}, {"num_beams": 2}], ids=str)
+def test_long_prompts_are_read_in_chunks(options, kwargs, monkeypatch):
+    assert hasattr(GenerationMixin, "_prefill"), "transformers has renamed the hook that chunks long prompts."
+    monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
+    model = randomize(ToSTForCausalLM(small_config(**LONG | options))).eval()
+    prompt = torch.randint(1, 320, (2 if not kwargs else 1, 200))
+    mask = torch.ones_like(prompt)
+    mask[0, :70] = 0
+    sizes = []
+    model.register_forward_pre_hook(lambda _, args, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True)
+    chunked = model.generate(prompt, attention_mask=mask, **GREEDY, **kwargs)
+    assert sizes[:4] == [64, 64, 64, 8] and max(sizes[4:]) <= 3
+    sizes.clear()
+    whole = model.generate(prompt, attention_mask=mask, prefill_chunk_size=1000, **GREEDY, **kwargs)
+    assert sizes[0] == 200 and torch.equal(chunked, whole)
+
+
+def test_a_long_prompt_of_the_pipeline(folder, monkeypatch):
+    monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
+    generator, sizes = pipeline("text-generation", str(folder)), []
+    generator.model.register_forward_pre_hook(
+        lambda _, args, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    (answer,) = generator("import os\n" * 20, max_new_tokens=3, do_sample=False)
+    assert sizes[:4] == [64, 64, 64, 8] and answer["generated_text"].startswith("import os\n" * 20)
+
+
+def test_long_prompts_show_a_progress_bar(long_model, tokens, monkeypatch, capsys):
+    monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
+    monkeypatch.setattr(modeling_tost, "PROGRESS_DELAY", 0)
+    long_model.generate(tokens, **GREEDY)
+    assert "Prefill" in (shown := capsys.readouterr().err) and "150/150" in shown
+    long_model.generate(tokens[:, :60], past_key_values=ToSTCache(long_model.config), **GREEDY)
+    assert capsys.readouterr().err == ""

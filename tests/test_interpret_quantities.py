@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import randomize, tiny_vision_model
 from torch import nn
+from transformers import GPT2Config, GPT2Model
 
 import tost_hf
 from tost_hf import interpret
@@ -99,6 +100,18 @@ def test_forget_factors_are_the_decay_of_the_sums(decaying_model, texts):
         torch.testing.assert_close(trace.memberships[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
 
 
+def test_half_of_a_sum_is_left_after_its_half_life(decaying_model, texts):
+    trace = interpret.trace_model(decaying_model, **texts)
+    half_lives = interpret.half_life(trace)
+    remaining = interpret.forget_factors(trace).prod(-1)  # of what was in the sums before the text
+    torch.testing.assert_close(0.5 ** (trace.mask.sum(1)[:, None, None] / half_lives), remaining)
+    if decaying_model.config.forgetting == "head":
+        torch.testing.assert_close(interpret.half_life(decaying_model).expand(3, -1, -1), half_lives)
+    else:
+        with pytest.raises(ValueError, match="computes its decay from each token"):
+            interpret.half_life(decaying_model)
+
+
 def test_quantities_that_a_model_does_not_have(tiny_model, texts):
     trace = interpret.trace_model(tiny_model, **texts)
     assert trace.log_forget_factors is None
@@ -170,6 +183,17 @@ def test_published_plateau(normalization):
     assert 24 * math.log(101) == pytest.approx(110.76, abs=0.005)
 
 
+def test_c_is_an_argument(tiny_model, texts):
+    trace = interpret.trace_model(tiny_model, **texts)
+    default = interpret.compression_terms(trace, "tokens")
+    torch.testing.assert_close(interpret.compression_terms(trace, "tokens", c=8 / 0.01).variational, default.variational)
+    assert (interpret.compression_terms(trace, "tokens", c=1.0).variational < default.variational).all()
+    with pytest.raises(ValueError, match="normalization must be one of tokens, channels"):
+        interpret.compression_terms(trace, "heads")
+    with pytest.raises(ValueError, match="c must be above 0"):
+        interpret.compression_terms(trace, c=0.0)
+
+
 def test_a_head_without_members_has_no_weight():
     w = torch.randn(1, 6, 2, 4)
     membership = torch.zeros(1, 2, 6, dtype=torch.float64)
@@ -215,6 +239,18 @@ def test_entropy(tiny_model, texts):
     assert (interpret.membership_entropy(one) == 0).all()
 
 
+def test_bfloat16(tiny_model, texts, images):
+    full = interpret.compression_terms(interpret.trace_model(tiny_model, **texts))
+    half = interpret.trace_model(tiny_model.bfloat16(), **texts)
+    terms = interpret.compression_terms(half)
+    assert half.projections[0].dtype == torch.bfloat16 and terms.variational.dtype == torch.float64
+    torch.testing.assert_close(terms.variational, full.variational, rtol=0.02, atol=0)
+    torch.testing.assert_close(terms.coding_rate, full.coding_rate, rtol=0.02, atol=0)
+    assert interpret.subspace_gram(tiny_model, 1).dtype == torch.float64
+    maps = interpret.class_attention_maps(interpret.trace_model(tiny_vision_model().bfloat16(), pixel_values=images))
+    assert maps.dtype == torch.float64 and (maps.flatten(3).sum(-1) < 1).all()
+
+
 def test_membership_clusters_score(monkeypatch):
     """Two images of 6 x 6 patches: alternating colours with a head for each; one colour with a head for each quarter."""
     pytest.importorskip("sklearn")
@@ -233,3 +269,73 @@ def test_membership_clusters_score(monkeypatch):
     assert (scores.score > 0.6).all()  # the first by colour alone, the second by position alone
     assert (scores.shuffled.abs() < 0.3).all() and scores.shuffled.mean().abs() < 0.1
     assert (scores.other_image.abs() < 0.1).all()
+
+
+def test_membership_clusters_score_of_a_model(images):
+    pytest.importorskip("sklearn")
+    model = tiny_vision_model()
+    scores, again = (interpret.membership_clusters_score(model, images) for _ in range(2))
+    assert all(torch.equal(a, b) and (a.abs() <= 1).all() for a, b in zip(scores, again))
+    assert interpret.membership_clusters_score(model, images[:1]).other_image.isnan().all()
+
+
+# Tracing: the model is left unchanged, and invalid inputs are rejected ------------------------------------------------------
+
+
+def count_hooks(model):
+    return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+
+
+@pytest.mark.parametrize("kind", ["language", "vision"])
+def test_model_is_unchanged(kind, tiny_model, texts, images):
+    model, inputs = (
+        (tiny_model, texts) if kind == "language" else (tiny_vision_model(hidden_dropout=0.5), {"pixel_values": images})
+    )
+    before = model(**inputs).logits
+    state, hooks = copy.deepcopy(model.state_dict()), count_hooks(model)
+    trunk = model.base_model
+    model.train()
+    trunk.layers[1].eval()  # frozen in evaluation mode by its owner
+    flags = [module.training for module in model.modules()]
+    first = interpret.trace_model(model, **inputs)
+    assert [module.training for module in model.modules()] == flags and True in flags and False in flags
+    assert torch.equal(first.memberships, interpret.trace_model(model, **inputs).memberships)  # no dropout
+    assert not any(w.requires_grad for w in first.projections)
+
+    wrong = {"pixel_values": images[..., :-1]} if kind == "vision" else {"input_ids": texts["input_ids"] + 1000}
+    with pytest.raises((ValueError, IndexError), match=r"multiples of the patch size|input_ids must lie"):
+        interpret.trace_model(model, **wrong)
+    assert [module.training for module in model.modules()] == flags
+    assert count_hooks(model) == hooks
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values()))
+    assert torch.equal(model.eval()(**inputs).logits, before)
+
+
+def test_compiled_models_are_traced(tiny_model, texts):
+    plain = interpret.trace_model(tiny_model, **texts)
+    compiled = torch.compile(tiny_model, backend="eager")
+    with torch.no_grad():
+        compiled(**texts)
+    assert torch.equal(interpret.trace_model(compiled, **texts).memberships, plain.memberships)
+
+
+@pytest.mark.parametrize("attention_type", ["xca", "softmax"])
+def test_baselines_are_rejected(attention_type, images, tmp_path):
+    model = tiny_vision_model(attention_type=attention_type)
+    with pytest.raises(ValueError, match=f"attention_type is '{attention_type}', and only 'tssa'"):
+        interpret.trace_model(model, pixel_values=images)
+    with pytest.raises(ValueError, match="only 'tssa'"):
+        interpret.inspect_model(model, None, tmp_path / "photo.png", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_invalid_inputs_are_rejected(tiny_model, texts, images):
+    with pytest.raises(ValueError, match="not a ToST model"):
+        interpret.trace_model(GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)), input_ids=texts["input_ids"])
+    with pytest.raises(ValueError, match="This model takes input_ids and attention_mask, got \\['pixel_values'\\]"):
+        interpret.trace_model(tiny_model, pixel_values=images)
+    with pytest.raises(ValueError, match="This model takes pixel_values, got nothing"):
+        interpret.trace_model(tiny_vision_model())
+    texts["attention_mask"][1] = 0
+    with pytest.raises(ValueError, match="masks a whole sequence"):
+        interpret.trace_model(tiny_model, **texts)

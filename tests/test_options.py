@@ -1,5 +1,6 @@
 """The options beyond the paper: off by default, and exact in every path by which tokens can reach a model."""
 
+import dataclasses
 import itertools
 import json
 
@@ -13,6 +14,7 @@ from tost_hf import (
     ToSTCache,
     ToSTConfig,
     ToSTForCausalLM,
+    ToSTForSequenceClassification,
     ToSTTrainer,
     ToSTTrainingArguments,
     ToSTVisionConfig,
@@ -25,6 +27,7 @@ from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
 from tost_hf.model.configuration_tost import OPTION_DEFAULTS
 from tost_hf.model.layers_tost import ShortConvolution
+from tost_hf.model.modeling_tost import rotary_embedding
 
 
 F64 = {"rtol": 1e-9, "atol": 1e-9}
@@ -228,13 +231,6 @@ def test_cache_of_other_options_is_rejected(tokens, tmp_path):
             load_cache(tmp_path / "cache.safetensors", second.config)
 
 
-def test_bfloat16(model, tokens):
-    model = model.to(torch.bfloat16)
-    cache = model(tokens[:, :-1]).past_key_values
-    step = model(tokens[:, -1:], past_key_values=cache).logits
-    torch.testing.assert_close(step, model(tokens).logits[:, -1:], rtol=5e-2, atol=5e-2)
-
-
 def test_gradient_checkpointing_gives_the_same_gradients(model, tokens):
     gradients = []
     mask = torch.ones_like(tokens)
@@ -295,25 +291,18 @@ def test_compiled_training_gives_the_same_gradients(model, tokens):
     torch.testing.assert_close(*gradients, **F64)
 
 
-@pytest.mark.parametrize(
-    ("aliases", "field"),
-    [
-        (("hidden_dropout_prob", "resid_pdrop", "dropout"), "hidden_dropout"),
-        (("attention_probs_dropout_prob", "attn_pdrop"), "attention_dropout"),
-        (("embd_pdrop",), "embedding_dropout"),
-    ],
-)
 @pytest.mark.parametrize("config_class", [ToSTConfig, ToSTVisionConfig])
-def test_dropout_under_its_usual_names(config_class, aliases, field, tmp_path):
-    for alias in aliases:
+def test_dropout_under_its_usual_names(config_class, tmp_path):
+    for alias, field in (
+        ("resid_pdrop", "hidden"),
+        ("attention_probs_dropout_prob", "attention"),
+        ("embd_pdrop", "embedding"),
+    ):
         config = config_class(**{alias: 0.25})
-        assert getattr(config, field) == getattr(config, alias) == 0.25
+        assert getattr(config, f"{field}_dropout") == getattr(config, alias) == 0.25
         config.save_pretrained(tmp_path)
-        stored = json.loads((tmp_path / "config.json").read_text())
-        assert stored[field] == 0.25 and alias not in stored
-        assert getattr(config_class.from_pretrained(tmp_path, **{alias: 0.5}), field) == 0.5
-        with pytest.raises(ValueError, match=f"{field} must be at least 0 and below 1"):
-            config_class(**{alias: 2.0})
+        assert alias not in json.loads((tmp_path / "config.json").read_text())
+        assert getattr(config_class.from_pretrained(tmp_path, **{alias: 0.5}), f"{field}_dropout") == 0.5
 
 
 def test_presets_beyond_the_paper():
@@ -412,3 +401,121 @@ def test_a_model_with_new_convolutions_starts_as_one_without():
     tokens = torch.randint(2, 97, (2, 9))
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
     assert model.num_parameters() - plain.num_parameters() == 4 * 32 * 4
+
+
+# Hybrid models: softmax attention layers among TSSA layers ----------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_repeated_sequence_numbers():
+    model = build(["conv", "hybrid", "token"])
+    tokens, seq_idx = torch.randint(2, 97, (1, 6)), torch.tensor([[0, 0, 1, 1, 0, 0]])
+    alone = torch.cat([model(piece).logits for piece in tokens.split(2, 1)], 1)
+    torch.testing.assert_close(model(tokens, seq_idx=seq_idx).logits, alone, **F64)
+
+
+hybrids = pytest.mark.parametrize("model", HYBRIDS, ids=name_options, indirect=True)
+
+
+@pytest.mark.parametrize(
+    "model, implementation",
+    [*((names, "eager") for names in HYBRIDS), pytest.param(("mixed",), "flex_attention", marks=pytest.mark.slow)],
+    indirect=["model"],
+    ids=str,
+)
+@torch.no_grad()
+def test_attention_implementations_agree(model, tokens, implementation):
+    model = model.float()
+    mask = torch.ones_like(tokens)
+    mask[1, [0, 1, 2, 9]] = 0
+    expected = [model(tokens, attention_mask=mask).logits, model(tokens, seq_idx=tokens.gt(40).long()).logits]
+    model.set_attn_implementation(implementation)
+    assert all(layer.self_attn.config._attn_implementation == implementation for layer in model.model.layers if layer.attends)
+    got = [model(tokens, attention_mask=mask).logits, model(tokens, seq_idx=tokens.gt(40).long()).logits]
+    torch.testing.assert_close(got[0][mask == 1], expected[0][mask == 1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_ambiguous_sliding_windows_are_rejected(tokens):
+    model = build(["sliding"])
+    cache = model(tokens).past_key_values
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[0, 20] = 0
+    with pytest.raises(ValueError, match="padding between real tokens"):
+        model(tokens[:, :1], attention_mask=mask, past_key_values=cache)
+    positions = torch.full((2, 1), 23)
+    with pytest.raises(ValueError, match="covers the cached tokens"):
+        model(tokens[:, :1], attention_mask=torch.tensor([[1], [0]]), position_ids=positions, past_key_values=cache)
+    with pytest.raises(ValueError, match="StaticCache"):
+        ToSTCache(model.config, static=True)
+    with pytest.raises(ValueError, match="its layers are"):
+        build(["mixed"])(tokens, past_key_values=cache)
+
+
+def test_default_layer_types_follow_num_hidden_layers():
+    config = ToSTConfig(layer_types=[TSSA] * 12)
+    config.num_hidden_layers = 3
+    assert config.layer_types == [TSSA] * 3 and "layer_types" not in config.to_dict()
+
+
+def test_default_key_value_heads_follow_num_attention_heads(tmp_path):
+    """A number whenever it is read, which vLLM does; files are written as they were."""
+    ToSTConfig().save_pretrained(tmp_path)
+    config = ToSTConfig.from_pretrained(tmp_path, num_attention_heads=6)
+    assert config.num_key_value_heads == 6 and "num_key_value_heads" not in config.to_dict()
+    config.num_key_value_heads = 3
+    assert config.to_dict()["num_key_value_heads"] == 3
+    config.num_key_value_heads = None
+    assert config.num_key_value_heads == 6
+    for causal in (True, False):
+        config = ToSTConfig(is_causal=causal)
+        assert dataclasses.replace(config, vocab_size=97).to_dict() == config.to_dict() | {"vocab_size": 97}
+
+
+def test_rotary_positions_keep_their_precision():
+    model = ToSTForCausalLM(four_layers(**OPTIONS["rope"]))
+    assert model.config.rope_parameters == {"rope_theta": 10_000.0, "rope_type": "default"}
+    position_ids = torch.tensor([[0, 1, 1000]])
+    exact = torch.cat([position_ids[..., None].double() / 1e4 ** (torch.arange(0, 8, 2).double() / 8)] * 2, -1)
+    for dtype, tolerance in ((torch.float64, 1e-4), (torch.bfloat16, 4e-3)):  # angles in bfloat16 would be off by radians
+        cos, sin = rotary_embedding(model.config, torch.zeros((), dtype=dtype), position_ids)
+        assert (
+            cos.dtype == dtype and (cos - exact.cos()).abs().max() < tolerance and (sin - exact.sin()).abs().max() < tolerance
+        )
+
+
+@hybrids
+def test_attentions_are_those_of_the_softmax_layers(model, tokens):
+    assert model(tokens).attentions is None
+    model.set_attn_implementation("eager")
+    attentions = model(tokens, output_attentions=True).attentions
+    assert len(attentions) == sum(layer.attends for layer in model.model.layers)
+    for weights in attentions:
+        assert weights.shape == (2, 4, 23, 23) and (weights.triu(1) == 0).all()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 23, dtype=weights.dtype))
+
+
+def test_state_bytes_count_keys_and_values(tokens, tmp_path):
+    model = build(["mixed"], torch.float32)
+    sizes = []
+    for length in (10, 15):
+        cache = model(tokens[:1, :length]).past_key_values
+        save_cache(cache, tmp_path / "cache.safetensors")
+        with open(tmp_path / "cache.safetensors", "rb") as file:
+            sizes.append((tmp_path / "cache.safetensors").stat().st_size - 8 - int.from_bytes(file.read(8), "little"))
+    state = state_bytes(model.config)
+    assert sizes == [state.saved + length * state.per_token for length in (10, 15)] and state.per_token == 2 * 32 * 4
+
+
+@torch.no_grad()
+def test_mixed_precision_and_classifiers(tokens):
+    model = build(["token", "conv", "rope"], torch.float32)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(
+        logits[mask == 1].float(), model(tokens, attention_mask=mask).logits[mask == 1], rtol=0.1, atol=0.1
+    )
+    classifier = ToSTForSequenceClassification(model.config).eval()
+    torch.testing.assert_close(classifier(tokens, attention_mask=mask).logits[:1], classifier(tokens[:1, 3:]).logits)
