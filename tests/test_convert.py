@@ -16,11 +16,11 @@ from authors_checkpoints import (
     write_changed,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from tost_hf import ToSTConfig, ToSTForCausalLM
 from tost_hf.cli import main
-from tost_hf.convert import LANGUAGE_NAMES, convert_from_original, convert_to_original, rename
+from tost_hf.convert import convert_from_original, convert_to_original
 
 
 BIAS = FIXTURES / "lm_bias.pt"
@@ -66,13 +66,11 @@ def test_logits_loss_and_memberships(converted, dtype, tolerance):
     assert relative_error(loss, expected["loss"]) < tolerance
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_continuation(converted, dtype, use_cache):
+def test_greedy_continuation(converted):
     name, folder = converted
     expected = golden(name)["greedy_from_first_5"]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    actual = model.generate(expected[:, :5], max_new_tokens=24, do_sample=False, use_cache=use_cache)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    actual = model.generate(expected[:, :5], max_new_tokens=24, do_sample=False)
     assert torch.equal(actual, expected)
 
 
@@ -114,7 +112,7 @@ def test_a_trained_and_sharded_folder_converts(tiny_model, tmp_path):
     assert_same_bits(again.state_dict(), tiny_model.state_dict())
 
 
-@pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
 def test_prefixes_are_stripped(tmp_path, prefix):
     source = write_changed(tmp_path / "ckpt.pt", lambda contents: {"model": add_prefix(contents, prefix)}, BIAS)
     convert_to_original(convert_from_original(source, tmp_path / "model"), tmp_path / "back.pt")
@@ -152,15 +150,6 @@ def test_untied_checkpoint_becomes_an_untied_model(tmp_path, caplog):
     assert torch.equal(model.model.embed_tokens.weight, stored)
 
 
-def test_names_cover_the_model_in_both_directions(tiny_config):
-    back = {ours: authors for authors, ours in LANGUAGE_NAMES.items()}
-    assert len(back) == len(LANGUAGE_NAMES)
-    for ours in ToSTForCausalLM(tiny_config).state_dict():
-        assert rename(rename(ours, back), LANGUAGE_NAMES) == ours
-    assert rename("transformer.h.12.attn.temp", LANGUAGE_NAMES) == "model.layers.12.self_attn.temp"
-    assert rename("transformer.other.weight", LANGUAGE_NAMES) is None
-
-
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
@@ -168,19 +157,31 @@ def stated(**model_args):
     return lambda contents: contents["model_args"].update(model_args)
 
 
+def diverged(contents):
+    for tensor in contents["model"].values():
+        tensor.fill_(torch.nan)
+
+
+def gap(contents):
+    contents["model"]["transformer.h.7.gamma1"] = torch.zeros(32)
+    del contents["model_args"]
+
+
 H0 = "transformer.h.0."
 INVALID = {
-    "GPT-2 attention": (remove(H0 + "attn.temp"), r"lacks transformer\.h\.0\.attn\.temp"),
-    "missing key": (remove("transformer.h.1.mlp.c_fc.bias"), r"lacks transformer\.h\.1\.mlp\.c_fc\.bias"),
-    "missing embedding": (remove("transformer.wte.weight"), r"lacks transformer\.wte\.weight"),
-    "unknown leaf": (replace(H0 + "ln_1.other", torch.zeros(2)), r"has .*ln_1\.other"),
+    "GPT-2 attention, by shape": (replace(H0 + "attn.c_attn.weight", torch.zeros(96, 32)), "GPT-2"),
+    "missing key": (remove("transformer.h.1.mlp.c_fc.bias"), "lacks transformer.h.1.mlp.c_fc.bias"),
+    "unknown leaf": (replace(H0 + "ln_1.other", torch.zeros(2)), "ln_1.other"),
+    "unknown module": (replace("transformer.other.weight", torch.zeros(2)), "other.weight"),
+    "tensor of another rank": (replace("transformer.wte.weight", torch.zeros(96)), "wte"),
+    "layers with a gap": (gap, r"transformer\.h\.7\.gamma1"),
     "other layer count": (stated(n_layer=3), "n_layer"),
     "tensor of another size": (replace("transformer.h.1.gamma2", torch.zeros(31)), "gamma2"),
     "integers": (replace(H0 + "gamma1", torch.zeros(32, dtype=torch.long)), "int64"),
-    "NaN": (replace(H0 + "gamma1", torch.full((32,), torch.nan)), "NaN"),
+    "NaN": (diverged, "NaN"),
     "impossible dropout": (stated(dropout=2.0), "dropout"),
+    "an entry that is no tensor": (replace(H0 + "gamma1", 1.0), "gamma1"),
     "state dict without a frame": (lambda contents: contents["model"], "authors"),
-    "a list": (lambda contents: [1, 2], "authors"),
 }
 
 
@@ -189,7 +190,7 @@ def test_invalid_checkpoints(tmp_path, caplog, change, message):
     source = write_changed(tmp_path / "ckpt.pt", change, BIAS)
     with pytest.raises(ValueError, match=message) as caught:
         convert_from_original(source, tmp_path / "model")
-    assert str(source) in str(caught.value)
+    assert str(source) in str(caught.value) and "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["ckpt.pt"]  # nothing half-written
     assert "lm_head differs" not in caplog.text
 
@@ -204,13 +205,19 @@ class RunsCode:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("as_zip", [True, False])
-def test_pickle_with_code(tmp_path, as_zip):
-    contents = read_checkpoint(BIAS) | {"config": RunsCode(str(tmp_path / "ran"))}
-    torch.save(contents, tmp_path / "evil.pt", _use_new_zipfile_serialization=as_zip)
+def test_pickle_with_code(tmp_path):
+    torch.save(read_checkpoint(BIAS) | {"config": RunsCode(str(tmp_path / "ran"))}, tmp_path / "evil.pt")
     with pytest.raises(ValueError, match="code"):
         convert_from_original(tmp_path / "evil.pt", tmp_path / "model")
     assert os.listdir(tmp_path) == ["evil.pt"]
+
+
+@pytest.mark.parametrize("data", [BIAS.read_bytes()[:-100], b"once upon a time\n"], ids=len)
+def test_unreadable_files(tmp_path, data):
+    (tmp_path / "ckpt.pt").write_bytes(data)
+    with pytest.raises(ValueError, match="damaged"):
+        convert_from_original(tmp_path / "ckpt.pt", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_missing_file_and_folder(tmp_path):
@@ -229,6 +236,7 @@ UNSUPPORTED = {
     "epsilon": {"layer_norm_eps": 1e-6},
     "MLP width": {"intermediate_size": 48},
     "several dropouts": {"embedding_dropout": 0.5},
+    "an option": {"forgetting": "head"},
 }
 
 
@@ -241,39 +249,44 @@ def test_unsupported_models(tiny_config, tmp_path, fields):
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_damaged_folders(tiny_model, tmp_path):
+    tiny_model.save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
+    GPT2Config().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="model of type 'gpt2'"):
+        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
+
+
 def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):
-    """tests/test_files.py has what is replaced in a folder."""
     name, folder = converted
-    checkpoint, target, file = FIXTURES / f"{name}.pt", tmp_path / "model", tmp_path / "ckpt.pt"
+    checkpoint, target = FIXTURES / f"{name}.pt", tmp_path / "model"
     target.mkdir()
+    convert_from_original(checkpoint, target)  # an empty folder is taken
+    (target / "tokenizer.json").write_text("{}")
+    (target / "model-00001-of-00002.safetensors").write_text("old")
     (target / "model.safetensors").write_text("old")
-    file.write_text("old")
     with pytest.raises(FileExistsError, match="not empty"):
         convert_from_original(checkpoint, target)
-    with pytest.raises(FileExistsError, match="exists"):
-        convert_to_original(folder, file)
-    assert (target / "model.safetensors").read_text() == file.read_text() == "old"
+    assert (target / "model.safetensors").read_text() == "old"
     convert_from_original(checkpoint, target, overwrite=True)
+    files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {file.name for file in target.iterdir()} == files
     AutoModelForCausalLM.from_pretrained(target)
+
+    file = tmp_path / "ckpt.pt"
+    file.write_text("old")
+    with pytest.raises(FileExistsError, match=r"ckpt.pt exists"):
+        convert_to_original(folder, file)
+    assert file.read_text() == "old"
     convert_to_original(folder, file, overwrite=True)
     assert read_checkpoint(file)["model_args"]["TSSA"]
     with pytest.raises(FileExistsError, match="is a file"):
         convert_from_original(checkpoint, file)
     with pytest.raises(IsADirectoryError, match="is a folder"):
         convert_to_original(folder, target)
-
-
-def test_an_interrupted_write_leaves_nothing(converted, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(ToSTForCausalLM, "save_pretrained", fail)
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="disk full"):
-        convert_from_original(BIAS, tmp_path / "model")
-    with pytest.raises(OSError, match="disk full"):
-        convert_to_original(converted[1], tmp_path / "ckpt.pt")
-    assert os.listdir(tmp_path) == []
 
 
 # The command ---------------------------------------------------------------------------------------------------------

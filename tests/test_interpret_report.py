@@ -148,6 +148,12 @@ def test_every_layer_and_head_of_a_photograph(tmp_path):
         np.testing.assert_array_equal(drawn.get_array(), shares)
 
 
+def test_compression_of_many_images_has_a_band(images):
+    terms = interpret.compression_terms(interpret.trace_model(tiny_vision_model(), pixel_values=images))
+    axis = plots.plot_compression({"tokens": terms}).axes[0]
+    np.testing.assert_allclose(axis.lines[0].get_ydata(), terms.variational.mean(0))
+
+
 def test_a_failure_while_drawing_leaves_nothing(photo, tmp_path, monkeypatch):
     def savefig(figure, file):
         raise OSError("disk full")

@@ -40,6 +40,7 @@ def test_cache_has_constant_size(tiny_model):
     layer = out.past_key_values.layers[0]
     assert layer.sum_sq.shape == layer.sum_weighted_sq.shape == (3, 4, 8)
     assert layer.sum_membership.shape == (3, 4)
+    assert layer.nbytes == 3 * 4 * (4 * 8 + 8 * 8 + 8)  # float32, and float64
 
 
 def test_bf16_statistics_stay_float32_and_decoding_stays_exact():
@@ -165,19 +166,16 @@ def test_dropout_acts_in_training_only(tiny_config):
     assert torch.equal(model.eval()(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("problem_type", ["single_label_classification", "multi_label_classification", "regression"])
-def test_sequence_classification(tiny_config, problem_type):
+def test_sequence_classification(tiny_config):
     """Pools the last real token, on either side of the padding, told by the mask or by the pad token."""
-    tiny_config.num_labels = 1 if problem_type == "regression" else 3
-    tiny_config.problem_type = problem_type
+    tiny_config.num_labels = 3
     model = randomize(ToSTForSequenceClassification(tiny_config)).eval()
     tokens, mask = ids(3, 8), torch.ones(3, 8, dtype=torch.long)
     tokens[0, :3] = mask[0, :3] = 0
     tokens[1, 5:] = mask[1, 5:] = 0
-    labels = torch.rand(3, 3).round() if problem_type == "multi_label_classification" else torch.tensor([0, 2, 1])
-    labels = labels.float() if problem_type == "regression" else labels
+    labels = torch.tensor([0, 2, 1])
     out = model(tokens, attention_mask=mask, labels=labels)
-    assert out.loss.isfinite() and out.logits.shape == (3, tiny_config.num_labels)
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
     for i, real in enumerate(mask.bool()):
         torch.testing.assert_close(out.logits[i], model(tokens[i][real][None]).logits[0], **CLOSE)
     torch.testing.assert_close(model(tokens[1:]).logits[0], out.logits[1], **CLOSE)  # right padding, by the pad token
@@ -259,6 +257,7 @@ STARTS = torch.tensor([[0, 0, 1, 1]])
         (lambda: given(1, 3, past_key_values=((1, 2),)), TypeError, "must be a transformers Cache"),
         (lambda: given(1, 3, past_key_values=foreign_cache()), ValueError, "another kind of model"),
         (lambda: given(1, 3, past_key_values=other_cache(num_hidden_layers=2)), ValueError, "2 layers"),
+        (lambda: given(1, 3, past_key_values=other_cache(num_attention_heads=8)), ValueError, "heads"),
         (lambda: given(2, 3, past_key_values=other_cache()), ValueError, "holds 1 sequences"),
         (lambda: continued(3, attention_mask=torch.ones(1, 3)), ValueError, "covers the cached tokens"),
         (lambda: continued(4, position_ids=[[0, 1, 0, 1]]), ValueError, "cannot be combined with a cache"),
@@ -268,7 +267,9 @@ STARTS = torch.tensor([[0, 0, 1, 1]])
         (lambda: given(2, 4, cu_seq_lens_q=[0, 2, 4]), ValueError, "batch of size 1"),
         (lambda: given(1, 4, cu_seq_lens_q=[0, 2, 5]), ValueError, "must rise from 0"),
         (lambda: given(1, 4) | {"cu_seq_lens_q": [0, 2, 4]}, TypeError, "cu_seq_lens_q must be a tensor, got list"),
+        (lambda: given(1, 4, cu_seq_lens_q=[[0, 2, 4]]), ValueError, "must have shape"),
         (lambda: given(1, 4, seq_idx=[[0, 0, 1]]), ValueError, "seq_idx must have shape"),
+        (lambda: given(1, 4, seq_idx=torch.full((1, 4), float("nan"))), ValueError, "must hold integers"),
     ],
 )
 def test_bad_model_input(tiny_model, inputs, error, message):

@@ -11,6 +11,7 @@ from test_compile import counting_backend
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from tost_hf import (
+    TokenStatisticsSelfAttention,
     ToSTCache,
     ToSTConfig,
     ToSTForCausalLM,
@@ -369,6 +370,11 @@ def test_forget_bias_stays_float32_and_is_not_decayed(tmp_path):
     decayed = ToSTTrainer(model, ToSTTrainingArguments(tmp_path / "run", use_cpu=True)).get_decay_parameter_names(model)
     assert "model.layers.0.self_attn.forget_proj.weight" in decayed
     assert not [name for name in decayed if name.endswith("forget_bias")]
+
+
+def test_forgetting_is_for_the_causal_form():
+    with pytest.raises(ValueError, match="causal form"):
+        TokenStatisticsSelfAttention(8, 2, causal=False, forgetting="head")
 
 
 # Convolution ------------------------------------------------------------------------------------------------------------
