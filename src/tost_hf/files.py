@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
@@ -29,7 +28,7 @@ def check_folder(target: Path, overwrite: bool, sources: Iterable[str | os.PathL
         read, written = Path(source).resolve(), target.resolve()
         if read.is_relative_to(written) or written.is_relative_to(read):
             raise ValueError(
-                f"The output {target} is, contains or lies in {os.fspath(source)}, which is read: choose a folder outside it."
+                f"The output {target} is, contains or lies in {source}, which is read: choose a folder outside it."
             )
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; name a folder for the model.")
@@ -61,28 +60,13 @@ EXPORT_DESCRIPTION = "export.json"  # this and the programs are written by expor
 PROGRAM_FILES = ("model.onnx", "model.onnx.data")
 DESCRIPTIONS = (CONFIG_NAME, EXPORT_DESCRIPTION)  # without which nothing loads the files beside them
 SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-RECORDS = (  # what a folder tells of its model's training and evaluation
-    EVALUATION,
-    EVAL_RESULTS,
-    ALL_RESULTS,
-    TRAIN_RESULTS,
-    TRAINER_STATE,
-    RUN_ARGUMENTS,
-)
+# what a folder tells of its model's training and evaluation
+RECORDS = (EVALUATION, EVAL_RESULTS, ALL_RESULTS, TRAIN_RESULTS, TRAINER_STATE, RUN_ARGUMENTS)
 
 
 def is_weights_name(name: str) -> bool:
     """Whether `save_pretrained` writes a model's weights, or the index of their shards, under this very name."""
     return name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) or SHARD_NAME.fullmatch(name) is not None
-
-
-@contextmanager
-def _translate_write_errors(target: Path) -> Iterator[None]:
-    """Turns what safetensors and torch.save raise when a disk is full into an OSError."""
-    try:
-        yield
-    except (RuntimeError, SafetensorError) as error:
-        raise OSError(f"{target} could not be written; is the disk full? ({str(error).splitlines()[0]})") from error
 
 
 @contextmanager
@@ -98,15 +82,14 @@ def staged_folder(target: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as private:
         folder = Path(private, "model")  # with ordinary permissions, which the temporary folder has not
         folder.mkdir()
-        with _translate_write_errors(target):
-            yield folder
+        yield folder
         if not target.exists():
             folder.rename(target)
             return
-        files = sorted(path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
-        for path in _stale_files(target, files):
+        written = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        for path in _stale_files(target, written):
             (target / path).unlink(missing_ok=True)
-        for path in sorted(files, key=lambda path: path.name in DESCRIPTIONS):
+        for path in sorted(written, key=lambda path: path.name in DESCRIPTIONS):
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder / path, target / path)
 
@@ -114,7 +97,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
 def _stale_files(target: Path, written: list[Path]) -> Iterator[Path]:
     """What is removed of an old model or export: first its description, then what no new file replaces."""
     for path in written:
-        if path.name in DESCRIPTIONS and (target / path).exists():
+        if path.name in DESCRIPTIONS:
             yield path
             if path.name == EXPORT_DESCRIPTION:
                 yield from (path.with_name(name) for name in PROGRAM_FILES if path.with_name(name) not in written)
@@ -130,8 +113,7 @@ def staged_file(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with _translate_write_errors(target):
-            yield staged
+        yield staged
         os.replace(staged, target)
     finally:
         staged.unlink(missing_ok=True)
