@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_committed_cards_are_what_the_command_writes(tmp_path):
-    assert cli.main(["card", "--presets", str(tmp_path / "new")]) == 0
+    assert cli.main(["card", str(tmp_path / "new"), "--presets"]) == 0
     written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
     assert written == {path.name: path.read_text() for path in (ROOT / "model_cards").glob("*.md")}
     assert written.keys() == {f"{name}.md" for name in PRESET_CARDS}

@@ -27,9 +27,7 @@ def check_folder(target: Path, overwrite: bool, sources: Iterable[str | os.PathL
     for source in filter(os.path.isdir, sources):
         read, written = Path(source).resolve(), target.resolve()
         if read.is_relative_to(written) or written.is_relative_to(read):
-            raise ValueError(
-                f"The output {target} is, contains or lies in {source}, which is read: choose a folder outside it."
-            )
+            raise ValueError(f"{target} is, contains or lies in {source}, which is read: choose a folder outside it.")
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; name a folder for the model.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
