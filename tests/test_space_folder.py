@@ -95,9 +95,7 @@ def test_npm_fetches_the_libraries(registry, tmp_path, monkeypatch):
         packages.unpack(libraries, tmp_path / folder)
         assert (tmp_path / folder / "tokenizers.min.mjs").read_text() == "// package/dist/tokenizers.min.mjs\n"
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        OSError, match=r"npm cannot fetch .*No matching version.*npm pack onnxruntime-web@9\.0\.0`, and name .* --npm"
-    ):
+    with pytest.raises(OSError, match=r"No matching version.*npm pack onnxruntime-web@9\.0\.0`, and name .* --npm"):
         packages.unpack([writing.RUNTIME._replace(version="9.0.0")], tmp_path)
     with pytest.raises(ValueError, match=r"its hash is sha512-.* not sha512-else"):
         packages.unpack([writing.RUNTIME._replace(integrity="sha512-else")], tmp_path)
@@ -105,7 +103,7 @@ def test_npm_fetches_the_libraries(registry, tmp_path, monkeypatch):
 
 def test_missing_npm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"npm, which is not installed\. .*npm pack onnxruntime-web@.* --npm"):
+    with pytest.raises(OSError, match=r"npm pack onnxruntime-web@.* --npm"):
         packages.unpack([packages.RUNTIME], tmp_path)
 
 
@@ -133,8 +131,8 @@ def odd_processor(folder):
     [
         (encoder, (), "is a ToSTForMaskedLM; the page runs ToSTForCausalLM and ToSTForImageClassification"),
         (without_tokenizer, (), "has no tokenizer, which the page needs"),
-        (grey_images, (), "the model takes 1 channels"),
-        (odd_processor, (), "it supports resizing"),
+        (grey_images, (), "RGB"),
+        (odd_processor, (), "does not implement"),
         (vision_folder, ("--dtype", "int3"), "not in 'int3'"),
         (vision_folder, ("--npm", "."), "has no onnxruntime-web"),
         (language_folder, ("--tokenizer", "./nowhere"), "The tokenizer of ./nowhere cannot be loaded"),

@@ -26,9 +26,6 @@ def prepare(picture: Image.Image, facts: dict, settings: dict) -> np.ndarray:
     """Pixel values (1, channels, height, width), by the settings of the image processor and as that computes them.
 
     The picture may have any mode: it is converted to the channels of the program, transparent parts becoming white.
-
-    Raises:
-        ValueError: the processor resizes by something else than a height and width or a shortest edge.
     """
     settings = DEFAULTS | {name: value for name, value in settings.items() if value is not None}
     if picture.has_transparency_data:
@@ -53,16 +50,13 @@ def prepare(picture: Image.Image, facts: dict, settings: dict) -> np.ndarray:
 
 def _sides(size: dict | list[int] | int, picture: Image.Image) -> tuple[int, int]:
     """Width and height that a setting asks for: a side, height and width, or the shortest edge of the picture resized."""
-    if not isinstance(size, dict):
+    if isinstance(size, dict) and size.get("shortest_edge"):
+        width, height = (int(size["shortest_edge"] * side / min(picture.size)) for side in picture.size)
+    elif isinstance(size, dict):
+        height, width = size["height"], size["width"]
+    else:
         height, width = (size, size) if isinstance(size, int) else size
-        return width, height
-    sides = {name: side for name, side in size.items() if side is not None}
-    if sides.keys() == {"shortest_edge"}:
-        width, height = (int(sides["shortest_edge"] * side / min(picture.size)) for side in picture.size)
-        return width, height
-    if sides.keys() != {"height", "width"}:
-        raise ValueError(f"This script resizes to a height and width or to a shortest edge, not to {sides}.")
-    return sides["width"], sides["height"]
+    return width, height
 
 
 def main() -> None:

@@ -44,10 +44,11 @@ def compare(program: ModelProgram, run: Run, facts: dict, tolerance: float) -> A
     model, is_language = program.model, isinstance(program, LanguageProgram)
     outputs: list[tuple[np.ndarray, torch.Tensor]] = []  # of the exported program, and of the model
     for batch in (2, 1):
+        inputs = _make_inputs(program, batch)
         if is_language:
-            outputs += [_read_text(model, LanguageModel(run, facts, batch), *_make_text(model, batch), x) for x in SPLITS]
+            tokens, mask = inputs
+            outputs += [_read_text(model, LanguageModel(run, facts, batch), tokens, mask, split) for split in SPLITS]
         else:
-            inputs = _make_inputs(program, batch)
             got = run({spec.name: x.numpy() for spec, x in zip(program.inputs, inputs)})
             outputs += [(got[spec.name], x) for spec, x in zip(program.outputs, program(*inputs))]
     difference = max(_relative(got, expected) for got, expected in outputs)
@@ -80,25 +81,18 @@ def _relative(got: np.ndarray, expected: torch.Tensor) -> float:
     return float(np.sqrt(np.mean((got - reference) ** 2)) / max(reference.std(), 1e-6))
 
 
-def _make_text(model: PreTrainedModel, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens and their mask; the last of several texts has padding on the left."""
-    config: Any = model.config
+def _make_inputs(program: ModelProgram, batch: int) -> tuple[torch.Tensor, ...]:
+    """Random images whose shape depends on the batch size; or tokens and their mask, the last of several with left padding."""
+    config: Any = program.model.config
+    random = torch.Generator().manual_seed(batch)
+    if program.takes_images:
+        sides = [count * config.patch_size for count in (6, 8 - batch)]
+        return (torch.randn([batch, config.num_channels, *sides], generator=random),)
     shape = batch, min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS)
-    tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(batch))
+    tokens = torch.randint(config.vocab_size, shape, generator=random)
     mask = torch.ones_like(tokens)
     mask[-1, : 2 * (batch > 1)] = 0
     return tokens, mask
-
-
-def _make_inputs(program: ModelProgram, batch: int) -> tuple[torch.Tensor, ...]:
-    """Texts, or random images whose shape depends on the batch size."""
-    if not program.takes_images:
-        return _make_text(program.model, batch)
-    config: Any = program.model.config
-    side = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
-    patches = min(-(-side // config.patch_size), 16)
-    shape = [batch, config.num_channels, patches * config.patch_size, (patches + 2 - batch) * config.patch_size]
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(0)),)
 
 
 def _read_text(
@@ -119,6 +113,3 @@ def _generate_greedily(model: PreTrainedModel) -> torch.Tensor:
     token = torch.tensor([[min(max(start, 0), config.vocab_size - 1)]])
     options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     return cast(Any, model).generate(token, attention_mask=torch.ones_like(token), **options)
-
-
-__all__ = ["Agreement", "compare"]

@@ -20,17 +20,14 @@ ONNX_OPSET = 18
 
 
 @contextlib.contextmanager
-def _exporting_by(exporter: str) -> Iterator[None]:
-    """Silences an exporter and turns its RuntimeError into a ValueError with the first line of the reason."""
+def _silence() -> Iterator[None]:
+    """Hides what the exporters print, warn and log."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
             yield
-        except RuntimeError as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"{exporter} cannot export this model: {reason}") from error
         finally:
             logging.disable(disabled)
 
@@ -39,8 +36,8 @@ def _exporting_by(exporter: str) -> Iterator[None]:
 
 
 def _trace(program: ModelProgram) -> torch.export.ExportedProgram:
-    """The program's graph, with dynamic dimensions; ValueError if PyTorch cannot export it."""
-    with _exporting_by("PyTorch"), torch.no_grad():
+    """The program's graph, with dynamic dimensions."""
+    with _silence(), torch.no_grad():
         traced = torch.export.export(
             program,
             program.sample(),
@@ -69,11 +66,6 @@ def _dynamic_shapes(program: ModelProgram) -> tuple[dict[int, Any], ...]:
     return tuple({d: dims[name] for d, name in enumerate(spec.shape) if isinstance(name, str)} for spec in program.inputs)
 
 
-def _without_cummax(traced: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The graph in core ATen operators, without aten.cummax, which ONNX does not have."""
-    return traced.run_decompositions({torch.ops.aten.cummax.default: _cummax})
-
-
 def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """aten.cummax of (batch, n) along dimension 1: at each position the maximum of all up to it."""
     assert dim in (1, -1)
@@ -87,11 +79,12 @@ def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
-    """Writes the program, and a file `*.data` beside it where one file would be too large; ValueError if it cannot be."""
+    """Writes the program, and a file `*.data` beside it where one file would be too large."""
     from onnxscript.optimizer import fold_constants
 
-    traced = _without_cummax(_trace(program))
-    with _exporting_by("PyTorch's ONNX exporter"):
+    # in core ATen operators, without aten.cummax, which ONNX does not have
+    traced = _trace(program).run_decompositions({torch.ops.aten.cummax.default: _cummax})
+    with _silence():
         exported = torch.onnx.export(
             traced,
             dynamo=True,
@@ -139,11 +132,8 @@ def _quantize(source: Path, target: Path) -> None:
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     folded = source.with_name("folded.onnx")
-    with _exporting_by("ONNX Runtime's quantiser"):
+    with _silence():
         quant_pre_process(source, folded, skip_symbolic_shape=True)
         quantize_dynamic(
             folded, target, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"]
         )
-
-
-__all__ = ["save_onnx"]

@@ -187,6 +187,3 @@ def make_program(model: PreTrainedModel) -> ModelProgram:
         ValueError: it cannot be exported; the message says why.
     """
     return (LanguageProgram if model.can_generate() else StatelessProgram)(model).eval()
-
-
-__all__ = ["LanguageProgram", "ModelProgram", "StatelessProgram", "TensorSpec", "make_program"]

@@ -56,6 +56,3 @@ class LanguageModel:
         found = self.run(given | self.state)
         self.state = {spec["input"]: found[spec["output"]] for spec in self.facts["state"]}
         return found["logits"]
-
-
-__all__ = ["Arrays", "LanguageModel", "Run", "load"]

@@ -72,7 +72,7 @@ def export_model(
         The folder and the `Agreement` of program and model.
 
     Raises:
-        ValueError: the model cannot be exported, or the program gives other outputs; the tokenizer does not fit it; or the
+        ValueError: the model has sliding windows, or the program gives other outputs; the tokenizer does not fit it; or the
             output is the folder of the model or tokenizer, contains it or lies in it.
         ImportError: the packages of the extra `export` are not installed.
         OSError: the model does not exist, or the folder cannot be written.
@@ -91,7 +91,7 @@ def export_model(
     facts = describe(program, dtype)
     with staged_folder(target) as staged:
         save_onnx(program, staged / PROGRAM, dtype)
-        agreement = _compare(program, staged, facts, TOLERANCES[dtype])
+        agreement = compare(program, load(staged, facts), facts, TOLERANCES[dtype])
         facts["agreement"] = agreement._asdict()
         (staged / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         if loaded_tokenizer is not None:
@@ -101,17 +101,6 @@ def export_model(
                 shutil.copyfile(folder / name, staged / name)
         _write_scripts_and_readme(staged, program, facts, agreement)
     return Exported(target, agreement)
-
-
-def _compare(program: ModelProgram, folder: Path, facts: dict, tolerance: float) -> Agreement:
-    """`compare`, with any exception of the runtime as a ValueError."""
-    try:
-        return compare(program, load(folder, facts), facts, tolerance)
-    except ValueError:
-        raise
-    except Exception as error:  # whatever ONNX Runtime raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"The exported program does not run: {reason}. Nothing was written.") from error
 
 
 def _load_tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.PathLike | None) -> Any:
@@ -167,6 +156,3 @@ def _write_scripts_and_readme(folder: Path, program: ModelProgram, facts: dict, 
     template = jinja2.Template(README.read_text(encoding="utf-8"), keep_trailing_newline=True)
     readme = template.render(facts, package=package, script=script, comparison=agreement)
     (folder / "README.md").write_text(readme, encoding="utf-8")
-
-
-__all__ = ["FACTS", "Exported", "describe", "export_model"]

@@ -1,9 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Quantities as matplotlib figures, 8 inches (1,280 pixels) wide.
+"""Quantities as matplotlib figures, 8 inches (1,280 pixels) wide; `layers` are the numbers in the titles, counted from 1.
 
-Numbers are drawn in cividis or viridis, which the colour-blind can tell apart; heads in those of Okabe and Ito, which repeat
-hatched past the eighth. `layers` are
-the layer numbers in the titles, counted from 1.
+Numbers are drawn in cividis or viridis, which the colour-blind can tell apart; heads in the colours of Okabe and Ito, which
+repeat hatched past the eighth.
 """
 
 import math
@@ -223,15 +222,3 @@ def plot_subspace_grams(grams: list[torch.Tensor], heads: int, layers: Sequence[
         axis.set_title(f"layer {layer}", fontsize=9)
     _add_colorbar(figure, drawn, axes.tolist(), "|cosine|", shrink=0.7)
     return figure
-
-
-__all__ = [
-    "plot_compression",
-    "plot_entropy_by_position",
-    "plot_entropy_maps",
-    "plot_forget_factors",
-    "plot_membership_maps",
-    "plot_membership_tokens",
-    "plot_strongest_heads",
-    "plot_subspace_grams",
-]

@@ -249,12 +249,10 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
     strongest = trace.memberships.argmax(2)
     shuffles = torch.rand(B, layers, N, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     partitions = strongest, strongest.gather(-1, shuffles), strongest.roll(-1, 0)
-    scores = torch.empty(3, B, layers, dtype=torch.float64)
-    for image in range(B):
-        for control, partition in enumerate(partitions):
-            for layer in range(layers):
-                score = metrics.adjusted_mutual_info_score(clusters[image], partition[image, layer].numpy())
-                scores[control, image, layer] = score
+    score = metrics.adjusted_mutual_info_score
+    scores = torch.tensor(
+        [[[score(*x) for x in zip([c] * layers, labels)] for c, labels in zip(clusters, p.numpy())] for p in partitions]
+    ).double()
     if B == 1:
         scores[2] = math.nan
     return ClustersScore(*scores)
@@ -270,20 +268,3 @@ def cluster_patches(pixel_values: torch.Tensor, grid: tuple[int, int], clusters:
     features = features / features.std(1, keepdim=True).clamp_min(1e-6)  # a constant column stays 0
     fits = (cluster.KMeans(clusters, n_init=4, random_state=seed).fit(image.numpy()) for image in features)
     return torch.stack([torch.from_numpy(fit.labels_) for fit in fits])
-
-
-__all__ = [
-    "NORMALIZATIONS",
-    "ClustersScore",
-    "CompressionTerms",
-    "EntropyByPosition",
-    "class_attention_maps",
-    "compression_terms",
-    "entropy_by_position",
-    "forget_factors",
-    "half_life",
-    "membership_clusters_score",
-    "membership_entropy",
-    "membership_maps",
-    "subspace_gram",
-]

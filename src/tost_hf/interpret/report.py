@@ -244,6 +244,3 @@ def _page(facts: dict[str, str], pictures: dict[str, "Figure"], table: list[list
 {figures}
 <h2>Numbers of each layer</h2><table>{layer_table}</table></body></html>
 """
-
-
-__all__ = ["inspect_model", "inspect_path"]

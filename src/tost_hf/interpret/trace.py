@@ -78,7 +78,12 @@ def trace_model(
             real token, the model rejects the inputs, or memberships are NaN.
     """
     layers = tssa_layers(model)
-    inputs = _model_inputs(model, input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values)
+    device = next(model.parameters()).device
+    named = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
+    inputs = {name: torch.as_tensor(x).to(device) for name, x in named.items() if x is not None}
+    patch_embeddings = find_modules(model, ToSTVisionPatchEmbeddings)
+    if attention_mask is not None and not inputs["attention_mask"].bool().any(1).all():
+        raise ValueError("attention_mask masks a whole sequence: each sequence needs at least one real token.")
     projections: list[torch.Tensor] = []
     memberships: list[torch.Tensor] = []
     log_factors: list[torch.Tensor] = []
@@ -108,10 +113,9 @@ def trace_model(
     if not all(x.isfinite().all() for x in memberships):
         raise ValueError("The model's memberships are NaN: its weights overflow, or its inputs are not finite.")
     grid = None
-    if "pixel_values" in inputs:
-        patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
-        height, width = inputs["pixel_values"].shape[-2:]
-        grid = height // patch_size, width // patch_size
+    if patch_embeddings:
+        height, width = (side // patch_embeddings[0].patch_size for side in inputs["pixel_values"].shape[-2:])
+        grid = height, width
     B, heads, T = memberships[0].shape
     mask = inputs.get("attention_mask", torch.ones(B, T)).bool().cpu()
     decays = torch.stack(log_factors, 1).transpose(2, 3) if log_factors else None
@@ -126,20 +130,6 @@ def trace_model(
     )
 
 
-def _model_inputs(model: nn.Module, **inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The given inputs on the model's device; rejects those of the other kind of model."""
-    takes_images = bool(find_modules(model, ToSTVisionPatchEmbeddings))
-    required = "pixel_values" if takes_images else "input_ids"
-    given = {name: torch.as_tensor(x) for name, x in inputs.items() if x is not None}
-    allowed = {required} if takes_images else {required, "attention_mask"}
-    if required not in given or not given.keys() <= allowed:
-        raise ValueError(f"This model takes {' and '.join(sorted(allowed, reverse=True))}, got {sorted(given) or 'nothing'}.")
-    if "attention_mask" in given and not given["attention_mask"].bool().any(1).all():
-        raise ValueError("attention_mask masks a whole sequence: each sequence needs at least one real token.")
-    device = next(model.parameters()).device
-    return {name: x.to(device) for name, x in given.items()}
-
-
 def tssa_layers(model: nn.Module) -> list[TokenStatisticsSelfAttention]:
     """The TSSA layers of a model, first to last.
 
@@ -148,9 +138,7 @@ def tssa_layers(model: nn.Module) -> list[TokenStatisticsSelfAttention]:
     """
     layers = find_modules(model, TokenStatisticsSelfAttention)
     if not layers:
-        kind = getattr(getattr(model, "config", None), "attention_type", None)
-        reason = f"its attention_type is {kind!r}, and only 'tssa' has any" if kind else "it is not a ToST model"
-        raise ValueError(f"This {type(model).__name__} has no memberships: {reason}.")
+        raise ValueError(f"This {type(model).__name__} has no memberships, which only layers of TSSA have.")
     return layers
 
 
@@ -176,6 +164,3 @@ def pick_layer(layers: list, layer: int):
     if not 1 <= layer <= len(layers):
         raise ValueError(f"There is no layer {layer}: the model's TSSA layers count from 1 to {len(layers)}.")
     return layers[layer - 1]
-
-
-__all__ = ["ModelTrace", "find_modules", "pick_layer", "trace_model", "tssa_layers"]

@@ -88,10 +88,7 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f'parallelize takes a torch DeviceMesh, such as mesh["cp"], got a {type(device_mesh).__name__}.')
     if device_mesh.ndim != 1:
-        raise ValueError(
-            f"parallelize takes a mesh of one dimension, got {device_mesh.ndim}: name the one that shards texts, such as "
-            'mesh["cp"].'
-        )
+        raise ValueError(f'parallelize takes a mesh of one dimension, got {device_mesh.ndim}: name one, such as mesh["cp"].')
     if not model.config.is_causal:
         raise ValueError("parallelize does not support encoders (is_causal=False): their sums are over all tokens.")
     if not model.config.normalize_scores:

@@ -5,7 +5,6 @@ import base64
 import hashlib
 import io
 import os
-import shutil
 import subprocess
 import tarfile
 import tempfile
@@ -69,8 +68,7 @@ def unpack(packages: Sequence[Package], folder: Path, npm: str | os.PathLike | N
             (.npmrc, proxies, mirrors) and cache, and without the network where HF_HUB_OFFLINE is set.
 
     Raises:
-        FileNotFoundError: the folder lacks a tarball, or there is no npm.
-        OSError: npm cannot fetch them.
+        OSError: the folder lacks a tarball; or there is no npm, or it cannot fetch them.
         ValueError: a tarball is not the one that was published under this version.
     """
     with tempfile.TemporaryDirectory() as scratch:
@@ -88,31 +86,27 @@ def unpack(packages: Sequence[Package], folder: Path, npm: str | os.PathLike | N
 def _npm_pack(packages: Sequence[Package], folder: str) -> None:
     """Writes the tarballs by the npm client."""
     specs = [package.spec for package in packages]
-    advice = f"Elsewhere, run `npm pack {' '.join(specs)}`, and name the folder of the files with --npm."
-    npm = shutil.which("npm")
-    if npm is None:
-        raise FileNotFoundError(f"The page's JavaScript libraries are fetched by npm, which is not installed. {advice}")
     network = "--offline" if constants.HF_HUB_OFFLINE else "--prefer-offline"
     options = ["--loglevel=error", "--no-update-notifier", network, f"--pack-destination={folder}"]
-    done = subprocess.run([npm, "pack", *options, *specs], capture_output=True, text=True, cwd=folder)
-    if done.returncode != 0:
-        raise OSError(f"npm cannot fetch the page's JavaScript libraries ({' '.join(done.stderr.split())}). {advice}")
+    try:
+        subprocess.run(["npm", "pack", *options, *specs], capture_output=True, text=True, cwd=folder, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = " ".join(getattr(error, "stderr", str(error)).split())
+        raise OSError(
+            f"npm cannot fetch the page's JavaScript libraries ({reason}). Elsewhere, run `npm pack {' '.join(specs)}`, and "
+            "name the folder of the files with --npm."
+        ) from error
 
 
 def _read(package: Package, folder: Path) -> bytes:
     """The tarball's content; ValueError if it has another hash than the package."""
     path = folder / package.tarball
     if not path.is_file():
-        raise FileNotFoundError(
-            f"The folder {folder} has no {package.tarball}; write it there with `npm pack {package.spec}`."
-        )
+        raise FileNotFoundError(f"{folder} has no {package.tarball}; write it there with `npm pack {package.spec}`.")
     content = path.read_bytes()
     found = base64.b64encode(hashlib.sha512(content).digest()).decode()
     if f"sha512-{found}" != package.integrity:
-        raise ValueError(
-            f"{path} is not {package.name} {package.version}: its hash is sha512-{found}, not {package.integrity}. Delete it, "
-            "or fetch it again."
-        )
+        raise ValueError(f"{path} is not {package.spec}: its hash is sha512-{found}, not {package.integrity}.")
     return content
 
 

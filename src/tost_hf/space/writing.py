@@ -90,7 +90,8 @@ def write_space(
         (folder / VENDOR).mkdir()
         unpack((RUNTIME,) if "image" in facts else (RUNTIME, TOKENIZERS), folder / VENDOR, npm)
         export_model(source, folder / MODEL, dtype=dtype, tokenizer=tokenizer)
-        _check_files(folder / MODEL, facts["kind"])
+        if "image" not in facts and not (folder / MODEL / "tokenizer.json").is_file():
+            raise ValueError("The tokenizer has no tokenizer.json, which the page needs: name a fast one (--tokenizer).")
         (folder / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         for name in PAGE_FILES:
             shutil.copyfile(str(resources.files(__package__) / "page" / name), folder / name)
@@ -115,25 +116,19 @@ def _read_preprocessing(config: ToSTVisionConfig, source: Path) -> dict[str, Any
             processor = ViTImageProcessorPil.from_pretrained(source, local_files_only=True)
         except Exception as error:  # whatever a damaged file leads to
             raise ValueError(f"The image processor of {source} cannot be loaded: {error}") from error
-    size, crop = dict(processor.size or {}), dict(processor.crop_size or {}) if processor.do_center_crop else None
-    sides = {key: value for key, value in size.items() if value is not None}
-    exact = (sides["height"], sides["width"]) if set(sides) == {"height", "width"} else None
-    if not processor.do_resize or not (exact or set(sides) == {"shortest_edge"}) or int(processor.resample) not in FILTERS:
+    size = {key: value for key, value in dict(processor.size or {}).items() if value is not None}
+    exact = (size["height"], size["width"]) if set(size) == {"height", "width"} else None
+    crop = dict(processor.crop_size) if processor.do_center_crop else dict(zip(("height", "width"), exact or (1, 1)))
+    height, width = crop["height"], crop["width"]
+    is_known = processor.do_resize and (exact or "shortest_edge" in size) and int(processor.resample) in FILTERS
+    if not is_known or config.num_channels != 3 or height % config.patch_size or width % config.patch_size:
         raise ValueError(
-            f"The page does not implement the preprocessing of the image processor of {source}: it supports resizing to a "
-            f"height and width or to a shortest edge, with {' or '.join(FILTERS.values())} filters. Save "
-            "make_image_processor(config) beside the model."
-        )
-    if crop is None and exact is None:
-        raise ValueError(f"The image processor of {source} returns images of many shapes; the page needs one: crop them.")
-    height, width = exact if crop is None and exact is not None else (crop["height"], crop["width"])  # type: ignore[index]
-    if height % config.patch_size or width % config.patch_size or config.num_channels != 3:
-        raise ValueError(
-            f"The page makes RGB images of {height} x {width} pixels by the image processor of {source}; the model takes "
-            f"{config.num_channels} channels, and sides that are multiples of {config.patch_size}."
+            f"The page does not implement the image processor of {source} with this model: it resizes RGB images to a height "
+            f"and width or a shortest edge, with {' or '.join(FILTERS.values())} filters, and crops them to multiples of the "
+            "patch size. Save make_image_processor(config) beside the model."
         )
     return {  # in this order; sides in pixels
-        "shortest_edge": sides.get("shortest_edge"),  # resize the shorter side to this; None: both sides to `resized`
+        "shortest_edge": size.get("shortest_edge"),  # resize the shorter side to this; None: both sides to `resized`
         "resized": exact,  # (height, width)
         "filter": FILTERS[int(processor.resample)],
         "height": height,  # of the center crop, the model's input
@@ -142,14 +137,6 @@ def _read_preprocessing(config: ToSTVisionConfig, source: Path) -> dict[str, Any
         "mean": list(processor.image_mean) if processor.do_normalize else [0.0] * 3,  # subtracted from each channel
         "std": list(processor.image_std) if processor.do_normalize else [1.0] * 3,  # divisor of each channel
     }
-
-
-def _check_files(folder: Path, kind: str) -> None:
-    """Rejects an exported model that a browser cannot load."""
-    if kind == "language" and not (folder / "tokenizer.json").is_file():
-        raise ValueError("The tokenizer has no tokenizer.json, which the page needs: name a fast one (--tokenizer).")
-    if len(list(folder.glob("*.onnx*"))) > 1:
-        raise ValueError("The model takes more than 2 GB, which a browser cannot hold; write it in int8 (--dtype int8).")
 
 
 def _card(title: str, model: str, source: Path) -> str:
@@ -173,6 +160,3 @@ def _card(title: str, model: str, source: Path) -> str:
         f"---\n{head}---\n\n# {title}\n\nA ToST model that runs in the browser, written by `tost-hf space` "
         f"({__version__}). Nothing leaves the browser. To see it without the Hub: `python -m http.server` in this folder.\n"
     )
-
-
-__all__ = ["FACTS", "write_space"]
