@@ -16,7 +16,7 @@ from authors_checkpoints import (
     write_changed,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 from tost_hf import ToSTConfig, ToSTForCausalLM
 from tost_hf.cli import main
@@ -212,14 +212,6 @@ def test_pickle_with_code(tmp_path):
     assert os.listdir(tmp_path) == ["evil.pt"]
 
 
-@pytest.mark.parametrize("data", [BIAS.read_bytes()[:-100], b"once upon a time\n"], ids=len)
-def test_unreadable_files(tmp_path, data):
-    (tmp_path / "ckpt.pt").write_bytes(data)
-    with pytest.raises(ValueError, match="damaged"):
-        convert_from_original(tmp_path / "ckpt.pt", tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-
-
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.pt"):
         convert_from_original(tmp_path / "nowhere.pt", tmp_path / "model")
@@ -247,17 +239,6 @@ def test_unsupported_models(tiny_config, tmp_path, fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
     assert os.listdir(tmp_path) == ["model"]
-
-
-def test_damaged_folders(tiny_model, tmp_path):
-    tiny_model.save_pretrained(tmp_path / "model")
-    weights = tmp_path / "model/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
-        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
-    GPT2Config().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="model of type 'gpt2'"):
-        convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
 
 
 def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):

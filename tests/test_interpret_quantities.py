@@ -100,18 +100,6 @@ def test_forget_factors_are_the_decay_of_the_sums(decaying_model, texts):
         torch.testing.assert_close(trace.memberships[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
 
 
-def test_half_of_a_sum_is_left_after_its_half_life(decaying_model, texts):
-    trace = interpret.trace_model(decaying_model, **texts)
-    half_lives = interpret.half_life(trace)
-    remaining = interpret.forget_factors(trace).prod(-1)  # of what was in the sums before the text
-    torch.testing.assert_close(0.5 ** (trace.mask.sum(1)[:, None, None] / half_lives), remaining)
-    if decaying_model.config.forgetting == "head":
-        torch.testing.assert_close(interpret.half_life(decaying_model).expand(3, -1, -1), half_lives)
-    else:
-        with pytest.raises(ValueError, match="computes its decay from each token"):
-            interpret.half_life(decaying_model)
-
-
 def test_quantities_that_a_model_does_not_have(tiny_model, texts):
     trace = interpret.trace_model(tiny_model, **texts)
     assert trace.log_forget_factors is None
@@ -183,17 +171,6 @@ def test_published_plateau(normalization):
     assert 24 * math.log(101) == pytest.approx(110.76, abs=0.005)
 
 
-def test_c_is_an_argument(tiny_model, texts):
-    trace = interpret.trace_model(tiny_model, **texts)
-    default = interpret.compression_terms(trace, "tokens")
-    torch.testing.assert_close(interpret.compression_terms(trace, "tokens", c=8 / 0.01).variational, default.variational)
-    assert (interpret.compression_terms(trace, "tokens", c=1.0).variational < default.variational).all()
-    with pytest.raises(ValueError, match="normalization must be one of tokens, channels"):
-        interpret.compression_terms(trace, "heads")
-    with pytest.raises(ValueError, match="c must be above 0"):
-        interpret.compression_terms(trace, c=0.0)
-
-
 def test_a_head_without_members_has_no_weight():
     w = torch.randn(1, 6, 2, 4)
     membership = torch.zeros(1, 2, 6, dtype=torch.float64)
@@ -239,18 +216,6 @@ def test_entropy(tiny_model, texts):
     assert (interpret.membership_entropy(one) == 0).all()
 
 
-def test_bfloat16(tiny_model, texts, images):
-    full = interpret.compression_terms(interpret.trace_model(tiny_model, **texts))
-    half = interpret.trace_model(tiny_model.bfloat16(), **texts)
-    terms = interpret.compression_terms(half)
-    assert half.projections[0].dtype == torch.bfloat16 and terms.variational.dtype == torch.float64
-    torch.testing.assert_close(terms.variational, full.variational, rtol=0.02, atol=0)
-    torch.testing.assert_close(terms.coding_rate, full.coding_rate, rtol=0.02, atol=0)
-    assert interpret.subspace_gram(tiny_model, 1).dtype == torch.float64
-    maps = interpret.class_attention_maps(interpret.trace_model(tiny_vision_model().bfloat16(), pixel_values=images))
-    assert maps.dtype == torch.float64 and (maps.flatten(3).sum(-1) < 1).all()
-
-
 def test_membership_clusters_score(monkeypatch):
     """Two images of 6 x 6 patches: alternating colours with a head for each; one colour with a head for each quarter."""
     pytest.importorskip("sklearn")
@@ -269,14 +234,6 @@ def test_membership_clusters_score(monkeypatch):
     assert (scores.score > 0.6).all()  # the first by colour alone, the second by position alone
     assert (scores.shuffled.abs() < 0.3).all() and scores.shuffled.mean().abs() < 0.1
     assert (scores.other_image.abs() < 0.1).all()
-
-
-def test_membership_clusters_score_of_a_model(images):
-    pytest.importorskip("sklearn")
-    model = tiny_vision_model()
-    scores, again = (interpret.membership_clusters_score(model, images) for _ in range(2))
-    assert all(torch.equal(a, b) and (a.abs() <= 1).all() for a, b in zip(scores, again))
-    assert interpret.membership_clusters_score(model, images[:1]).other_image.isnan().all()
 
 
 # Tracing: the model is left unchanged, and invalid inputs are rejected ------------------------------------------------------

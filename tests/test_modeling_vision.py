@@ -199,13 +199,6 @@ def test_half_precision(attention_type, dtype, tmp_path):
             assert {membership.dtype for membership in output.memberships} == {torch.float32}
 
 
-def test_backward_in_bf16():
-    model = tiny_model().to(torch.bfloat16).train()
-    model(images(), labels=torch.tensor([0, 1])).loss.backward()
-    for name, param in model.named_parameters():
-        assert param.grad.dtype == param.dtype and param.grad.isfinite().all(), name
-
-
 def test_loss():
     model, pixels, labels = tiny_model(), images(), torch.tensor([2, 0])
     output = model(pixels, labels=labels)
@@ -350,17 +343,3 @@ def test_image_classification_pipeline(saved, tmp_path):
     for answer in answers:
         assert {entry["label"]: entry["score"] for entry in answer} == pytest.approx(expected, rel=1e-5)
     assert len(answers) == 2 and answers[0][0]["label"] == max(expected, key=expected.get)
-
-
-@needs_auto_processor
-@torch.no_grad()
-def test_image_feature_extraction_pipeline(saved):
-    model, folder = saved
-    picture = Image.effect_noise((32, 32), 90).convert("RGB")
-    extract = pipeline("image-feature-extraction", model=folder, device="cpu")
-    features = extract(picture, return_tensors=True)
-    pixels = AutoImageProcessor.from_pretrained(folder)(picture, return_tensors="pt").pixel_values
-    assert features.shape == (1, 17, 32)
-    torch.testing.assert_close(features, model.tost(pixels).last_hidden_state, **CLOSE)
-    pooled = extract(picture, pool=True, return_tensors=True)
-    torch.testing.assert_close(pooled, model.tost(pixels).pooler_output, **CLOSE)

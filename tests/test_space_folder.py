@@ -101,12 +101,6 @@ def test_npm_fetches_the_libraries(registry, tmp_path, monkeypatch):
         packages.unpack([writing.RUNTIME._replace(integrity="sha512-else")], tmp_path)
 
 
-def test_missing_npm(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(OSError, match=r"npm pack onnxruntime-web@.* --npm"):
-        packages.unpack([packages.RUNTIME], tmp_path)
-
-
 def encoder(folder):
     randomize(tost_hf.ToSTForMaskedLM(small_config(is_causal=False))).save_pretrained(folder)
 
@@ -151,17 +145,6 @@ def test_rejected_models(tmp_path, capsys, npm, make, options, words):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_output_that_overlaps_the_model(tmp_path, capsys, monkeypatch, npm):
-    """Rejected before anything is computed."""
-    vision_folder(tmp_path / "model")
-    before = contents(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for output in (".", "model", "model/page"):
-        assert main(["space", "./model", output, "--npm", str(npm), "--overwrite"]) == 1
-        assert "choose a folder outside it" in capsys.readouterr().err
-    assert contents(tmp_path) == before
-
-
 def test_a_space_is_published(hub, page, tmp_path):
     """In one commit, with the metadata that the Hub requires; unchanged files are not sent again."""
     token = hub.token
@@ -176,17 +159,3 @@ def test_a_space_is_published(hub, page, tmp_path):
         with hub.fail("POST", "/commit/", status=500):
             assert clients.command("publish", "--space", page, "tost/broken", token=token).status == 1
         assert hub.files("spaces/tost/broken") == {}
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda page: (page / "space.json").unlink(), "is not a page that `tost-hf space` wrote"),
-        (lambda page: (page / "model/notes.txt").write_text("hf_" + "x" * 34), "token"),
-    ],
-)
-def test_damaged_pages_are_not_published(tmp_path, capsys, page, change, words):
-    copy = shutil.copytree(page, tmp_path / "page")
-    change(copy)
-    assert main(["publish", "--space", "--dry-run", str(copy), "tost/page"]) == 1
-    assert words in capsys.readouterr().err
