@@ -157,31 +157,19 @@ def stated(**model_args):
     return lambda contents: contents["model_args"].update(model_args)
 
 
-def diverged(contents):
-    for tensor in contents["model"].values():
-        tensor.fill_(torch.nan)
-
-
-def gap(contents):
-    contents["model"]["transformer.h.7.gamma1"] = torch.zeros(32)
-    del contents["model_args"]
-
-
 H0 = "transformer.h.0."
 INVALID = {
-    "GPT-2 attention, by shape": (replace(H0 + "attn.c_attn.weight", torch.zeros(96, 32)), "GPT-2"),
-    "missing key": (remove("transformer.h.1.mlp.c_fc.bias"), "lacks transformer.h.1.mlp.c_fc.bias"),
-    "unknown leaf": (replace(H0 + "ln_1.other", torch.zeros(2)), "ln_1.other"),
-    "unknown module": (replace("transformer.other.weight", torch.zeros(2)), "other.weight"),
-    "tensor of another rank": (replace("transformer.wte.weight", torch.zeros(96)), "wte"),
-    "layers with a gap": (gap, r"transformer\.h\.7\.gamma1"),
+    "GPT-2 attention": (remove(H0 + "attn.temp"), r"lacks transformer\.h\.0\.attn\.temp"),
+    "missing key": (remove("transformer.h.1.mlp.c_fc.bias"), r"lacks transformer\.h\.1\.mlp\.c_fc\.bias"),
+    "missing embedding": (remove("transformer.wte.weight"), r"lacks transformer\.wte\.weight"),
+    "unknown leaf": (replace(H0 + "ln_1.other", torch.zeros(2)), r"has .*ln_1\.other"),
     "other layer count": (stated(n_layer=3), "n_layer"),
     "tensor of another size": (replace("transformer.h.1.gamma2", torch.zeros(31)), "gamma2"),
     "integers": (replace(H0 + "gamma1", torch.zeros(32, dtype=torch.long)), "int64"),
-    "NaN": (diverged, "NaN"),
+    "NaN": (replace(H0 + "gamma1", torch.full((32,), torch.nan)), "NaN"),
     "impossible dropout": (stated(dropout=2.0), "dropout"),
-    "an entry that is no tensor": (replace(H0 + "gamma1", 1.0), "gamma1"),
     "state dict without a frame": (lambda contents: contents["model"], "authors"),
+    "a list": (lambda contents: [1, 2], "authors"),
 }
 
 
