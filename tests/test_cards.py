@@ -52,11 +52,6 @@ def test_preset_cards(name):
     assert f"--config_name {name}" in card.text
 
 
-def test_unknown_presets():
-    with pytest.raises(ValueError, match="tost-huge"):
-        preset_card("tost-huge")
-
-
 # Filled from a folder -------------------------------------------------------------------------------------------------
 
 

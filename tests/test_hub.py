@@ -133,6 +133,24 @@ def test_a_pull_request(hub, clients, published, folder, computed):
     assert same(clients.load("tost/tiny", revision="refs/pr/1"), computed)
 
 
+# the client waits a second and more between its attempts
+IMPATIENT = "import time; time.sleep = lambda seconds: None\nraise SystemExit(tost_hf.cli.main(argv))"
+
+
+@pytest.mark.parametrize("path, status", [("/preupload/", 0), ("/objects/", 0), ("/commit/", 503)])
+def test_failing_server(hub, clients, tmp_path, path, status):
+    """An error message, and the repository is as it was; doing it again completes it."""
+    name = f"tost/fails-{path.strip('/')}"
+    head = hub.create(name, {"config.json": b"{}"})
+    folder = language_folder(tmp_path, seed=len(hub.repositories))  # weights that the Hub does not have
+    with hub.fail("(POST|PUT)", path, status):
+        done = clients.run(IMPATIENT, "publish", folder, name, "--without-code", token=hub.token)
+    assert done.status == 1 and done.output.count("tost-hf: error: ") == 1 and "Traceback" not in done.output, done.output
+    assert hub.head(name) == head
+    clients.command("publish", folder, name, "--without-code", token=hub.token).check()
+    assert hub.commits(name)[1] == head and hub.files(name) == contents(folder)
+
+
 @pytest.mark.parametrize("token", [None, "hf_" + "0" * 34])
 def test_missing_permissions(hub, clients, folder, token):
     rejected = clients.command("publish", folder, "tost/new", token=token)

@@ -123,32 +123,22 @@ def save_card(card: ModelCard, path: Path) -> None:
 
 
 def preset_card(name: str) -> ModelCard:
-    """The card of one of the paper's sizes, such as "tost-base": an architecture, without weights or results.
-
-    Raises:
-        ValueError: there is no such size.
-    """
+    """The card of one of the paper's sizes, such as "tost-base": an architecture, without weights or results."""
     config: PreTrainedConfig
-    if name in PRESETS:
-        config = ToSTConfig.from_preset(name, architectures=["ToSTForCausalLM"])
-    elif name in VISION_PRESETS:
+    if name in VISION_PRESETS:
         config = ToSTVisionConfig.from_preset(name, num_labels=1000, architectures=["ToSTForImageClassification"])
     else:
-        raise ValueError(f"There is no preset {name!r}; choose one of {', '.join([*PRESETS, *VISION_PRESETS])}.")
+        config = ToSTConfig.from_preset(name, architectures=["ToSTForCausalLM"])
     # the licence of the architecture's code: there is nothing else
     return _render(config, name, "apache-2.0", Records(), preset=name)
 
 
 def write_preset_cards(folder: str | os.PathLike) -> list[Path]:
-    """Writes the cards of the paper's sizes, which have no weights, into a folder, as `tost-base.md` and so on.
-
-    Returns:
-        Their paths.
-    """
-    paths = [Path(folder, f"{name}.md") for name in PRESET_CARDS]
-    for name, path in zip(PRESET_CARDS, paths):
+    """Writes the cards of the paper's sizes, which have no weights, as `tost-base.md` and so on; returns their paths."""
+    paths = {name: Path(folder, f"{name}.md") for name in PRESET_CARDS}
+    for name, path in paths.items():
         save_card(preset_card(name), path)
-    return paths
+    return list(paths.values())
 
 
 def table(header: Sequence[str], records: Iterable[Sequence]) -> str:
@@ -203,9 +193,9 @@ def _metadata(config: PreTrainedConfig, name: str, license: str | None, records:
 
 def _to_eval_result(result: dict) -> EvalResult:
     """A result of evaluation.json; what EvalResult has no field for goes into `metric_args`."""
+    details = {key: value for key, value in result.items() if key not in EvalResult.__dataclass_fields__ and value is not None}
     fields = {key: value for key, value in result.items() if key in EvalResult.__dataclass_fields__}
-    details = {key: value for key, value in result.items() if key not in fields and value is not None}
-    return EvalResult(**fields | {"metric_args": details or None})
+    return EvalResult(**fields, metric_args=details or None)
 
 
 def _training_results(records: Records, dataset: str, pipeline_tag: str) -> list[EvalResult]:
@@ -256,13 +246,12 @@ def _render(config: PreTrainedConfig, name: str, license: str | None, records: R
 def _evaluation_table(results: list[dict]) -> str:
     keys = ("dataset_name", "dataset_split", "metric_name", "metric_value", "num_examples", "seed", "date", "protocol")
     header = ("dataset", "split", "metric", "value", "examples", "seed", "date", "protocol")
-    rows = [result | {"metric_name": result.get("metric_name") or result["metric_type"]} for result in results]
+    rows = [{"metric_name": result["metric_type"]} | result for result in results]
     return table(header, [[_number(row.get(key)) for key in keys] for row in rows]) if rows else ""
 
 
 def _number_table(title: str, numbers: dict[str, float]) -> str:
-    rows = [(name.replace("_", " "), _number(value)) for name, value in numbers.items()]
-    return table((title, "value"), rows) if rows else ""
+    return table((title, "value"), [(key.replace("_", " "), _number(x)) for key, x in numbers.items()]) if numbers else ""
 
 
 def _number(value: Any) -> Any:
@@ -270,6 +259,3 @@ def _number(value: Any) -> Any:
     if isinstance(value, float):
         return f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) else value
-
-
-__all__ = ["PRESET_CARDS", "build_card", "is_hub_id", "preset_card", "save_card", "table", "write_card", "write_preset_cards"]
