@@ -17,6 +17,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 from ..files import staged_folder
 from ..hub.checks import load_config
 from ..hub.loading import load_model, model_folder
+from ..image_processing import make_image_processor
 from ..model.configuration_tost import ToSTConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
 from . import plots, quantities
@@ -149,16 +150,16 @@ def _inspect_image(
 ) -> tuple[ModelTrace, dict[str, str], dict[str, "Figure"]]:
     pixel_values, picture = load_image(model, processor, input, image_size)
     trace = trace_model(model, pixel_values=pixel_values)
-    assert trace.grid is not None
     indices = [layer - 1 for layer in layers]
     maps = quantities.membership_maps(trace)[0, indices]
-    entropy = quantities.membership_entropy(trace).unflatten(-1, trace.grid)[0, indices]
+    rows, columns = maps.shape[-2:]
+    entropy = quantities.membership_entropy(trace)[0, indices].unflatten(-1, (rows, columns))
     height, width = pixel_values.shape[-2:]
-    facts = {"Pixels": f"{height} x {width}, as the model sees them", "Patches": f"{trace.grid[0]} x {trace.grid[1]}"}
+    facts = {"Pixels": f"{height} x {width}, as the model sees them", "Patches": f"{rows} x {columns}"}
     if trace.logits is not None:
         probability, label = trace.logits[0].softmax(-1).max(-1)
         facts["Predicted class"] = f"{model.config.id2label[int(label)]} ({probability:.1%})"
-    pictures: dict[str, Figure] = {
+    pictures = {
         "memberships.png": plots.plot_membership_maps(maps, picture, layers),
         "strongest_heads.png": plots.plot_strongest_heads(maps, picture, layers),
         "entropy.png": plots.plot_entropy_maps(entropy, maps.shape[1], layers),
@@ -174,18 +175,20 @@ def load_image(model, processor, input, image_size: int | None = None) -> tuple[
     require_extra("PIL")
     from PIL import Image, ImageOps
 
-    from ..image_processing import make_image_processor
-
     image = input if isinstance(input, Image.Image) else Image.open(input)
     image = ImageOps.exif_transpose(image).convert("L" if model.config.num_channels == 1 else "RGB")
     processor = processor or make_image_processor(model.config)
     patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
+
+    def round_side(side: float) -> int:
+        return max(1, round(side / patch_size)) * patch_size
+
     options: dict[str, Any] = {}
     if image_size is not None:
-        width, height = (_whole_patches(side * image_size / min(image.size), patch_size) for side in image.size)
+        width, height = (round_side(side * image_size / min(image.size)) for side in image.size)
         options = {"size": {"height": height, "width": width}, "do_resize": True, "do_center_crop": False}
     pixel_values = processor(image, return_tensors="pt", **options)["pixel_values"]
-    sides = [_whole_patches(side, patch_size) for side in pixel_values.shape[-2:]]
+    sides = [round_side(side) for side in pixel_values.shape[-2:]]
     if sides != list(pixel_values.shape[-2:]):
         pixel_values = F.interpolate(pixel_values, sides, mode="bicubic", antialias=True)
     picture = pixel_values[0].double()
@@ -193,10 +196,6 @@ def load_image(model, processor, input, image_size: int | None = None) -> tuple[
         mean, std = (torch.tensor(getattr(processor, name))[:, None, None] for name in ("image_mean", "image_std"))
         picture = picture * std + mean
     return pixel_values, picture.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0)
-
-
-def _whole_patches(side: float, patch_size: int) -> int:
-    return max(patch_size, round(side / patch_size) * patch_size)
 
 
 def _inspect_text(model, tokenizer, input, layers: list[int]) -> tuple[ModelTrace, dict[str, str], dict[str, "Figure"]]:
@@ -211,7 +210,7 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> tuple[ModelTrac
     trace = trace_model(model, input_ids=input_ids)
     indices = [layer - 1 for layer in layers]
     maps = quantities.membership_maps(trace)[0, indices]
-    pictures: dict[str, Figure] = {
+    pictures = {
         "memberships.png": plots.plot_membership_tokens(maps, layers),
         "entropy.png": plots.plot_entropy_by_position(quantities.entropy_by_position(trace), maps.shape[1]),
     }
@@ -222,7 +221,6 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> tuple[ModelTrac
 
 
 def _layer_table(trace: ModelTrace, terms: dict) -> list[list[str]]:
-    """The numbers of each layer, after the headings."""
     table = [["layer", "entropy of Pi", "share of ln H", "R, tokens", "R_c, tokens", "R, channels", "R_c, channels"]]
     heads, entropy = trace.memberships.shape[2], quantities.membership_entropy(trace)[0].nanmean(-1)
     for i, value in enumerate(entropy.tolist()):
