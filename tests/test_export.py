@@ -108,7 +108,6 @@ EXPORTED = [
     ("executorch", "ToST", "one token"),
     ("executorch", "ToST vision", "image, fixed shape"),
 ]
-QUICK = {("onnx", "ToST", "one token")}
 TOLERANCES = {"openvino": ALLOWED}  # relative to the logits; OpenVINO computes in bfloat16 on CPUs that have it
 
 
@@ -119,9 +118,8 @@ def pool():
         yield started
 
 
-@pytest.mark.parametrize(
-    "kind, name, case", [pytest.param(*x, marks=[] if x in QUICK else pytest.mark.slow) for x in EXPORTED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, name, case", EXPORTED)
 def test_transformers_exporters(kind, name, case, pool):
     pytest.importorskip(FORMATS[kind][2], reason=f"{FORMATS[kind][2]} is not installed")
     pytest.importorskip("transformers.exporters.runners", reason="this transformers has no runners for its exports")
