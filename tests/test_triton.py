@@ -358,7 +358,6 @@ class TestKernels:
         assert all(torch.equal(x, y) for x, y in zip(out, run_kernels(leaves)))
 
 
-@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="TestKernels runs in this process")
 def test_kernels_in_the_interpreter():
