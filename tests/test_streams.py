@@ -182,7 +182,7 @@ def test_damage_further_on_is_named(tmp_path, clm_args):
     damaged = bytearray(gzip.compress((json.dumps({"text": "import os, sys\n" * 40}) + "\n").encode() * 3000))
     damaged[len(damaged) // 2] ^= 255
     (tmp_path / "damaged.jsonl.gz").write_bytes(damaged)
-    with pytest.raises(ValueError, match="CRC|further"):
+    with pytest.raises(ValueError, match=r"CRC|further"):
         run_clm.main(clm_args(streaming=True, train_file=tmp_path / "damaged.jsonl.gz", max_steps=2000))
 
 
