@@ -30,6 +30,7 @@ from evaluation import EvaluationArguments, Measurement, load_source, make_resul
 from scoring import bigram_loss
 from scripting import recorded_command
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import is_torch_bf16_gpu_available
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
 from tost_hf.files import EVALUATION
@@ -81,7 +82,7 @@ def train(text: str, output_dir: str, size: Size, steps: int) -> None:
             "warmup_steps": min(2000, steps // 10),
             "lr_scheduler_type": "cosine_with_min_lr",
             "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
-            "bf16": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+            "bf16": is_torch_bf16_gpu_available(),
             "max_eval_samples": 200,
             "learning_rate": size.learning_rate,
             "per_device_train_batch_size": size.batch,

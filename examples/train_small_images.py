@@ -29,6 +29,7 @@ from scripting import recorded_command
 from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
 from train_small import command_line, copy_published_files, finish_card, store_as_bfloat16
 from transformers import AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
+from transformers.utils import is_torch_bf16_gpu_available
 
 from tost_hf.files import EVALUATION, TRAINER_STATE
 from tost_hf.hub.cards import table
@@ -84,7 +85,7 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
         "weight_decay": 0.05,
         "max_grad_norm": 0,
         "label_smoothing_factor": 0.1,
-        "bf16": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        "bf16": is_torch_bf16_gpu_available(),
         # chosen by short runs for few passes over the data: neither the recipe's strong augmentation nor EMA weights
         "min_crop_scale": 0.5,
         "logging_steps": max(1, steps // 50),

@@ -14,6 +14,7 @@ import torch
 import transformers
 from records import append_records, markdown, origin, plus_minus, read_records, select
 from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers.utils import is_torch_bf16_gpu_available
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 
@@ -142,7 +143,7 @@ def train(
             warmup_steps=min(2000, steps // 10),
             lr_scheduler_type="cosine_with_min_lr",
             lr_scheduler_kwargs={"min_lr_rate": 0.1},
-            bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+            bf16=is_torch_bf16_gpu_available(),
             learning_rate=learning_rate,
             per_device_train_batch_size=batch_size,
             seed=seed,

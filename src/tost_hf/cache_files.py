@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from .files import staged_file
+from .files import open_safetensors, staged_file
 from .model.cache_tost import (
     STATE_NAMES,
     ToSTCache,
@@ -126,12 +125,9 @@ def load_cache(
     """
     if not os.path.isfile(filename):
         raise FileNotFoundError(f"There is no cache file {os.fspath(filename)!r}.")
-    try:
-        with safe_open(filename, "pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{os.fspath(filename)!r} is not a readable safetensors file: {error}") from error
+    with open_safetensors(filename, str(device)) as file:
+        metadata = file.metadata() or {}
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
     length = int(metadata["seq_length"])

@@ -17,9 +17,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
-from .files import check_file, check_folder, is_weights_name, staged_file, staged_folder
+from .files import check_file, check_folder, is_weights_name, open_safetensors, staged_file, staged_folder
 from .hub.checks import empty_model, load_config
-from .hub.records import open_safetensors
 from .image_processing import save_image_processor
 from .model.configuration_tost import ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
@@ -182,8 +181,9 @@ def convert_from_original(
         raise ValueError(f"{checkpoint}: {error}") from error
     model = _empty_model(config)
     _check_tensors(state, _to_authors(config, model.state_dict()), checkpoint)
+    names = _authors_names(config)
     for name, tensor in model.state_dict().items():
-        state[name] = state.pop(_authors_name(config, name)).reshape(tensor.shape).contiguous()
+        state[name] = state.pop(cast(str, rename(name, names))).reshape(tensor.shape).contiguous()
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     if not is_vision and not config.tie_word_embeddings:
@@ -272,15 +272,17 @@ def rename(name: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
-def _authors_name(config: Config, name: str) -> str:
+def _authors_names(config: Config) -> dict[str, str]:
+    """Our name of each module or parameter, and the authors'."""
     is_vision = isinstance(config, ToSTVisionConfig)
     names = VISION_NAMES | VISION_ATTENTION_NAMES[config.attention_type] if is_vision else LANGUAGE_NAMES
-    return cast(str, rename(name, {ours: authors for authors, ours in names.items()}))
+    return {ours: authors for authors, ours in names.items()}
 
 
 def _to_authors(config: Config, state: StateDict) -> StateDict:
     """A model's state dict under the authors' names and in their shapes."""
-    renamed = {_authors_name(config, name): tensor for name, tensor in state.items()}
+    names = _authors_names(config)
+    renamed = {cast(str, rename(name, names)): tensor for name, tensor in state.items()}
     if _POSITION_PROJECTION in renamed:
         renamed[_POSITION_PROJECTION] = renamed[_POSITION_PROJECTION][..., None, None]
     return renamed

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Writing files and folders: under a temporary name beside the target, moved when complete; the hash of a file."""
+"""Writing files and folders: under a temporary name beside the target, moved when complete; opening and hashing them."""
 
 import hashlib
 import os
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
@@ -60,6 +61,18 @@ DESCRIPTIONS = (CONFIG_NAME, EXPORT_DESCRIPTION)  # without which nothing loads 
 SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # what a folder tells of its model's training and evaluation
 RECORDS = (EVALUATION, EVAL_RESULTS, ALL_RESULTS, TRAIN_RESULTS, TRAINER_STATE, RUN_ARGUMENTS)
+
+
+@contextmanager
+def open_safetensors(file: str | os.PathLike, device: str = "cpu") -> Iterator[safe_open]:
+    """A safetensors file, opened; ValueError if it is damaged or cut short."""
+    try:
+        with safe_open(file, "pt", device=device) as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ValueError(
+            f"{os.fspath(file)!r} is not a readable safetensors file: it is truncated or damaged ({error})."
+        ) from error
 
 
 def is_weights_name(name: str) -> bool:

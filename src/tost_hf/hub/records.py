@@ -1,16 +1,13 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What a model folder says of its model: evaluation results, the training run, the stored weights, and the existing card."""
+"""What a model folder says of its model: evaluation results, the training run, and the existing card."""
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 from huggingface_hub import ModelCard
-from safetensors import SafetensorError, safe_open
 
 from ..files import EVAL_RESULTS, EVALUATION, RUN_ARGUMENTS, TRAIN_RESULTS, TRAINER_STATE
 
@@ -78,16 +75,6 @@ def _last_logged_evaluation(state: dict) -> dict:
     """The last evaluation in trainer_state.json, if it was one of the weights in the folder, not of earlier ones."""
     logged = [entry for entry in state.get("log_history", []) if "eval_loss" in entry]
     return logged[-1] if logged and logged[-1].get("step") == state.get("global_step") else {}
-
-
-@contextlib.contextmanager
-def open_safetensors(file: Path) -> Iterator[safe_open]:
-    """A safetensors file, opened; ValueError if it is damaged or cut short."""
-    try:
-        with safe_open(file, "pt") as opened:
-            yield opened
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a readable safetensors file: it is truncated or damaged ({error}).") from error
 
 
 def load_card(path: Path) -> ModelCard:

@@ -64,8 +64,9 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
     check("files", lambda: _check_files(files))
     # a model is not built where the configuration may name code to load
     if check("config", lambda: _check_config(folder, files)):
-        check("code", lambda: _check_code(folder, load_config(folder)))
-        check("model", lambda: _run(folder, load_config(folder)))
+        config = load_config(folder)
+        check("code", lambda: _check_code(folder, config))
+        check("model", lambda: _run(folder, config))
     check("card", lambda: _check_card(folder, online=found is not None))
     return checks
 
