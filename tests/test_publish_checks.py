@@ -65,7 +65,8 @@ DAMAGE = {  # what is done to a folder, and a word of the message
     "wrong-size": (edit_json("config.json", hidden_size="abc"), "hidden_size"),
     "no-weights": (remove("model.safetensors"), "model.safetensors"),
     "cut-weights": (put("model.safetensors", b"\x08"), "loaded"),
-    "nan": (change("norm", lambda x: x * float("nan")), "NaN"),
+    # where the few tokens of the test run do not reach
+    "nan": (change("embed_positions", lambda x: x.index_fill(0, torch.tensor(len(x) - 1), float("nan"))), "NaN"),
     "overflow": (change("in_proj", lambda x: x * 1e37), "output"),
     "tensor-missing": (edit_weights(lambda weights: weights.popitem()), "lacks"),
     "tensor-more": (edit_weights(lambda weights: weights.update(more=torch.ones(2))), "more"),
