@@ -87,24 +87,24 @@ def decaying_model(request):
 
 
 @torch.no_grad()
-def test_forget_factors_are_the_decay_of_the_sums(decaying_model, texts):
+def test_token_decay_is_that_of_the_sums(decaying_model, texts):
     """With them, the reference implementation gives the model's memberships."""
     trace = interpret.trace_model(decaying_model, **texts)
-    factors, padding = interpret.forget_factors(trace), ~trace.mask
-    assert factors.shape == trace.memberships.shape == (3, 2, 4, 12) and factors.dtype == torch.float64
-    assert (factors.transpose(2, 3).transpose(1, 2)[padding] == 1).all() and padding.any()
+    decay, padding = interpret.token_decay(trace), ~trace.mask
+    assert decay.shape == trace.memberships.shape == (3, 2, 4, 12) and decay.dtype == torch.float64
+    assert (decay.transpose(2, 3).transpose(1, 2)[padding] == 1).all() and padding.any()
     layers = [decaying_model.model.layers[i].self_attn for i in (0, 2)]
     for i, (layer, w) in enumerate(zip(layers, trace.projections)):
-        log_decay = trace.log_forget_factors[:, i].transpose(1, 2)
+        log_decay = trace.log_decay[:, i].transpose(1, 2)
         _, membership, _ = tssa_reference.causal(w, layer.temp.flatten(), None, padding, log_decay=log_decay)
         torch.testing.assert_close(trace.memberships[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
 
 
 def test_quantities_that_a_model_does_not_have(tiny_model, texts):
     trace = interpret.trace_model(tiny_model, **texts)
-    assert trace.log_forget_factors is None
+    assert trace.log_decay is None
     for function, source in (
-        (interpret.forget_factors, trace),
+        (interpret.token_decay, trace),
         (interpret.half_life, trace),
         (interpret.half_life, tiny_model),
     ):

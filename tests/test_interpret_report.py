@@ -78,7 +78,7 @@ def test_text_report(forgetting, tokenizer, tmp_path):
     )
     model, out = randomize(tost_hf.ToSTForCausalLM(config)).eval(), tmp_path / "out"
     page = check_folder(interpret.inspect_model(model, tokenizer, "What was it that we forgot?", out), out)
-    assert ("forgetting.png" in page) == (forgetting != "none") and "3 layers of 12 heads" in page
+    assert ("decay.png" in page) == (forgetting != "none") and "3 layers of 12 heads" in page
     (tmp_path / "text.txt").write_text("the heads of the model " * 30)
     with pytest.warns(UserWarning, match="64"):
         page = interpret.inspect_model(model, tokenizer, tmp_path / "text.txt", out)[0].read_text()

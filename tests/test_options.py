@@ -315,7 +315,7 @@ def test_presets_beyond_the_paper():
     assert [kind == "full_attention" for kind in hybrid.layer_types] == [False, False, False, True, False, False]
     state = state_bytes(ToSTConfig.from_preset("tost-base"))
     assert (state.saved, state.in_memory) == (74_304, 111_744)
-    # 9 layers of sums and 3 recent inputs; 3 layers of keys and values
+    # 9 layers of sums and 3 inputs of the convolution; 3 layers of keys and values
     state = state_bytes(ToSTConfig.from_preset("tost-hybrid-base"))
     assert state.saved == 9 * 4 * (2 * 768 + 12 + 3 * 768) and state.per_token == 3 * 4 * 2 * 768
 
@@ -342,8 +342,8 @@ def test_initial_decay_spans_4_to_1024_tokens(heads, forgetting):
     config = four_layers(hidden_size=48, num_attention_heads=heads, forgetting=forgetting)
     tau = torch.logspace(torch.log10(torch.tensor(4.0)), torch.log10(torch.tensor(1024.0)), heads)
     for layer in ToSTForCausalLM(config).model.layers:
-        gamma = layer.self_attn.log_decay(torch.randn(2, 3, 48)).exp()
-        torch.testing.assert_close(gamma, (1 - 1 / tau).expand(2, 3, -1))
+        decay = layer.self_attn.log_decay(torch.randn(2, 3, 48)).exp()
+        torch.testing.assert_close(decay, (1 - 1 / tau).expand(2, 3, -1))
 
 
 @pytest.mark.parametrize("forgetting", ["head", "token"])
@@ -384,10 +384,10 @@ def test_forgetting_is_for_the_causal_form():
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_convolution_equals_its_definition(kernel, length):
     convolution = randomize(ShortConvolution(5, kernel)).double()
-    x, recent = torch.randn(2, length, 5, dtype=torch.float64), torch.randn(2, kernel - 1, 5, dtype=torch.float64)
+    x, conv_state = torch.randn(2, length, 5, dtype=torch.float64), torch.randn(2, kernel - 1, 5, dtype=torch.float64)
     mask = torch.rand(2, length) > 0.4
-    for past, padding in itertools.product((None, recent), (None, mask)):
-        out, last = convolution(x, padding, recent=past)
+    for past, padding in itertools.product((None, conv_state), (None, mask)):
+        out, last = convolution(x, padding, conv_state=past)
         for b in range(2):
             seen = list(torch.zeros(kernel - 1, 5, dtype=torch.float64) if past is None else past[b])
             for t in range(length):

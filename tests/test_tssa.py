@@ -74,11 +74,11 @@ def by_definition(w, temp, bias, real, causal, log_decay=None):
     """Output and membership of one sequence w (T, H, p), token by token and head by head; `real` (T,) marks its tokens."""
     T, H, p = w.shape
     output, membership = torch.zeros_like(w), w.new_zeros(T, H)
-    gamma = w.new_ones(T, H) if log_decay is None else log_decay.exp().where(real[:, None], 1)
+    decay = w.new_ones(T, H) if log_decay is None else log_decay.exp().where(real[:, None], 1)
 
     def left(i, t):
         """What is left at token t of token i, (H, 1)."""
-        return gamma[i + 1 : t + 1].prod(0)[:, None]
+        return decay[i + 1 : t + 1].prod(0)[:, None]
 
     for t in range(T):
         if not real[t]:

@@ -29,7 +29,7 @@ FILE_FORMAT = "tost_causal_statistics/1"
 
 
 class StateBytes(NamedTuple):
-    """Size of what a sequence is remembered by: running sums, recent inputs of convolutions, keys and values of attention."""
+    """Size of what a sequence is remembered by: running sums, last inputs of convolutions, keys and values of attention."""
 
     saved: int  # at every length, as `save_cache` writes it, in float32; with sliding windows once they are full
     in_memory: int  # the same where two of the three sums are float64
@@ -40,12 +40,12 @@ def state_bytes(config: PreTrainedConfig) -> StateBytes:
     """Bytes of the state of one sequence, for a float32 model of this configuration."""
     width, heads = config.hidden_size, config.num_attention_heads
     layers = config.layer_types.count(CAUSAL_STATISTICS)
-    recent = width * ((config.conv_kernel or 1) - 1)
+    conv_state = width * ((config.conv_kernel or 1) - 1)
     key_value = 4 * 2 * config.num_key_value_heads * config.head_dim  # of a token in a layer
     windows = config.layer_types.count(SLIDING_ATTENTION) * ((config.sliding_window or 1) - 1) * key_value
     return StateBytes(
-        saved=4 * layers * (2 * width + heads + recent) + windows,
-        in_memory=4 * layers * (3 * width + 2 * heads + recent) + windows,
+        saved=4 * layers * (2 * width + heads + conv_state) + windows,
+        in_memory=4 * layers * (3 * width + 2 * heads + conv_state) + windows,
         per_token=config.layer_types.count(FULL_ATTENTION) * key_value,
     )
 
@@ -127,7 +127,8 @@ def load_cache(
         raise FileNotFoundError(f"There is no cache file {os.fspath(filename)!r}.")
     with open_safetensors(filename, str(device)) as file:
         metadata = file.metadata() or {}
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
+        # 0.2.0 wrote the state of a convolution as recent_inputs
+        tensors = {key.replace("recent_inputs", "conv_state"): file.get_tensor(key) for key in file.keys()}
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
     length = int(metadata["seq_length"])
@@ -161,8 +162,8 @@ def layer_shapes(config: PreTrainedConfig, kind: str, length: int) -> dict[str, 
     """Names and shapes, without the batch, of what a layer holds after `length` tokens."""
     heads, width = config.num_attention_heads, config.head_dim
     if kind == CAUSAL_STATISTICS:
-        recent = {} if config.conv_kernel is None else {"recent_inputs": (config.conv_kernel - 1, config.hidden_size)}
-        return dict(zip(STATE_NAMES, ((heads, width), (heads, width), (heads,)))) | recent
+        conv_state = {} if config.conv_kernel is None else {"conv_state": (config.conv_kernel - 1, config.hidden_size)}
+        return dict(zip(STATE_NAMES, ((heads, width), (heads, width), (heads,)))) | conv_state
     kept = min(length, config.sliding_window - 1) if kind == SLIDING_ATTENTION else length
     return dict.fromkeys(("keys", "values"), (config.num_key_value_heads, kept, width))
 
@@ -173,7 +174,7 @@ def _fill_layer(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> No
         state = TSSAState(*(tensors[name] for name in STATE_NAMES))
         layer.lazy_initialization(state)
         layer.set_state(state)
-        layer.set_recent_inputs(tensors.get("recent_inputs"))
+        layer.set_conv_state(tensors.get("conv_state"))
     else:
         layer.update(tensors["keys"], tensors["values"])
     set_cached_length(layer, length)

@@ -128,7 +128,7 @@ class LanguageProgram(ModelProgram):
                 layer.lazy_initialization(sums)
                 layer.set_state(sums)
                 if self.config.conv_kernel is not None:
-                    layer.set_recent_inputs(next(tensors).to(self.model.dtype))
+                    layer.set_conv_state(next(tensors).to(self.model.dtype))
                 layer.cumulative_length = layer.cumulative_length + cached
             else:
                 layer.update(next(tensors).to(self.model.dtype), next(tensors).to(self.model.dtype))

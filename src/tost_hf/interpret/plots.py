@@ -176,9 +176,9 @@ def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int], line: floa
     return figure
 
 
-def plot_forget_factors(factors: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[int]) -> "Figure":
-    """Forget factors (layers, H, T) along a text, as `plot_membership_tokens`, beside each head's half-life (layers, H)."""
-    figure = plot_membership_tokens(factors, layers, line=0.12)
+def plot_decay(decay: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[int]) -> "Figure":
+    """Decay (layers, H, T) along a sequence, as `plot_membership_tokens`, beside each head's half-life (layers, H)."""
+    figure = plot_membership_tokens(decay, layers, line=0.12)
     for axis, half_life in zip(figure.axes, half_lives.tolist()):  # the strips come before their colour bars
         right = axis.secondary_yaxis("right")
         right.set_yticks(range(len(half_life)), [f"{tokens:.3g}" for tokens in half_life], fontsize=5)
@@ -212,9 +212,9 @@ def plot_subspace_grams(grams: list[torch.Tensor], heads: int, layers: Sequence[
     for axis, gram, layer in zip(axes, grams, layers):
         drawn = axis.imshow(gram.numpy(), cmap="viridis", vmin=0, vmax=1)
         p = gram.shape[0] // heads
-        for border in range(p, gram.shape[0], p):
-            axis.axhline(border - 0.5, color="white", linewidth=0.4)
-            axis.axvline(border - 0.5, color="white", linewidth=0.4)
+        for boundary in range(p, gram.shape[0], p):
+            axis.axhline(boundary - 0.5, color="white", linewidth=0.4)
+            axis.axvline(boundary - 0.5, color="white", linewidth=0.4)
         labelled = range(0, heads, 1 + heads // 9)
         for set_ticks in (axis.set_xticks, axis.set_yticks):
             set_ticks([head * p + (p - 1) / 2 for head in labelled], [str(head + 1) for head in labelled], fontsize=7)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Quantities of a trace, in float64: membership maps, entropies, forget factors, compression terms, subspaces, clusters.
+"""Quantities of a trace, in float64: membership maps, entropies, decay, compression terms, subspaces, clusters.
 
 Symbols: B batch, L TSSA layers, H heads, T tokens (patches, line by line, for an image), p head dimension, w the projected
 tokens, Pi the membership. Indices into L count from 0; `layer` arguments count from 1, as the paper does.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NORMALIZATIONS = ("tokens", "channels")
 """The values of `normalization` of `compression_terms`."""
-NO_DECAY = "This model has no decay (forgetting='none') and so no forget factors."
+NO_DECAY = "This model has no decay (forgetting='none')."
 PRECISION = 0.01  # the squared epsilon of the published compression terms: c = p / 0.01 or n / 0.01
 
 
@@ -90,23 +90,23 @@ def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
     return EntropyByPosition(starts, torch.stack(means, 1))
 
 
-def forget_factors(trace: ModelTrace) -> torch.Tensor:
+def token_decay(trace: ModelTrace) -> torch.Tensor:
     """The decay that each token applies to the sums of its heads before it is added to them: (B, L, H, T), 0 to 1.
 
-    Padding does not decay the sums: its factors are 1.
+    At padding, which does not change the sums, it is 1.
 
     ```python
-    forget_factors(trace)[0, 0].argmin(-1)  # for each head of layer 1 the token with the strongest decay
+    token_decay(trace)[0, 0].argmin(-1)  # for each head of layer 1 the token with the strongest decay
     ```
 
     Raises:
         ValueError: the trace is of a model without decay, such as the published one.
     """
-    return _log_forget_factors(trace).exp()
+    return _log_decay(trace).exp()
 
 
 def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
-    """Tokens after which half of a head's sum is left, ln 2 / -ln(factor): (B, L, H) of a trace, (L, H) of a model.
+    """Tokens after which half of a head's sum is left, ln 2 / -ln(decay): (B, L, H) of a trace, (L, H) of a model.
 
     With forgetting="token" the logarithm is averaged over the real tokens of a sequence, so that a sum halves in this number
     of tokens on average. With forgetting="head" the model itself can be given in place of a trace.
@@ -120,7 +120,7 @@ def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
     """
     if isinstance(source, ModelTrace):
         tokens = source.mask.sum(1)[:, None, None]
-        return math.log(2) * tokens / _log_forget_factors(source).sum(-1).abs()
+        return math.log(2) * tokens / _log_decay(source).sum(-1).abs()
     layers = tssa_layers(source)
     biases = [layer.forget_bias for layer in layers if layer.forget_bias is not None]
     if not biases:
@@ -131,10 +131,10 @@ def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
     return math.log(2) / F.logsigmoid(logits).abs()
 
 
-def _log_forget_factors(trace: ModelTrace) -> torch.Tensor:
-    if trace.log_forget_factors is None:
+def _log_decay(trace: ModelTrace) -> torch.Tensor:
+    if trace.log_decay is None:
         raise ValueError(NO_DECAY)
-    return trace.log_forget_factors
+    return trace.log_decay
 
 
 class CompressionTerms(NamedTuple):

@@ -37,7 +37,7 @@ CAPTIONS = {
     "strongest_heads.png": "The head with the largest membership; the paler, the less it exceeds an even share 1 / H.",
     "entropy.png": "Entropy of Pi over the heads in nats: 0 where a token belongs to one head, ln H where to all equally.",
     "class_attention.png": "The class token's attention over the patches, by class-attention layer and head.",
-    "forgetting.png": "Decay of the heads' sums at each token, from 0 (reset) to 1 (none), and each head's half-life.",
+    "decay.png": "Decay of the heads' sums at each token, from 0 (reset) to 1 (none), and each head's half-life.",
     "compression.png": "Compression terms by layer in nats: the variational form R, and the coding rate R_c, never above R.",
     "subspaces.png": "|U^T U| of the input projection, its columns at unit norm: the identity where subspaces are orthogonal.",
 }
@@ -92,7 +92,7 @@ def inspect_model(
     """Writes pictures of what the model computes for one image or text, and `index.html`, which shows them.
 
     For an image: memberships of each layer and head over the image, the strongest head of each patch, their entropy, the
-    class token's attention. For a text: memberships and entropy by position, forget factors of models with decay. For both:
+    class token's attention. For a text: memberships and entropy by position, decay of models that have it. For both:
     compression terms by layer, and the overlap of the subspaces.
 
     ```python
@@ -214,9 +214,9 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> tuple[ModelTrac
         "memberships.png": plots.plot_membership_tokens(maps, layers),
         "entropy.png": plots.plot_entropy_by_position(quantities.entropy_by_position(trace), maps.shape[1]),
     }
-    if trace.log_forget_factors is not None:
-        factors, half_lives = quantities.forget_factors(trace)[0, indices], quantities.half_life(trace)[0, indices]
-        pictures["forgetting.png"] = plots.plot_forget_factors(factors, half_lives, layers)
+    if trace.log_decay is not None:
+        decay, half_lives = quantities.token_decay(trace)[0, indices], quantities.half_life(trace)[0, indices]
+        pictures["decay.png"] = plots.plot_decay(decay, half_lives, layers)
     return trace, {"Tokens": str(input_ids.shape[1])}, pictures
 
 

@@ -39,7 +39,7 @@ class ModelTrace:
         grid: height and width of an image in patches; None for a text.
         class_attentions: (B, class-attention layers, H, T), float64; None for a text.
         logits: (B, labels), float64, of a classifier.
-        log_forget_factors: (B, L, H, T), float64; 0 at padding; None without decay.
+        log_decay: (B, L, H, T), float64; 0 at padding; None without decay.
     """
 
     projections: tuple[torch.Tensor, ...]
@@ -48,7 +48,7 @@ class ModelTrace:
     grid: tuple[int, int] | None
     class_attentions: torch.Tensor | None
     logits: torch.Tensor | None
-    log_forget_factors: torch.Tensor | None = None
+    log_decay: torch.Tensor | None = None
 
 
 def trace_model(
@@ -86,7 +86,7 @@ def trace_model(
         raise ValueError("attention_mask masks a whole sequence: each sequence needs at least one real token.")
     projections: list[torch.Tensor] = []
     memberships: list[torch.Tensor] = []
-    log_factors: list[torch.Tensor] = []
+    log_decays: list[torch.Tensor] = []
     class_attentions: list[torch.Tensor] = []
 
     def record_layer(layer, args, output):
@@ -101,7 +101,7 @@ def trace_model(
             def record_projection(in_proj, args, output, layer=layer):
                 projections.append(output.cpu())
                 if (log_decay := layer.log_decay(args[0])) is not None:  # a function of the tokens that are projected
-                    log_factors.append(log_decay.cpu().double())
+                    log_decays.append(log_decay.cpu().double())
 
             hooks.enter_context(layer.in_proj.register_forward_hook(record_projection))
             hooks.enter_context(layer.register_forward_hook(record_layer))
@@ -118,7 +118,7 @@ def trace_model(
         grid = height, width
     B, heads, T = memberships[0].shape
     mask = inputs.get("attention_mask", torch.ones(B, T)).bool().cpu()
-    decays = torch.stack(log_factors, 1).transpose(2, 3) if log_factors else None
+    log_decay = torch.stack(log_decays, 1).transpose(2, 3).masked_fill(~mask[:, None, None], 0) if log_decays else None
     return ModelTrace(
         projections=tuple(w.view(B, T, heads, -1) for w in projections),
         memberships=torch.stack(memberships, 1),
@@ -126,7 +126,7 @@ def trace_model(
         grid=grid,
         class_attentions=torch.stack(class_attentions, 1) if class_attentions else None,
         logits=logits.cpu().double() if logits is not None and logits.ndim == 2 else None,
-        log_forget_factors=None if decays is None else decays.masked_fill(~mask[:, None, None], 0),
+        log_decay=log_decay,
     )
 
 

@@ -21,7 +21,7 @@ Tensors = TypeVar("Tensors", bound=tuple)
 
 RECORDED_TAIL = 64  # tokens that can still be removed after a crop
 STATE_NAMES = TSSAState._fields
-TENSOR_NAMES = (*STATE_NAMES, "recent_inputs")  # of a layer, in memory and in files; the last only with a convolution
+TENSOR_NAMES = (*STATE_NAMES, "conv_state")  # of a layer, in memory and in files; the last only with a convolution
 
 
 class RecordedTokens(NamedTuple):
@@ -33,11 +33,11 @@ class RecordedTokens(NamedTuple):
     inputs: torch.Tensor | None  # of the layer, (B, t, D), with a convolution
 
 
-class LayerPast(NamedTuple):
+class LayerState(NamedTuple):
     """The state of a layer after some token."""
 
-    state: TSSAState
-    recent_inputs: torch.Tensor | None
+    sums: TSSAState
+    conv_state: torch.Tensor | None
 
 
 class CausalStatisticsLayer(CacheLayerMixin):
@@ -45,7 +45,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     `sum_sq` and `sum_weighted_sq` are (B, H, p), `sum_membership` is (B, H); None until the first update. They have the dtypes
     of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost. In a layer with
-    a convolution `recent_inputs` (B, conv_kernel - 1, D) are the layer's last inputs, oldest first; otherwise None.
+    a convolution `conv_state` (B, conv_kernel - 1, D) holds the layer's last inputs, oldest first; otherwise None.
 
     With `max_cache_len` (as `StaticCache` passes it) or `static=True` the tensors keep their addresses, and so does the number
     of tokens: a compiled decoding step is neither recompiled nor skipped by CUDA graphs. The cached sums then have no
@@ -79,12 +79,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
         self.sum_sq: torch.Tensor | None = None
         self.sum_weighted_sq: torch.Tensor | None = None
         self.sum_membership: torch.Tensor | None = None
-        self.recent_inputs: torch.Tensor | None = None
+        self.conv_state: torch.Tensor | None = None
         # a tensor: a number would be a constant of an exported program
         self.cumulative_length: Any = torch.zeros((), dtype=torch.long, device="cpu")
         self.device: torch.device | None = None
         self.record_past = False
-        self._base: LayerPast | None = None  # before the first recorded token
+        self._base: LayerState | None = None  # before the first recorded token
         self._recorded: list[RecordedTokens] = []
 
     @property
@@ -109,12 +109,6 @@ class CausalStatisticsLayer(CacheLayerMixin):
         return self.static if torch.compiler.is_compiling() else all(map(_is_unshared, state))
 
     @property
-    def past_inputs(self) -> torch.Tensor | None:
-        """`recent_inputs`, on the device that computed them."""
-        self.prefetch()
-        return self.recent_inputs
-
-    @property
     def batch_size(self) -> int:
         """Number of sequences; AttributeError before the first token, as in transformers' own lazy layers."""
         if self.sum_sq is None:
@@ -123,7 +117,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the layer's sums and recent inputs in memory, without recorded tokens."""
+        """Bytes of the layer's sums and convolution inputs in memory, without recorded tokens."""
         return sum(x.nbytes for x in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -140,10 +134,10 @@ class CausalStatisticsLayer(CacheLayerMixin):
         for name, new in zip(STATE_NAMES, as_state(state, state.sum_sq)):
             self._store(name, new)
 
-    def set_recent_inputs(self, recent_inputs: torch.Tensor | None) -> None:
-        """Stores new last inputs, as `set_state` does sums."""
-        if recent_inputs is not None:
-            self._store("recent_inputs", recent_inputs)
+    def set_conv_state(self, conv_state: torch.Tensor | None) -> None:
+        """Stores the last inputs of the convolution, as `set_state` stores sums."""
+        if conv_state is not None:
+            self._store("conv_state", conv_state)
 
     def _store(self, name: str, new: torch.Tensor) -> None:
         old = getattr(self, name)
@@ -176,7 +170,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         *,
         log_decay: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
-        recent_inputs: torch.Tensor | None = None,
+        conv_state: torch.Tensor | None = None,
     ) -> None:
         """Stores the state after new tokens.
 
@@ -186,20 +180,20 @@ class CausalStatisticsLayer(CacheLayerMixin):
             membership: their membership, (B, H, T), 0 at padding.
             log_decay: logarithm of their decay, (B, T, H), with forgetting.
             inputs: of the layer, (B, T, D), with a convolution.
-            recent_inputs: the last of them, (B, conv_kernel - 1, D).
+            conv_state: the last of them, (B, conv_kernel - 1, D).
         """
         if not self.is_initialized:
             self.lazy_initialization(state)
         if self.record_past:
-            if recent_inputs is None:
+            if conv_state is None:
                 inputs = None
-            elif self.recent_inputs is None:
-                self.set_recent_inputs(torch.zeros_like(recent_inputs))
+            elif self.conv_state is None:
+                self.set_conv_state(torch.zeros_like(conv_state))
             if not self._recorded:
-                self._base = _map_tensors(torch.clone, LayerPast(self._stored_state(), self.recent_inputs))
+                self._base = _map_tensors(torch.clone, LayerState(self._stored_state(), self.conv_state))
             self._recorded.append(RecordedTokens(w, membership.transpose(1, 2), log_decay, inputs))
         self.set_state(state)
-        self.set_recent_inputs(recent_inputs)
+        self.set_conv_state(conv_state)
         if self.static:
             self.cumulative_length.add_(w.shape[1])
         else:
@@ -257,9 +251,9 @@ class CausalStatisticsLayer(CacheLayerMixin):
         tokens = _map_tensors(lambda x: x[:, merged:keep], tokens)
         self._recorded = [tokens] if keep else []
         if tokens_to_remove:
-            past = _add_tokens(self._base, tokens)
-            self.set_state(past.state)
-            self.set_recent_inputs(past.recent_inputs)
+            new = _add_tokens(self._base, tokens)
+            self.set_state(new.sums)
+            self.set_conv_state(new.conv_state)
             self.cumulative_length += tokens_to_remove
 
     # Batch ------------------------------------------------------------------------------------------------------------
@@ -268,9 +262,9 @@ class CausalStatisticsLayer(CacheLayerMixin):
         """Applies `fn` to every tensor with a batch dimension."""
         if not self.is_initialized:
             return
-        past = _map_tensors(fn, LayerPast(self._stored_state(), self.recent_inputs))
-        self.set_state(past.state)
-        self.set_recent_inputs(past.recent_inputs)
+        new = _map_tensors(fn, LayerState(self._stored_state(), self.conv_state))
+        self.set_state(new.sums)
+        self.set_conv_state(new.conv_state)
         if self._base is not None:
             self._base = _map_tensors(fn, self._base)
         self._recorded = [_map_tensors(fn, tokens) for tokens in self._recorded]
@@ -329,9 +323,9 @@ def _is_unshared(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
 
 
-def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
+def _add_tokens(before: LayerState, tokens: RecordedTokens) -> LayerState:
     """The state of a layer after more tokens."""
-    state, membership, recent = past.state, tokens.membership, past.recent_inputs
+    state, membership, conv_state = before.sums, tokens.membership, before.conv_state
     # the membership is 0 in every head at padding, and only there
     real = membership.sum(-1) != 0
     x = tokens.w.to(state.sum_sq.dtype).masked_fill(~real[..., None, None], 0)
@@ -344,12 +338,12 @@ def _add_tokens(past: LayerPast, tokens: RecordedTokens) -> LayerPast:
         total = up_to[:, :1].sum(1).exp()  # 1 where there are no tokens
         state = TSSAState(*(old * total.view(*total.shape, *[1] * (old.ndim - 2)) for old in state))
     sums = TSSAState(*(old + term.sum(1) for old, term in zip(state, terms)))
-    if recent is not None:
-        assert tokens.inputs is not None  # recorded with recent inputs
-        kept = recent.shape[1]
-        indices = left_padding_indices(F.pad(real, (kept, 0), value=True))
-        recent = permute_tokens(torch.cat([recent, tokens.inputs], 1), indices)[:, -kept:]
-    return LayerPast(sums, recent)
+    if conv_state is not None:
+        assert tokens.inputs is not None  # recorded with the state of the convolution
+        length = conv_state.shape[1]
+        indices = left_padding_indices(F.pad(real, (length, 0), value=True))
+        conv_state = permute_tokens(torch.cat([conv_state, tokens.inputs], 1), indices)[:, -length:]
+    return LayerState(sums, conv_state)
 
 
 # Cache ----------------------------------------------------------------------------------------------------------------
@@ -455,10 +449,10 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
     expected = [config.num_attention_heads // _processes_sharing_heads(config), config.head_dim]
     if heads != expected:
         raise ValueError(f"The cache is another model's: its heads have shape {heads}, this model's {expected}.")
-    recent = 0 if layer.recent_inputs is None else layer.recent_inputs.shape[1]
-    if recent != (config.conv_kernel or 1) - 1:
+    conv_inputs = 0 if layer.conv_state is None else layer.conv_state.shape[1]
+    if conv_inputs != (config.conv_kernel or 1) - 1:
         raise ValueError(
-            f"The cache is another model's: it holds {recent} inputs of a convolution per layer, this model's has "
+            f"The cache is another model's: it holds {conv_inputs} inputs of a convolution per layer, this model's has "
             f"conv_kernel={config.conv_kernel}."
         )
     if batch != batch_size:

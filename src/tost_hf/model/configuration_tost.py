@@ -86,7 +86,7 @@ class ToSTConfig(ToSTBaseConfig):
             sqrt(2 * `num_hidden_layers`).
         forgetting: decay of the running sums: "none", as published, "head" (learned, per head) or "token" (computed from each
             token, per head).
-        conv_kernel: taps of the short causal convolution on each attention layer's normalised input; None for none, as
+        conv_kernel: kernel size of the short causal convolution on each attention layer's normalised input; None for none, as
             published.
         layer_types: of each layer "tost_causal_statistics", "full_attention" or "sliding_attention"; None for the first
             throughout, as published. At least one layer must be of the first type.

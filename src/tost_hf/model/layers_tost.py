@@ -21,25 +21,25 @@ from .tssa_reference import TSSAState, compute_dtype, sequence_starts
 class ShortConvolution(nn.Module):
     """A causal depthwise convolution over the inputs of a layer, with a residual connection.
 
-        y_t = x_t + sum_{j < kernel} weight_j x_{t-j}
+        y_t = x_t + sum_{j < kernel_size} weight_j x_{t-j}
 
     `t - j` counts the real tokens of one sequence: padding is skipped, packed sequences are independent, and there are zeros
-    before the first token. The state of a sequence is its last `kernel - 1` inputs.
+    before the first token. The state of a sequence is its last `kernel_size - 1` inputs.
 
-    `weight` (D, kernel) is initialised to 0, where the output equals the input.
+    `weight` (D, kernel_size) is initialised to 0, where the output equals the input.
     """
 
-    def __init__(self, hidden_size: int, kernel: int):
+    def __init__(self, hidden_size: int, kernel_size: int):
         super().__init__()
-        self.kernel = kernel
-        self.weight = nn.Parameter(torch.zeros(hidden_size, kernel))
+        self.kernel_size = kernel_size
+        self.weight = nn.Parameter(torch.zeros(hidden_size, kernel_size))
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
-        recent: torch.Tensor | None = None,
+        conv_state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolves tokens.
 
@@ -47,17 +47,17 @@ class ShortConvolution(nn.Module):
             hidden_states: (B, T, D).
             mask: (B, T), true or 1 at real tokens; None if all are.
             seq_idx: (B, T), sequence numbers of packed sequences.
-            recent: the `kernel - 1` inputs before these tokens, (B, kernel - 1, D); None at the start of a sequence.
+            conv_state: the `kernel_size - 1` inputs before these tokens, (B, kernel_size - 1, D); None at the start of a sequence.
 
         Returns:
-            The convolved tokens (B, T, D), and the last `kernel - 1` real inputs (B, kernel - 1, D), oldest first.
+            The convolved tokens (B, T, D), and the last `kernel_size - 1` real inputs (B, kernel_size - 1, D), oldest first.
         """
-        past, T = self.kernel - 1, hidden_states.shape[1]
+        past, T = self.kernel_size - 1, hidden_states.shape[1]
         # unique numbers, even if given ones repeat
         seq_idx = None if seq_idx is None else F.pad(sequence_starts(seq_idx).cumsum(1), (past, 0))
         window = F.pad(hidden_states, (0, 0, past, 0))
-        if recent is not None:
-            window = torch.cat([recent.to(hidden_states.dtype), hidden_states], 1)
+        if conv_state is not None:
+            window = torch.cat([conv_state.to(hidden_states.dtype), hidden_states], 1)
         indices = None
         if mask is not None:
             indices = left_padding_indices(F.pad(mask.bool(), (past, 0), value=True))
@@ -65,7 +65,7 @@ class ShortConvolution(nn.Module):
             seq_idx = None if seq_idx is None else permute_tokens(seq_idx, indices)
         weights = self.weight.unbind(1)
         out = window[:, past:] * (1 + weights[0])
-        for j in range(1, self.kernel):
+        for j in range(1, self.kernel_size):
             earlier = window[:, past - j : past - j + T]
             if seq_idx is not None:
                 other = seq_idx[:, past - j : past - j + T] != seq_idx[:, past:]
@@ -78,7 +78,7 @@ class ShortConvolution(nn.Module):
         return out, window[:, -past:].clone()
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, kernel={self.kernel}"
+        return f"{self.weight.shape[0]}, kernel_size={self.kernel_size}"
 
 
 def left_padding_indices(mask: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         hidden_dropout: dropout after the output projection.
         forgetting: decay of the running sums: "none", "head" (learned, per head) or "token" (computed from each token, per
             head); causal form only.
-        conv_kernel: taps of the `ShortConvolution` on the layer's input; None for none. Causal form only.
+        conv_kernel: kernel size of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
             paper's ablation) the backend "torch" runs, whatever `backend` says.
         backend: as in `tssa`; may be set later as well.
@@ -284,10 +284,13 @@ class TokenStatisticsSelfAttention(nn.Module):
         """
         B, T, _ = hidden_states.shape
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        inputs, recent = hidden_states, None
+        inputs, conv_state = hidden_states, None
+        if layer is not None:
+            layer.prefetch()
+            conv_state = layer.conv_state
         if self.convolution is not None:
-            past = None if layer is None else layer.past_inputs
-            hidden_states, recent = self.operators.convolve(self.convolution, inputs, attention_mask, seq_idx, past)
+            args = inputs, attention_mask, seq_idx, conv_state
+            hidden_states, conv_state = self.operators.convolve(self.convolution, *args)
         w = self.in_proj(hidden_states).view(B, T, -1, self.head_dim)
         log_decay = self.log_decay(hidden_states)
         if self.denom_bias is None:
@@ -297,7 +300,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         out, membership, state = self._statistics(w, position_ids, log_decay, attention_mask, seq_idx, layer)
         if layer is not None:
             assert state is not None  # only causal layers have a cache
-            layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, recent_inputs=recent)
+            layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, conv_state=conv_state)
         if self.training and self.attention_dropout > 0:
             keep = torch.ones_like(out) if self.causal else out.new_ones(B, 1, self.num_heads, self.head_dim)
             out = out * F.dropout(keep, self.attention_dropout)

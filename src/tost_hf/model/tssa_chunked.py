@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The CPU backend of causal TSSA: one pass over chunks of tokens that fit the cache, with the backward in closed form.
 
-tssa_reference.py defines what is computed; its names are used here. The backward keeps the input, the scores, the memberships
+tssa_reference.py defines what is computed; its names are used here. The backward saves the input, the scores, the memberships
 and the sums before each chunk, and recomputes the rest chunk by chunk, from the last to the first. Both passes are custom
 operators: compilers see them as one node each.
 
@@ -42,9 +42,9 @@ def causal(
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """As `tssa_reference.causal`, but `bias` (B, T, H) and `state` are always given. Differentiable once."""
     inputs = w, temp, bias, padding, log_decay, *state
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    output, membership, *rest = _forward_operator(*inputs, keep, CHUNK_TOKENS, normalize_scores)
-    return output, membership, TSSAState(*rest[:3])
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    output, membership, *sums = _forward_operator(*inputs, needs_grad, CHUNK_TOKENS, normalize_scores)[:5]
+    return output, membership, TSSAState(*sums)
 
 
 class _Inputs(NamedTuple):
@@ -58,8 +58,8 @@ class _Inputs(NamedTuple):
     normalize_scores: bool
 
 
-class _Kept(NamedTuple):
-    """What the forward keeps for the backward; without gradients, the last two are empty."""
+class _SavedTensors(NamedTuple):
+    """What the forward saves for the backward; without gradients, the last two are empty."""
 
     membership: torch.Tensor  # (B, T, H)
     score: torch.Tensor  # (B, T, H)
@@ -93,37 +93,37 @@ def _buffers(w: torch.Tensor, count: int, dtype: torch.dtype) -> list[torch.Tens
     return [w.new_empty(elements, _whole_blocks(min(T, CHUNK_TOKENS)), H, p, dtype=dtype) for _ in range(count)]
 
 
-def _forward(inputs: _Inputs, bias: torch.Tensor, keep: bool) -> tuple[torch.Tensor, TSSAState, _Kept]:
+def _forward(inputs: _Inputs, bias: torch.Tensor, needs_grad: bool) -> tuple[torch.Tensor, TSSAState, _SavedTensors]:
     """Output, state after the last token, and what the backward needs."""
     w, temp, padding, log_decay, state, normalize_scores = inputs
     chunks = _slices(w.shape[1], CHUNK_TOKENS)
     output = torch.empty_like(w, memory_format=torch.contiguous_format)
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
-    score = torch.empty_like(membership) if keep else membership.new_empty(0)
-    kept_sums = TSSAState(*(membership.new_empty(len(chunks) + 1 if keep else 0, *shape) for shape in state_shapes(w)))
+    score = torch.empty_like(membership) if needs_grad else membership.new_empty(0)
+    num_saved = len(chunks) + 1 if needs_grad else 0
+    saved_sums = TSSAState(*(membership.new_empty(num_saved, *shape) for shape in state_shapes(w)))
     final = TSSAState(*(torch.empty_like(x) for x in state))
     for elements in _element_slices(w):
         buffers, sums = _buffers(w[elements], 3, temp.dtype), TSSAState(*(x[elements] for x in state))
         for index, tokens in enumerate(chunks):
-            part = elements, tokens
-            if keep:
-                for kept, x in zip(kept_sums, sums):
-                    kept[index, elements] = x
-            hidden, decay = None if padding is None else padding[part], _decay(log_decay, part)
-            found, pi, sums = _forward_chunk(
-                buffers, w[part], temp, bias[part], hidden, decay, sums, normalize_scores, output[part]
+            chunk = elements, tokens
+            if needs_grad:
+                for saved, x in zip(saved_sums, sums):
+                    saved[index, elements] = x
+            chunk_padding, decay = None if padding is None else padding[chunk], _decay(log_decay, chunk)
+            chunk_score, membership[chunk], sums = _forward_chunk(
+                buffers, w[chunk], temp, bias[chunk], chunk_padding, decay, sums, normalize_scores, output[chunk]
             )
-            membership[part] = pi
-            if keep:
-                score[part] = found
-        for result, kept, x in zip(final, kept_sums, sums):
+            if needs_grad:
+                score[chunk] = chunk_score
+        for result, saved, x in zip(final, saved_sums, sums):
             result[elements] = x
-            kept[len(chunks) :, elements] = x
-    return output, final, _Kept(membership, score, kept_sums)
+            saved[len(chunks) :, elements] = x
+    return output, final, _SavedTensors(membership, score, saved_sums)
 
 
 def _backward(
-    inputs: _Inputs, kept: _Kept, grads: list[torch.Tensor | None], needs_decay_grad: bool
+    inputs: _Inputs, saved: _SavedTensors, grads: list[torch.Tensor | None], needs_decay_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, TSSAState]:
     """Gradients of w, temp, bias, `log_decay` (empty if not needed) and the state, from those of the five outputs."""
     w, temp, padding, log_decay, state, normalize_scores = inputs
@@ -131,31 +131,31 @@ def _backward(
     grad_output, grad_membership = grads[:2]
     grad_output = w.new_zeros(()).expand_as(w) if grad_output is None else grad_output
     grad_w = torch.empty_like(w, memory_format=torch.contiguous_format)
-    grad_score, grad_temp = torch.empty_like(kept.membership), torch.zeros_like(temp)
-    grad_log_decay = torch.empty_like(kept.membership) if needs_decay_grad else temp.new_empty(0)
+    grad_score, grad_temp = torch.empty_like(saved.membership), torch.zeros_like(temp)
+    grad_log_decay = torch.empty_like(saved.membership) if needs_decay_grad else temp.new_empty(0)
     grad_state = TSSAState(*(torch.zeros_like(x) if grad is None else grad.clone() for grad, x in zip(grads[2:], state)))
     for elements in _element_slices(w):
         buffers, grad_sums = _buffers(w[elements], 7, temp.dtype), TSSAState(*(x[elements] for x in grad_state))
         for index, tokens in reversed(list(enumerate(chunks))):
-            part = elements, tokens
-            grad_score[part], by_decay, by_temp, grad_sums = _backward_chunk(
+            chunk = elements, tokens
+            grad_score[chunk], by_decay, by_temp, grad_sums = _backward_chunk(
                 buffers,
-                w[part],
+                w[chunk],
                 temp,
-                None if padding is None else padding[part],
-                _decay(log_decay, part),
-                TSSAState(*(x[index, elements] for x in kept.sums)),
-                kept.membership[part],
-                kept.score[part],
-                grad_output[part],
-                None if grad_membership is None else grad_membership[part],
+                None if padding is None else padding[chunk],
+                _decay(log_decay, chunk),
+                TSSAState(*(x[index, elements] for x in saved.sums)),
+                saved.membership[chunk],
+                saved.score[chunk],
+                grad_output[chunk],
+                None if grad_membership is None else grad_membership[chunk],
                 grad_sums,
                 normalize_scores,
-                grad_w[part],
+                grad_w[chunk],
             )
             grad_temp += by_temp
             if by_decay is not None and needs_decay_grad:
-                grad_log_decay[part] = by_decay
+                grad_log_decay[chunk] = by_decay
         for result, x in zip(grad_state, grad_sums):
             result[elements] = x
     return grad_w, grad_temp, grad_score.mul_(w.shape[-1]), grad_log_decay, grad_state
@@ -174,10 +174,10 @@ class _Decay(NamedTuple):
     chunk: torch.Tensor  # (elements, H, 1), through the chunk
 
 
-def _decay(log_decay: torch.Tensor | None, part: tuple[slice, slice]) -> _Decay | None:
+def _decay(log_decay: torch.Tensor | None, chunk: tuple[slice, slice]) -> _Decay | None:
     if log_decay is None:
         return None
-    logs = log_decay[part]
+    logs = log_decay[chunk]
     logs = _pad_tokens(logs, _whole_blocks(logs.shape[1])).unflatten(1, (-1, BLOCK_TOKENS)).unsqueeze(-1)
     inside = logs.cumsum(2)
     blocks = inside[:, :, -1]
@@ -340,9 +340,9 @@ def _backward_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, TSSAState]:
     """Fills `grad_w`; returns the gradients of score, `log_decay`, temp and the sums before the chunk.
 
-    The gradient of log gamma_t is G_t = gamma_t U_t N_{t-1}, with U the gradient of a running sum N of terms y. Since N_t =
-    gamma_t N_{t-1} + y_t and U_t = dN_t + gamma_{t+1} U_{t+1}, where dN_t is what comes from token t's own output,
-    G_t = G_{t+1} + dN_t N_t - U_t y_t: a sum from the end of each block of what the other gradients need as well.
+    With decay a_t, a running sum N of terms y is N_t = a_t N_{t-1} + y_t, and its gradient U_t = dN_t + a_{t+1} U_{t+1}, where
+    dN_t is the gradient through the output of token t. The gradient of log a_t is G_t = a_t U_t N_{t-1}, and therefore
+    G_t = G_{t+1} + dN_t N_t - U_t y_t: a sum, from the end of each block, of terms that the other gradients need as well.
     """
     T = w.shape[1]
     size = _whole_blocks(T)
@@ -426,22 +426,22 @@ def _forward_operator(
     sum_sq: torch.Tensor,
     sum_weighted_sq: torch.Tensor,
     sum_membership: torch.Tensor,
-    keep: bool,
+    needs_grad: bool,
     chunk_tokens: int,  # shapes depend on it, and compilers store what they compiled on disk
     normalize_scores: bool,
 ) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:
     """Output, membership, the three sums after the last token, score, and the sums before each chunk."""
     state = TSSAState(sum_sq, sum_weighted_sq, sum_membership)
-    output, final, kept = _forward(_Inputs(w, temp, padding, log_decay, state, normalize_scores), bias, keep)
-    return output, kept.membership, *final, kept.score, *kept.sums
+    output, final, saved = _forward(_Inputs(w, temp, padding, log_decay, state, normalize_scores), bias, needs_grad)
+    return output, saved.membership, *final, saved.score, *saved.sums
 
 
 @_forward_operator.register_fake
-def _(w, temp, bias, padding, log_decay, sum_sq, sum_weighted_sq, sum_membership, keep, chunk_tokens, _):
+def _(w, temp, bias, padding, log_decay, sum_sq, sum_weighted_sq, sum_membership, needs_grad, chunk_tokens, _):
     membership = w.new_empty(w.shape[:3], dtype=temp.dtype)
-    chunks = (w.shape[1] + chunk_tokens - 1) // chunk_tokens + 1 if keep else 0
+    chunks = (w.shape[1] + chunk_tokens - 1) // chunk_tokens + 1 if needs_grad else 0
     final = (x.new_empty(x.shape) for x in (sum_sq, sum_weighted_sq, sum_membership))
-    score = torch.empty_like(membership) if keep else membership.new_empty(0)
+    score = torch.empty_like(membership) if needs_grad else membership.new_empty(0)
     return w.new_empty(w.shape), membership, *final, score, *(temp.new_empty(chunks, *shape) for shape in state_shapes(w))
 
 
@@ -457,23 +457,23 @@ def _backward_operator(
     padding: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     state: list[torch.Tensor],
-    kept: list[torch.Tensor],
+    saved: list[torch.Tensor],
     needs_decay_grad: bool,
     normalize_scores: bool,
 ) -> tuple[_T, _T, _T, _T, _T, _T, _T]:
     """Gradients of w, temp, bias, `log_decay` (empty if not needed) and the three sums before the first token."""
     inputs = _Inputs(w, temp, padding, log_decay, TSSAState(*state), normalize_scores)
-    membership, score, *sums = kept
+    membership, score, *sums = saved
     grads = [grad_output, grad_membership, grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership]
-    kept_tensors = _Kept(membership, score, TSSAState(*sums))
-    grad_w, grad_temp, grad_bias, grad_log_decay, grad_state = _backward(inputs, kept_tensors, grads, needs_decay_grad)
+    saved_tensors = _SavedTensors(membership, score, TSSAState(*sums))
+    grad_w, grad_temp, grad_bias, grad_log_decay, grad_state = _backward(inputs, saved_tensors, grads, needs_decay_grad)
     return grad_w, grad_temp, grad_bias, grad_log_decay, *grad_state
 
 
 @_backward_operator.register_fake
 def _(*args):
-    w, temp, _, _, state, kept, needs_decay_grad, _ = args[5:]
-    membership = kept[0]
+    w, temp, _, _, state, saved, needs_decay_grad, _ = args[5:]
+    membership = saved[0]
     grad_log_decay = temp.new_empty(membership.shape if needs_decay_grad else 0)
     grad_state = (x.new_empty(x.shape) for x in state)
     return w.new_empty(w.shape), temp.new_empty(temp.shape), temp.new_empty(membership.shape), grad_log_decay, *grad_state
@@ -488,10 +488,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, *grads):
-    saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
-    inputs, state, kept = saved[:4], saved[4:7], saved[7:]
+    tensors = ctx.saved_tensors  # once: checkpointing recomputes them at each access
+    inputs, state, saved = tensors[:4], tensors[4:7], tensors[7:]
     needs_decay_grad = ctx.needs_input_grad[4]
-    by_input = _backward_operator(*grads[:5], *inputs, state, kept, needs_decay_grad, ctx.normalize_scores)
+    by_input = _backward_operator(*grads[:5], *inputs, state, saved, needs_decay_grad, ctx.normalize_scores)
     grad_w, grad_temp, grad_bias, grad_log_decay, *grad_state = by_input
     by_decay = grad_log_decay if needs_decay_grad else None
     return grad_w, grad_temp, grad_bias, None, by_decay, *grad_state, None, None, None

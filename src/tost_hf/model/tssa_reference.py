@@ -13,9 +13,9 @@ is that of the authors' code). With s = w^2, for each head and channel i:
     D_t = sum_{j <= t} Pi_j                                  D = sum_j Pi_j
     output_ti = -Pi_t w_ti / (1 + N_ti / (D_t + 1e-8))       the same with N_i and D
 
-With decay, the causal form multiplies its sums by a factor gamma_t in (0, 1] per head before it adds a token:
+With decay, the causal form multiplies its sums by a decay a_t in (0, 1] per head before it adds a token:
 
-    S_t = gamma_t S_{t-1} + s_t,    N_t = gamma_t N_{t-1} + Pi_t s_t,    D_t = gamma_t D_{t-1} + Pi_t
+    S_t = a_t S_{t-1} + s_t,    N_t = a_t N_{t-1} + Pi_t s_t,    D_t = a_t D_{t-1} + Pi_t
 
 All else is as above. Packed sequences are a decay of 0 at the first token of each. `normalize_scores=False` is the paper's
 ablation, in which score_t = sum_i s_ti (plus p bias_t) and S has no effect. Nothing is ever divided by a product of factors:
@@ -25,7 +25,7 @@ These functions are the reference of tests and benchmarks. The bidirectional for
 for devices other than the CPU run them: no step depends on a tensor's values. The other backends compute the same faster.
 
 Arguments they share: w (B, T, H, p), projected tokens of any dtype; `temp` (H,) in the compute dtype; `padding` (B, T), true
-where there is no token; `log_decay` (B, T, H) or (B, T, 1), log gamma in the compute dtype, 0 at padding.
+where there is no token; `log_decay` (B, T, H) or (B, T, 1), log a_t in the compute dtype, 0 at padding.
 """
 
 import functools

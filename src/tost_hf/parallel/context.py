@@ -333,11 +333,11 @@ def convolve_context_parallel(
     hidden_states: torch.Tensor,
     mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
-    recent: torch.Tensor | None = None,
+    conv_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ShortConvolution` of one shard of the tokens, (B, own tokens, D), after the last inputs of the shards before it."""
     B, T, D = hidden_states.shape
-    past = convolution.kernel - 1
+    past = convolution.kernel_size - 1
     mask = hidden_states.new_ones(B, T, dtype=torch.bool) if mask is None else mask.bool()
     number = mask.new_zeros(B, T, dtype=torch.long) if seq_idx is None else seq_idx
     # the last inputs of this shard's last sequence, whether each exists, and whether a sequence begins in this shard
@@ -355,8 +355,8 @@ def convolve_context_parallel(
     before = [x.transpose(0, 1).flatten(1, 2) for x in (gathered[..., :D], found, count)]
     number = number + count[-1, :, :1]
     window, mask, number = (torch.cat(pair, 1) for pair in zip(before, (hidden_states, mask, number)))
-    out, recent = convolution(window, mask, number)
-    return out[:, -T:], recent
+    out, conv_state = convolution(window, mask, number)
+    return out[:, -T:], conv_state
 
 
 def _reject_step(*args, **kwargs):

@@ -188,9 +188,9 @@ class CausalStatistics(MambaBase, nn.Module):
 
     @property
     def conv_state(self) -> torch.Tensor:
-        """The last inputs of the convolution of all blocks, (blocks, kernel - 1, D)."""
+        """The last inputs of the convolution of all blocks, (blocks, kernel_size - 1, D)."""
         assert self.convolution is not None
-        past, inputs = self.convolution.kernel - 1, self._split_rows()[-1].view(self.dtype)
+        past, inputs = self.convolution.kernel_size - 1, self._split_rows()[-1].view(self.dtype)
         return inputs[:, : past * self.config.hidden_size].unflatten(1, (past, -1))
 
     # Tokens
@@ -219,12 +219,12 @@ class CausalStatistics(MambaBase, nn.Module):
             cached[batch.new_blocks] = 0
         if n := batch.num_decodes:
             blocks = batch.blocks[:n]
-            convolved, cached[blocks] = self.convolution(hidden_states[:n].unsqueeze(1), recent=cached[blocks])
+            convolved, cached[blocks] = self.convolution(hidden_states[:n].unsqueeze(1), conv_state=cached[blocks])
             output[:n] = convolved.squeeze(1)
         for request, start, end, has_state in batch.prefills:
             block = batch.blocks[request : request + 1]
-            recent = cached[block] if has_state else None
-            convolved, cached[block] = self.convolution(hidden_states[None, start:end], recent=recent)
+            conv_state = cached[block] if has_state else None
+            convolved, cached[block] = self.convolution(hidden_states[None, start:end], conv_state=conv_state)
             output[start:end] = convolved[0]
         output[batch.num_tokens :] = 0
 
