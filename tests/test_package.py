@@ -30,7 +30,7 @@ def test_public_names_exist():
         tost_hf.nonsense  # noqa: B018
 
 
-def test_names_of_the_reference_pages_exist():
+def test_reference_page_names_exist():
     pages = (ROOT / "examples/guides/reference").glob("*.md")
     names = [name for page in pages for name in re.findall(r"^::: (tost_hf\S+)$", page.read_text(), re.MULTILINE)]
     assert len(names) > 40
@@ -38,55 +38,54 @@ def test_names_of_the_reference_pages_exist():
         pkgutil.resolve_name(name)
 
 
-def test_import_is_lean_and_offline():
-    """Nothing that only training or a GPU needs, and no connection of any kind."""
+def test_import_loads_no_optional_library_and_opens_no_connection():
     code = """
 import importlib.util, socket, sys
 def reject(*args, **kwargs): raise AssertionError("network")
 socket.socket.connect = socket.getaddrinfo = reject
 missing = {"triton", "PIL", "torchvision"}
-sys.modules |= dict.fromkeys(missing)  # as where they are not installed
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name.split(".")[0] in missing else find(name, *more)
+sys.modules |= dict.fromkeys(missing)  # as if they were not installed
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name.split(".")[0] in missing else find_spec(name, *args)
 import tost_hf
-heavy = {"datasets", "evaluate", "kornia", "tensorboard", "transformers.trainer"} & set(sys.modules)
-assert not heavy, heavy
+training_only = {"datasets", "evaluate", "kornia", "tensorboard", "transformers.trainer"} & set(sys.modules)
+assert not training_only, training_only
 assert tost_hf.AutoConfig.for_model("tost").hidden_size == 768
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_auto_classes_know_the_models(tiny_config):
+def test_auto_classes_resolve_the_models(tiny_config):
     assert type(AutoConfig.for_model("tost")) is tost_hf.ToSTConfig
     assert type(AutoModel.from_config(tiny_config)) is tost_hf.ToSTModel
     assert type(AutoModelForCausalLM.from_config(tiny_config)) is tost_hf.ToSTForCausalLM
 
 
 @pytest.mark.parametrize("model_type", CODE_FILES)
-def test_listed_files_are_those_the_models_import(model_type):
-    """As transformers follows the imports when it fetches a repository's code: none is missing, none is idle."""
+def test_code_files_are_the_imported_files(model_type):
+    """By the function with which transformers collects the files of remote code: none is missing, none is unused."""
     modules = {reference.partition(".")[0] for reference in AUTO_MAPS[model_type].values()}
-    needed = {f"{name}.py" for name in modules}
+    imported_files = {f"{name}.py" for name in modules}
     for name in modules:
-        needed |= {Path(path).name for path in get_relative_import_files(ROOT / f"src/tost_hf/model/{name}.py")}
-    assert needed == set(CODE_FILES[model_type])
+        imported_files |= {Path(path).name for path in get_relative_import_files(ROOT / f"src/tost_hf/model/{name}.py")}
+    assert imported_files == set(CODE_FILES[model_type])
     for reference in AUTO_MAPS[model_type].values():
         module, _, class_name = reference.partition(".")
         assert hasattr(importlib.import_module(f"tost_hf.model.{module}"), class_name)
 
 
-def test_remote_code_is_flat():
-    """It is published in one folder, without the package."""
+def test_remote_code_imports_only_its_own_files_of_the_package():
+    """Published models have these files in one folder, without the package and possibly without Triton."""
     for name in REMOTE_CODE:
-        text = (ROOT / "src/tost_hf/model" / name).read_text()
-        assert set(re.findall(r"^\s*from\s+\.(\S*)\s+import", text, re.MULTILINE)) <= {f[:-3] for f in REMOTE_CODE}, name
-        assert not re.search(r"^\s*(from|import)\s+tost_hf", text, re.MULTILINE), name
-        assert not re.search(r"^(from|import)\s+triton", text, re.MULTILINE), name
+        source = (ROOT / "src/tost_hf/model" / name).read_text()
+        assert set(re.findall(r"^\s*from\s+\.(\S*)\s+import", source, re.MULTILINE)) <= {f[:-3] for f in REMOTE_CODE}, name
+        assert not re.search(r"^\s*(from|import)\s+tost_hf", source, re.MULTILINE), name
+        assert not re.search(r"^(from|import)\s+triton", source, re.MULTILINE), name
 
 
-# What remote code imports of transformers when it is loaded: every published model depends on these. Anything else is imported
-# where it is used (masking_utils, by attention layers) or written out (rotary positions, eager attention).
-IMPORTED_WHEN_LOADED = {
+# The modules of transformers that remote code imports at the top level: every published model depends on them. Other modules
+# are imported where they are used (masking_utils, by attention layers) or reimplemented (rotary positions, eager attention).
+TOP_LEVEL_IMPORTS = {
     "transformers": "documented names",
     "transformers.activations": "ACT2FN, as documented for custom models",
     "transformers.backbone_utils": "backbone mixins, as in every backbone of transformers",
@@ -108,15 +107,15 @@ def test_remote_code_imports_public_modules_of_transformers():
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 imported.add(node.module)
-    assert {name for name in imported if name.partition(".")[0] == "transformers"} == set(IMPORTED_WHEN_LOADED)
+    assert {name for name in imported if name.partition(".")[0] == "transformers"} == set(TOP_LEVEL_IMPORTS)
 
 
-def test_only_the_converter_opens_or_writes_pickles():
-    """What transformers' Trainer writes for itself, optimizer states and training_args.bin, is not ours to change."""
+def test_only_the_converter_reads_pickles():
+    """Trainer itself pickles optimizer states and training_args.bin; that cannot be changed here."""
     calls = re.compile(r"torch\.(load|save)\(|\bpickle\.(load|dump)|import (pickle|joblib|dill)\b")
     for folder in ("src", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
-            found = calls.findall(path.read_text())
-            assert not found or path.name == "convert.py", path
+            matches = calls.findall(path.read_text())
+            assert not matches or path.name == "convert.py", path
     loads = re.findall(r"torch\.load\(.*", (ROOT / "src/tost_hf/convert.py").read_text())
     assert len(loads) == 1 and "weights_only=True" in loads[0]

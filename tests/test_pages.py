@@ -1,4 +1,4 @@
-"""The pages of this repository are true: their code runs, their commands and options exist, their links lead somewhere."""
+"""The Markdown pages of this repository: their code runs, their commands and options exist, their links resolve."""
 
 import inspect
 import re
@@ -37,7 +37,7 @@ PAGES = (
     "model_cards/trained/README.md",
     *GUIDES,
 )
-OTHERS = {
+EXTERNAL_PROGRAMS = {  # their options are not checked
     "accelerate",
     "curl",
     "git",
@@ -46,24 +46,24 @@ OTHERS = {
     "pre-commit",
     "transformers",
     "vllm",
-}  # other projects' programs, unchecked
+}
 
 
-def page(name: str) -> str:
+def read_page(name: str) -> str:
     return (ROOT / name).read_text()
 
 
 def code_blocks(name: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page(name), re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", read_page(name), re.DOTALL)
 
 
 def commands(block: str) -> list[list[str]]:
-    """The words of every command of a block, without variables set for it: one command per line, `;`, `|` or `&`."""
+    """The words of each command of a block, without the variables set for it; lines, `;`, `|` and `&` separate commands."""
     text = re.sub(r"(^|\s)#\s.*$", "", block.replace("\\\n", " "), flags=re.MULTILINE)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";|&\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     groups = groupby(lexer, lambda word: set(word) <= set(";|&\n"))
-    return [[word for word in words if not re.match("[A-Z_]+=", word)] for between, words in groups if not between]
+    return [[word for word in words if not re.match("[A-Z_]+=", word)] for is_separator, words in groups if not is_separator]
 
 
 COMMANDS = [(name, words) for name in PAGES for block in code_blocks(name, "bash") for words in commands(block)]
@@ -74,7 +74,7 @@ COMMANDS = [(name, words) for name in PAGES for block in code_blocks(name, "bash
 
 @pytest.fixture
 def demo_folders(tmp_path, monkeypatch):
-    """./tost-demo and ./tost-digits as the pages' commands leave them, but with untrained weights; the trained models."""
+    """./tost-demo and ./tost-digits as the pages' commands write them, but untrained; links to the repository's folders."""
     monkeypatch.chdir(tmp_path)
     for name in ("examples", "model_cards"):
         Path(name).symlink_to(ROOT / name)
@@ -90,11 +90,11 @@ def missing_libraries(block: str) -> list[str]:
     """Other projects' libraries that a block needs and that are not installed."""
     optional = {"trl": "from trl ", "peft": "from peft ", "bitsandbytes": "BitsAndBytesConfig", "vllm": "from vllm "}
     optional |= {"openvino": "OpenVINOExporter", "executorch": "ExecutorchExporter"}
-    return [library for library, sign in optional.items() if sign in block and find_spec(library) is None]
+    return [library for library, marker in optional.items() if marker in block and find_spec(library) is None]
 
 
 def run_blocks(name: str) -> dict:
-    """Runs every Python block of a page that can run here, in its order, in one namespace."""
+    """Runs the Python blocks of a page whose libraries are installed, in order, in one namespace."""
     namespace = {}
     for block in code_blocks(name, "python"):
         if not missing_libraries(block) and not (auto_processor_missing and "AutoImageProcessor" in block):
@@ -104,24 +104,24 @@ def run_blocks(name: str) -> dict:
 
 @pytest.mark.parametrize("name", ["README.md", *GUIDES])
 def test_code_runs(name, demo_folders):
-    if name.endswith("export.md"):  # in a process of its own: transformers' exporters leave patched functions behind
+    if name.endswith("export.md"):  # in a subprocess: transformers' exporters leave patched functions behind
         blocks = [block for block in code_blocks(name, "python") if not missing_libraries(block)]
         subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True)
         return
-    names = run_blocks(name)
+    namespace = run_blocks(name)
     if name == "README.md":
-        assert names["config"].num_hidden_layers == 2 and names["scratch"].config.max_position_embeddings is None
+        assert namespace["config"].num_hidden_layers == 2 and namespace["scratch"].config.max_position_embeddings is None
     elif name.endswith("generation.md"):
-        assert names["output"].shape == (2, 100, 4, 16)
-        torch.testing.assert_close(names["membership"].sum(1), torch.ones(2, 100))
+        assert namespace["output"].shape == (2, 100, 4, 16)
+        torch.testing.assert_close(namespace["membership"].sum(1), torch.ones(2, 100))
         assert Path("document.safetensors").is_file()
     elif name.endswith("publishing.md"):
-        assert Path("shared/modeling_tost.py").is_file() and type(names["again"]) is tost_hf.ToSTForCausalLM
+        assert Path("shared/modeling_tost.py").is_file() and type(namespace["again"]) is tost_hf.ToSTForCausalLM
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_blocks_have_a_language_that_is_tested(name):
-    languages = re.findall(r"^```(\w*)\n.*?^```$", page(name), re.DOTALL | re.MULTILINE)
+def test_code_block_languages(name):
+    languages = re.findall(r"^```(\w*)\n.*?^```$", read_page(name), re.DOTALL | re.MULTILINE)
     assert set(languages) <= {"python", "bash", "bibtex", "text"}
 
 
@@ -129,35 +129,35 @@ def test_blocks_have_a_language_that_is_tested(name):
 
 
 @cache
-def help_of(script: str, *subcommand: str) -> str:
-    """What `python SCRIPT --help` prints, run in this process, which has the libraries imported already."""
-    shown, folder = StringIO(), str((ROOT / script).parent)
+def script_help(script: str, *subcommand: str) -> str:
+    """The output of `python SCRIPT --help`, run in this process because it has imported the libraries already."""
+    stdout, folder = StringIO(), str((ROOT / script).parent)
     argv = [script, *subcommand, "--help"]
-    as_started = patch.object(sys, "argv", argv), patch.object(sys, "path", [folder, *sys.path])
-    with as_started[0], as_started[1], redirect_stdout(shown), pytest.raises(SystemExit) as end:
+    patches = patch.object(sys, "argv", argv), patch.object(sys, "path", [folder, *sys.path])
+    with patches[0], patches[1], redirect_stdout(stdout), pytest.raises(SystemExit) as exit_info:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert not end.value.code, script
-    return shown.getvalue()
+    assert not exit_info.value.code, script
+    return stdout.getvalue()
 
 
 @cache
-def help_of_command(command: str) -> str:
-    shown = StringIO()
-    with redirect_stdout(shown), pytest.raises(SystemExit) as end:
+def command_help(command: str) -> str:
+    stdout = StringIO()
+    with redirect_stdout(stdout), pytest.raises(SystemExit) as exit_info:
         main([command, "--help"])
-    assert end.value.code == 0
+    assert exit_info.value.code == 0
     if command == "serve":  # its options are those of transformers' server
         from transformers.cli.serve import Serve
 
-        own = (option.replace("_", "-") for option in inspect.signature(Serve.__init__).parameters)
-        return shown.getvalue() + " ".join("--" + option for option in own)
-    return shown.getvalue()
+        server_options = (option.replace("_", "-") for option in inspect.signature(Serve.__init__).parameters)
+        return stdout.getvalue() + " ".join("--" + option for option in server_options)
+    return stdout.getvalue()
 
 
-def check_flags(words: list[str], known: str) -> None:
+def check_flags(words: list[str], help_text: str) -> None:
     for word in words:
         flag = word.partition("=")[0]
-        assert not word.startswith("--") or re.search(rf"(?<![\w-]){flag}(?![\w-])", known), f"there is no {flag}"
+        assert not word.startswith("--") or re.search(rf"(?<![\w-]){flag}(?![\w-])", help_text), f"there is no {flag}"
 
 
 def check_python(words: list[str]) -> None:
@@ -168,36 +168,36 @@ def check_python(words: list[str]) -> None:
     else:
         assert (ROOT / words[0]).is_file(), words[0]
         has_subcommands = words[0] == "examples/benchmarks/run.py"
-        check_flags(words[1:], help_of(*words[: 1 + has_subcommands]))
+        check_flags(words[1:], script_help(*words[: 1 + has_subcommands]))
 
 
 def check_make(words: list[str]) -> None:
     for target in words:
-        assert f"\n{target}:" in page("Makefile"), target
+        assert f"\n{target}:" in read_page("Makefile"), target
 
 
 def check_pip(words: list[str]) -> None:
-    extras = tomllib.loads(page("pyproject.toml"))["project"]["optional-dependencies"]
-    for named in re.findall(r"^\.\[(.*)\]$", words[-1]):
-        assert named in extras, named
+    extras = tomllib.loads(read_page("pyproject.toml"))["project"]["optional-dependencies"]
+    for extra in re.findall(r"^\.\[(.*)\]$", words[-1]):
+        assert extra in extras, extra
 
 
 def check_tost_hf(words: list[str]) -> None:
-    check_flags(words[1:], help_of_command(words[0]))
+    check_flags(words[1:], command_help(words[0]))
 
 
 CHECKS = {"python": check_python, "make": check_make, "pip": check_pip, "tost-hf": check_tost_hf}
 
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS, ids=[f"{name}: {' '.join(words)[:50]}" for name, words in COMMANDS])
-def test_commands_and_their_options_exist(name, words):
+def test_commands_and_options_exist(name, words):
     program = re.sub(r"^\.venv(-vllm)?/bin/", "", words[0])
-    assert program in CHECKS.keys() | OTHERS, f"{name} names an unknown program: {program}"
+    assert program in CHECKS.keys() | EXTERNAL_PROGRAMS, f"{name} names an unknown program: {program}"
     if program in CHECKS:
         CHECKS[program](words[1:])
 
 
-def test_a_wrong_command_is_found():
+def test_wrong_commands_are_rejected():
     for words in (
         ["python", "examples/none.py"],
         ["python", "examples/demo.py", "--output-folder", "x"],
@@ -213,40 +213,40 @@ def test_a_wrong_command_is_found():
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_commands_in_the_text_exist(name):
-    """Between backticks in running text: `make test`, `tost-hf card --presets`."""
-    for program, rest in re.findall(r"`(make|tost-hf) ([^`]+)`", page(name)):
-        CHECKS[program](re.sub(r"[A-Z]{4,}", "", rest).split())
+def test_inline_commands_exist(name):
+    """Commands between backticks in prose, such as `make test` and `tost-hf card --presets`."""
+    for program, arguments in re.findall(r"`(make|tost-hf) ([^`]+)`", read_page(name)):
+        CHECKS[program](re.sub(r"[A-Z]{4,}", "", arguments).split())
 
 
 # Names and links ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_named_files_exist(name):
-    for path in re.findall(r"`((?:src|examples|tests|\.github)/[\w./-]+)`", page(name)):
+def test_mentioned_files_exist(name):
+    for path in re.findall(r"`((?:src|examples|tests|\.github)/[\w./-]+)`", read_page(name)):
         assert (ROOT / path).exists(), path
 
 
 def anchors(name: str) -> set[str]:
-    """As GitHub makes them of headings."""
-    text = re.sub(r"```.*?```", "", page(name), flags=re.DOTALL)
+    """The anchors that GitHub generates from the headings of a page."""
+    text = re.sub(r"```.*?```", "", read_page(name), flags=re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name):
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", page(name)):
+def test_links_resolve(name):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", read_page(name)):
         path = ((ROOT / name).parent / target).resolve() if target else ROOT / name
         assert path.exists(), target
         assert not anchor or anchor in anchors(str(path.relative_to(ROOT))), f"{target}#{anchor}"
 
 
-def test_the_linter_has_one_version():
-    (pinned,) = re.findall(r"^ruff==(.*)$", page("tests/constraints.txt"), re.MULTILINE)
-    assert f"rev: v{pinned}\n" in page(".pre-commit-config.yaml")
+def test_ruff_versions_match():
+    (pinned,) = re.findall(r"^ruff==(.*)$", read_page("tests/constraints.txt"), re.MULTILINE)
+    assert f"rev: v{pinned}\n" in read_page(".pre-commit-config.yaml")
 
 
 def test_readme_and_guides_are_short():
-    assert {name: lines for name in ("README.md", *GUIDES) if (lines := len(page(name).splitlines())) > 150} == {}
+    assert {name: lines for name in ("README.md", *GUIDES) if (lines := len(read_page(name).splitlines())) > 150} == {}

@@ -6,40 +6,40 @@ from processes import run_cases
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
+def results(tmp_path_factory):
     names = [*context_cases.CASES, "communication", "comparisons", "errors"]
     return run_cases(context_cases.run, names, processes=4, folder=tmp_path_factory.mktemp("context"))
 
 
 @pytest.mark.parametrize("case", context_cases.CASES)
-def test_equals_one_process(answers, case):
-    single = "float32" in case
-    for errors in answers[case]:
-        # transformers computes the loss in float32, whatever comes in
+def test_equals_one_process(results, case):
+    is_float32 = "float32" in case
+    for errors in results[case]:
+        # transformers computes the loss in float32 for every dtype of the logits
         assert errors.pop("loss") < 1e-6
-        assert all(error < (1e-5 if single else 1e-10) for error in errors.values())
+        assert all(error < (1e-5 if is_float32 else 1e-10) for error in errors.values())
 
 
 @pytest.mark.parametrize("options, collectives", [("published", 2), ("decay per token", 2), ("convolution", 3)])
-def test_communication_does_not_grow_with_the_text(answers, options, collectives):
-    layers, heads, width = 2, 4, 32
-    for answer in answers["communication"]:
-        short, long = answer[options]
+def test_communication_does_not_grow_with_the_sequence_length(results, options, collectives):
+    layers, heads, hidden_size = 2, 4, 32
+    for counts in results["communication"]:
+        short, long = counts[options]
         assert short == long
-        calls, sent, backward_calls, _ = short
-        assert calls == backward_calls == layers * collectives
-        expected = 4 * (width + (heads if "decay" in options else 0)) + 8 * (width + heads)
+        forward_calls, sent_bytes, backward_calls, _ = short
+        assert forward_calls == backward_calls == layers * collectives
+        expected_bytes = 4 * (hidden_size + (heads if "decay" in options else 0)) + 8 * (hidden_size + heads)
         if "convolution" in options:
-            expected += 4 * 3 * (width + 2)
-        assert sent == layers * expected
+            expected_bytes += 4 * 3 * (hidden_size + 2)
+        assert sent_bytes == layers * expected_bytes
 
 
-def test_batches_are_compared_at_intervals(answers):
-    """Each comparison waits for the device."""
-    assert answers["comparisons"] == [[0, 100, 200]] * 4
+def test_batches_are_compared_at_intervals(results):
+    """Not at each step, because a comparison waits for the device."""
+    assert results["comparisons"] == [[0, 100, 200]] * 4
 
 
-def test_errors(answers):
-    for answer in answers["errors"]:
-        for found, message in answer:
-            assert found.startswith(message)
+def test_errors(results):
+    for errors in results["errors"]:
+        for error, message in errors:
+            assert error.startswith(message)

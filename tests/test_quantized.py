@@ -1,4 +1,4 @@
-"""bitsandbytes and torchao on language and vision models: near the model as it was, with whole statistics parameters."""
+"""bitsandbytes and torchao on language and vision models: errors of the logits; statistics parameters stay float32."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 from tost_hf import ToSTForCausalLM
 
 
-TOKENS = torch.arange(1, 65).reshape(2, 32)
+INPUT_IDS = torch.arange(1, 65).reshape(2, 32)
 IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-WIDE = {"hidden_size": 64, "num_attention_heads": 4}  # bitsandbytes takes blocks of 64
+WIDE = {"hidden_size": 64, "num_attention_heads": 4}  # bitsandbytes quantizes blocks of 64
 
 
 @pytest.fixture(scope="module")
@@ -24,27 +24,27 @@ def folders(tmp_path_factory):
     }
 
 
-def bits_and_bytes(**options):
+def bitsandbytes_config(**options):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
     return BitsAndBytesConfig(**options)
 
 
-def torchao(name: str):
+def torchao_config(name: str):
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed (pip install torchao)")
     return TorchAoConfig(getattr(quantization, name)())
 
 
 METHODS = {
-    "bitsandbytes, 4 bits, NF4": (lambda: bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"), 0.35),
-    "bitsandbytes, 8 bits": (lambda: bits_and_bytes(load_in_8bit=True), 0.05),
-    "torchao, int8 weights": (lambda: torchao("Int8WeightOnlyConfig"), 0.05),
-    "torchao, int8": (lambda: torchao("Int8DynamicActivationInt8WeightConfig"), 0.05),
+    "bitsandbytes, 4 bits, NF4": (lambda: bitsandbytes_config(load_in_4bit=True, bnb_4bit_quant_type="nf4"), 0.35),
+    "bitsandbytes, 8 bits": (lambda: bitsandbytes_config(load_in_8bit=True), 0.05),
+    "torchao, int8 weights": (lambda: torchao_config("Int8WeightOnlyConfig"), 0.05),
+    "torchao, int8": (lambda: torchao_config("Int8DynamicActivationInt8WeightConfig"), 0.05),
 }
 
 
-def logits(model, kind: str) -> torch.Tensor:
+def compute_logits(model, kind: str) -> torch.Tensor:
     with torch.no_grad():
-        return model(TOKENS if kind == "language" else IMAGES).logits.float()
+        return model(INPUT_IDS if kind == "language" else IMAGES).logits.float()
 
 
 def quantized_layers(model: torch.nn.Module) -> list[str]:
@@ -53,16 +53,16 @@ def quantized_layers(model: torch.nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["language", "vision"])
-@pytest.mark.parametrize("method, most", METHODS.values(), ids=METHODS)
-def test_logits_of_a_quantized_model(folders, kind, method, most):
+@pytest.mark.parametrize("make_config, max_error", METHODS.values(), ids=METHODS)
+def test_logits_of_a_quantized_model(folders, kind, make_config, max_error):
     auto_class, folder = folders[kind]
-    whole = auto_class.from_pretrained(folder).eval()
-    quantized = auto_class.from_pretrained(folder, quantization_config=method(), dtype=torch.float32).eval()
-    assert type(quantized) is type(whole)
+    original = auto_class.from_pretrained(folder).eval()
+    quantized = auto_class.from_pretrained(folder, quantization_config=make_config(), dtype=torch.float32).eval()
+    assert type(quantized) is type(original)
     assert len(quantized_layers(quantized)) >= 2 * 4 + (kind == "vision")
-    expected, got = logits(whole, kind), logits(quantized, kind)
-    error = ((got - expected).norm() / expected.norm()).item()
-    assert 0 < error < most, error
+    expected, actual = compute_logits(original, kind), compute_logits(quantized, kind)
+    error = ((actual - expected).norm() / expected.norm()).item()
+    assert 0 < error < max_error, error
     for name, parameter in quantized.named_parameters():
         if name.endswith((".temp", ".denom_bias")):
-            assert parameter.dtype == torch.float32 and torch.equal(parameter, whole.get_parameter(name)), name
+            assert parameter.dtype == torch.float32 and torch.equal(parameter, original.get_parameter(name)), name

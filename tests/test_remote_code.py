@@ -1,4 +1,4 @@
-"""Published models where tost_hf is not installed: their remote code, which runs only with trust_remote_code=True."""
+"""Remote code of published models, loaded without tost_hf installed; it runs only with trust_remote_code=True."""
 
 import functools
 import json
@@ -21,30 +21,30 @@ TRUST = {"trust_remote_code": True}
 
 @pytest.fixture(scope="module")
 def clients(hub, tmp_path_factory):
-    """Processes with the package."""
-    with Clients(hub, tmp_path_factory.mktemp("clients")) as forks:
-        yield forks
+    """Client processes with the package."""
+    with Clients(hub, tmp_path_factory.mktemp("clients")) as clients:
+        yield clients
 
 
 @pytest.fixture(scope="module")
 def without_package(tmp_path_factory):
-    """What makes a Python that has all of this one's packages but tost_hf: options and environment.
+    """Options and environment of a Python with all packages of this one except tost_hf.
 
-    `-S` leaves out the .pth files by which editable installations work, links to all else take the place of site-packages.
+    `-S` ignores the .pth files of editable installations; a folder of links replaces site-packages.
     """
-    site = tmp_path_factory.mktemp("site")
+    packages = tmp_path_factory.mktemp("site")
     for folder in (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")):
         for entry in sorted(Path(folder).iterdir()):
-            if "tost_hf" not in entry.name and not (site / entry.name).exists():
-                (site / entry.name).symlink_to(entry)
-    return {"preload": "", "options": ("-S",), "PYTHONPATH": str(site)}
+            if "tost_hf" not in entry.name and not (packages / entry.name).exists():
+                (packages / entry.name).symlink_to(entry)
+    return {"preload": "", "options": ("-S",), "PYTHONPATH": str(packages)}
 
 
 @pytest.fixture(scope="module")
 def bare_clients(hub, tmp_path_factory, without_package):
-    """Clients without the package."""
-    with Clients(hub, tmp_path_factory.mktemp("bare_clients"), **without_package) as forks:
-        yield forks
+    """Client processes without the package."""
+    with Clients(hub, tmp_path_factory.mktemp("bare_clients"), **without_package) as clients:
+        yield clients
 
 
 def classifier_folder(folder: Path) -> Path:
@@ -70,7 +70,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def published(hub, clients, tmp_path_factory):
-    """Publishes a model of an Auto class as tost/CLASS, once; returns what the package computes with it."""
+    """Publishes a model of an Auto class as tost/CLASS, once; returns the results of the package for it."""
 
     @functools.cache
     def publish(auto_class: str) -> dict[str, torch.Tensor]:
@@ -82,40 +82,41 @@ def published(hub, clients, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def computed(published):
-    """tost/AutoModelForCausalLM, the repository of most tests, and what the package computes with it."""
+def causal_lm_results(published):
+    """Publishes tost/AutoModelForCausalLM, the repository of most tests; returns the results of the package for it."""
     return published("AutoModelForCausalLM")
 
 
-def same(left, right) -> bool:
-    """Equal to the last bit; fails with the client's output if it could not load."""
+def equal_results(left, right) -> bool:
+    """Bit for bit; fails with the output of a client that could not load the model."""
     for results in (left, right):
         assert isinstance(results, dict), results.output
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def rejected(outcome) -> bool:
+def is_rejected(outcome) -> bool:
     return isinstance(outcome, Client) and outcome.status == 1
 
 
 @pytest.mark.parametrize("auto_class", MODELS)
-def test_remote_code_and_package_agree_bit_for_bit(clients, bare_clients, published, auto_class):
-    """In logits, in the features of AutoModel, in the tokens generated with a cache."""
+def test_remote_code_equals_the_package_bit_for_bit(clients, bare_clients, published, auto_class):
+    """Logits, hidden states of AutoModel, tokens generated with a cache."""
     expected = published(auto_class)
-    found = bare_clients.load(f"tost/{auto_class}", auto_class, **TRUST)
-    assert same(found, expected)
-    assert ("generated" in found) == (auto_class == "AutoModelForCausalLM")
-    assert same(bare_clients.load(f"tost/{auto_class}", "AutoModel", **TRUST), clients.load(f"tost/{auto_class}", "AutoModel"))
+    actual = bare_clients.load(f"tost/{auto_class}", auto_class, **TRUST)
+    assert equal_results(actual, expected)
+    assert ("generated" in actual) == (auto_class == "AutoModelForCausalLM")
+    arguments = (f"tost/{auto_class}", "AutoModel")
+    assert equal_results(bare_clients.load(*arguments, **TRUST), clients.load(*arguments))
 
 
-def test_a_published_classifier_is_a_backbone(clients, bare_clients, published):
+def test_published_classifier_loads_as_backbone(clients, bare_clients, published):
     published("AutoModelForImageClassification")
-    case = ("tost/AutoModelForImageClassification", "AutoBackbone")
-    found = bare_clients.load(*case, out_indices=[0, 2], **TRUST)
-    assert found.keys() == {"map 0", "map 1"} and same(found, clients.load(*case, out_indices=[0, 2]))
+    arguments = ("tost/AutoModelForImageClassification", "AutoBackbone")
+    actual = bare_clients.load(*arguments, out_indices=[0, 2], **TRUST)
+    assert actual.keys() == {"map 0", "map 1"} and equal_results(actual, clients.load(*arguments, out_indices=[0, 2]))
 
 
-IN_DETAIL = """
+CHECK_LANGUAGE_MODEL = """
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 name = argv[0]
 config = AutoConfig.from_pretrained(name, trust_remote_code=True)
@@ -124,22 +125,22 @@ assert config.model_type == "tost" and config.num_hidden_layers == 2
 model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
 assert type(model).__module__.startswith("transformers_modules."), type(model)
 tokens = torch.arange(1, 9).reshape(1, 8)
-cached, anew = (model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=use) for use in (True, False))
-assert torch.equal(cached, anew)
+cached, uncached = (model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=x) for x in (True, False))
+assert torch.equal(cached, uncached)
 output = model(tokens, use_cache=True)
 assert type(output.past_key_values).__name__ == "ToSTCache"
 step = model(tokens[:, :1], past_key_values=output.past_key_values).logits
 torch.testing.assert_close(step[:, 0], model(torch.cat([tokens, tokens[:, :1]], 1)).logits[:, -1], rtol=1e-4, atol=1e-4)
-writer = pipeline("text-generation", model=name, trust_remote_code=True)
-assert writer("import", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("import")
+generator = pipeline("text-generation", model=name, trust_remote_code=True)
+assert generator("import", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("import")
 """
 
 
-def test_config_cache_and_pipeline(bare_clients, computed):
-    bare_clients.run(IN_DETAIL, "tost/AutoModelForCausalLM").check()
+def test_config_cache_and_pipeline(bare_clients, causal_lm_results):
+    bare_clients.run(CHECK_LANGUAGE_MODEL, "tost/AutoModelForCausalLM").check()
 
 
-AGAIN = """
+SAVE_AND_PUSH = """
 auto_class, name, folder, second, third = argv
 model = getattr(transformers, auto_class).from_pretrained(name, trust_remote_code=True)
 model.save_pretrained(folder)
@@ -149,122 +150,125 @@ model.push_to_hub(third, with_code=False)
 
 
 @pytest.mark.parametrize("auto_class", ["AutoModelForCausalLM", "AutoModelForImageClassification"])
-def test_saved_and_published_again(hub, clients, bare_clients, published, tmp_path, auto_class):
-    """By a process without the package: the copy has the same files and refers to no other repository."""
+def test_saving_and_pushing_a_loaded_model(hub, clients, bare_clients, published, tmp_path, auto_class):
+    """In a process without the package: the copies have the same files and refer to no other repository."""
     expected = published(auto_class)
     first, second, third = (f"tost/{auto_class}{number}" for number in ("", "-2", "-3"))
-    bare_clients.run(AGAIN, auto_class, first, tmp_path / "saved", second, third, token=hub.token).check()
+    bare_clients.run(SAVE_AND_PUSH, auto_class, first, tmp_path / "saved", second, third, token=hub.token).check()
     files = hub.files(second)
     assert {name for name in files if name.endswith(".py")} == set(CODE_FILES[json.loads(files["config.json"])["model_type"]])
     for name in files.keys() - {"config.json", "README.md"}:
         assert files[name] == hub.files(first)[name] == (tmp_path / "saved" / name).read_bytes()
     assert json.loads(files["config.json"])["auto_map"] == json.loads(hub.files(first)["config.json"])["auto_map"]
-    assert len(hub.commits(second)) == 2  # the server's and one
+    assert len(hub.commits(second)) == 2  # the initial commit and one push
     for source in (second, tmp_path / "saved"):
-        assert same(bare_clients.load(source, auto_class, **TRUST), expected)
-        assert same(clients.load(source, auto_class), expected)
+        assert equal_results(bare_clients.load(source, auto_class, **TRUST), expected)
+        assert equal_results(clients.load(source, auto_class), expected)
     assert not any(name.endswith(".py") for name in hub.files(third))
-    assert same(clients.load(third, auto_class), expected)
-    assert rejected(bare_clients.load(third, auto_class, **TRUST))
+    assert equal_results(clients.load(third, auto_class), expected)
+    assert is_rejected(bare_clients.load(third, auto_class, **TRUST))
 
 
-SAVED_AGAIN = {
+SAVE_CALLS = {
     "model": "model_class.from_pretrained(folder, **trust).save_pretrained(target)",
     "configuration": "transformers.AutoConfig.from_pretrained(folder, **trust).save_pretrained(target)",
     "pipeline": "pipeline(model=folder, task=task, **trust).save_pretrained(target)",
 }
 
 
-@pytest.mark.parametrize("way", SAVED_AGAIN)
+@pytest.mark.parametrize("saved_object", SAVE_CALLS)
 @pytest.mark.parametrize("auto_class", ["AutoModelForCausalLM", "AutoModelForImageClassification"])
-def test_saved_again_from_a_local_folder(bare_clients, tmp_path, way, auto_class):
-    """By a process without the package: transformers splits a local folder's code, the copy has all of it."""
+def test_saving_a_model_of_a_local_folder(bare_clients, tmp_path, saved_object, auto_class):
+    """In a process without the package: the copy has all source files.
+
+    transformers copies a local folder's code into one folder per class, each with only the files that the class imports.
+    """
     MODELS[auto_class](tmp_path / "model")
     getattr(transformers, auto_class).from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model", with_code=True)
-    again = f"""
+    code = f"""
 auto_class, folder, target = argv
 model_class = getattr(transformers, auto_class)
 trust = {{"trust_remote_code": True}}
 task = "text-generation" if auto_class == "AutoModelForCausalLM" else "image-classification"
-{SAVED_AGAIN[way]}
+{SAVE_CALLS[saved_object]}
 """
-    bare_clients.run(again, auto_class, tmp_path / "model", tmp_path / "again").check()
-    files = {path.name for path in (tmp_path / "again").glob("*.py")}
+    bare_clients.run(code, auto_class, tmp_path / "model", tmp_path / "copy").check()
+    files = {path.name for path in (tmp_path / "copy").glob("*.py")}
     assert files == set(CODE_FILES["tost" if auto_class == "AutoModelForCausalLM" else "tost_vision"])
-    if way in ("model", "pipeline"):
+    if saved_object in ("model", "pipeline"):
         expected = bare_clients.load(tmp_path / "model", auto_class, **TRUST)
-        assert same(bare_clients.load(tmp_path / "again", auto_class, **TRUST), expected)
+        assert equal_results(bare_clients.load(tmp_path / "copy", auto_class, **TRUST), expected)
 
 
 PUBLISHED = Path(__file__).parent / "fixtures" / "published_0.2.0.tar.xz"
-LOGITS = """
+COMPUTE_LOGITS = """
 import json
 from safetensors.torch import load_file, save_file
 auto_class, folder, options, inputs, output = argv
 torch.set_num_threads(1)
 inputs = {name: x for name, x in load_file(inputs).items() if not name.startswith("logits")}
-found = {}
+logits = {}
 for name in ("float32", "float64"):
     dtype = getattr(torch, name)
     model = getattr(transformers, auto_class).from_pretrained(folder, dtype=dtype, **json.loads(options)).eval()
     with torch.no_grad():
-        found[f"logits_{name}"] = model(**{k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}).logits
-save_file(found, output)
+        logits[f"logits_{name}"] = model(**{k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}).logits
+save_file(logits, output)
 """
 
 
-def compute_logits(worker: Clients, folder: Path, auto_class: str, inputs: Path, **options) -> dict[str, torch.Tensor]:
-    output = worker.folder / f"logits-{worker.number}.safetensors"
-    worker.run(LOGITS, auto_class, folder, json.dumps(options), inputs, output).check()
+def compute_logits(clients: Clients, folder: Path, auto_class: str, inputs: Path, **options) -> dict[str, torch.Tensor]:
+    output = clients.folder / f"logits-{clients.number}.safetensors"
+    clients.run(COMPUTE_LOGITS, auto_class, folder, json.dumps(options), inputs, output).check()
     return load_file(output)
 
 
-def assert_equal_to_rounding(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, tolerance in (("logits_float32", 1e-5), ("logits_float64", 1e-12)):
-        error = (found[name] - expected[name]).abs().max() / expected[name].abs().max()
+        error = (actual[name] - expected[name]).abs().max() / expected[name].abs().max()
         assert error <= tolerance, f"{name}: relative error {error:.2g}"
 
 
 @pytest.mark.parametrize("kind", ["language", "vision"])
-def test_folders_published_before(clients, bare_clients, tmp_path, kind):
-    """By 0.2.0: with their own remote code, with this package, and saved again with its code: the same logits, to rounding.
+def test_models_published_by_an_earlier_version(clients, bare_clients, tmp_path, kind):
+    """Version 0.2.0: equal logits up to rounding with its remote code, with this package, and saved again with its code.
 
-    The language model has every option beyond the paper: forgetting, convolution, a layer of softmax attention.
+    The language model has every option beyond the paper: decay, convolution, a layer of softmax attention.
     """
     auto_class = "AutoModelForCausalLM" if kind == "language" else "AutoModelForImageClassification"
     with tarfile.open(PUBLISHED) as archive:
         archive.extractall(tmp_path, filter="data")
     folder = tmp_path / "0.2.0" / kind
     inputs = folder / "expected.safetensors"
-    expected, with_its_code = load_file(inputs), compute_logits(bare_clients, folder, auto_class, inputs, **TRUST)
-    assert_equal_to_rounding(with_its_code, expected)
-    assert_equal_to_rounding(compute_logits(clients, folder, auto_class, inputs), expected)
-    again = "getattr(transformers, argv[0]).from_pretrained(argv[1]).save_pretrained(argv[2], with_code=True)"
-    clients.run(again, auto_class, folder, tmp_path / "again").check()
-    assert_equal_to_rounding(compute_logits(bare_clients, tmp_path / "again", auto_class, inputs, **TRUST), expected)
-    saved = {path.name for path in (tmp_path / "again").glob("*.py")}
+    expected, remote_logits = load_file(inputs), compute_logits(bare_clients, folder, auto_class, inputs, **TRUST)
+    assert_close(remote_logits, expected)
+    assert_close(compute_logits(clients, folder, auto_class, inputs), expected)
+    code = "getattr(transformers, argv[0]).from_pretrained(argv[1]).save_pretrained(argv[2], with_code=True)"
+    clients.run(code, auto_class, folder, tmp_path / "copy").check()
+    assert_close(compute_logits(bare_clients, tmp_path / "copy", auto_class, inputs, **TRUST), expected)
+    saved = {path.name for path in (tmp_path / "copy").glob("*.py")}
     assert saved == set(CODE_FILES["tost" if kind == "language" else "tost_vision"])
 
 
-def test_code_runs_only_where_it_is_trusted(hub, clients, bare_clients, computed, tmp_path):
-    """A repository whose source files leave a mark when they run."""
+def test_code_runs_only_with_trust_remote_code(hub, clients, bare_clients, causal_lm_results, tmp_path):
+    """With a repository whose source files write a marker file when they run."""
     files = hub.files("tost/AutoModelForCausalLM")
-    mark = tmp_path / "mark"
-    marking = f"open({str(mark)!r}, 'w')\n".encode()
-    hub.create("tost/mark", {name: marking * name.endswith(".py") + data for name, data in files.items()})
+    marker = tmp_path / "marker"
+    write_marker = f"open({str(marker)!r}, 'w')\n".encode()
+    hub.create("tost/marked", {name: write_marker * name.endswith(".py") + data for name, data in files.items()})
     for options in ({}, {"trust_remote_code": False}, {"trust_remote_code": None}):
-        outcome = bare_clients.load("tost/mark", **options)
-        assert rejected(outcome) and "trust_remote_code" in outcome.output
-        assert not mark.exists()
+        outcome = bare_clients.load("tost/marked", **options)
+        assert is_rejected(outcome) and "trust_remote_code" in outcome.output
+        assert not marker.exists()
 
-    # with the package it is not needed, and not run even if trusted
+    # with the package installed the code is not needed, so it does not run even if trusted
     for options in ({}, {"trust_remote_code": False}, TRUST):
-        assert same(clients.load("tost/mark", **options), computed)
-    own = "assert type(transformers.AutoModelForCausalLM.from_pretrained(argv[0])) is tost_hf.ToSTForCausalLM"
-    clients.run(own, "tost/mark").check()
-    verified = clients.command("verify", "tost/mark")
+        assert equal_results(clients.load("tost/marked", **options), causal_lm_results)
+    code = "assert type(transformers.AutoModelForCausalLM.from_pretrained(argv[0])) is tost_hf.ToSTForCausalLM"
+    clients.run(code, "tost/marked").check()
+    verified = clients.command("verify", "tost/marked")
     assert verified.status == 1 and "1 of 6 checks failed" in verified.output and "code" in verified.output
-    assert not mark.exists()
+    assert not marker.exists()
 
-    assert same(bare_clients.load("tost/mark", **TRUST), computed)
-    assert mark.exists()
+    assert equal_results(bare_clients.load("tost/marked", **TRUST), causal_lm_results)
+    assert marker.exists()
