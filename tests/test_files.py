@@ -1,4 +1,4 @@
-"""Folders that are written again: what goes, what stays, and what is left when the writer is killed."""
+"""Overwriting a folder: which files are replaced, which stay, and what an interrupted write leaves behind."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from tost_hf.files import check_folder, is_weights_name, staged_folder
 
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
-OTHERS = (
+OTHER_FILES = (
     "model_old.safetensors",
     "model-old.safetensors",
     "model.fp16.safetensors",
@@ -23,33 +23,33 @@ OTHERS = (
 
 
 def test_weights_names():
-    assert tuple(filter(is_weights_name, WEIGHTS + OTHERS)) == WEIGHTS
+    assert tuple(filter(is_weights_name, WEIGHTS + OTHER_FILES)) == WEIGHTS
 
 
-def test_files_kept_by_overwrite(tmp_path):
+def test_overwrite_preserves_other_files(tmp_path):
     target = tmp_path / "model"
-    new = contents(language_folder(tmp_path / "new", seed=1))
+    new_files = contents(language_folder(tmp_path / "new", seed=1))
     target.mkdir()
-    for name in (*WEIGHTS, *OTHERS, "config.json", "evaluation.json", "eval_results.json"):
+    for name in (*WEIGHTS, *OTHER_FILES, "config.json", "evaluation.json", "eval_results.json"):
         (target / name).write_bytes(b"old")
     with staged_folder(target) as folder:
         shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
-    assert contents(target) == new | dict.fromkeys(OTHERS, b"old")
+    assert contents(target) == new_files | dict.fromkeys(OTHER_FILES, b"old")
 
 
-def test_subfolders_kept_by_overwrite(tmp_path):
-    """Their files are replaced one by one; of an earlier export only the program goes."""
+def test_overwrite_preserves_subfolders(tmp_path):
+    """Files in subfolders are replaced one by one; of an earlier export, only the program files are deleted."""
     target = tmp_path / "page"
-    program = ("model/export.json", "model/model.onnx.data")
-    for name in (*program, "model/notes.txt", "other/model.onnx", "model.onnx"):
+    export_files = ("model/export.json", "model/model.onnx.data")
+    for name in (*export_files, "model/notes.txt", "other/model.onnx", "model.onnx"):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_bytes(b"old")
     with staged_folder(target) as folder:
         (folder / "model").mkdir()
         for name in ("model/export.json", "model/model.onnx", "README.md"):
             (folder / name).write_bytes(b"new")
-    new = dict.fromkeys(("model/export.json", "model/model.onnx", "README.md"), b"new")
-    assert contents(target) == new | dict.fromkeys(("model/notes.txt", "other/model.onnx", "model.onnx"), b"old")
+    new_files = dict.fromkeys(("model/export.json", "model/model.onnx", "README.md"), b"new")
+    assert contents(target) == new_files | dict.fromkeys(("model/notes.txt", "other/model.onnx", "model.onnx"), b"old")
 
 
 def test_output_overlaps_source(tmp_path):
@@ -62,43 +62,43 @@ def test_output_overlaps_source(tmp_path):
     check_folder(tmp_path / "models", False, sources=["owner/name", tmp_path / "model"])
 
 
-class Killed(BaseException):
+class KilledError(BaseException):
     pass
 
 
 @pytest.mark.parametrize("step", range(12))
 def test_killed_between_two_moves(tmp_path, monkeypatch, step):
-    """The folder holds the old model, the new one, or one that cannot be loaded: never a mixture."""
+    """The folder contains the old model, the new one or one that cannot be loaded, but never a mixture of both."""
     target = language_folder(tmp_path / "model", max_shard_size="40KB")
     language_folder(tmp_path / "new", seed=1)
-    weights = {name: data for name, data in contents(target).items() if "safetensors" in name}
-    new = contents(tmp_path / "new")["model.safetensors"]
+    old_weights = {name: data for name, data in contents(target).items() if "safetensors" in name}
+    new_weights = contents(tmp_path / "new")["model.safetensors"]
     steps = iter(range(100))
     unlink, replace = type(target).unlink, os.replace
 
-    def killing(function):
+    def fail_at_step(function):
         def call(*args, **kwargs):
             if next(steps) == step:
-                raise Killed
+                raise KilledError
             return function(*args, **kwargs)
 
         return call
 
-    with monkeypatch.context() as patched, pytest.raises((Killed, StopIteration)):
+    with monkeypatch.context() as patch, pytest.raises((KilledError, StopIteration)):
         with staged_folder(target) as folder:
             shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
-            patched.setattr(type(target), "unlink", killing(unlink))
-            patched.setattr(os, "replace", killing(replace))
-        patched.undo()
+            patch.setattr(type(target), "unlink", fail_at_step(unlink))
+            patch.setattr(os, "replace", fail_at_step(replace))
+        patch.undo()
         raise StopIteration
-    left = contents(target)
-    if "config.json" in left:
-        stored = {name: data for name, data in left.items() if "safetensors" in name}
-        assert stored in (weights, {"model.safetensors": new})
+    files = contents(target)
+    if "config.json" in files:
+        weights = {name: data for name, data in files.items() if "safetensors" in name}
+        assert weights in (old_weights, {"model.safetensors": new_weights})
         AutoModelForCausalLM.from_pretrained(target)
     else:
         with pytest.raises((OSError, ValueError)):
             AutoModelForCausalLM.from_pretrained(target)
-    with staged_folder(target) as folder:  # doing it again completes it
+    with staged_folder(target) as folder:  # a second attempt completes the write
         shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
     assert contents(target) == contents(tmp_path / "new")

@@ -1,4 +1,4 @@
-"""generate() and the cache: every decoding mode gives what the model alone would give."""
+"""generate() and the cache: every decoding mode returns the same tokens as the model without a cache."""
 
 import copy
 
@@ -13,7 +13,7 @@ from tost_hf.model import modeling_tost
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
-NEW = 24
+MAX_NEW_TOKENS = 24
 F32 = {"rtol": 1e-5, "atol": 1e-5}  # float64 sums of float32 terms
 
 
@@ -23,11 +23,11 @@ def prompt():
 
 
 def generate(model, tokens, **kwargs):
-    return model.generate(tokens, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
+    return model.generate(tokens, **{"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False} | kwargs)
 
 
 def greedy_without_cache(model, tokens):
-    for _ in range(NEW):
+    for _ in range(MAX_NEW_TOKENS):
         tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return tokens
 
@@ -51,32 +51,32 @@ def test_greedy(tiny_model, prompt, kwargs):
 def test_left_padded_batch(tiny_model, prompt, kwargs):
     mask = torch.ones_like(prompt)
     mask[1, :5] = 0
-    out = generate(tiny_model, prompt, attention_mask=mask, **kwargs)
-    assert torch.equal(out[1, 11:], generate(tiny_model, prompt[1:, 5:])[0, 6:])
-    assert torch.equal(out[0], generate(tiny_model, prompt[:1])[0])
+    sequences = generate(tiny_model, prompt, attention_mask=mask, **kwargs)
+    assert torch.equal(sequences[1, 11:], generate(tiny_model, prompt[1:, 5:])[0, 6:])
+    assert torch.equal(sequences[0], generate(tiny_model, prompt[:1])[0])
 
 
 def test_continuous_batching_is_rejected(tiny_model, prompt):
     message = "call generate with a padded batch.*vLLM"
     with pytest.raises(NotImplementedError, match=message):
-        tiny_model.generate_batch(prompt.tolist(), max_new_tokens=NEW)
+        tiny_model.generate_batch(prompt.tolist(), max_new_tokens=MAX_NEW_TOKENS)
     with pytest.raises(NotImplementedError, match=message), tiny_model.continuous_batching_context_manager():
         pass
 
 
-def test_beam_search_with_cache_is_beam_search_without(tiny_model, prompt):
+def test_beam_search_with_and_without_cache(tiny_model, prompt):
     kwargs = {"num_beams": 4, "num_return_sequences": 2, "output_scores": True, "return_dict_in_generate": True}
     with_cache = generate(tiny_model, prompt, **kwargs)
-    without = generate(tiny_model, prompt, use_cache=False, **kwargs)
-    assert torch.equal(with_cache.sequences, without.sequences)
-    torch.testing.assert_close(with_cache.sequences_scores, without.sequences_scores)
-    assert with_cache.beam_indices[:, 1:].unique().numel() > 1  # beams did move, so the cache was reordered
+    without_cache = generate(tiny_model, prompt, use_cache=False, **kwargs)
+    assert torch.equal(with_cache.sequences, without_cache.sequences)
+    torch.testing.assert_close(with_cache.sequences_scores, without_cache.sequences_scores)
+    assert with_cache.beam_indices[:, 1:].unique().numel() > 1  # beams were reordered, and the cache with them
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_assisted_decoding_is_greedy(tiny_model, prompt, same):
+@pytest.mark.parametrize("same_model", [True, False])
+def test_assisted_decoding_is_greedy(tiny_model, prompt, same_model):
     assistant = tiny_model
-    if not same:  # agrees now and then, so that some candidates are kept and some taken back
+    if not same_model:  # agrees sometimes, so that some candidates are accepted and some rejected
         assistant = copy.deepcopy(tiny_model)
         with torch.no_grad():
             assistant.model.embed_tokens.weight += 0.02 * torch.randn(97, 32)
@@ -88,38 +88,38 @@ def test_assisted_decoding_is_greedy(tiny_model, prompt, same):
 
 
 HYBRID = {"max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION, CAUSAL_STATISTICS]}
-KINDS = {"published": {}, "decay": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
+MODEL_OPTIONS = {"published": {}, "decay": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
 
 
-@pytest.mark.parametrize("options, layers", list(zip(KINDS.values(), (1, 2, 3))), ids=KINDS)
-def test_early_exit_is_greedy_and_leaves_the_model_as_it_was(prompt, options, layers):
+@pytest.mark.parametrize("options, exit_layer", list(zip(MODEL_OPTIONS.values(), (1, 2, 3))), ids=MODEL_OPTIONS)
+def test_early_exit_is_greedy_and_does_not_change_the_model(prompt, options, exit_layer):
     model = randomize(ToSTForCausalLM(small_config(num_hidden_layers=3, **options))).eval()
     greedy = generate(model, prompt[:1])
-    assert torch.equal(generate(model, prompt[:1], assistant_early_exit=layers), greedy)
+    assert torch.equal(generate(model, prompt[:1], assistant_early_exit=exit_layer), greedy)
     assert model.config.num_hidden_layers == 3 and len(model.config.layer_types) == 3
 
 
-@pytest.mark.parametrize("make", [DynamicCache, StaticCache, ToSTCache])
-def test_continuation_from_a_returned_cache(tiny_model, prompt, make):
-    cache = make(config=tiny_model.config, **({"max_cache_len": 99} if make is StaticCache else {}))
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache, ToSTCache])
+def test_continuation_from_a_returned_cache(tiny_model, prompt, cache_class):
+    cache = cache_class(config=tiny_model.config, **({"max_cache_len": 99} if cache_class is StaticCache else {}))
     first = generate(tiny_model, prompt, past_key_values=cache, max_new_tokens=7, return_dict_in_generate=True)
-    second = generate(tiny_model, first.sequences, past_key_values=first.past_key_values, max_new_tokens=NEW - 7)
+    second = generate(tiny_model, first.sequences, past_key_values=first.past_key_values, max_new_tokens=MAX_NEW_TOKENS - 7)
     assert torch.equal(second, generate(tiny_model, prompt))
 
 
-@pytest.mark.parametrize("cached", [11, 15])
-def test_a_prompt_that_the_cache_holds_is_rejected(tiny_model, prompt, cached):
-    cache = filled(tiny_model, torch.randint(2, 97, (2, cached)))
-    with pytest.raises(ValueError, match=f"holds {cached} tokens already, and the prompt has 11"):
+@pytest.mark.parametrize("num_cached", [11, 15])
+def test_prompt_already_in_the_cache_is_rejected(tiny_model, prompt, num_cached):
+    cache = fill_cache(tiny_model, torch.randint(2, 97, (2, num_cached)))
+    with pytest.raises(ValueError, match=f"holds {num_cached} tokens already, and the prompt has 11"):
         generate(tiny_model, prompt, past_key_values=cache)
-    mask = torch.ones(2, cached + 11, dtype=torch.long)
-    generate(tiny_model, prompt, past_key_values=cache, attention_mask=mask, max_new_tokens=2)  # new tokens alone are fine
+    mask = torch.ones(2, num_cached + 11, dtype=torch.long)
+    generate(tiny_model, prompt, past_key_values=cache, attention_mask=mask, max_new_tokens=2)  # only new tokens: accepted
 
 
-# The cache itself ----------------------------------------------------------------------------------------------------
+# Cache ---------------------------------------------------------------------------------------------------------------
 
 
-def filled(model, tokens, static=False, record=False):
+def fill_cache(model, tokens, static=False, record=False):
     cache = ToSTCache(model.config, static=static)
     if record:
         cache.activate_past_recording()
@@ -127,48 +127,48 @@ def filled(model, tokens, static=False, record=False):
     return cache
 
 
-def states(cache):
+def state_tensors(cache):
     return [x for layer in cache.layers for x in layer.state]
 
 
 def test_repeated_crops(tiny_model):
     tokens = torch.randint(2, 97, (1, 100))
-    cache = filled(tiny_model, tokens, record=True)
+    cache = fill_cache(tiny_model, tokens, record=True)
     cache.crop(-10)
     cache.crop(-5)
-    torch.testing.assert_close(states(cache), states(filled(tiny_model, tokens[:, :85])), **F32)
+    torch.testing.assert_close(state_tensors(cache), state_tensors(fill_cache(tiny_model, tokens[:, :85])), **F32)
     cache.crop(-59)  # 64 tokens stay recorded after a crop
-    torch.testing.assert_close(states(cache), states(filled(tiny_model, tokens[:, :26])), **F32)
+    torch.testing.assert_close(state_tensors(cache), state_tensors(fill_cache(tiny_model, tokens[:, :26])), **F32)
     with pytest.raises(ValueError, match="only the last 0 are recorded"):
         cache.crop(-1)
     with pytest.raises(ValueError, match="negative"):
         cache.crop(3)
     with pytest.raises(RuntimeError, match="activate_past_recording"):
-        filled(tiny_model, tokens).crop(-1)
-    empty = filled(tiny_model, tokens[:, :5], record=True)
+        fill_cache(tiny_model, tokens).crop(-1)
+    empty = fill_cache(tiny_model, tokens[:, :5], record=True)
     empty.crop(-5)
-    assert all((x == 0).all() for x in states(empty))
+    assert all((x == 0).all() for x in state_tensors(empty))
 
 
 @pytest.mark.parametrize("static", [False, True])
 @torch.no_grad()
 def test_reset_deepcopy_and_offload(tiny_model, prompt, static):
-    cache = filled(tiny_model, prompt, static)
-    addresses = [x.data_ptr() for x in states(cache)]
-    twin = copy.deepcopy(cache)
+    cache = fill_cache(tiny_model, prompt, static)
+    addresses = [x.data_ptr() for x in state_tensors(cache)]
+    cache_copy = copy.deepcopy(cache)
     cache.reset()
-    assert cache.get_seq_length() == 0 and all((x == 0).all() for x in states(cache))
-    assert [x.data_ptr() for x in states(cache)] == addresses
+    assert cache.get_seq_length() == 0 and all((x == 0).all() for x in state_tensors(cache))
+    assert [x.data_ptr() for x in state_tensors(cache)] == addresses
     tiny_model(prompt, past_key_values=cache)
-    torch.testing.assert_close(states(cache), states(twin), rtol=0, atol=0)
-    for layer in twin.layers:
+    torch.testing.assert_close(state_tensors(cache), state_tensors(cache_copy), rtol=0, atol=0)
+    for layer in cache_copy.layers:
         layer.offload()
         layer.prefetch()
-    torch.testing.assert_close(states(cache), states(twin), rtol=0, atol=0)
+    torch.testing.assert_close(state_tensors(cache), state_tensors(cache_copy), rtol=0, atol=0)
     assert [tuple(item[:2]) for item in DynamicCache(config=tiny_model.config)] == [(None, None)] * 3
 
 
-def sums_of(cache):
+def cache_tensors(cache):
     return [x for layer in cache.layers for x in layer.tensors().values()]
 
 
@@ -176,22 +176,22 @@ def sums_of(cache):
 @pytest.mark.parametrize("static", [False, True])
 def test_decoding_updates_the_cache_in_place(options, static, prompt):
     model = randomize(ToSTForCausalLM(small_config(**options))).eval()
-    kept, updated = (ToSTCache(model.config, static=static) for _ in range(2))
+    reference_cache, updated_cache = (ToSTCache(model.config, static=static) for _ in range(2))
     with torch.no_grad():
-        for cache in (kept, updated):
+        for cache in (reference_cache, updated_cache):
             model(prompt, past_key_values=cache)
-        places = [x.data_ptr() for x in sums_of(updated)]
-        output = model(prompt[:, :1], past_key_values=updated)
-    assert [x.data_ptr() for x in sums_of(updated)] == places
-    expected = model(prompt[:, :1], past_key_values=kept)  # with gradients, which need the sums before the token
+        addresses = [x.data_ptr() for x in cache_tensors(updated_cache)]
+        output = model(prompt[:, :1], past_key_values=updated_cache)
+    assert [x.data_ptr() for x in cache_tensors(updated_cache)] == addresses
+    expected = model(prompt[:, :1], past_key_values=reference_cache)  # with gradients, so not updated in place
     assert torch.equal(output.logits, expected.logits)
-    assert all(map(torch.equal, sums_of(updated), sums_of(kept)))
+    assert all(map(torch.equal, cache_tensors(updated_cache), cache_tensors(reference_cache)))
 
 
 def test_shared_tensors_are_not_updated_in_place(tiny_model, prompt):
-    """Sums needed by a backward pass, created in inference mode, or sharing their memory."""
+    """Tensors that a backward pass needs, that were created in inference mode, or that share memory."""
     cache = ToSTCache(tiny_model.config)
-    loss = tiny_model(prompt, past_key_values=cache).logits.sum() + sum(x.sum() for x in sums_of(cache))
+    loss = tiny_model(prompt, past_key_values=cache).logits.sum() + sum(x.sum() for x in cache_tensors(cache))
     with torch.no_grad():
         tiny_model(prompt[:, :1], past_key_values=cache)
     loss.backward()
@@ -199,21 +199,22 @@ def test_shared_tensors_are_not_updated_in_place(tiny_model, prompt):
         tiny_model(prompt, past_key_values=(cache := ToSTCache(tiny_model.config)))
     with torch.no_grad():
         tiny_model(prompt[:, :1], past_key_values=cache)
-        whole = [x.repeat(2, *[1] * (x.ndim - 1)) for x in sums_of(cache)]
-        before = [x.clone() for x in whole]
-        for layer, start in zip(cache.layers, range(0, len(whole), 3)):
-            layer.set_state(TSSAState(*(x[: len(prompt)] for x in whole[start : start + 3])))
+        base_tensors = [x.repeat(2, *[1] * (x.ndim - 1)) for x in cache_tensors(cache)]
+        original_tensors = [x.clone() for x in base_tensors]
+        for layer, start in zip(cache.layers, range(0, len(base_tensors), 3)):
+            layer.set_state(TSSAState(*(x[: len(prompt)] for x in base_tensors[start : start + 3])))
         tiny_model(prompt[:, :1], past_key_values=cache)
-    assert all(map(torch.equal, whole, before)) and not torch.equal(sums_of(cache)[0], before[0][: len(prompt)])
+    assert all(map(torch.equal, base_tensors, original_tensors))
+    assert not torch.equal(cache_tensors(cache)[0], original_tensors[0][: len(prompt)])
 
 
-def test_static_cache_carries_no_gradient(tiny_model, prompt):
+def test_static_cache_has_no_gradient(tiny_model, prompt):
     """Otherwise a second forward would write into tensors that the first one's backward needs."""
     cache = ToSTCache(tiny_model.config, static=True)
     for _ in range(2):
         loss = tiny_model(prompt, labels=prompt, past_key_values=cache).loss
     loss.backward()
-    assert not any(x.requires_grad for x in states(cache))
+    assert not any(x.requires_grad for x in state_tensors(cache))
 
 
 # Saved caches --------------------------------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ def test_bad_cache_files(tiny_model, prompt, tmp_path):
         save_cache(ToSTCache(tiny_model.config), file)
     with pytest.raises(FileNotFoundError, match="no cache file"):
         load_cache(file, tiny_model.config)
-    save_cache(filled(tiny_model, prompt), file)
+    save_cache(fill_cache(tiny_model, prompt), file)
     other = ToSTConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
     with pytest.raises(ValueError, match="another model"):
         load_cache(file, other)
@@ -237,27 +238,27 @@ def test_bad_cache_files(tiny_model, prompt, tmp_path):
         load_cache(tmp_path / "model.safetensors", tiny_model.config)
 
 
-def test_failed_save_leaves_the_old_file(tiny_model, prompt, tmp_path, monkeypatch):
+def test_failed_save_preserves_the_old_file(tiny_model, prompt, tmp_path, monkeypatch):
     file = tmp_path / "prefix.safetensors"
-    save_cache(filled(tiny_model, prompt), file)
-    before = file.read_bytes()
+    save_cache(fill_cache(tiny_model, prompt), file)
+    saved_bytes = file.read_bytes()
     monkeypatch.setattr("tost_hf.cache_files.save_file", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        save_cache(filled(tiny_model, prompt[:, :3]), file)
-    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+        save_cache(fill_cache(tiny_model, prompt[:, :3]), file)
+    assert file.read_bytes() == saved_bytes and list(tmp_path.iterdir()) == [file]
 
 
-# Documents that are read once ------------------------------------------------------------------------------------------
+# Prefilled documents ---------------------------------------------------------------------------------------------------
 
-LONG = {"vocab_size": 320, "max_position_embeddings": None, "bos_token_id": 0, "eos_token_id": None, "conv_kernel": 3}
-LAYERS = ["tost_causal_statistics", "full_attention", "sliding_attention"]
-MIXED = {"layer_types": LAYERS, "num_hidden_layers": 3, "sliding_window": 8}
+LONG_CONTEXT = {"vocab_size": 320, "max_position_embeddings": None, "bos_token_id": 0, "eos_token_id": None, "conv_kernel": 3}
+LAYER_TYPES = ["tost_causal_statistics", "full_attention", "sliding_attention"]
+MIXED = {"layer_types": LAYER_TYPES, "num_hidden_layers": 3, "sliding_window": 8}
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
 @pytest.fixture
 def long_model():
-    return randomize(ToSTForCausalLM(small_config(**LONG))).eval()
+    return randomize(ToSTForCausalLM(small_config(**LONG_CONTEXT))).eval()
 
 
 @pytest.fixture
@@ -265,15 +266,15 @@ def tokens():
     return torch.randint(1, 320, (1, 150), generator=torch.Generator().manual_seed(0))
 
 
-def test_a_saved_document_is_continued_as_if_it_had_been_read(long_model, tokens, tmp_path):
+def test_generate_from_a_saved_document(long_model, tokens, tmp_path):
     save_cache(prefill_cache(long_model, tokens, chunk_size=40), tmp_path / "x")
     cache = load_cache(tmp_path / "x", long_model.config)
     assert cache.get_seq_length() == 150
-    whole = torch.cat([tokens, torch.tensor([[5, 6]])], 1)
-    assert torch.equal(long_model.generate(whole, past_key_values=cache, **GREEDY), long_model.generate(whole, **GREEDY))
+    prompt = torch.cat([tokens, torch.tensor([[5, 6]])], 1)
+    assert torch.equal(long_model.generate(prompt, past_key_values=cache, **GREEDY), long_model.generate(prompt, **GREEDY))
 
 
-def test_documents_that_cannot_be_read(long_model, tokens):
+def test_prefill_cache_rejects_bad_documents(long_model, tokens):
     with pytest.raises(ValueError, match="at least one token"):
         prefill_cache(long_model, tokens[:, :0])
     with pytest.raises(ValueError, match="positions for 16: use a shorter text"):
@@ -292,36 +293,38 @@ def folder(long_model, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, MIXED], ids=["ToST", "hybrid"])
 @pytest.mark.parametrize("kwargs", [{}, {"num_beams": 2}], ids=str)
-def test_long_prompts_are_read_in_chunks(options, kwargs, monkeypatch):
+def test_long_prompts_are_prefilled_in_chunks(options, kwargs, monkeypatch):
     assert hasattr(GenerationMixin, "_prefill"), "transformers has renamed the hook that chunks long prompts."
     monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
-    model = randomize(ToSTForCausalLM(small_config(**LONG | options))).eval()
+    model = randomize(ToSTForCausalLM(small_config(**LONG_CONTEXT | options))).eval()
     prompt = torch.randint(1, 320, (2 if not kwargs else 1, 200))
     mask = torch.ones_like(prompt)
     mask[0, :70] = 0
-    sizes = []
-    model.register_forward_pre_hook(lambda _, args, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True)
+    input_lengths = []
+    model.register_forward_pre_hook(
+        lambda _, args, inputs: input_lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
     chunked = model.generate(prompt, attention_mask=mask, **GREEDY, **kwargs)
-    assert sizes[:4] == [64, 64, 64, 8] and max(sizes[4:]) <= 3
-    sizes.clear()
-    whole = model.generate(prompt, attention_mask=mask, prefill_chunk_size=1000, **GREEDY, **kwargs)
-    assert sizes[0] == 200 and torch.equal(chunked, whole)
+    assert input_lengths[:4] == [64, 64, 64, 8] and max(input_lengths[4:]) <= 3
+    input_lengths.clear()
+    unchunked = model.generate(prompt, attention_mask=mask, prefill_chunk_size=1000, **GREEDY, **kwargs)
+    assert input_lengths[0] == 200 and torch.equal(chunked, unchunked)
 
 
-def test_a_long_prompt_of_the_pipeline(folder, monkeypatch):
+def test_pipeline_prefills_long_prompts_in_chunks(folder, monkeypatch):
     monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
-    generator, sizes = pipeline("text-generation", str(folder)), []
+    generator, input_lengths = pipeline("text-generation", str(folder)), []
     generator.model.register_forward_pre_hook(
-        lambda _, args, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
+        lambda _, args, inputs: input_lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
     (answer,) = generator("import os\n" * 20, max_new_tokens=3, do_sample=False)
-    assert sizes[:4] == [64, 64, 64, 8] and answer["generated_text"].startswith("import os\n" * 20)
+    assert input_lengths[:4] == [64, 64, 64, 8] and answer["generated_text"].startswith("import os\n" * 20)
 
 
 def test_long_prompts_show_a_progress_bar(long_model, tokens, monkeypatch, capsys):
     monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
     monkeypatch.setattr(modeling_tost, "PROGRESS_DELAY", 0)
     long_model.generate(tokens, **GREEDY)
-    assert "Prefill" in (shown := capsys.readouterr().err) and "150/150" in shown
+    assert "Prefill" in (progress := capsys.readouterr().err) and "150/150" in progress
     long_model.generate(tokens[:, :60], past_key_values=ToSTCache(long_model.config), **GREEDY)
     assert capsys.readouterr().err == ""
