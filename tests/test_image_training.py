@@ -15,13 +15,14 @@ from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainin
 # The recipes ---------------------------------------------------------------------------------------------------------
 
 
-def parse(recipe: str, *words) -> ToSTVisionTrainingArguments:
+def parse(recipe: str, *args) -> ToSTVisionTrainingArguments:
     classes = script.ModelArguments, script.DataTrainingArguments, ToSTVisionTrainingArguments
-    file, more = EXAMPLES / f"recipes/{recipe}.yaml", ["--dataset_name", "x", "--output_dir", "out", "--use_cpu"]
-    return script.parse_args(list(map(str, [file, *more, *words])), *classes)[2]
+    recipe_file = EXAMPLES / f"recipes/{recipe}.yaml"
+    required_args = ["--dataset_name", "x", "--output_dir", "out", "--use_cpu"]
+    return script.parse_args(list(map(str, [recipe_file, *required_args, *args])), *classes)[2]
 
 
-def test_the_pretraining_recipe():
+def test_pretraining_recipe():
     args = parse("image_pretraining", "--bf16", "false")
     assert (args.num_train_epochs, args.weight_decay, args.adam_epsilon, args.max_grad_norm) == (400, 0.05, 1e-8, 0)
     assert (args.adam_beta1, args.adam_beta2, args.label_smoothing_factor, args.total_batch_size) == (0.9, 0.999, 0.1, 2048)
@@ -32,7 +33,7 @@ def test_the_pretraining_recipe():
     assert args.get_warmup_steps(4000) == 50  # 5 epochs of 400
 
 
-def test_the_finetuning_recipe():
+def test_finetuning_recipe():
     args = parse("image_finetuning", "--bf16", "false", "--weight_decay", "0.3")
     assert (args.num_train_epochs, args.weight_decay, args.learning_rate) == (200, 0.3, 1e-4)
     assert (args.total_batch_size, args.lr_scheduler_type, args.get_warmup_steps(1000)) == (256, "cosine", 0)
@@ -64,11 +65,11 @@ def test_learning_rate(tmp_path):
 @pytest.mark.parametrize("attention_type, name", [("tssa", "temp"), ("xca", "temperature")])
 def test_parameter_groups(tmp_path, attention_type, name):
     model = tiny_vision_model(attention_type=attention_type)
-    decayed = make_trainer(tmp_path, model).get_decay_parameter_names(model)
+    decay_names = make_trainer(tmp_path, model).get_decay_parameter_names(model)
     expected = [
         key for key, value in model.named_parameters() if value.ndim >= 2 and not key.endswith((f".{name}", "class_token"))
     ]
-    assert decayed == expected
+    assert decay_names == expected
     assert any(key.endswith(f".{name}") for key, _ in model.named_parameters())
 
 
@@ -76,7 +77,7 @@ def test_parameter_groups(tmp_path, attention_type, name):
 
 
 def test_loss_and_label_smoothing(tmp_path):
-    """Training smooths, evaluation does not; shares of classes count as such."""
+    """Labels are smoothed in training but not in evaluation; soft labels are accepted."""
     model = tiny_vision_model().eval()
     trainer = make_trainer(tmp_path, model, label_smoothing_factor=0.1)
     batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 1])}
@@ -86,9 +87,9 @@ def test_loss_and_label_smoothing(tmp_path):
     logits = model(batch["pixel_values"]).logits
     smoothed = F.cross_entropy(logits, batch["labels"], label_smoothing=0.1)
     assert trainer.compute_loss(model, dict(batch)).item() == pytest.approx(smoothed.item())
-    shares = F.one_hot(batch["labels"], 3) * 0.7 + F.one_hot(batch["labels"].flip(0), 3) * 0.3
-    mixed = -((0.9 * shares + 0.1 / 3) * logits.log_softmax(-1)).sum(-1).mean()
-    assert trainer.compute_loss(model, batch | {"labels": shares}).item() == pytest.approx(mixed.item(), rel=1e-5)
+    soft_labels = F.one_hot(batch["labels"], 3) * 0.7 + F.one_hot(batch["labels"].flip(0), 3) * 0.3
+    expected = -((0.9 * soft_labels + 0.1 / 3) * logits.log_softmax(-1)).sum(-1).mean()
+    assert trainer.compute_loss(model, batch | {"labels": soft_labels}).item() == pytest.approx(expected.item(), rel=1e-5)
     assert model.config.problem_type in (None, "single_label_classification")
 
 
@@ -96,43 +97,43 @@ def test_ema_weights_are_averaged_and_evaluated(tmp_path):
     trainer = make_trainer(tmp_path, ema_decay=0.6)
     expected = {}
 
-    def follow(model):
+    def update_expected(model):
         for name, value in model.state_dict().items():
             expected[name] = (
                 value.clone() if name not in expected else torch.lerp(expected[name].double(), value.double(), 0.4)
             )
 
-    step = trainer.ema.update_parameters
-    trainer.ema.update_parameters = lambda model: (step(model), follow(model))
+    update_parameters = trainer.ema.update_parameters
+    trainer.ema.update_parameters = lambda model: (update_parameters(model), update_expected(model))
     trainer.train()
     for name, value in trainer.ema.module.state_dict().items():
-        if value.is_floating_point():  # BatchNorm counts, too
+        if value.is_floating_point():  # all but BatchNorm's counters
             torch.testing.assert_close(value, expected[name].to(value.dtype), msg=name)
 
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trained_state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     metrics = trainer.evaluate()
     batch = trainer.data_collator([trainer.eval_dataset[i] for i in range(12)])
     with torch.no_grad():
         for prefix, model in (("eval", trainer.model), ("eval_ema", trainer.ema.module)):
             assert metrics[f"{prefix}_loss"] == pytest.approx(model.eval()(**batch).loss.item(), rel=1e-5)
     assert metrics["eval_loss"] != metrics["eval_ema_loss"]
-    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert all(torch.equal(value, trained_state[name]) for name, value in trainer.model.state_dict().items())
 
 
 def test_ema_weights_are_saved_and_restored(tmp_path):
     trainer = make_trainer(tmp_path, ema_decay=0.6, save_strategy="steps", save_steps=2)
     trainer.train()
     trainer.save_model()
-    averaged = trainer.ema.module.state_dict()
+    ema_state = trainer.ema.module.state_dict()
     for folder in (tmp_path / "out", tmp_path / "out/checkpoint-4"):
         saved = ToSTForImageClassification.from_pretrained(folder, subfolder="ema").state_dict()
-        assert all(torch.equal(value, averaged[name]) for name, value in saved.items())
+        assert all(torch.equal(value, ema_state[name]) for name, value in saved.items())
         assert not torch.equal(load_file(folder / "model.safetensors")["classifier.weight"], saved["classifier.weight"])
 
     resumed = make_trainer(tmp_path, ema_decay=0.6)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
     for name, value in resumed.ema.module.state_dict().items():
-        assert torch.equal(value, averaged[name]), name
+        assert torch.equal(value, ema_state[name]), name
 
     (tmp_path / "out/checkpoint-2/ema/model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"ema/model\.safetensors is missing"):
@@ -140,23 +141,23 @@ def test_ema_weights_are_saved_and_restored(tmp_path):
 
 
 def test_frozen_batch_norm(tmp_path):
-    for frozen in (False, True):
+    for freeze in (False, True):
         model = tiny_vision_model()
-        before = {name: value.clone() for name, value in model.named_buffers()}
-        make_trainer(tmp_path, model, freeze_batch_norm=frozen).train()
-        unchanged = [torch.equal(value, before[name]) for name, value in model.named_buffers()]
-        assert len(unchanged) == 6 and all(unchanged) == frozen and any(unchanged) == frozen
+        initial_buffers = {name: value.clone() for name, value in model.named_buffers()}
+        make_trainer(tmp_path, model, freeze_batch_norm=freeze).train()
+        unchanged = [torch.equal(value, initial_buffers[name]) for name, value in model.named_buffers()]
+        assert len(unchanged) == 6 and all(unchanged) == freeze and any(unchanged) == freeze
 
 
-def test_model_init_builds_what_was_prepared(tmp_path):
-    """SyncBatchNorm, and EMA weights of the model that is trained."""
+def test_model_init_is_prepared_for_training(tmp_path):
+    """The model has SyncBatchNorm layers, and the EMA weights are those of the trained model."""
     args = training_args(tmp_path, sync_batch_norm=True, ema_decay=0.5, max_steps=1)
     trainer = ToSTVisionTrainer(model_init=lambda: tiny_vision_model(), args=args, train_dataset=digit_examples())
-    first = trainer.ema
+    initial_ema = trainer.ema
     trainer.train()
     norms = trainer.model.tost.embeddings.patch_embeddings.norms
     assert all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
-    assert trainer.ema is not first and trainer.ema.n_averaged == 1
+    assert trainer.ema is not initial_ema and trainer.ema.n_averaged == 1
 
 
 def test_sync_batch_norm_converts_the_stem(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Quantities of a trace, each against a second implementation of its definition in plain loops."""
+"""Quantities of a trace, each compared with an independent implementation of its definition in loops."""
 
 import copy
 import itertools
@@ -17,37 +17,37 @@ from tost_hf.interpret import quantities
 from tost_hf.model import tssa_reference
 
 
-def projections_of(model, **inputs):
-    """w of every layer, (B, T, H, p), computed from the hidden states."""
-    states = copy.deepcopy(model)(**inputs, output_hidden_states=True).hidden_states
+def compute_projections(model, **inputs):
+    """Computes w of every layer, (B, T, H, p), from the hidden states."""
+    hidden_states = copy.deepcopy(model)(**inputs, output_hidden_states=True).hidden_states
     layers = model.base_model.layers
     norm, attention = ("attention_norm", "attention") if "pixel_values" in inputs else ("input_layernorm", "self_attn")
-    found = []
-    for layer, x in zip(layers, states):
+    projections = []
+    for layer, x in zip(layers, hidden_states):
         layer_norm, tssa = getattr(layer, norm), getattr(layer, attention)
         w = nn.functional.linear(layer_norm(x), tssa.in_proj.weight, tssa.in_proj.bias)
-        found.append(w.detach().unflatten(-1, (tssa.num_heads, -1)))
-    return found
+        projections.append(w.detach().unflatten(-1, (tssa.num_heads, -1)))
+    return projections
 
 
-def terms_of_one(w, membership, normalization):
-    """Both compression terms of one image or text, from w (T, H, p) and Pi (H, T) of its real tokens."""
+def compute_terms(w, membership, normalization):
+    """Both compression terms of one image or sequence, from w (T, H, p) and Pi (H, T) without padding."""
     T, H, p = w.shape
     variational = coding_rate = 0.0
     for k in range(H):
         tokens = w[:, k].numpy().astype(np.float64)
-        share = membership[k].numpy().astype(np.float64)
+        weights = membership[k].numpy().astype(np.float64)
         if normalization == "tokens":
             tokens, c = np.stack([token / math.sqrt((token**2).sum()) for token in tokens]), p / 0.01
         else:
             tokens, c = tokens / np.sqrt((tokens**2).sum(0)), T / 0.01
-        n_k = sum(share)
-        inside = 0.0
+        n_k = sum(weights)
+        log_sum = 0.0
         for i in range(p):
-            s = sum(share[j] * tokens[j, i] ** 2 for j in range(T)) / n_k
-            inside += math.log(1 + c * s)
-        variational += 0.5 * n_k / T * inside
-        scatter = tokens.T @ np.diag(share) @ tokens
+            s = sum(weights[j] * tokens[j, i] ** 2 for j in range(T)) / n_k
+            log_sum += math.log(1 + c * s)
+        variational += 0.5 * n_k / T * log_sum
+        scatter = tokens.T @ np.diag(weights) @ tokens
         coding_rate += 0.5 * n_k / T * math.log(np.linalg.det(np.eye(p) + c / n_k * scatter))
     return variational, coding_rate
 
@@ -58,13 +58,13 @@ def make_trace(w, membership, mask=None):
     return interpret.ModelTrace((w,), membership[:, None], mask, None, None, None)
 
 
-def test_memberships_of_texts(tiny_model, texts):
+def test_memberships_of_sequences(tiny_model, batch):
     model = tiny_model.double()
-    trace = interpret.trace_model(model, **texts)
+    trace = interpret.trace_model(model, **batch)
     maps = interpret.membership_maps(trace)
     assert maps.dtype == torch.float64 and maps.shape == (3, 3, 4, 12)
-    ws = projections_of(model, **texts)
-    mask = texts["attention_mask"].bool()
+    ws = compute_projections(model, **batch)
+    mask = batch["attention_mask"].bool()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     for i, w in enumerate(ws):
         torch.testing.assert_close(trace.projections[i][mask], w[mask], atol=1e-10, rtol=0)
@@ -78,18 +78,18 @@ def test_memberships_of_texts(tiny_model, texts):
 
 @pytest.fixture(params=["head", "token"])
 def decaying_model(request):
-    """A hybrid with a convolution, whose second layer of three is softmax attention."""
-    kinds = ["tost_causal_statistics", "full_attention", "tost_causal_statistics"]
+    """A hybrid with a convolution; the second of its three layers is softmax attention."""
+    layer_types = ["tost_causal_statistics", "full_attention", "tost_causal_statistics"]
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     sizes |= {"max_position_embeddings": None, "eos_token_id": None, "bos_token_id": None}
-    config = tost_hf.ToSTConfig(**sizes, forgetting=request.param, conv_kernel=4, layer_types=kinds)
+    config = tost_hf.ToSTConfig(**sizes, forgetting=request.param, conv_kernel=4, layer_types=layer_types)
     return randomize(tost_hf.ToSTForCausalLM(config)).double().eval()
 
 
 @torch.no_grad()
-def test_token_decay_is_that_of_the_sums(decaying_model, texts):
-    """With them, the reference implementation gives the model's memberships."""
-    trace = interpret.trace_model(decaying_model, **texts)
+def test_token_decay_matches_the_reference(decaying_model, batch):
+    """The reference implementation returns the model's memberships with this decay."""
+    trace = interpret.trace_model(decaying_model, **batch)
     decay, padding = interpret.token_decay(trace), ~trace.mask
     assert decay.shape == trace.memberships.shape == (3, 2, 4, 12) and decay.dtype == torch.float64
     assert (decay.transpose(2, 3).transpose(1, 2)[padding] == 1).all() and padding.any()
@@ -100,8 +100,8 @@ def test_token_decay_is_that_of_the_sums(decaying_model, texts):
         torch.testing.assert_close(trace.memberships[:, i], membership.transpose(1, 2), atol=1e-9, rtol=0)
 
 
-def test_quantities_that_a_model_does_not_have(tiny_model, texts):
-    trace = interpret.trace_model(tiny_model, **texts)
+def test_missing_quantities_are_rejected(tiny_model, batch):
+    trace = interpret.trace_model(tiny_model, **batch)
     assert trace.log_decay is None
     for function, source in (
         (interpret.token_decay, trace),
@@ -120,7 +120,7 @@ def test_memberships_of_images(images):
     maps = interpret.membership_maps(trace)
     assert maps.shape == (2, 3, 4, 4, 6)
     torch.testing.assert_close(maps.sum(2), torch.ones(2, 3, 4, 6, dtype=torch.float64))
-    ws = projections_of(model, pixel_values=images.double())
+    ws = compute_projections(model, pixel_values=images.double())
     for i, w in enumerate(ws):
         temp = model.tost.layers[i].attention.temp.detach().flatten().double()
         _, membership = tssa_reference.bidirectional(w, temp)
@@ -145,18 +145,18 @@ def test_class_attention_has_the_class_token_as_query(images):
 
 @pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
 @pytest.mark.parametrize("kind", ["text", "image"])
-def test_compression_terms(kind, normalization, tiny_model, texts, images):
+def test_compression_terms(kind, normalization, tiny_model, batch, images):
     is_text = kind == "text"
     model = (tiny_model if is_text else tiny_vision_model()).double()
-    inputs = texts if is_text else {"pixel_values": images.double()}
+    inputs = batch if is_text else {"pixel_values": images.double()}
     trace = interpret.trace_model(model, **inputs)
     terms = interpret.compression_terms(trace, normalization)
     assert terms.variational.shape == terms.coding_rate.shape == (len(trace.mask), 3)
-    for layer, w in enumerate(projections_of(model, **inputs)):
-        for i, real in enumerate(trace.mask):
-            expected = terms_of_one(w[i, real], trace.memberships[i, layer][:, real], normalization)
-            found = terms.variational[i, layer].item(), terms.coding_rate[i, layer].item()
-            assert found == pytest.approx(expected, rel=1e-9)
+    for layer, w in enumerate(compute_projections(model, **inputs)):
+        for i, mask in enumerate(trace.mask):
+            expected = compute_terms(w[i, mask], trace.memberships[i, layer][:, mask], normalization)
+            actual = terms.variational[i, layer].item(), terms.coding_rate[i, layer].item()
+            assert actual == pytest.approx(expected, rel=1e-9)
     torch.testing.assert_close(terms.gap, terms.variational - terms.coding_rate)
     assert (terms.gap > 0).all()
 
@@ -171,14 +171,14 @@ def test_published_plateau(normalization):
     assert 24 * math.log(101) == pytest.approx(110.76, abs=0.005)
 
 
-def test_a_head_without_members_has_no_weight():
+def test_head_without_members_is_ignored():
     w = torch.randn(1, 6, 2, 4)
     membership = torch.zeros(1, 2, 6, dtype=torch.float64)
     membership[:, 0] = 1
-    both = interpret.compression_terms(make_trace(w, membership))
-    alone = interpret.compression_terms(make_trace(w[:, :, :1], membership[:, :1]))
-    torch.testing.assert_close(both.variational, alone.variational)
-    torch.testing.assert_close(both.coding_rate, alone.coding_rate)
+    two_heads = interpret.compression_terms(make_trace(w, membership))
+    one_head = interpret.compression_terms(make_trace(w[:, :, :1], membership[:, :1]))
+    torch.testing.assert_close(two_heads.variational, one_head.variational)
+    torch.testing.assert_close(two_heads.coding_rate, one_head.coding_rate)
 
 
 def test_subspace_gram(tiny_model):
@@ -194,41 +194,41 @@ def test_subspace_gram(tiny_model):
             interpret.subspace_gram(tiny_model, layer)
 
 
-def test_entropy(tiny_model, texts):
-    trace = interpret.trace_model(tiny_model, **texts)
+def test_entropy(tiny_model, batch):
+    trace = interpret.trace_model(tiny_model, **batch)
     entropy = interpret.membership_entropy(trace)
     assert entropy.shape == (3, 3, 12)
     buckets = interpret.entropy_by_position(trace)
     assert buckets.starts == [0, 1, 2, 4, 8] and buckets.entropy.shape == (3, 5)
     for layer in range(3):
-        by_bucket = [[], [], [], [], []]
-        for i, real in enumerate(trace.mask):
-            assert entropy[i, layer, ~real].isnan().all()
-            for position, t in enumerate(real.nonzero().flatten()):
+        expected_buckets = [[], [], [], [], []]
+        for i, mask in enumerate(trace.mask):
+            assert entropy[i, layer, ~mask].isnan().all()
+            for position, t in enumerate(mask.nonzero().flatten()):
                 expected = -sum(x * math.log(x) for x in trace.memberships[i, layer, :, t].tolist())
                 assert entropy[i, layer, t].item() == pytest.approx(expected, abs=1e-12)
-                by_bucket[position.bit_length()].append(expected)
-        expected = [sum(values) / len(values) for values in by_bucket]
+                expected_buckets[position.bit_length()].append(expected)
+        expected = [sum(values) / len(values) for values in expected_buckets]
         assert buckets.entropy[layer].tolist() == pytest.approx(expected)
-    even = make_trace(torch.ones(1, 3, 4, 2), torch.full((1, 4, 3), 0.25, dtype=torch.float64))
-    torch.testing.assert_close(interpret.membership_entropy(even), torch.full((1, 1, 3), math.log(4)).double())
-    one = make_trace(torch.ones(1, 3, 4, 2), torch.eye(4, 3, dtype=torch.float64)[None])
-    assert (interpret.membership_entropy(one) == 0).all()
+    uniform = make_trace(torch.ones(1, 3, 4, 2), torch.full((1, 4, 3), 0.25, dtype=torch.float64))
+    torch.testing.assert_close(interpret.membership_entropy(uniform), torch.full((1, 1, 3), math.log(4)).double())
+    one_hot = make_trace(torch.ones(1, 3, 4, 2), torch.eye(4, 3, dtype=torch.float64)[None])
+    assert (interpret.membership_entropy(one_hot) == 0).all()
 
 
 def test_membership_clusters_score(monkeypatch):
     """Two images of 6 x 6 patches: alternating colours with a head for each; one colour with a head for each quarter."""
     pytest.importorskip("sklearn")
     y, x = torch.arange(6)[:, None], torch.arange(6)[None]
-    alternating, quarter = 2 * (y % 2) + x % 2, 2 * (y // 3) + x // 3
+    checkerboard, quarters = 2 * (y % 2) + x % 2, 2 * (y // 3) + x // 3
     colours = torch.tensor([[3.0, 0, 0], [0, 3, 0], [0, 0, 3], [-3, -3, -3]])
-    checked = colours[alternating].permute(2, 0, 1).repeat_interleave(4, 1).repeat_interleave(4, 2)
-    pixel_values = torch.stack([checked, torch.ones(3, 24, 24)])
-    strongest = torch.stack([alternating, quarter]).flatten(1)
-    membership = nn.functional.one_hot(strongest, 4).double().transpose(1, 2)[:, None].expand(2, 3, 4, 36)
+    image = colours[checkerboard].permute(2, 0, 1).repeat_interleave(4, 1).repeat_interleave(4, 2)
+    pixel_values = torch.stack([image, torch.ones(3, 24, 24)])
+    heads = torch.stack([checkerboard, quarters]).flatten(1)
+    membership = nn.functional.one_hot(heads, 4).double().transpose(1, 2)[:, None].expand(2, 3, 4, 36)
     trace = interpret.trace_model(tiny_vision_model(), pixel_values=pixel_values)
-    fake = interpret.ModelTrace(trace.projections, membership, trace.mask, trace.grid, None, None)
-    monkeypatch.setattr(quantities, "trace_model", lambda *_, **__: fake)
+    fake_trace = interpret.ModelTrace(trace.projections, membership, trace.mask, trace.grid, None, None)
+    monkeypatch.setattr(quantities, "trace_model", lambda *_, **__: fake_trace)
     scores = interpret.membership_clusters_score(None, pixel_values)
     assert all(score.shape == (2, 3) for score in scores)
     assert (scores.score > 0.6).all()  # the first by colour alone, the second by position alone
@@ -244,36 +244,36 @@ def count_hooks(model):
 
 
 @pytest.mark.parametrize("kind", ["language", "vision"])
-def test_model_is_unchanged(kind, tiny_model, texts, images):
+def test_model_is_unchanged(kind, tiny_model, batch, images):
     model, inputs = (
-        (tiny_model, texts) if kind == "language" else (tiny_vision_model(hidden_dropout=0.5), {"pixel_values": images})
+        (tiny_model, batch) if kind == "language" else (tiny_vision_model(hidden_dropout=0.5), {"pixel_values": images})
     )
-    before = model(**inputs).logits
+    expected = model(**inputs).logits
     state, hooks = copy.deepcopy(model.state_dict()), count_hooks(model)
-    trunk = model.base_model
+    base_model = model.base_model
     model.train()
-    trunk.layers[1].eval()  # frozen in evaluation mode by its owner
+    base_model.layers[1].eval()  # a layer frozen in evaluation mode
     flags = [module.training for module in model.modules()]
-    first = interpret.trace_model(model, **inputs)
+    trace = interpret.trace_model(model, **inputs)
     assert [module.training for module in model.modules()] == flags and True in flags and False in flags
-    assert torch.equal(first.memberships, interpret.trace_model(model, **inputs).memberships)  # no dropout
-    assert not any(w.requires_grad for w in first.projections)
+    assert torch.equal(trace.memberships, interpret.trace_model(model, **inputs).memberships)  # no dropout
+    assert not any(w.requires_grad for w in trace.projections)
 
-    wrong = {"pixel_values": images[..., :-1]} if kind == "vision" else {"input_ids": texts["input_ids"] + 1000}
+    invalid_inputs = {"pixel_values": images[..., :-1]} if kind == "vision" else {"input_ids": batch["input_ids"] + 1000}
     with pytest.raises((ValueError, IndexError), match=r"multiples of the patch size|input_ids must lie"):
-        interpret.trace_model(model, **wrong)
+        interpret.trace_model(model, **invalid_inputs)
     assert [module.training for module in model.modules()] == flags
     assert count_hooks(model) == hooks
     assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values()))
-    assert torch.equal(model.eval()(**inputs).logits, before)
+    assert torch.equal(model.eval()(**inputs).logits, expected)
 
 
-def test_compiled_models_are_traced(tiny_model, texts):
-    plain = interpret.trace_model(tiny_model, **texts)
+def test_compiled_models_are_traced(tiny_model, batch):
+    expected = interpret.trace_model(tiny_model, **batch)
     compiled = torch.compile(tiny_model, backend="eager")
     with torch.no_grad():
-        compiled(**texts)
-    assert torch.equal(interpret.trace_model(compiled, **texts).memberships, plain.memberships)
+        compiled(**batch)
+    assert torch.equal(interpret.trace_model(compiled, **batch).memberships, expected.memberships)
 
 
 @pytest.mark.parametrize("attention_type", ["xca", "softmax"])
@@ -286,9 +286,9 @@ def test_baselines_are_rejected(attention_type, images, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_invalid_inputs_are_rejected(tiny_model, texts, images):
+def test_invalid_inputs_are_rejected(tiny_model, batch, images):
     with pytest.raises(ValueError, match="no memberships"):
-        interpret.trace_model(GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)), input_ids=texts["input_ids"])
-    texts["attention_mask"][1] = 0
+        interpret.trace_model(GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)), input_ids=batch["input_ids"])
+    batch["attention_mask"][1] = 0
     with pytest.raises(ValueError, match="masks a whole sequence"):
-        interpret.trace_model(tiny_model, **texts)
+        interpret.trace_model(tiny_model, **batch)
