@@ -32,7 +32,7 @@ from transformers import AutoModelForImageClassification, TrainerState, ViTImage
 from transformers.utils import is_torch_bf16_gpu_available
 
 from tost_hf.files import EVALUATION, TRAINER_STATE
-from tost_hf.hub.cards import table
+from tost_hf.hub.cards import make_markdown_table
 from tost_hf.interpret import inspect_path
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
@@ -154,7 +154,7 @@ def class_section(matrix: torch.Tensor, names: list[str]) -> str:
         records.append((names[label], total, f"{int(counts[label]) / total:.1%}" if total else "", mistaken))
     figures = f"![Loss and accuracy by step]({CURVES})\n\n![Confusion matrix]({CONFUSION})"
     header = ("class", "held-out images", "accuracy", "most frequent mistake")
-    return "\n\n".join([TITLE, table(header, records), figures])
+    return "\n\n".join([TITLE, make_markdown_table(header, records), figures])
 
 
 def main(arguments: list[str] | None = None) -> None:

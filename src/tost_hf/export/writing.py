@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from ..cache_files import state_bytes
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
 from ..hub.checks import load_config
-from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model, model_folder
+from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model, resolve_model_folder
 from ..hub.records import IMAGE_PROCESSOR_FILES
 from .comparing import Agreement, compare
 from .onnx_program import save_onnx
@@ -83,7 +83,7 @@ def export_model(
         raise ImportError(f"Exporting needs {missing[0]}, which is missing: pip install 'tost-hf[export]'.")
     target = Path(output_dir)
     check_folder(target, overwrite, sources=[source, *([] if tokenizer is None else [tokenizer])])
-    folder = model_folder(source, revision)
+    folder = resolve_model_folder(source, revision)
     config = load_config(folder)
     loaded_tokenizer = _load_tokenizer(folder, config, tokenizer)
     model = load_model(folder, config)

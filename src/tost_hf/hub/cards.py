@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Model cards (README.md): metadata and a template, filled from the files of a model folder.
 
-What the folder does not say is left out of its card. Only a person can choose a licence: none is written unless it is given.
+A card leaves out what the folder's files do not state. It names a licence only if the caller passes one.
 """
 
 import json
@@ -45,12 +45,12 @@ def build_card(
     license: str | None = None,
     with_code: bool | None = None,
 ) -> ModelCard:
-    """The card of the model in a folder, as `write_card` writes it.
+    """Builds the card of the model in a folder, as `write_card` writes it.
 
-    It is made of `config.json`, the results and the state that Trainer saves, and, where they exist,
+    It is built from `config.json`, the results and the state that Trainer saves, and, where they exist,
 
-    - `evaluation.json`: {"results": [{"task_type", "dataset_type", "dataset_name", "metric_type", "metric_value", and as far
-      as known "dataset_config", "dataset_split", "metric_name", "protocol", "command", "seed", "date", "num_examples"}]};
+    - `evaluation.json`: {"results": [{"task_type", "dataset_type", "dataset_name", "metric_type", "metric_value", and optional
+      "dataset_config", "dataset_split", "metric_name", "protocol", "command", "seed", "date", "num_examples"}]};
     - `run_arguments.json`: {"command", "dataset_name", "dataset_config_name", "model_name_or_path"}, all optional.
 
     An existing `README.md` is not read.
@@ -61,14 +61,14 @@ def build_card(
 
     Args:
         folder: the folder of a ToST model.
-        repo_id: the repository of the card; the examples name the folder if left out.
+        repo_id: the repository that the card's examples load from; the folder by default.
         revision: the commit or tag that the examples pin.
-        license: the licence of the weights, an identifier of the Hub ("apache-2.0", "mit"). Left out, the card names none.
-        with_code: whether the repository will hold the model's source files; None if it holds what the folder does.
+        license: the licence of the weights, as an identifier of the Hub ("apache-2.0", "mit"). By default the card names none.
+        with_code: whether the repository will contain the model's source files; by default if the config has an `auto_map`.
 
     Raises:
         FileNotFoundError: the folder has no weights.
-        ValueError: the folder holds no ToST model, or one of the files is damaged; the message says which.
+        ValueError: the folder contains no ToST model, or one of the files is damaged; the message says which.
     """
     folder = Path(folder)
     config = load_config(folder)
@@ -97,14 +97,15 @@ def write_card(folder: str | os.PathLike, *, overwrite: bool = False, **options:
     """Writes the `README.md` of a model folder.
 
     Args:
-        overwrite: replace one that exists, all of it.
-        options: the arguments of `build_card`, which raises, too, what that does.
+        overwrite: replace the whole of an existing card.
+        options: the arguments of `build_card`.
 
     Returns:
         The path of the card.
 
     Raises:
-        FileExistsError: there is one, and `overwrite` is not set.
+        FileExistsError: the card exists, and `overwrite` is not set.
+        FileNotFoundError, ValueError: as in `build_card`.
 
     Example:
         >>> write_card("./my-tost", license="apache-2.0")
@@ -129,28 +130,28 @@ def preset_card(name: str) -> ModelCard:
         config = ToSTVisionConfig.from_preset(name, num_labels=1000, architectures=["ToSTForImageClassification"])
     else:
         config = ToSTConfig.from_preset(name, architectures=["ToSTForCausalLM"])
-    # the licence of the architecture's code: there is nothing else
+    # without weights the licence is that of the architecture's code
     return _render(config, name, "apache-2.0", Records(), preset=name)
 
 
 def write_preset_cards(folder: str | os.PathLike) -> list[Path]:
-    """Writes the cards of the paper's sizes, which have no weights, as `tost-base.md` and so on; returns their paths."""
+    """Writes a card `NAME.md` for each of the paper's sizes, which have no weights; returns the paths."""
     paths = {name: Path(folder, f"{name}.md") for name in PRESET_CARDS}
     for name, path in paths.items():
         save_card(preset_card(name), path)
     return list(paths.values())
 
 
-def table(header: Sequence[str], records: Iterable[Sequence]) -> str:
+def make_markdown_table(header: Sequence[str], records: Iterable[Sequence]) -> str:
     """A Markdown table, without the columns in which no record has a value."""
-    cells = [["" if cell is None else str(cell).replace("|", r"\|").replace("\n", " ") for cell in row] for row in records]
-    columns = [i for i in range(len(header)) if any(row[i] for row in cells)]
-    lines = ["| " + " | ".join(row[i] for i in columns) + " |" for row in (header, *cells)]
+    cells = [["" if x is None else str(x).replace("|", r"\|").replace("\n", " ") for x in record] for record in records]
+    columns = [i for i in range(len(header)) if any(line[i] for line in cells)]
+    lines = ["| " + " | ".join(line[i] for i in columns) + " |" for line in (header, *cells)]
     return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that a script was given is an id on the Hub, rather than a folder."""
+    """Whether a name passed to a script is a repository id on the Hub, not a folder."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -161,16 +162,16 @@ def is_hub_id(name: str) -> bool:
 # Metadata -------------------------------------------------------------------------------------------------------------
 
 
-def _task(config: PreTrainedConfig) -> tuple[str, str]:
-    """The Auto class and the pipeline tag of a configuration's model; ValueError if it is none to publish."""
+def _find_task(config: PreTrainedConfig) -> tuple[str, str]:
+    """The Auto class and the pipeline tag of a configuration's model; ValueError if it has none."""
     name = model_class(config).__name__
     if name not in TASKS:
-        raise ValueError(f"There is no card for the architecture {name!r}, which is not a model to publish.")
+        raise ValueError(f"There is no model card for the architecture {name!r}; it cannot be published.")
     return TASKS[name]
 
 
-def _metadata(config: PreTrainedConfig, name: str, license: str | None, records: Records) -> ModelCardData:
-    pipeline_tag = _task(config)[1]
+def _make_metadata(config: PreTrainedConfig, name: str, license: str | None, records: Records) -> ModelCardData:
+    pipeline_tag = _find_task(config)[1]
     datasets, base_models = (
         [value] if (value := records.run.get(key)) and is_hub_id(value) else None
         for key in ("dataset_name", "model_name_or_path")
@@ -192,14 +193,14 @@ def _metadata(config: PreTrainedConfig, name: str, license: str | None, records:
 
 
 def _to_eval_result(result: dict) -> EvalResult:
-    """A result of evaluation.json; what EvalResult has no field for goes into `metric_args`."""
-    details = {key: value for key, value in result.items() if key not in EvalResult.__dataclass_fields__ and value is not None}
+    """Converts a result of evaluation.json; values without a field in EvalResult go into `metric_args`."""
+    extra = {key: value for key, value in result.items() if key not in EvalResult.__dataclass_fields__ and value is not None}
     fields = {key: value for key, value in result.items() if key in EvalResult.__dataclass_fields__}
-    return EvalResult(**fields, metric_args=details or None)
+    return EvalResult(**fields, metric_args=extra or None)
 
 
 def _training_results(records: Records, dataset: str, pipeline_tag: str) -> list[EvalResult]:
-    """Trainer's evaluation, on the dataset that the training script was given."""
+    """Trainer's evaluation, on the dataset of the training script."""
     config_name = records.run.get("dataset_config_name")
     return [
         EvalResult(
@@ -220,10 +221,10 @@ def _training_results(records: Records, dataset: str, pipeline_tag: str) -> list
 
 
 def _render(config: PreTrainedConfig, name: str, license: str | None, records: Records, **values: Any) -> ModelCard:
-    """The template, filled; `values` are Markdown already."""
-    auto_class, pipeline_tag = _task(config)
+    """Renders the template; `values` are already Markdown."""
+    auto_class, pipeline_tag = _find_task(config)
     return ModelCard.from_template(
-        _metadata(config, name, license, records),
+        _make_metadata(config, name, license, records),
         template_path=str(TEMPLATE),
         name=name,
         config=config,
@@ -233,7 +234,7 @@ def _render(config: PreTrainedConfig, name: str, license: str | None, records: R
         pipeline_tag=pipeline_tag,
         is_vision=isinstance(config, ToSTVisionConfig),
         beyond_paper=[option for option in config.options() if option in BEYOND_PAPER],
-        facts=table(("model", model_class(config).__name__), describe(config).items()),
+        facts=make_markdown_table(("model", model_class(config).__name__), describe(config).items()),
         evaluation=_evaluation_table(records.results),
         commands="\n".join(dict.fromkeys(result["command"] for result in records.results if result.get("command"))),
         training_evaluation=_number_table("metric", records.metrics),
@@ -246,16 +247,20 @@ def _render(config: PreTrainedConfig, name: str, license: str | None, records: R
 def _evaluation_table(results: list[dict]) -> str:
     keys = ("dataset_name", "dataset_split", "metric_name", "metric_value", "num_examples", "seed", "date", "protocol")
     header = ("dataset", "split", "metric", "value", "examples", "seed", "date", "protocol")
-    rows = [{"metric_name": result["metric_type"]} | result for result in results]
-    return table(header, [[_number(row.get(key)) for key in keys] for row in rows]) if rows else ""
+    records = [{"metric_name": result["metric_type"]} | result for result in results]
+    if not records:
+        return ""
+    return make_markdown_table(header, [[_format_number(record.get(key)) for key in keys] for record in records])
 
 
 def _number_table(title: str, numbers: dict[str, float]) -> str:
-    return table((title, "value"), [(key.replace("_", " "), _number(x)) for key, x in numbers.items()]) if numbers else ""
+    if not numbers:
+        return ""
+    return make_markdown_table((title, "value"), [(key.replace("_", " "), _format_number(x)) for key, x in numbers.items()])
 
 
-def _number(value: Any) -> Any:
-    """A number as people write it, thousands separated or with six significant digits; anything else as it is."""
+def _format_number(value: Any) -> Any:
+    """Formats integers with thousands separators and floats with six significant digits; returns other values unchanged."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) else value

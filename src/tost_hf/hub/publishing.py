@@ -16,33 +16,33 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from ..files import RECORDS, is_weights_name
 from ..model.base_tost import AUTO_MAPS, CODE_FILES, code_files
 from ..version import __version__
-from .checks import check_card, check_code_references, check_space, check_texts, load_config
-from .loading import TOKENIZER_FILES, check_loading, hub_errors
+from .checks import check_card, check_code_references, check_no_hub_token, check_space, load_config
+from .loading import TOKENIZER_FILES, check_loading, translate_hub_errors
 from .records import CARD, IMAGE_PROCESSOR_FILES
 
 
-MODEL_FILES = (  # patterns of what is sent, besides the weights, the pictures that the card shows and ToST's source files
+MODEL_FILES = (  # patterns of uploaded files, besides the weights, the card's images and ToST's source files
     *(CONFIG_NAME, GENERATION_CONFIG_NAME, CARD, "LICENSE*"),
     *(*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("additional_chat_templates/*.jinja", *IMAGE_PROCESSOR_FILES, *RECORDS),
 )
 SPACE_FILES = (CARD, "space.json", "index.html", "tost.js", "vendor/*", "model/*")  # as `tost-hf space` writes them
-PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 CODE_NAMES = {name for names in CODE_FILES.values() for name in names}
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What `publish` did, or with `dry_run` would do.
+    """Result of `publish`, or of its dry run.
 
     Attributes:
         repo_id: "owner/name".
-        commit_hash: of the published version; None after a dry run.
-        url: of the commit, or of the pull request; None where nothing was sent.
-        uploaded: names of the version's files, sorted; those that the repository had already were not sent again.
-        deleted: weights and code of an earlier version that this one does not have.
-        left_out: files and folders (with a slash) that are not of the kinds that are published.
-        num_parameters: of the model; None of a Space.
+        commit_hash: commit of the published version; None after a dry run.
+        url: URL of the commit or pull request; None if nothing was uploaded.
+        uploaded: names of the version's files, sorted; files that the repository already had are not uploaded again.
+        deleted: weights and code of an earlier version that this version does not have.
+        left_out: files and folders (with a slash) of the model folder that are not published.
+        num_parameters: number of parameters of the model; None for a Space.
 
     Example:
         >>> publish("./my-tost", "me/my-tost", dry_run=True).uploaded
@@ -72,25 +72,25 @@ def publish(
 ) -> Publication:
     """Publishes a folder that `save_pretrained`, a training script or `tost-hf` wrote.
 
-    Sent are, of the kinds that belong to a model: configuration, weights, tokenizer or image processor, chat templates, model
-    card with its pictures, licence and evaluation records, and this package's source files. The folder is checked first and
-    never changed. One commit brings it all; an interrupted or rejected publication leaves the repository at its old commit.
-    Files of the repository that this folder lacks stay, but for weights and ToST's own code of an earlier version.
+    Uploaded are the configuration, weights, tokenizer or image processor, chat templates, model card with its images, licence
+    and evaluation records, and this package's source files. The folder is checked first and never changed. There is a single
+    commit; an interrupted or rejected publication leaves the repository at its old commit. Files of the repository that the
+    folder lacks stay, except weights and ToST code of an earlier version.
 
     Args:
-        folder: config, safetensors weights and a model card with a licence; tokenizer, image processor and so on are sent too.
-        repo_id: "owner/name", or "name" in the token's own namespace. Created if it is not there.
-        private: whether a repository that is created here is private.
-        revision: the branch to commit to, created from main if it is not there.
-        tag: a tag to put on the commit.
-        create_pr: propose the commit as a pull request.
-        dry_run: check, and say what would be sent; no request is made.
-        with_code: whether the repository holds the remote code, for `trust_remote_code=True` without this package.
-        token: of a user with write access; the logged-in one by default.
+        folder: config, safetensors weights and a model card with a licence; optionally tokenizer, image processor and so on.
+        repo_id: "owner/name", or "name" in the namespace of the token's user. Created if it does not exist.
+        private: whether a newly created repository is private.
+        revision: the branch to commit to, created from main if it does not exist.
+        tag: a tag for the commit.
+        create_pr: open a pull request with the commit.
+        dry_run: check the folder and return what would be uploaded, without any request.
+        with_code: whether to publish the remote code, for `trust_remote_code=True` without this package.
+        token: access token of a user with write access; by default that of the logged-in user.
         commit_message: "Publish with tost_hf VERSION" by default.
 
     Raises:
-        ValueError: the folder is not a complete model, holds a token of the Hub or leads to foreign code.
+        ValueError: the folder is not a complete model, contains a token of the Hub or refers to foreign code.
         OSError: the Hub rejected the commit or could not be reached, and nothing became visible; or it rejected the tag, which
             publishing again sets.
 
@@ -100,7 +100,7 @@ def publish(
     folder = Path(folder)
     config = load_config(folder)
     files = model_files(folder)
-    check_texts(files)
+    check_no_hub_token(files)
     check_code_references(files)
     check_card(folder)
     model, _ = check_loading(folder, config)
@@ -110,7 +110,7 @@ def publish(
         content["auto_map"] = AUTO_MAPS[config.model_type]
         files |= code_files(config.model_type)
     config_json = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-    return _send(
+    return _upload(
         folder,
         files | {CONFIG_NAME: config_json},
         repo_id,
@@ -133,7 +133,7 @@ def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> Pu
         repo_id, options: as in `publish`, without `with_code`.
 
     Raises:
-        ValueError: the folder is not such a page, or holds a token of the Hub.
+        ValueError: the folder is not such a page, or contains a token of the Hub.
         OSError: as in `publish`.
 
     Example:
@@ -141,23 +141,24 @@ def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> Pu
     """
     folder = Path(folder)
     check_space(folder)
-    files = _matching_files(folder, SPACE_FILES)
-    check_texts(files)
-    return _send(folder, files, repo_id, "space", **options)
+    files = _match_files(folder, SPACE_FILES)
+    check_no_hub_token(files)
+    return _upload(folder, files, repo_id, "space", **options)
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """The files of a model folder that are published, name -> path, without ToST's source files."""
-    files = _matching_files(folder, MODEL_FILES)
+    """The published files of a model folder, name -> path, without ToST's source files."""
+    files = _match_files(folder, MODEL_FILES)
     files |= {path.name: path for path in sorted(folder.iterdir()) if is_weights_name(path.name)}
     card = files[CARD].read_text(encoding="utf-8") if CARD in files else ""
-    pictures = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.suffix.lower() in PICTURES}
-    return files | {name: path for name, path in pictures.items() if f"({name})" in card or f'"{name}"' in card}
+    image_paths = [path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES]
+    images = {path.relative_to(folder).as_posix(): path for path in image_paths}
+    return files | {name: path for name, path in images.items() if f"({name})" in card or f'"{name}"' in card}
 
 
-def _matching_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+def _match_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    # the slashes are compared, too: "LICENSE*" is for the folder itself
+    # slashes are compared because "*" matches them in fnmatch: "LICENSE*" is for the folder itself
     return {
         name: path
         for name, path in paths.items()
@@ -165,8 +166,8 @@ def _matching_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     }
 
 
-@hub_errors()
-def _send(
+@translate_hub_errors()
+def _upload(
     folder: Path,
     files: Mapping[str, Path | bytes],
     repo_id: str,
@@ -181,12 +182,12 @@ def _send(
     commit_message: str | None = None,
     num_parameters: int | None = None,
 ) -> Publication:
-    """Makes the repository unless it is there, commits the files, of which `HfApi` sends what differs, and tags them."""
+    """Creates the repository if it does not exist, commits the files (`HfApi` uploads only changed ones) and sets the tag."""
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
     validate_repo_id(repo_id)
-    uploaded, sent = tuple(sorted(files)), {name.partition("/")[0] for name in files}
-    left_out = tuple(sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if path.name not in sent))
+    uploaded, top_level_names = tuple(sorted(files)), {name.partition("/")[0] for name in files}
+    left_out = tuple(sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if path.name not in top_level_names))
     if dry_run:
         return Publication(repo_id, None, None, uploaded, (), left_out, num_parameters)
     api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
@@ -196,8 +197,8 @@ def _send(
         raise ValueError(f"{repo_id} already has the tag {tag!r}; choose another tag, or delete it first.")
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True, repo_type=repo_type)
-    old = api.repo_info(repo_id, revision=revision, repo_type=repo_type)
-    old_names = {sibling.rfilename for sibling in getattr(old, "siblings", None) or []}
+    old_info = api.repo_info(repo_id, revision=revision, repo_type=repo_type)
+    old_names = {sibling.rfilename for sibling in getattr(old_info, "siblings", None) or []}
     deleted = sorted(name for name in old_names - files.keys() if name in CODE_NAMES or is_weights_name(name))
     commit = api.create_commit(
         repo_id,
@@ -209,5 +210,5 @@ def _send(
     )
     if tag is not None:
         api.create_tag(repo_id, tag=tag, revision=commit.oid, repo_type=repo_type)
-    url = commit.pr_url or (commit.commit_url if commit.oid != old.sha else None)
+    url = commit.pr_url or (commit.commit_url if commit.oid != old_info.sha else None)
     return Publication(repo_id, commit.oid, url, uploaded, tuple(deleted), left_out, num_parameters)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""`tost-hf verify`: is this folder or repository a complete, working, honest ToST model? And `tost-hf info`: what is it?"""
+"""`tost-hf verify` checks that a folder or repository is a complete, working ToST model; `tost-hf info` describes it."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
-from .checks import check_card, check_code_references, check_texts, load_config, model_class
+from .checks import check_card, check_code_references, check_no_hub_token, load_config, model_class
 from .facts import describe
 from .loading import NUM_TOKENS, check_loading, download
 from .records import CARD, load_card
@@ -23,7 +23,7 @@ from .records import CARD, load_card
 
 @dataclass(frozen=True)
 class Check:
-    """One line of a report."""
+    """The result of one check of `verify`."""
 
     name: str
     passed: bool
@@ -33,13 +33,13 @@ class Check:
 def verify(source: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> list[Check]:
     """Checks a model folder, or a repository of the Hub after downloading it.
 
-    The hashes of what was downloaded are compared with the Hub's listing; the configuration, the code, the card's metadata (by
-    the Hub's own validation, for a repository) and the tensors' names, shapes and values are checked; the model is loaded with
-    this package's code (never the repository's) and run: a language model has to generate the same tokens with and without its
-    cache, a vision model to give finite logits.
+    Compares the hashes of downloaded files with the Hub's listing; checks the configuration, the code, the card's metadata (a
+    repository's also by the Hub), and the tensors' names, shapes and values; loads the model with this package's code, never
+    with remote code, and runs it: a language model must generate the same tokens with and without its cache, a vision model
+    must return finite logits.
 
     Returns:
-        One `Check` for each of these; the source is sound if all of them passed.
+        One `Check` for each of these; the source is valid if all of them passed.
 
     Raises:
         OSError: the repository or the revision does not exist, or the Hub cannot be reached.
@@ -47,39 +47,41 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
     Example:
         >>> [check.name for check in verify("./my-tost") if not check.passed]
     """
-    folder, found = (Path(source), None) if os.path.isdir(source) else download(str(source), revision, token)
+    folder, hub_info = (Path(source), None) if os.path.isdir(source) else download(str(source), revision, token)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     checks: list[Check] = []
 
     def check(name: str, run: Callable[[], str]) -> bool:
         try:
             checks.append(Check(name, True, run()))
-        except Exception as error:  # of a folder in which anything may be wrong
-            kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-            checks.append(Check(name, False, f"{kind}{error}"))
+        except Exception as error:  # a damaged folder may raise exceptions of any type
+            prefix = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+            checks.append(Check(name, False, f"{prefix}{error}"))
         return checks[-1].passed
 
-    if found is not None:
-        check("hashes", lambda: _check_hashes(found, token))
+    if hub_info is not None:
+        check("hashes", lambda: _check_hashes(hub_info, token))
     check("files", lambda: _check_files(files))
-    # a model is not built where the configuration may name code to load
+    # if the configuration may refer to foreign code, the model is not built
     if check("config", lambda: _check_config(folder, files)):
         config = load_config(folder)
         check("code", lambda: _check_code(folder, config))
         check("model", lambda: _run(folder, config))
-    check("card", lambda: _check_card(folder, online=found is not None))
+    check("card", lambda: _check_card(folder, online=hub_info is not None))
     return checks
 
 
-def _check_hashes(found: ModelInfo, token: str | None) -> str:
-    result = HfApi(token=token).verify_repo_checksums(found.id, revision=found.sha)
-    if wrong := [*(mismatch["path"] for mismatch in result.mismatches), *result.missing_paths]:
-        raise ValueError(f"Not what the repository lists, or changed in {result.verified_path}: {', '.join(wrong)}.")
-    return f"{result.checked_count} files are what the repository lists"
+def _check_hashes(hub_info: ModelInfo, token: str | None) -> str:
+    result = HfApi(token=token).verify_repo_checksums(hub_info.id, revision=hub_info.sha)
+    if invalid_paths := [*(mismatch["path"] for mismatch in result.mismatches), *result.missing_paths]:
+        raise ValueError(
+            f"Missing from {result.verified_path}, or different from the repository's listing: {', '.join(invalid_paths)}."
+        )
+    return f"{result.checked_count} files have the hashes that the repository lists"
 
 
 def _check_files(files: dict[str, Path]) -> str:
-    check_texts(files)
+    check_no_hub_token(files)
     return f"{len(files)} files, no token of the Hub"
 
 
@@ -96,17 +98,17 @@ def _run(folder: Path, config: PreTrainedConfig) -> str:
 
 
 def _generate(model: Any, config: PreTrainedConfig) -> str:
-    """Greedy tokens from the cache, against those of the whole sequence computed without one."""
-    model.generation_config = GenerationConfig()  # not the folder's, by which generating may take any time
-    start = config.bos_token_id if config.bos_token_id is not None else 0
-    prompt = torch.tensor([[min(start, config.vocab_size - 1)]])
-    wanted = min(NUM_TOKENS, (config.max_position_embeddings or NUM_TOKENS + 1) - 1)
-    options = {"max_new_tokens": wanted, "min_new_tokens": wanted, "do_sample": False, "pad_token_id": 0}
+    """Compares greedy generation with and without the cache."""
+    model.generation_config = GenerationConfig()  # the folder's may ask for arbitrarily long generation
+    start_id = config.bos_token_id if config.bos_token_id is not None else 0
+    prompt = torch.tensor([[min(start_id, config.vocab_size - 1)]])
+    num_tokens = min(NUM_TOKENS, (config.max_position_embeddings or NUM_TOKENS + 1) - 1)
+    options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
     cached = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=True, **options)
     uncached = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **options)
     if not torch.equal(cached, uncached):
         raise ValueError(f"It generates {cached[0].tolist()} with its cache, but {uncached[0].tolist()} without it.")
-    return f"generates {wanted} tokens, the same with and without its cache"
+    return f"generates {num_tokens} tokens, the same with and without its cache"
 
 
 def _check_code(folder: Path, config: PreTrainedConfig) -> str:
@@ -133,20 +135,20 @@ def _check_card(folder: Path, online: bool) -> str:
 
 
 def info(source: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> dict[str, str]:
-    """What a folder or a repository holds, for `tost-hf info`; of a repository only small files are fetched.
+    """Facts about a model folder or repository, for `tost-hf info`; of a repository only small files are downloaded.
 
     Returns:
-        Names and values as they are printed.
+        Displayed names and values.
     """
     facts = {}
     if os.path.isdir(source):
         folder = Path(source)
         sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
     else:
-        folder, found = download(str(source), revision, token, ["config.json", "README.md", "generation_config.json"])
-        facts["repository"] = f"{found.id} at {found.sha}{', private' if found.private else ''}"
-        listed = {sibling.rfilename: sibling.size or 0 for sibling in found.siblings or []}
-        sizes = {name: size for name, size in listed.items() if name.endswith(".safetensors")}
+        folder, hub_info = download(str(source), revision, token, ["config.json", "README.md", "generation_config.json"])
+        facts["repository"] = f"{hub_info.id} at {hub_info.sha}{', private' if hub_info.private else ''}"
+        file_sizes = {sibling.rfilename: sibling.size or 0 for sibling in hub_info.siblings or []}
+        sizes = {name: size for name, size in file_sizes.items() if name.endswith(".safetensors")}
     config = load_config(folder)
     facts["model"] = model_class(config).__name__
     facts |= describe(config)

@@ -16,7 +16,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from ..files import staged_folder
 from ..hub.checks import load_config
-from ..hub.loading import load_model, model_folder
+from ..hub.loading import load_model, resolve_model_folder
 from ..image_processing import make_image_processor
 from ..model.configuration_tost import ToSTConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
@@ -68,7 +68,7 @@ def inspect_path(
 
     Returns and raises as `inspect_model`, and what transformers raises for a missing tokenizer or image processor.
     """
-    folder = model_folder(model)
+    folder = resolve_model_folder(model)
     config = load_config(folder)
     source, helper = os.fspath(folder if processor is None else processor), None
     if isinstance(config, ToSTConfig):

@@ -14,7 +14,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, is_vision_available
 from ..export import export_model
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config, parameter_count
-from ..hub.loading import TOKENIZER_FILES, model_folder
+from ..hub.loading import TOKENIZER_FILES, resolve_model_folder
 from ..hub.records import CARD, load_card
 from ..image_processing import make_image_processor
 from ..interpret.plots import head_style
@@ -68,7 +68,7 @@ def write_space(
     """
     target = Path(output_dir)
     check_folder(target, overwrite, [model, *([] if tokenizer is None else [tokenizer])])
-    source = model_folder(model, revision)
+    source = resolve_model_folder(model, revision)
     config = load_config(source)
     architecture = (config.architectures or ["model without a head"])[0]
     if architecture not in KINDS:
