@@ -1,4 +1,4 @@
-"""run_clm.py: configuration, tokenizer, blocks of text, resuming; started in this process and as users start it."""
+"""run_clm.py: configuration, tokenizer, packed blocks, resuming; called in this process and launched as by users."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from tost_hf import ToSTForCausalLM
 RUN_CLM = EXAMPLES / "run_clm.py"
 
 
-# run_clm.py, started as users start it -------------------------------------------------------------------------------
+# run_clm.py, launched as by users ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -33,27 +33,27 @@ def test_accelerate_launch_with_one_and_two_processes(tmp_path, clm_args):
     common = {"max_steps": 20, "use_cpu": None, "do_eval": True, "eval_on_start": True, "max_eval_samples": 24}
     one = clm_args(**common, per_device_train_batch_size=8, output_dir=tmp_path / "one", report_to="tensorboard")
     two = clm_args(**common, per_device_train_batch_size=4, output_dir=tmp_path / "two")
-    printed = launch(RUN_CLM, tmp_path, one, processes=1)
-    assert re.findall(r"process \d of \d", printed) == ["process 0 of 1"]
-    printed = launch(RUN_CLM, tmp_path, two, processes=2)
-    assert sorted(re.findall(r"process \d of \d", printed)) == ["process 0 of 2", "process 1 of 2"]
+    stdout = launch(RUN_CLM, tmp_path, one, processes=1)
+    assert re.findall(r"process \d of \d", stdout) == ["process 0 of 1"]
+    stdout = launch(RUN_CLM, tmp_path, two, processes=2)
+    assert sorted(re.findall(r"process \d of \d", stdout)) == ["process 0 of 2", "process 1 of 2"]
 
-    single, double = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert len(single) == 20 and single[-1] < single[0] - 1
-    torch.testing.assert_close(single, double, rtol=0, atol=1e-4)
+    one_losses, two_losses = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one_losses) == 20 and one_losses[-1] < one_losses[0] - 1
+    torch.testing.assert_close(one_losses, two_losses, rtol=0, atol=1e-4)
     assert list((tmp_path / "one").rglob("events.out.tfevents.*"))
     for folder in ("one", "two"):
         results = json.loads((tmp_path / folder / "eval_results.json").read_text())
         history = json.loads((tmp_path / folder / "trainer_state.json").read_text())["log_history"]
         assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]), rel=1e-4)
-        assert results["perplexity"] < history[0]["eval_perplexity"] / 2  # against the one before training
+        assert results["perplexity"] < history[0]["eval_perplexity"] / 2  # history[0] is of before training
         assert 0 < results["eval_accuracy"] < 1
 
 
 # run_clm.py, in this process -----------------------------------------------------------------------------------------
 
 
-def test_folder_named_like_a_preset_wins(tmp_path, monkeypatch, tiny_config):
+def test_folder_takes_precedence_over_a_preset(tmp_path, monkeypatch, tiny_config):
     monkeypatch.chdir(tmp_path)
     tiny_config.save_pretrained("tost-base")
     assert run_clm.load_config(run_clm.ModelArguments(config_name="tost-base")).hidden_size == tiny_config.hidden_size
@@ -64,8 +64,8 @@ def test_config_overrides():
     config = run_clm.load_config(run_clm.ModelArguments(config_overrides=overrides))
     assert (config.hidden_size, config.intermediate_size, config.num_attention_heads) == (64, 256, 2)
     assert (config.max_position_embeddings, config.layer_norm_eps, config.use_bias) == (None, 1e-6, True)
-    other = run_clm.load_config(run_clm.ModelArguments(model_type="gpt2", config_overrides="n_layer=3"))
-    assert (other.model_type, other.num_hidden_layers) == ("gpt2", 3)
+    gpt2_config = run_clm.load_config(run_clm.ModelArguments(model_type="gpt2", config_overrides="n_layer=3"))
+    assert (gpt2_config.model_type, gpt2_config.num_hidden_layers) == ("gpt2", 3)
 
 
 STATISTICS, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
@@ -94,7 +94,7 @@ def test_config_overrides_of_options(name, overrides, expected):
 def test_vocabulary_and_special_tokens_match_the_tokenizer(text_folder):
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
     model = run_clm.load_model(run_clm.ModelArguments(), small_config(vocab_size=100), tokenizer)
-    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == 320  # 300, to a multiple of 64
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == 320  # 300, rounded up to a multiple of 64
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.pad_token_id is None
     args = run_clm.ModelArguments(dtype="bfloat16")
@@ -111,7 +111,7 @@ def test_larger_tokenizer_resizes_a_pretrained_model(tmp_path, text_folder, tiny
     assert torch.equal(model.get_input_embeddings().weight[:97], tiny_model.get_input_embeddings().weight)
 
 
-def blocks_of(text_folder, file, block_size=8, **options):
+def load_blocks(text_folder, file, block_size=8, **options):
     data_args = texts.DataTrainingArguments(train_file=str(file), validation_split_percentage=0, **options)
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
     dataset = texts.load_texts(run_clm.ModelArguments(cache_dir=str(file.parent / "cache")), data_args)["train"]
@@ -124,35 +124,35 @@ def decode(blocks, tokenizer) -> str:
 
 def test_text_file_is_packed_without_loss(tmp_path, text_folder):
     text = (text_folder / "train.txt").read_text(encoding="utf-8")[:5000]
-    (tmp_path / "part.txt").write_text(text, encoding="utf-8")
-    blocks, tokenizer = blocks_of(text_folder, tmp_path / "part.txt")
+    (tmp_path / "excerpt.txt").write_text(text, encoding="utf-8")
+    blocks, tokenizer = load_blocks(text_folder, tmp_path / "excerpt.txt")
     assert all(len(block["input_ids"]) == 8 for block in blocks)
-    joined = decode(blocks, tokenizer)
-    assert text.startswith(joined) and len(joined) > len(text) - 80
-    assert EOS not in joined
+    decoded = decode(blocks, tokenizer)
+    assert text.startswith(decoded) and len(decoded) > len(text) - 80
+    assert EOS not in decoded
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-def test_each_example_of_other_files_ends_with_eos(tmp_path, text_folder, ending):
+def test_each_record_of_other_formats_ends_with_eos(tmp_path, text_folder, ending):
     dataset = Dataset.from_dict({"text": ["import os\n", "", "x = 1"], "other": [1, 2, 3]})
     file = tmp_path / f"examples.{ending}"
     {"csv": dataset.to_csv, "parquet": dataset.to_parquet, "jsonl": dataset.to_json}[ending](str(file))
-    blocks, tokenizer = blocks_of(text_folder, file, block_size=2)
-    joined = decode(blocks, tokenizer)
-    assert ("import os\n" + EOS + "x = 1" + EOS).startswith(joined) and len(joined) > 20
-    blocks, tokenizer = blocks_of(text_folder, file, block_size=2, add_eos_token=False)
+    blocks, tokenizer = load_blocks(text_folder, file, block_size=2)
+    decoded = decode(blocks, tokenizer)
+    assert ("import os\n" + EOS + "x = 1" + EOS).startswith(decoded) and len(decoded) > 20
+    blocks, tokenizer = load_blocks(text_folder, file, block_size=2, add_eos_token=False)
     assert EOS not in decode(blocks, tokenizer)
 
 
-def test_held_out_examples_are_not_trained_on():
+def test_held_out_examples_are_not_in_the_training_set():
     dataset = Dataset.from_dict({"text": [str(index) for index in range(200)]})
-    for split in (dataset, dataset.to_iterable_dataset()):
-        trained, held_out = ([example["text"] for example in part] for part in texts.hold_out(split, 5))
-        assert 5 <= len(held_out) <= 15 and sorted(trained + held_out) == sorted(dataset["text"])
+    for variant in (dataset, dataset.to_iterable_dataset()):
+        training, held_out = ([example["text"] for example in subset] for subset in texts.hold_out(variant, 5))
+        assert 5 <= len(held_out) <= 15 and sorted(training + held_out) == sorted(dataset["text"])
 
 
 @pytest.mark.parametrize("ending", ["json", "yaml"])
-def test_arguments_from_a_file_and_evaluation_alone(tmp_path, text_folder, tiny_config, ending):
+def test_evaluation_only_with_arguments_from_a_file(tmp_path, text_folder, tiny_config, ending):
     tiny_config.vocab_size = 320
     model = randomize(ToSTForCausalLM(tiny_config)).eval()
     model.save_pretrained(tmp_path / "model")
@@ -177,10 +177,10 @@ def test_arguments_from_a_file_and_evaluation_alone(tmp_path, text_folder, tiny_
     ids = torch.tensor(tokens[:160]).view(10, 16)
     with torch.no_grad():
         expected = model(ids, labels=ids)
-    right = expected.logits[:, :-1].argmax(-1) == ids[:, 1:]
+    is_correct = expected.logits[:, :-1].argmax(-1) == ids[:, 1:]
     assert results["eval_loss"] == pytest.approx(expected.loss.item(), abs=1e-4)
     assert results["perplexity"] == pytest.approx(math.exp(expected.loss.item()), rel=1e-4)
-    assert results["eval_accuracy"] == pytest.approx(right.float().mean().item())
+    assert results["eval_accuracy"] == pytest.approx(is_correct.float().mean().item())
     assert results["eval_samples"] == 10
 
 
@@ -190,8 +190,8 @@ STREAM = {"streaming": True, "max_steps": 4, "do_eval": True, "max_eval_samples"
 
 
 @pytest.mark.parametrize("changes", [GPT2, STREAM], ids=["GPT-2", "stream"])
-def test_finished_run_started_again_trains_no_step(tmp_path, clm_args, changes):
-    """Whether all files are there, or the run was killed after its last checkpoint."""
+def test_restarting_a_finished_run_trains_no_step(tmp_path, clm_args, changes):
+    """Whether all files exist or the run was killed after its last checkpoint."""
     args = clm_args(**{"save_strategy": "steps", "save_steps": 2, "dataloader_num_workers": 0, **changes})
     out = tmp_path / "out"
     run_clm.main(args)
@@ -209,7 +209,7 @@ def test_finished_run_started_again_trains_no_step(tmp_path, clm_args, changes):
 
 
 def test_preset_with_options_is_trained_and_loaded(tmp_path, clm_args):
-    """Without position embeddings, on blocks of any length."""
+    """Without position embeddings, so that block_size is not limited."""
     overrides = TINY.replace("n_positions=32", "n_positions=null").replace("n_layer=2", "n_layer=4")
     run_clm.main(clm_args(config_name="tost-hybrid-base", config_overrides=overrides, do_eval=True, block_size=200))
     history = losses(tmp_path / "out")
@@ -220,16 +220,16 @@ def test_preset_with_options_is_trained_and_loaded(tmp_path, clm_args):
     assert "goes beyond the paper" in card
 
 
-def test_recorded_command_has_no_token(tmp_path, clm_args, monkeypatch):
-    """Nor the files of a run."""
+def test_hub_token_is_not_recorded(tmp_path, clm_args, monkeypatch):
+    """Neither in the recorded command nor in the files of a run."""
     secret = f"hf_{'x' * 34}"
     for spelling in (f"--hub_token {secret}", f"--hub_tok {secret}", f"--hub-token={secret}"):
         recorded = scripting.recorded_command(["/somewhere/run_clm.py", *clm_args(), *spelling.split()])
         assert recorded.startswith("python examples/run_clm.py --config_name tost-base --config_overrides n_layer=2")
         assert secret not in recorded
-    words = [*clm_args(max_steps=1), "--token", secret]
-    monkeypatch.setattr(sys, "argv", ["/somewhere/run_clm.py", *words])
-    run_clm.main(words)
+    arguments = [*clm_args(max_steps=1), "--token", secret]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/run_clm.py", *arguments])
+    run_clm.main(arguments)
     for file in ("run_arguments.json", "README.md"):
         text = (tmp_path / "out" / file).read_text()
         assert "python examples/run_clm.py" in text and secret not in text

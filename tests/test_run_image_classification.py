@@ -1,4 +1,4 @@
-"""run_image_classification.py and digits.py: images, labels, the head, resuming; in this process and as users start them."""
+"""run_image_classification.py and digits.py: images, labels, the head, resuming; called here and launched as by users."""
 
 import re
 import shutil
@@ -29,14 +29,14 @@ MEAN = [0.5, 0.5, 0.5]
 # run_image_classification.py, in this process ------------------------------------------------------------------------
 
 
-def test_from_training_to_the_pipeline(tmp_path, digit_folder, image_args):
-    """With the whole pre-training recipe, over an epoch's end, and everything that is left in the folder."""
+def test_training_evaluation_and_pipeline(tmp_path, digit_folder, image_args):
+    """With the whole pre-training recipe, for more than one epoch; checks every saved model and processor."""
     script.main(image_args(max_steps=14, do_eval=True, save_strategy="steps", save_steps=7, ema_decay=0.5))
     out = tmp_path / "out"
     assert len(losses(out)) == 14
-    measured = results(out)
-    assert {"eval_accuracy", "eval_top5_accuracy", "eval_ema_accuracy", "eval_ema_loss"} <= set(measured)
-    assert measured["eval_samples"] == 30
+    metrics = results(out)
+    assert {"eval_accuracy", "eval_top5_accuracy", "eval_ema_accuracy", "eval_ema_loss"} <= set(metrics)
+    assert metrics["eval_samples"] == 30
     for folder in (out, out / "ema", out / "checkpoint-7", out / "checkpoint-7/ema"):
         model = AutoModelForImageClassification.from_pretrained(folder)
         assert list(model.config.id2label.values()) == sorted(NAMES) and model.config.image_size == 16
@@ -46,16 +46,16 @@ def test_from_training_to_the_pipeline(tmp_path, digit_folder, image_args):
     pictures = sorted((digit_folder / "validation").rglob("*.png"))
     classify = make_pipeline(out)
     guesses = [guess[0]["label"] for guess in classify([str(picture) for picture in pictures])]
-    right = [guess == picture.parent.name for guess, picture in zip(guesses, pictures)]
-    assert measured["eval_accuracy"] == pytest.approx(np.mean(right))
+    is_correct = [guess == picture.parent.name for guess, picture in zip(guesses, pictures)]
+    assert metrics["eval_accuracy"] == pytest.approx(np.mean(is_correct))
 
     changes = {"config_name": None, "config_overrides": None, "train_dir": None, "do_train": None, "do_eval": True}
     script.main(image_args(model_name_or_path=out, output_dir=tmp_path / "again", ema_decay=0, **changes))
-    assert results(tmp_path / "again")["eval_loss"] == pytest.approx(measured["eval_loss"], rel=1e-6)
+    assert results(tmp_path / "again")["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
 
 
-def test_finetuning_with_the_papers_ablations(tmp_path, image_args, digit_folder):
-    """On a data set given by its name, a folder, whose images are squashed in place of cropped."""
+def test_finetuning_with_the_ablations_of_the_paper(tmp_path, image_args, digit_folder):
+    """On a dataset loaded by name, with images that are resized without cropping."""
     changes = {"train_dir": None, "validation_dir": None, "dataset_name": digit_folder, "max_steps": 1, "do_eval": True}
     changes["config_overrides"] = f"{TINY},mlp_type=ista,normalize_scores=false"
     script.main(image_args("image_finetuning", **changes))
@@ -70,21 +70,21 @@ def test_finetuning_with_the_papers_ablations(tmp_path, image_args, digit_folder
 
 @pytest.mark.parametrize("names", [["zero", "one", "two"], ["cat", "dog", "owl"], ["cat", "dog"]])
 def test_head_matches_the_labels(tmp_path, names, caplog):
-    """It is kept for the same names in the same order, and replaced for others, as many or not."""
+    """The head is reused for the same labels in the same order, and replaced for any others."""
     old = tiny_vision_model(id2label=dict(enumerate(NAMES)), label2id={name: i for i, name in enumerate(NAMES)})
     old.save_pretrained(tmp_path)
     args = script.ModelArguments(model_name_or_path=str(tmp_path))
     new = script.load_model(args, script.load_config(args), names)
     assert new.config.id2label == dict(enumerate(names)) and new.config.label2id == {n: i for i, n in enumerate(names)}
     assert new.classifier.weight.shape == (len(names), 32) and new.num_labels == len(names)
-    kept = names == NAMES
-    assert torch.equal(new.classifier.weight, old.classifier.weight) == kept
-    assert ("its classifier is replaced" in caplog.text) == (not kept)
+    is_reused = names == NAMES
+    assert torch.equal(new.classifier.weight, old.classifier.weight) == is_reused
+    assert ("its classifier is replaced" in caplog.text) == (not is_reused)
     for name, value in new.tost.state_dict().items():
         assert torch.equal(value, old.tost.state_dict()[name]), name
 
 
-def test_headless_model_can_be_finetuned(tmp_path):
+def test_model_without_a_head_can_be_finetuned(tmp_path):
     trunk = tiny_vision_model().tost
     trunk.save_pretrained(tmp_path)
     args = script.ModelArguments(model_name_or_path=str(tmp_path))
@@ -93,7 +93,7 @@ def test_headless_model_can_be_finetuned(tmp_path):
     assert torch.equal(model.tost.class_token, trunk.class_token)
 
 
-def test_normalisation_of_a_pretrained_model_is_kept(tmp_path):
+def test_normalisation_of_a_pretrained_model_is_reused(tmp_path):
     tiny_vision_model().save_pretrained(tmp_path)
     args = script.ModelArguments(model_name_or_path=str(tmp_path))
     assert script.load_processor(args, script.load_config(args)).image_mean[0] == 0.485
@@ -103,8 +103,8 @@ def test_normalisation_of_a_pretrained_model_is_kept(tmp_path):
     assert script.load_processor(args, script.load_config(args)).image_mean[0] == 0.5
 
 
-def test_models_of_grey_images(digit_folder):
-    """They are evaluated, by evaluate_image_classification.py, but not trained."""
+def test_models_with_one_input_channel(digit_folder):
+    """They cannot be trained; evaluate_image_classification.py supports them."""
     args = script.ModelArguments(config_name="tost-vision-tiny-patch16", config_overrides="num_channels=1")
     with pytest.raises(ValueError, match="channels"):
         script.load_config(args)
@@ -130,7 +130,7 @@ def write_parquet(file: Path, labels: list, feature, tmp_path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["folder", "name", "parquet"])
-def test_images_from_a_folder_and_from_parquet(tmp_path, digit_folder, kind):
+def test_loading_images(tmp_path, digit_folder, kind):
     if kind == "folder":
         data_args = script.DataTrainingArguments(train_dir=str(digit_folder / "train"))
     elif kind == "name":
@@ -142,15 +142,15 @@ def test_images_from_a_folder_and_from_parquet(tmp_path, digit_folder, kind):
     assert set(splits) == {"train", "validation"}
     assert splits["train"].column_names == ["image", "label", "source"]
     assert sorted(splits["train"].features["label"].names) == sorted(NAMES)
-    if kind != "name":  # which has its own
+    if kind != "name":  # that one has a validation split
         total = len(splits["train"]) + len(splits["validation"])
         assert len(splits["validation"]) == -(-total * 15 // 100) and total == (96 if kind == "folder" else 12)
     picture = script.read_image(splits["train"][0]["source"], splits["train"][0]["image"])
     assert picture.mode == "RGB" and picture.size == (8, 8)
 
 
-def test_labels_are_matched_by_name(tmp_path):
-    """Words become numbers, and files may number the same names differently."""
+def test_labels_of_the_splits_are_matched_by_name(tmp_path):
+    """String labels become ids; ids of the validation file, which orders the names differently, are mapped."""
     train = write_parquet(tmp_path / "train.parquet", ["two", "one", "zero"], Value("string"), tmp_path)
     validation = write_parquet(tmp_path / "v.parquet", [0, 1, 2], ClassLabel(names=["zero", "one", "two"]), tmp_path)
     columns = {"label_column_name": "fine"}
@@ -159,7 +159,7 @@ def test_labels_are_matched_by_name(tmp_path):
     assert splits["train"]["label"][:] == [1, 0, 2] and splits["validation"]["label"][:] == [2, 0, 1]
 
 
-def test_names_for_numbers(tmp_path):
+def test_class_names_for_integer_labels(tmp_path):
     train = write_parquet(tmp_path / "train.parquet", [2, 0, 1], Value("int64"), tmp_path)
     data_args = script.DataTrainingArguments(
         train_file=train, label_column_name="fine", class_names="cat, dog,owl", train_val_split=0
@@ -172,45 +172,45 @@ def test_names_for_numbers(tmp_path):
 def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
     grey = digit_pictures(1)[0][0]
     rgb = grey.convert("RGB")
-    picture = rgb.quantize() if mode == "P" else rgb.convert(mode)  # with a palette
+    picture = rgb.quantize() if mode == "P" else rgb.convert(mode)  # mode P has a palette
     file = tmp_path / ("x.tiff" if mode == "CMYK" else "x.png")
-    read = script.read_image("Image 0", {"bytes": png(picture, file), "path": None})
-    assert read.mode == "RGB" and read.size == (8, 8)
+    image = script.read_image("Image 0", {"bytes": png(picture, file), "path": None})
+    assert image.mode == "RGB" and image.size == (8, 8)
     if mode in ("L", "P", "RGBA", "LA"):
-        assert np.abs(np.array(read)[..., 0].astype(int) - np.array(grey)).max() <= 3
+        assert np.abs(np.array(image)[..., 0].astype(int) - np.array(grey)).max() <= 3
 
 
-def test_transparent_images_are_put_on_white(tmp_path):
+def test_transparent_images_get_a_white_background(tmp_path):
     picture = PILImage.new("RGBA", (8, 8), (200, 0, 0, 0))
-    read = script.read_image("Image 0", {"bytes": png(picture, tmp_path / "x.png"), "path": None})
-    assert np.array(read).min() == 255
+    image = script.read_image("Image 0", {"bytes": png(picture, tmp_path / "x.png"), "path": None})
+    assert np.array(image).min() == 255
 
 
-@pytest.mark.parametrize("kind", ["text", "cut", "zero", "deep", "empty", "none", "path"])
+@pytest.mark.parametrize("kind", ["text", "truncated", "zero", "deep", "empty", "none", "path"])
 def test_bad_images(tmp_path, kind):
     content = png(digit_pictures(1)[0][0].resize((64, 64)), tmp_path / "x.png")
     deep = png(PILImage.fromarray(np.full((8, 8), 40_000, np.uint16)), tmp_path / "deep.png")
-    header = b"IHDR" + bytes(4) + content[20:29]  # of no width
+    header = b"IHDR" + bytes(4) + content[20:29]  # width 0
     (tmp_path / "empty.png").touch()
-    stored = {
+    value = {
         "text": {"bytes": b"this is no image", "path": "a/b.png"},
-        "cut": {"bytes": content[: len(content) // 2], "path": None},
+        "truncated": {"bytes": content[: len(content) // 2], "path": None},
         "zero": {"bytes": content[:12] + header + zlib.crc32(header).to_bytes(4) + content[33:], "path": None},
         "deep": {"bytes": deep, "path": None},
         "empty": {"bytes": b"", "path": None},
         "none": None,
         "path": {"bytes": None, "path": str(tmp_path / "empty.png")},
     }[kind]
-    with pytest.raises(ValueError, match="Image 7") as caught:
-        script.read_image("Image 7 of the train split", stored)
+    with pytest.raises(ValueError, match="Image 7") as error_info:
+        script.read_image("Image 7 of the train split", value)
     if kind in ("text", "path"):
-        assert stored["path"] in str(caught.value)  # the file is named
+        assert value["path"] in str(error_info.value)
 
 
-def test_a_corrupt_image_stops_training_by_name(tmp_path, digit_folder, image_args):
+def test_error_message_names_a_corrupt_image(tmp_path, digit_folder, image_args):
     shutil.copytree(digit_folder / "train", tmp_path / "train")
-    broken = tmp_path / "train/one/001.png"
-    broken.write_bytes(broken.read_bytes()[:60])
+    corrupt = tmp_path / "train/one/001.png"
+    corrupt.write_bytes(corrupt.read_bytes()[:60])
     with pytest.raises(ValueError, match=r"001\.png"):
         script.main(image_args(train_dir=tmp_path / "train", max_steps=12, repeated_augmentation=1))
 
@@ -236,17 +236,17 @@ def test_bad_labels(tmp_path, labels, feature, changes, message):
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path, image_args):
-    """Started by `accelerate launch`; with BatchNorm frozen, as each process would see its own half of a batch."""
+    """With frozen BatchNorm, because each process would compute statistics of its own half of the batch."""
     common = {"freeze_batch_norm": True, "optim": "sgd", "learning_rate": 0.1, "mixup": 0, "cutmix": 0, "ema_decay": 0.5}
-    # 12 steps an epoch; the images of the evaluation fill its batches, as Trainer averages over batches
+    # an epoch has 12 steps; the evaluation batches are full because Trainer averages over batches
     common |= {"max_steps": 14, "do_eval": True, "lr_scheduler_type": "constant", "max_eval_samples": 16}
     one = launch(SCRIPT, tmp_path, image_args(output_dir=tmp_path / "one", per_device_train_batch_size=8, **common), 1)
     two = launch(SCRIPT, tmp_path, image_args(output_dir=tmp_path / "two", per_device_train_batch_size=4, **common), 2)
     assert "process 0 of 1" in one and "process 0 of 2" in two and "process 1 of 2" in two
     torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5, atol=1e-5)
     for file in ("model.safetensors", "ema/model.safetensors"):
-        alone, together = (load_file(tmp_path / folder / file) for folder in ("one", "two"))
-        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+        one_weights, two_weights = (load_file(tmp_path / folder / file) for folder in ("one", "two"))
+        torch.testing.assert_close(two_weights, one_weights, rtol=1e-5, atol=1e-5)
     for name, value in results(tmp_path / "one").items():
         if name.endswith(("accuracy", "loss", "samples")):
             assert results(tmp_path / "two")[name] == pytest.approx(value, rel=1e-5), name
@@ -255,9 +255,9 @@ def test_two_processes_equal_one(tmp_path, image_args):
 @pytest.mark.slow
 def test_digits_example(tmp_path):
     command = [sys.executable, str(EXAMPLES / "digits.py"), "--output_dir", str(tmp_path / "out"), "--max_steps", "4"]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"Test accuracy on 360 digits: \d+\.\d%", done.stdout)
+    result = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert re.search(r"Test accuracy on 360 digits: \d+\.\d%", result.stdout)
     picture = np.array(PILImage.open(tmp_path / "out/membership_maps.png").convert("RGB"))
     assert min(picture.shape[:2]) > 400 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 50  # not blank
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""run_lra.py: every task and model end to end, the paper's recipes, resuming, bad input; the rivals' attention is right."""
+"""run_lra.py: every task and model end to end, the paper's recipes, resuming, bad input; attention of the baselines."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
-import run as runner  # isort: skip  (names the folder of the others)
+import run as runner  # isort: skip  (adds the folder of lra.py to sys.path)
 
 import lra
 import lra_models
@@ -32,19 +32,19 @@ from tost_hf.model.configuration_tost import LRA_PRESETS
 
 TINY = "num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=32"
 README = Path(lra.__file__).with_name("README.md").read_text(encoding="utf-8")
-TEXTS = ["good and short", "bad", "a longer one, good as well", "é, bad"]
+DOCUMENTS = ["good and short", "bad", "a longer one, good as well", "é, bad"]
 
 
-def examples_of(task: str) -> Dataset:
+def make_examples(task: str) -> Dataset:
     labels = [0, 1, 0, 1]
     if task == "listops":
         return Dataset.from_dict(
             {"Source": ["( ( ( [MAX 2 ) 9 ) ] )", "7", "3", "( ( ( [MIN 2 ) 9 ) ] )"], "Target": [9, 7, 3, 2]}
         )
     if task == "text":
-        return Dataset.from_dict({"text": TEXTS, "label": labels})
+        return Dataset.from_dict({"text": DOCUMENTS, "label": labels})
     if task == "retrieval":
-        return Dataset.from_dict({"label": labels, "text1": TEXTS, "text2": TEXTS[::-1]})
+        return Dataset.from_dict({"label": labels, "text1": DOCUMENTS, "text2": DOCUMENTS[::-1]})
     pictures = [PILImage.fromarray(np.full((8, 8, 3), 40 * number, dtype=np.uint8)) for number in range(4)]
     features = Features({"img": Image(), "label": ClassLabel(names=["a", "b"]), "fine": Value("int64")})
     return Dataset.from_dict({"img": pictures, "label": labels, "fine": labels}, features)
@@ -56,7 +56,7 @@ def lra_args(tmp_path):
 
     def make(task: str = "text", **changes) -> list[str]:
         for split in ("train", "test"):
-            examples_of(task).to_parquet(tmp_path / task / f"{split}.parquet")
+            make_examples(task).to_parquet(tmp_path / task / f"{split}.parquet")
         values = {
             "task": task,
             "dataset_name": tmp_path / task,
@@ -85,37 +85,37 @@ def make_model(attention: str, preset: str = "tost-lra-text", **fields):
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
-def test_other_attention_is_as_published(attention):
+def test_attention_of_the_baselines(attention):
     layer = make_model(attention).model.layers[0].self_attn.double()
     x, mask = torch.randn(2, 7, 16, dtype=torch.float64), torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
-    found, _ = layer(x, attention_mask=mask)
-    query, key, value = (part.view(2, 7, 2, 8).transpose(1, 2) for part in layer.qkv_proj(x).split(16, -1))
+    actual, _ = layer(x, attention_mask=mask)
+    query, key, value = (states.view(2, 7, 2, 8).transpose(1, 2) for states in layer.qkv_proj(x).split(16, -1))
     if attention == "softmax":
         weights = (query @ key.mT / 8**0.5).exp()
     else:
         weights = (torch.nn.functional.elu(query) + 1) @ (torch.nn.functional.elu(key) + 1).mT
     weights = weights * mask[:, None, None]
     expected = (weights / weights.sum(-1, keepdim=True)) @ value
-    torch.testing.assert_close(found, layer.out_proj(expected.transpose(1, 2).reshape(2, 7, 16)))
+    torch.testing.assert_close(actual, layer.out_proj(expected.transpose(1, 2).reshape(2, 7, 16)))
 
 
 @pytest.mark.parametrize(
     ("attention", "preset"),
     [*((kind, "tost-lra-text") for kind in lra_models.ATTENTION), ("tost", "tost-lra-retrieval")],
 )
-def test_padding_changes_nothing_and_models_come_back(tmp_path, attention, preset):
+def test_padding_does_not_change_logits_and_models_load(tmp_path, attention, preset):
     model = make_model(attention, preset)
     pairs = preset == "tost-lra-retrieval"
     items = [{"input_ids": [5, 6, 7], "labels": 0}, {"input_ids": [8, 9, 10, 11, 12], "labels": 1}]
     items = [item | ({"other_input_ids": item["input_ids"][::-1][:4]} if pairs else {}) for item in items]
     with torch.no_grad():
-        together = model(**lra_tasks.collate(items)).logits
-        alone = torch.cat([model(**lra_tasks.collate([item])).logits for item in items])
-        torch.testing.assert_close(together, alone)
+        padded_logits = model(**lra_tasks.collate(items)).logits
+        logits = torch.cat([model(**lra_tasks.collate([item])).logits for item in items])
+        torch.testing.assert_close(padded_logits, logits)
         model.save_pretrained(tmp_path)
-        again = type(model).from_pretrained(tmp_path).eval()
-        assert torch.equal(again(**lra_tasks.collate(items)).logits, together)
+        loaded = type(model).from_pretrained(tmp_path).eval()
+        assert torch.equal(loaded(**lra_tasks.collate(items)).logits, padded_logits)
     assert (type(model) is ToSTForSequenceClassification) == (attention == "tost" and not pairs)
 
 
@@ -125,14 +125,14 @@ def test_padding_changes_nothing_and_models_come_back(tmp_path, attention, prese
 @pytest.mark.parametrize(
     ("task", "attention"), [("text", "tost"), ("image", "tost"), ("retrieval", "softmax"), ("listops", "linear")]
 )
-def test_tasks_train(tmp_path, lra_args, task, attention):
+def test_training_on_the_tasks(tmp_path, lra_args, task, attention):
     run_lra.main(lra_args(task, attention=attention))
     out = tmp_path / "out"
     assert len(losses(out)) == 2
-    measured = json.loads((out / "all_results.json").read_text())
-    assert {"eval_accuracy", "test_accuracy", "train_loss"} <= set(measured) and measured["test_samples"] == 4
+    metrics = json.loads((out / "all_results.json").read_text())
+    assert {"eval_accuracy", "test_accuracy", "train_loss"} <= set(metrics) and metrics["test_samples"] == 4
     (result,) = json.loads((out / "evaluation.json").read_text())["results"]
-    assert result["metric_value"] == measured["test_accuracy"] and result["dataset_name"] == task
+    assert result["metric_value"] == metrics["test_accuracy"] and result["dataset_name"] == task
     assert (out / "course.png").stat().st_size > 1000 and (out / "README.md").is_file()
     assert "python examples/" in json.loads((out / "run_arguments.json").read_text())["command"]
     if attention == "tost" and task != "retrieval":
@@ -140,15 +140,15 @@ def test_tasks_train(tmp_path, lra_args, task, attention):
         assert type(model) is ToSTForSequenceClassification and model.config.max_position_embeddings == 16
 
 
-def test_a_run_resumes(tmp_path, lra_args):
-    """From its last checkpoint, with the same losses, for a model that only this folder knows."""
+def test_run_resumes(tmp_path, lra_args):
+    """From its last checkpoint, with the same losses, for a baseline model, which is defined in this folder only."""
     args = lra_args(attention="linear", max_steps=4, save_steps=2, eval_strategy="no")
     run_lra.main(args)
-    whole, out = losses(tmp_path / "out"), tmp_path / "out"
+    expected, out = losses(tmp_path / "out"), tmp_path / "out"
     shutil.rmtree(out / "checkpoint-4")
     run_lra.main(args)
-    assert len(whole) == 4 and losses(out) == whole
-    assert json.loads((out / "train_results.json").read_text())["train_loss"] < sum(whole) / 4  # of the last two steps
+    assert len(expected) == 4 and losses(out) == expected
+    assert json.loads((out / "train_results.json").read_text())["train_loss"] < sum(expected) / 4  # of the last two steps
 
 
 def test_options_beyond_the_paper(tmp_path, lra_args):
@@ -158,7 +158,7 @@ def test_options_beyond_the_paper(tmp_path, lra_args):
 
 
 @pytest.mark.parametrize("command", re.findall("python examples/research/lra/run_lra.py (.*)", README))
-def test_commands_of_the_full_runs(command):
+def test_readme_commands_of_the_full_runs(command):
     classes = run_lra.ModelArguments, run_lra.DataArguments, run_lra.LRATrainingArguments
     recipe, *words = shlex.split(command)
     model, data, training = run_lra.parse_args([str(EXAMPLES.parent / recipe), *words], *classes)
@@ -166,15 +166,15 @@ def test_commands_of_the_full_runs(command):
     assert training.do_train and training.max_steps >= 25_000 and f"tost-lra-{training.task}" in LRA_PRESETS
 
 
-def test_the_small_comparison(tmp_path, monkeypatch, capsys):
+def test_small_comparison(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lra, "EXAMPLES", {"train": 20, "test": 10})
     folders = ["--data", str(tmp_path / "data"), "--results", str(tmp_path / "results")]
     arguments = ["--tasks", "listops", "--steps", "2", "--seeds", "0", "1", *folders]
     runner.main(["lra", *arguments])
-    printed = capsys.readouterr().out
-    assert printed.count("seed 1") == 3
+    stdout = capsys.readouterr().out
+    assert stdout.count("seed 1") == 3
     runner.main(["lra", *arguments])
-    assert "seed 1" not in capsys.readouterr().out  # known seeds are not run again
+    assert "seed 1" not in capsys.readouterr().out  # recorded seeds are not run again
     records = select(read_records(tmp_path / "results/lra.csv"), metric="accuracy")
     assert len(records) == 6
 
@@ -190,7 +190,7 @@ def test_token_ids():
     assert lra_tasks.encode_pixels(picture, 4) == [4, 6, 12, 14]  # means of 2 x 2, rounded
 
 
-def test_aans_own_files(tmp_path):
+def test_reading_the_tsv_files_of_aan(tmp_path):
     for name, count in (("train", 3), ("eval", 2), ("test", 1)):
         lines = [f'{i % 2}.0\tA{i}\tB{i}\tone "quoted {i}\tother' for i in range(count)]
         (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("\n".join(lines) + "\n")
@@ -201,9 +201,9 @@ def test_aans_own_files(tmp_path):
     assert example["labels"] == 1 and bytes(x - 1 for x in example["input_ids"]) == b'one "quoted 1'
 
 
-def test_where_validation_examples_come_from(tmp_path, caplog):
+def test_source_of_validation_examples(tmp_path, caplog):
     for name in ("train", "test"):
-        examples_of("image").to_parquet(tmp_path / "data" / f"{name}.parquet")
+        make_examples("image").to_parquet(tmp_path / "data" / f"{name}.parquet")
     options = {"cache_dir": str(tmp_path / "cache")}
     image = lra_tasks.load_splits(str(tmp_path / "data"), lra_tasks.TASKS["image"], **options)
     assert {split: len(examples) for split, examples in image.items()} == {"train": 3, "validation": 1, "test": 4}
@@ -221,7 +221,7 @@ def test_where_validation_examples_come_from(tmp_path, caplog):
         ("text", {"config_overrides": f"{TINY},max_position_embeddings=8"}, "8 positions"),
     ],
 )
-def test_wrong_input_is_rejected(tmp_path, lra_args, task, changes, message):
+def test_bad_input_is_rejected(tmp_path, lra_args, task, changes, message):
     with pytest.raises(ValueError, match=message):
         run_lra.main(lra_args(task, **changes))
     assert not (tmp_path / "out" / "config.json").exists()

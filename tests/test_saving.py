@@ -20,7 +20,7 @@ from transformers import (
 from tost_hf import ToSTForCausalLM
 
 
-def ids(*shape):
+def random_ids(*shape):
     return torch.randint(2, 97, shape)
 
 
@@ -43,7 +43,7 @@ def saved(tiny_model, tmp_path):
     return tmp_path / "model"
 
 
-# Save, load, the same (test_options.py has the tests of whole models) ------------------------------------------------
+# Round trips (those of whole models are in test_options.py) ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -51,10 +51,10 @@ def test_tied_and_untied_weights(tiny_config, tmp_path, tied):
     tiny_config.tie_word_embeddings = tied
     model = randomize(ToSTForCausalLM(tiny_config)).eval()
     model.save_pretrained(tmp_path)
-    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not tied)  # a tied one is stored once
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
-    assert_equal_states(again.state_dict(), model.state_dict())
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not tied)  # a tied weight is stored once
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert_equal_states(loaded.state_dict(), model.state_dict())
 
 
 def is_statistics(name):
@@ -63,45 +63,46 @@ def is_statistics(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_round_trip(tiny_model, tmp_path, dtype):
-    before = {name: tensor.clone() for name, tensor in tiny_model.state_dict().items()}
+    float32_state = {name: tensor.clone() for name, tensor in tiny_model.state_dict().items()}
     tiny_model.to(dtype).save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    for again in (AutoModelForCausalLM.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)):
-        assert again.dtype == dtype
-        assert_equal_states(again.state_dict(), tiny_model.state_dict())
-        for name, tensor in again.state_dict().items():
-            if is_statistics(name):  # these keep every bit
-                assert stored[name].dtype == tensor.dtype == torch.float32 and torch.equal(tensor, before[name])
+    for options in ({}, {"dtype": dtype}):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        assert loaded.dtype == dtype
+        assert_equal_states(loaded.state_dict(), tiny_model.state_dict())
+        for name, tensor in loaded.state_dict().items():
+            if is_statistics(name):  # they are stored in float32
+                assert stored[name].dtype == tensor.dtype == torch.float32 and torch.equal(tensor, float32_state[name])
             else:
-                assert torch.equal(tensor, before[name].to(dtype))
-        tokens = ids(2, 20)
-        assert torch.equal(again(tokens).logits, tiny_model(tokens).logits)
+                assert torch.equal(tensor, float32_state[name].to(dtype))
+        tokens = random_ids(2, 20)
+        assert torch.equal(loaded(tokens).logits, tiny_model(tokens).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModelForImageClassification])
-def test_a_model_built_in_another_dtype_keeps_float32_statistics(tiny_config, auto_class, dtype):
-    vision = small_vision_config()
-    model = auto_class.from_config(tiny_config if auto_class is AutoModelForCausalLM else vision, dtype=dtype)
+def test_statistics_parameters_are_float32_in_a_model_of_another_dtype(tiny_config, auto_class, dtype):
+    vision_config = small_vision_config()
+    model = auto_class.from_config(tiny_config if auto_class is AutoModelForCausalLM else vision_config, dtype=dtype)
     for name, tensor in model.named_parameters():
         assert tensor.dtype == (torch.float32 if is_statistics(name) else dtype), name
 
 
-def test_trunk_and_heads_share_their_weights(tiny_model, saved, tmp_path):
+def test_loading_between_trunk_and_heads(tiny_model, saved, tmp_path):
     trunk = tiny_model.model.state_dict()
     assert_equal_states(AutoModel.from_pretrained(saved).state_dict(), trunk)
     classifier, info = AutoModelForSequenceClassification.from_pretrained(saved, num_labels=50, output_loading_info=True)
     assert_equal_states(classifier.model.state_dict(), trunk)
     assert info["missing_keys"] == {"score.weight"} and classifier.score.weight.shape == (50, 32)
     assert classifier.score.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    # and back: a language model from the folder of a trunk
+    # the other direction: a language model from the folder of a trunk
     AutoModel.from_pretrained(saved).save_pretrained(tmp_path / "trunk")
     assert_equal_states(AutoModelForCausalLM.from_pretrained(tmp_path / "trunk").state_dict(), tiny_model.state_dict())
 
 
 @pytest.fixture
 def text_folder(tiny_model, tmp_path):
-    """A folder with a model and a tokenizer of letters."""
+    """A folder with a model and a tokenizer whose words are letters."""
     words = ["<pad>", "<s>", *"abcdefghijklmnopqrstuvwxyz"]
     vocab = {word: number for number, word in enumerate(words)} | {f"word{n}": n for n in range(len(words), 97)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
@@ -117,7 +118,7 @@ def test_text_generation_pipeline(tiny_model, text_folder):
     settings = {"max_new_tokens": 6, "do_sample": False}
     expected = tiny_model.generate(prompt, **settings)[0].tolist()
     assert generate("a b c", return_tensors=True, **settings) == [{"generated_token_ids": expected}]
-    # a padded batch of prompts gives each prompt's own text
+    # each prompt of a padded batch has the same continuation as alone
     generate.tokenizer.padding_side = "left"
     batch = generate(["a b c", "d"], batch_size=2, **settings)
     assert batch == [generate("a b c", **settings), generate("d", **settings)]
@@ -127,7 +128,7 @@ def test_text_generation_pipeline(tiny_model, text_folder):
 
 
 def test_pickled_weights_are_rejected(saved, tiny_model):
-    """Not even harmless ones: only the converter reads pickles."""
+    """Even harmless ones, because only the converter reads pickles."""
     (saved / "model.safetensors").unlink()
     torch.save(tiny_model.state_dict(), saved / "pytorch_model.bin")
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
@@ -143,7 +144,7 @@ def test_config_of_another_model(tmp_path):
         ToSTForCausalLM.from_pretrained(tmp_path)
 
 
-# Missing weights are initialised, loaded ones are left alone ---------------------------------------------------------
+# Missing weights are initialised, loaded ones are not ----------------------------------------------------------------
 
 MISSING = (
     *(f"layers.1.self_attn.{name}" for name in ("out_proj.weight", "in_proj.weight", "in_proj.bias", "temp", "denom_bias")),
@@ -154,7 +155,7 @@ MISSING = (
 
 @pytest.fixture
 def wide_model():
-    """Wide enough for its weights' spread to be measured."""
+    """Wide enough to measure the standard deviation of its weights."""
     config = small_config(hidden_size=128, max_position_embeddings=32, layer_scale_init_value=0.25, use_bias=True)
     return randomize(ToSTForCausalLM(config)).eval()
 
@@ -169,10 +170,10 @@ def test_missing_weights_get_their_initial_values(wide_model, tmp_path):
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert info["missing_keys"] == {f"model.{name}" for name in MISSING}
     layer = loaded.model.layers[1]
-    small = 0.02 / math.sqrt(2 * 2)
+    residual_std = 0.02 / math.sqrt(2 * 2)
     for weight, std in (
-        (layer.self_attn.out_proj.weight, small),
-        (layer.mlp.down_proj.weight, small),
+        (layer.self_attn.out_proj.weight, residual_std),
+        (layer.mlp.down_proj.weight, residual_std),
         (layer.self_attn.in_proj.weight, 0.02),
         (layer.mlp.up_proj.weight, 0.02),
         (loaded.model.embed_positions.weight, 0.02),
@@ -182,7 +183,7 @@ def test_missing_weights_get_their_initial_values(wide_model, tmp_path):
     assert (layer.self_attn.in_proj.bias == 0).all() and (layer.mlp.down_proj.bias == 0).all()
     assert (layer.attention_layer_scale == 0.25).all() and (layer.mlp_layer_scale == 0.25).all()
     expected = wide_model.state_dict()
-    for name, tensor in loaded.state_dict().items():  # everything that was in the file is as it was, its neighbours too
+    for name, tensor in loaded.state_dict().items():
         if name not in info["missing_keys"]:
             assert torch.equal(tensor, expected[name]), name
 
@@ -192,46 +193,46 @@ def test_missing_weights_get_their_initial_values(wide_model, tmp_path):
 
 def test_resize_token_embeddings(tiny_model, tmp_path):
     tokens = torch.randint(2, 50, (2, 9))
-    before = tiny_model(tokens).logits
+    old_logits = tiny_model(tokens).logits
     tiny_model.resize_token_embeddings(120)
-    after = tiny_model(tokens).logits
-    assert tiny_model.config.vocab_size == 120 and after.shape == (2, 9, 120)
-    torch.testing.assert_close(after[..., :97], before)
+    logits = tiny_model(tokens).logits
+    assert tiny_model.config.vocab_size == 120 and logits.shape == (2, 9, 120)
+    torch.testing.assert_close(logits[..., :97], old_logits)
     tiny_model.save_pretrained(tmp_path)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, after)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, logits)
 
 
-def tables(model):
+def position_tables(model):
     """The position tables with positions first."""
     return [model.model.embed_positions.weight, *(layer.self_attn.denom_bias[..., 0].T for layer in model.model.layers)]
 
 
 def test_truncate_position_embeddings(tiny_model, tmp_path):
-    tokens = ids(2, 16)
-    logits, old = tiny_model(tokens).logits, [table.clone() for table in tables(tiny_model)]
+    tokens = random_ids(2, 16)
+    logits, old_tables = tiny_model(tokens).logits, [table.clone() for table in position_tables(tiny_model)]
     tiny_model.resize_position_embeddings(16)
-    for table, was in zip(tables(tiny_model), old):
-        assert torch.equal(table, was[:16])
+    for table, old_table in zip(position_tables(tiny_model), old_tables):
+        assert torch.equal(table, old_table[:16])
     assert torch.equal(tiny_model(tokens).logits, logits)
     with pytest.raises(IndexError, match="Position 16 "):
-        tiny_model(ids(1, 17))
+        tiny_model(random_ids(1, 17))
     tiny_model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config.max_position_embeddings == 16 and torch.equal(again(tokens).logits, logits)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.max_position_embeddings == 16 and torch.equal(loaded(tokens).logits, logits)
 
 
 def test_extend_position_embeddings(tiny_model, tmp_path):
-    old = [table.detach().clone() for table in tables(tiny_model)]
+    old_tables = [table.detach().clone() for table in position_tables(tiny_model)]
     tiny_model.resize_position_embeddings(300)
     position = torch.arange(300, dtype=torch.float64) * 127 / 299
     low = position.long().clamp_max(126)
-    share = (position - low).unsqueeze(1)
-    for table, was in zip(tables(tiny_model), old):
-        expected = (1 - share) * was[low] + share * was[low + 1]
+    fraction = (position - low).unsqueeze(1)
+    for table, old_table in zip(position_tables(tiny_model), old_tables):
+        expected = (1 - fraction) * old_table[low] + fraction * old_table[low + 1]
         torch.testing.assert_close(table.double(), expected, rtol=1e-4, atol=1e-5)
-        assert torch.equal(table[0], was[0])
-        torch.testing.assert_close(table[-1], was[-1])
-    tokens = ids(1, 300)
+        assert torch.equal(table[0], old_table[0])
+        torch.testing.assert_close(table[-1], old_table[-1])
+    tokens = random_ids(1, 300)
     logits = tiny_model(tokens).logits
     tiny_model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, logits)
