@@ -10,12 +10,12 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def read_checkpoint(path):
-    with torch.serialization.safe_globals([argparse.Namespace]):  # the vision ones hold one under "args"
+    with torch.serialization.safe_globals([argparse.Namespace]):  # vision checkpoints store one under "args"
         return torch.load(path, weights_only=True)
 
 
 def write_changed(path, change, source):
-    """A copy of a checkpoint after `change(contents)`, which changes it in place or returns another object."""
+    """Writes a copy of a checkpoint after `change(contents)`, which changes it in place or returns another object."""
     contents = read_checkpoint(source)
     torch.save(change(contents) or contents, path)
     return path

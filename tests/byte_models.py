@@ -1,4 +1,4 @@
-"""Small language models of bytes to evaluate, and what they should score."""
+"""Small byte-level language models to evaluate, and their arguments."""
 
 import evaluate_lm
 from conftest import randomize, small_config
@@ -13,7 +13,7 @@ EOS_ID = 0
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and end-of-text."""
+    """A tokenizer with one token per byte, and end-of-text."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator([""], vocab_size=257, special_tokens=[EOS], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=EOS, eos_token=EOS)
@@ -24,7 +24,7 @@ def make_model(**changes) -> ToSTForCausalLM:
     return randomize(ToSTForCausalLM(small_config(**(fields | changes)))).eval()
 
 
-def gpt2() -> GPT2LMHeadModel:
+def make_gpt2() -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=257, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=EOS_ID, eos_token_id=EOS_ID
     )
@@ -36,4 +36,4 @@ def make_args(tasks=("text",), **changes) -> evaluate_lm.LMEvaluationArguments:
 
 
 def values(measurements) -> dict[str, float]:
-    return {measured.metric_type: measured.value for measured in measurements}
+    return {measurement.metric_type: measurement.value for measurement in measurements}

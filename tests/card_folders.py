@@ -1,4 +1,4 @@
-"""Folders that cards are made from, as fixtures, and how to look at a card."""
+"""Fixtures of folders to make cards from, and helpers that read a card."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def code_blocks(card):
 
 
 def metadata(card):
-    """As it is after a round trip through the file's text."""
+    """The metadata parsed from the card's text, as after saving and loading."""
     return ModelCard(str(card)).data.to_dict()
 
 
@@ -80,19 +80,19 @@ RECORDS = {
 
 @pytest.fixture
 def bare_folder(tiny_model, tmp_path):
-    """A model and nothing else."""
+    """A folder with a model only."""
     tiny_model.save_pretrained(tmp_path / "tiny")
     return tmp_path / "tiny"
 
 
 @pytest.fixture
 def trained_folder(bare_folder, tiny_model):
-    """What a training run, an evaluation and a tokenizer leave in the folder of a model with its source files."""
+    """A folder with a model, its source files, a tokenizer, and the records of training and evaluation."""
     tiny_model.save_pretrained(bare_folder, with_code=True)
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "A": 1, "text": 2, "<unk>": 3}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
-    fast.save_pretrained(bare_folder)
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
+    fast_tokenizer.save_pretrained(bare_folder)
     for name, content in RECORDS.items():
         write_json(bare_folder / name, content)
     return bare_folder

@@ -1,4 +1,4 @@
-"""What every test stands on: no network but loopback, one thread setting, small models."""
+"""Shared fixtures and small models; the network is limited to loopback."""
 
 import os
 import socket
@@ -19,9 +19,9 @@ import tost_hf
 
 
 collect_ignore = ["vllm"]  # has its own environment: make test-vllm
-sys.modules["vllm"] = None  # that folder, beside this file, would pass for the package
+sys.modules["vllm"] = None  # otherwise that folder, beside this file, would be imported as the package
 
-# where its backends are missing, transformers puts a placeholder in the class's place
+# transformers replaces the class with a placeholder where its backends are missing
 auto_processor_missing = hasattr(AutoImageProcessor, "_backends")
 needs_auto_processor = pytest.mark.skipif(
     auto_processor_missing, reason="AutoImageProcessor of this transformers needs torchvision"
@@ -29,27 +29,27 @@ needs_auto_processor = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def set_seed():
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def loopback_only():
-    """A look-up of any host but this one fails the test."""
-    real = socket.getaddrinfo
+def restrict_network_to_loopback():
+    """Raises an error when a test looks up any other host."""
+    getaddrinfo = socket.getaddrinfo
 
-    def guarded(host, *args, **kwargs):
+    def getaddrinfo_on_loopback(host, *args, **kwargs):
         if host not in (None, "", "localhost", "127.0.0.1", "::1", b"localhost", b"127.0.0.1", socket.gethostname()):
             raise AssertionError(f"A test tried to reach {host!r}.")
-        return real(host, *args, **kwargs)
+        return getaddrinfo(host, *args, **kwargs)
 
-    socket.getaddrinfo = guarded
+    socket.getaddrinfo = getaddrinfo_on_loopback
     yield
-    socket.getaddrinfo = real
+    socket.getaddrinfo = getaddrinfo
 
 
 def randomize(model: torch.nn.Module) -> torch.nn.Module:
-    """Gives every parameter a value at which it matters: initial ones (LayerScale 1e-5, denom_bias 0) hide mistakes."""
+    """Sets every parameter to a value that affects outputs: initial ones (LayerScale 1e-5, denom_bias 0) hide mistakes."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -97,8 +97,8 @@ def images():
 
 
 @pytest.fixture
-def texts():
-    """Three texts of 12, 9 and 7 tokens, the second padded on the left and the third on the right."""
+def batch():
+    """Three sequences of 12, 9 and 7 tokens, the second padded on the left and the third on the right."""
     mask = torch.ones(3, 12, dtype=torch.long)
     mask[1, :3] = 0
     mask[2, 7:] = 0
@@ -123,7 +123,7 @@ def text_model():
     return randomize(tost_hf.ToSTForCausalLM(config)).eval()
 
 
-# they import from here, so at the end
+# at the end, because these modules import from this one
 from card_folders import bare_folder, labelled_folder, trained_folder  # noqa: E402, F401
 from image_runs import digit_folder, image_args  # noqa: E402, F401
 from text_runs import clm_args, text_folder, text_parts  # noqa: E402, F401

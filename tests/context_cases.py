@@ -1,4 +1,4 @@
-"""What each process of test_parallel_context.py computes: a model on whole texts, and the same one context-parallel."""
+"""Test cases of test_parallel_context.py, run in each process: a context-parallel model against the model in one process."""
 
 import copy
 
@@ -26,35 +26,35 @@ OPTIONS = {
 }
 
 
-def a_mask():
+def make_mask():
     mask = torch.ones(3, LENGTH, dtype=torch.long)
-    mask[0, :9] = mask[1, 13:] = mask[2, 4:9] = mask[2, 11] = 0  # whole shards are padding
+    mask[0, :9] = mask[1, 13:] = mask[2, 4:9] = mask[2, 11] = 0  # some shards are all padding
     return mask
 
 
-def sequences(*starts_of_texts):
+def make_seq_idx(*sequence_starts):
     starts = torch.zeros(3, LENGTH, dtype=torch.long)
-    for index, tokens in enumerate(starts_of_texts):
-        starts[index, list(tokens)] = 1
+    for index, positions in enumerate(sequence_starts):
+        starts[index, list(positions)] = 1
     return starts.cumsum(1)
 
 
-TEXTS = {
+LAYOUTS = {
     "plain": lambda: {},
-    "padded": lambda: {"attention_mask": a_mask()},
-    "packed": lambda: {"seq_idx": sequences([1, 2, 3, 11], [6, 12, 18], [])},  # at the start of a shard, too
-    "packed and padded": lambda: {"seq_idx": sequences([7, 16], [5], [6, 11]), "attention_mask": a_mask()},
+    "padded": lambda: {"attention_mask": make_mask()},
+    "packed": lambda: {"seq_idx": make_seq_idx([1, 2, 3, 11], [6, 12, 18], [])},  # 6 and 11 are also the start of a shard
+    "packed and padded": lambda: {"seq_idx": make_seq_idx([7, 16], [5], [6, 11]), "attention_mask": make_mask()},
     "restarting positions": lambda: {"position_ids": torch.cat([torch.arange(8), torch.arange(13)]).repeat(3, 1)},
 }
 
 
-def a_model(dtype=torch.float64, **options):
+def make_model(dtype=torch.float64, **options):
     return randomize(tost_hf.ToSTForCausalLM(small_config(**options))).to(dtype)
 
 
-def a_batch(texts: str, seed: int = 0):
+def make_batch(layout: str, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
-    batch = TEXTS[texts]() | {"input_ids": torch.randint(0, 97, (3, LENGTH), generator=generator)}
+    batch = LAYOUTS[layout]() | {"input_ids": torch.randint(0, 97, (3, LENGTH), generator=generator)}
     labels = batch["input_ids"].masked_fill(batch.get("attention_mask", torch.ones(1)) == 0, -100)
     return batch | {"labels": labels}
 
@@ -63,8 +63,8 @@ def gradients(model):
     return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
-def averaged_gradients(model):
-    """Gradients, averaged over all processes."""
+def average_gradients(model):
+    """The gradients averaged over all processes."""
     grads = gradients(model)
     for grad in grads.values():
         dist.all_reduce(grad)
@@ -73,51 +73,52 @@ def averaged_gradients(model):
 
 
 def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The largest absolute difference, relative to the largest absolute value of `y`; 0 for empty tensors."""
+    """The maximum absolute difference divided by the maximum absolute value of `y`; 0 for empty tensors."""
     return (x - y).abs().max().item() / max(y.abs().max().item(), 1e-30) if y.numel() else 0.0
 
 
-def compare(model, batch, mesh, grads=averaged_gradients, wrap=lambda model: model, whole_batches=None):
-    """Errors of outputs, loss and gradients of a context-parallel model."""
-    whole_batches = [batch] if whole_batches is None else whole_batches
-    alone = copy.deepcopy(model)
+def compare(model, batch, mesh, get_gradients=average_gradients, wrap=lambda model: model, all_batches=None):
+    """Relative errors of loss, outputs and gradients of a context-parallel model."""
+    all_batches = [batch] if all_batches is None else all_batches
+    reference = copy.deepcopy(model)
     losses = []
-    for other in whole_batches:
-        loss = alone(**other).loss / len(whole_batches)
+    for other in all_batches:
+        loss = reference(**other).loss / len(all_batches)
         loss.backward()
         losses.append(loss.item())
     with torch.no_grad():
-        whole = copy.deepcopy(alone)(**batch)
+        expected = copy.deepcopy(reference)(**batch)
     parallel = wrap(parallelize(model, mesh))
     out = parallel(**batch)
     out.loss.backward()
     shard = local_tokens(LENGTH, mesh)
-    errors = {"loss": relative_error(out.loss.detach(), whole.loss)}
+    errors = {"loss": relative_error(out.loss.detach(), expected.loss)}
     if out.logits is not None:
-        real = batch.get("attention_mask", torch.ones(3, LENGTH)).bool()[:, shard]
-        errors["outputs"] = relative_error(out.logits.detach()[real], whole.logits[:, shard][real])
-    found = grads(parallel)
-    expected = gradients(alone)
+        is_token = batch.get("attention_mask", torch.ones(3, LENGTH)).bool()[:, shard]
+        errors["outputs"] = relative_error(out.logits.detach()[is_token], expected.logits[:, shard][is_token])
+    actual_grads = get_gradients(parallel)
+    expected_grads = gradients(reference)
     errors["gradients"] = max(
-        relative_error(found[name.removeprefix("module.")], grad) if name in found else 1.0 for name, grad in expected.items()
+        relative_error(actual_grads[name.removeprefix("module.")], grad) if name in actual_grads else 1.0
+        for name, grad in expected_grads.items()
     )
     return errors
 
 
 def cp_mesh(cp: int):
-    """A mesh of replicas, each of `cp` processes."""
+    """The context-parallel dimension of a mesh with `cp` processes per replica."""
     return init_device_mesh("cpu", (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))["cp"]
 
 
-def equality(cp: int, options: str, texts: str, dtype=torch.float64):
-    return compare(a_model(dtype, **OPTIONS[options]), a_batch(texts), cp_mesh(cp))
+def compare_context_parallel(cp: int, options: str, layout: str, dtype=torch.float64):
+    return compare(make_model(dtype, **OPTIONS[options]), make_batch(layout), cp_mesh(cp))
 
 
-def gradients_of_ddp(model):
+def ddp_gradients(model):
     return {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
 
 
-def gradients_of_shards(model):
+def fsdp_gradients(model):
     return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
 
 
@@ -127,41 +128,41 @@ def apply_fsdp(model):
     return fully_shard(model)
 
 
-def replicas(wrap, grads):
-    """dp 2 x cp 2: every replica reads another batch."""
-    own = dist.get_rank() // 2
-    batches = [a_batch("plain", seed) for seed in range(2)]
-    return compare(a_model(**OPTIONS["all"]), batches[own], cp_mesh(2), grads, wrap, batches)
+def compare_replicas(wrap, get_gradients):
+    """dp 2 x cp 2: every replica has its own batch."""
+    replica = dist.get_rank() // 2
+    batches = [make_batch("plain", seed) for seed in range(2)]
+    return compare(make_model(**OPTIONS["all"]), batches[replica], cp_mesh(2), get_gradients, wrap, batches)
 
 
-def checkpointed():
-    model = a_model(**OPTIONS["all"])
+def compare_checkpointing():
+    model = make_model(**OPTIONS["all"])
     model.gradient_checkpointing_enable()
-    return compare(model.train(), a_batch("packed and padded"), cp_mesh(4))
+    return compare(model.train(), make_batch("packed and padded"), cp_mesh(4))
 
 
-def fused():
-    model = a_model(torch.float32).train()
+def compare_fused_loss():
+    model = make_model(torch.float32).train()
     model.fuse_linear_cross_entropy = True
-    return compare(model, a_batch("padded"), cp_mesh(4))
+    return compare(model, make_batch("padded"), cp_mesh(4))
 
 
-def embedded():
-    """Embedded tokens in place of ids, a given number of items, tuples returned, positional arguments."""
-    model, batch = a_model(**OPTIONS["all"]), a_batch("packed")
+def compare_inputs_embeds():
+    """inputs_embeds in place of input_ids, num_items_in_batch, return_dict=False, positional arguments."""
+    model, batch = make_model(**OPTIONS["all"]), make_batch("packed")
     ids, labels = batch.pop("input_ids"), batch["labels"]
-    items = torch.tensor(50)
-    alone = copy.deepcopy(model)(ids, num_items_in_batch=items, **batch).loss
+    num_items = torch.tensor(50)
+    expected = copy.deepcopy(model)(ids, num_items_in_batch=num_items, **batch).loss
     parallelize(model, cp_mesh(4))
     embeds = model.get_input_embeddings()(ids)
-    given = {"seq_idx": batch["seq_idx"], "num_items_in_batch": items}
-    loss, *_ = model(inputs_embeds=embeds, labels=labels, return_dict=False, **given)
-    same = model(ids, None, None, None, None, labels, **given).loss
-    return {"loss": max(relative_error(loss, alone), relative_error(same, alone))}
+    kwargs = {"seq_idx": batch["seq_idx"], "num_items_in_batch": num_items}
+    loss, *_ = model(inputs_embeds=embeds, labels=labels, return_dict=False, **kwargs)
+    positional_loss = model(ids, None, None, None, None, labels, **kwargs).loss
+    return {"loss": max(relative_error(loss, expected), relative_error(positional_loss, expected))}
 
 
-class CountBytes(TorchDispatchMode):
-    """Records the bytes and collectives of a process."""
+class CommunicationCounter(TorchDispatchMode):
+    """Counts the collectives of a process and the bytes they send."""
 
     def __init__(self):
         super().__init__()
@@ -174,47 +175,49 @@ class CountBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def communication():
-    """Numbers of collectives and bytes, forward and backward, for texts of two lengths."""
-    answer = {}
+def count_communication():
+    """Numbers of collectives and bytes, forward and backward, for sequences of two lengths."""
+    counts_by_option = {}
     for options in ("published", "decay per token", "convolution"):
-        model = parallelize(a_model(torch.float32, **OPTIONS[options] | {"max_position_embeddings": None}), cp_mesh(4)).model
+        model = parallelize(
+            make_model(torch.float32, **OPTIONS[options] | {"max_position_embeddings": None}), cp_mesh(4)
+        ).model
         counts = []
         for length in (64, 1024):
-            with CountBytes() as forward:
-                hidden = model(torch.zeros(1, length, dtype=torch.long)).last_hidden_state
-            with CountBytes() as backward:
-                hidden.sum().backward()
+            with CommunicationCounter() as forward:
+                hidden_states = model(torch.zeros(1, length, dtype=torch.long)).last_hidden_state
+            with CommunicationCounter() as backward:
+                hidden_states.sum().backward()
             counts.append((forward.calls, forward.sent, backward.calls, backward.sent))
-        answer[options] = counts
-    return answer
+        counts_by_option[options] = counts
+    return counts_by_option
 
 
-def comparisons():
-    """The forward passes that compare the batches of the processes, of 205 in training."""
-    model, tokens = parallelize(a_model(), cp_mesh(4)), torch.zeros(1, 4, dtype=torch.long)
-    all_gather, compared = dist.all_gather, []
+def find_compared_steps():
+    """The steps, of 205 in training, in which the processes compare their batches."""
+    model, tokens = parallelize(make_model(), cp_mesh(4)), torch.zeros(1, 4, dtype=torch.long)
+    all_gather, compared_steps = dist.all_gather, []
     try:
-        for number in range(205):
-            dist.all_gather = lambda *args, number=number, **kwargs: (compared.append(number), all_gather(*args, **kwargs))
+        for step in range(205):
+            dist.all_gather = lambda *args, step=step, **kwargs: (compared_steps.append(step), all_gather(*args, **kwargs))
             with torch.no_grad():
                 model(tokens)
     finally:
         dist.all_gather = all_gather
-    return compared
+    return compared_steps
 
 
-def with_torchs_own():
-    batch = a_batch("plain")
+def run_torch_context_parallel():
+    batch = make_batch("plain")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     try:
         with context_parallel(mesh, buffers=[ids := torch.zeros(1, 64, dtype=torch.long)], buffer_seq_dims=[1]):
-            a_model()(ids)
+            make_model()(ids)
     finally:
-        assert a_model()(**batch).loss.isfinite()  # and not after it
+        assert make_model()(**batch).loss.isfinite()  # works again outside of context_parallel
 
 
-def error_of(call):
+def get_error(call):
     try:
         call()
     except Exception as error:
@@ -222,56 +225,65 @@ def error_of(call):
     return "accepted"
 
 
-def errors_of_misuse():
-    """Error messages: found, and how each should begin."""
+def get_misuse_errors():
+    """Pairs of an error message and the start that is expected of it."""
     mesh, ids = cp_mesh(4), torch.zeros(1, 9, dtype=torch.long)
-    model, unused = parallelize(a_model(), mesh), parallelize(a_model(), mesh)
-    kinds = ["tost_causal_statistics", "full_attention"]
+    model, unused_model = parallelize(make_model(), mesh), parallelize(make_model(), mesh)
+    hybrid_layers = ["tost_causal_statistics", "full_attention"]
     encoder = tost_hf.ToSTModel(small_config(is_causal=False))
     classifier = tost_hf.ToSTForSequenceClassification(small_config())
-    different = "ValueError: The processes that share a text were given different batches"
+    different_batches = "ValueError: The processes that share a text were given different batches"
     cases = [
-        (lambda: parallelize(a_model(layer_types=kinds), mesh), "ValueError: parallelize does not support layers of full"),
+        (
+            lambda: parallelize(make_model(layer_types=hybrid_layers), mesh),
+            "ValueError: parallelize does not support layers of full",
+        ),
         (lambda: parallelize(encoder, mesh), "ValueError: parallelize does not support encoders"),
         (lambda: parallelize(classifier, mesh), "TypeError: parallelize takes"),
         (lambda: parallelize(model, mesh), "ValueError: The model is context-parallel"),
-        (lambda: parallelize(a_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))), "ValueError: "),
+        (lambda: parallelize(make_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))), "ValueError: "),
         (lambda: model(ids[:, :3]), "ValueError: A text of 3 tokens cannot be sharded"),
         (lambda: model(ids, past_key_values=tost_hf.ToSTCache(model.config)), "ValueError: A context-parallel model has no"),
         (lambda: model.generate(ids, max_new_tokens=2), "ValueError: A context-parallel model has no cache"),
         (lambda: model(ids, logits_to_keep=1), "ValueError: A context-parallel model computes the logits of all tokens"),
         (lambda: model(torch.zeros(1, 129, dtype=torch.long)), "IndexError: Position 128 is past the end"),
         (lambda: model(ids, labels=ids[:, :5]), "ValueError: labels must have the shape of the tokens"),
-        (lambda: parallelize(a_model(), None), "TypeError: parallelize takes a torch DeviceMesh"),
-        (lambda: unused(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)), f"{different}: input_ids differ"),
-        (lambda: unused(ids[:, : 9 - dist.get_rank() % 2]), f"{different}: input_ids differ"),
-        (lambda: unused(ids, attention_mask=ids if dist.get_rank() else None), f"{different}: attention_mask differ"),
-        (lambda: model.eval()(ids + dist.get_rank()), f"{different}: input_ids differ"),  # the first in evaluation
-        (with_torchs_own, "ValueError: torch's context_parallel shards texts for softmax attention"),
+        (lambda: parallelize(make_model(), None), "TypeError: parallelize takes a torch DeviceMesh"),
+        (
+            lambda: unused_model(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)),
+            f"{different_batches}: input_ids differ",
+        ),
+        (lambda: unused_model(ids[:, : 9 - dist.get_rank() % 2]), f"{different_batches}: input_ids differ"),
+        (
+            lambda: unused_model(ids, attention_mask=ids if dist.get_rank() else None),
+            f"{different_batches}: attention_mask differ",
+        ),
+        (lambda: model.eval()(ids + dist.get_rank()), f"{different_batches}: input_ids differ"),  # the first evaluation step
+        (run_torch_context_parallel, "ValueError: torch's context_parallel shards texts for softmax attention"),
     ]
-    return [(error_of(call), message) for call, message in cases]
+    return [(get_error(call), message) for call, message in cases]
 
 
 CASES = {
-    f"{kind}, {options}, {texts}": (equality, cp, options, texts, dtype)
+    f"{kind}, {options}, {layout}": (compare_context_parallel, cp, options, layout, dtype)
     for kind, cp, dtype in (("cp 4", 4, torch.float64), ("cp 2", 2, torch.float64), ("cp 4 float32", 4, torch.float32))
     for options in OPTIONS
-    for texts in TEXTS
-    if (texts == "packed and padded" and (kind == "cp 4" or options == "all")) or (kind == "cp 4" and options == "all")
+    for layout in LAYOUTS
+    if (layout == "packed and padded" and (kind == "cp 4" or options == "all")) or (kind == "cp 4" and options == "all")
 } | {
-    "dp 2 x cp 2, DistributedDataParallel": (replicas, DistributedDataParallel, gradients_of_ddp),
-    "dp 2 x cp 2, fully_shard": (replicas, apply_fsdp, gradients_of_shards),
-    "cp 4, gradient checkpointing": (checkpointed,),
-    "cp 4 float32, fused loss": (fused,),
-    "cp 4, embedded tokens": (embedded,),
+    "dp 2 x cp 2, DistributedDataParallel": (compare_replicas, DistributedDataParallel, ddp_gradients),
+    "dp 2 x cp 2, fully_shard": (compare_replicas, apply_fsdp, fsdp_gradients),
+    "cp 4, gradient checkpointing": (compare_checkpointing,),
+    "cp 4 float32, fused loss": (compare_fused_loss,),
+    "cp 4, embedded tokens": (compare_inputs_embeds,),
 }
 
 
 def run(name: str):
     others = {
-        "communication": (communication,),
-        "errors": (errors_of_misuse,),
-        "comparisons": (comparisons,),
+        "communication": (count_communication,),
+        "errors": (get_misuse_errors,),
+        "comparisons": (find_compared_steps,),
     }
     function, *arguments = (CASES | others)[name]
     return function(*arguments)

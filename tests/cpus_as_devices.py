@@ -1,4 +1,4 @@
-"""Accelerate takes CPUs for devices: left to itself it shards no model over CPUs, and cuts none by its heads.
+"""Makes Accelerate treat CPUs as devices: without this it supports neither FSDP nor tensor parallelism on CPUs.
 
 accelerate launch ... tests/cpus_as_devices.py SCRIPT ARGUMENTS
 """
@@ -12,8 +12,8 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 
-def take_cpus_for_devices() -> None:
-    """All else, the wrapping, sharding, saving and exchanges, is what devices have."""
+def treat_cpus_as_devices() -> None:
+    """Wrapping, sharding, saving and communication then run the code used for other devices."""
 
     def prepare_backend(self, cpu: bool = False, *args, **kwargs):
         return "gloo", DistributedType.MULTI_CPU if cpu else DistributedType.MULTI_XPU
@@ -25,7 +25,7 @@ def take_cpus_for_devices() -> None:
 
 
 if __name__ == "__main__":
-    take_cpus_for_devices()
+    treat_cpus_as_devices()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

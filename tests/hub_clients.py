@@ -1,4 +1,4 @@
-"""What the tests of the Hub share: small model folders that may be published, and processes that use a Hub."""
+"""Helpers of the tests of the Hub: small model folders that can be published, and processes that use a Hub."""
 
 import json
 import subprocess
@@ -19,11 +19,11 @@ from tost_hf.image_processing import make_image_processor
 
 CARD = "---\nlicense: apache-2.0\n---\n\nA model for tests.\n"
 
-# Imports once, then forks for each request, so that a test does not wait seconds for imports.
+# Imports once, then forks for each request, because the imports take seconds.
 WORKER = """
 import json, os, signal, sys, traceback
 import torch, transformers
-from transformers import AutoImageProcessor, AutoTokenizer, GenerationMixin, PreTrainedTokenizerFast, pipeline  # slow, so now
+from transformers import AutoImageProcessor, AutoTokenizer, GenerationMixin, PreTrainedTokenizerFast, pipeline  # slow imports
 {preload}
 for line in sys.stdin:
     request = json.loads(line)
@@ -34,7 +34,7 @@ for line in sys.stdin:
     if child:
         print(child, flush=True)
         continue
-    signal.alarm(300)  # ends one that hangs
+    signal.alarm(300)  # ends a request that hangs
     os.environ.update(request["environment"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -76,7 +76,7 @@ save_file({name: x.contiguous() for name, x in results.items() if isinstance(x, 
 
 @dataclass
 class Client:
-    """A process that ended, or runs in the background."""
+    """A process that runs in the background or has ended."""
 
     pid: int
     log: Path
@@ -84,17 +84,17 @@ class Client:
 
     @property
     def output(self) -> str:
-        """What it wrote on stdout and stderr."""
+        """Its stdout and stderr."""
         return self.log.read_text()
 
     def check(self) -> "Client":
-        """Fails, with the output, unless it succeeded."""
+        """Asserts that it succeeded; shows the output otherwise."""
         assert self.status == 0, self.output
         return self
 
 
 class Clients:
-    """Processes that use a Hub, forked from one that has done the imports. `home` is their HF_HOME."""
+    """Processes that use a Hub, forked from one that has done the imports. Their HF_HOME is `folder / "home"`."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Clients:
         return int(self.worker.stdout.readline())
 
     def start(self, code: str, *argv, token: str | None = None, **environment: str) -> Client:
-        """Runs code, in which `argv` holds the arguments as strings, and does not wait for its end."""
+        """Starts code, in which `argv` is the list of arguments as strings, without waiting for its end."""
         self.number += 1
         log = self.folder / f"{self.number}.log"
         environment |= {"HF_TOKEN": token} if token else {}
@@ -140,16 +140,16 @@ class Clients:
     def run(self, code: str, *argv, token: str | None = None, **environment: str) -> Client:
         return self.wait(self.start(code, *argv, token=token, **environment))
 
-    def command(self, *argv, **more: str | None) -> Client:
-        """`tost-hf` with these arguments."""
-        return self.run("raise SystemExit(tost_hf.cli.main(argv))", *argv, **more)
+    def command(self, *argv, **options: str | None) -> Client:
+        """Runs `tost-hf` with these arguments."""
+        return self.run("raise SystemExit(tost_hf.cli.main(argv))", *argv, **options)
 
     def load(
         self, source, auto_class: str = "AutoModelForCausalLM", environment: dict | None = None, **options
     ) -> Client | dict:
-        """What a model loaded in another process computes, or, if it cannot be loaded, the process.
+        """Loads a model in another process; returns its outputs or, if it cannot be loaded, the process.
 
-        The cache is a fresh one, unless `cache_dir` says where it is: rejected requests would be answered from an old one.
+        The cache is new unless `cache_dir` is set, because requests that the Hub rejects would be answered from an old one.
         """
         options.setdefault("cache_dir", str(self.folder / f"cache-{self.number}"))
         output = self.folder / f"results-{self.number}.safetensors"
@@ -158,7 +158,7 @@ class Clients:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One of bytes, with 320 or fewer tokens."""
+    """Saves a byte-level tokenizer of at most 320 tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -167,7 +167,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def language_model(seed: int = 0, model_class=tost_hf.ToSTForCausalLM, **config) -> tost_hf.ToSTPreTrainedModel:
-    """Two seeds' models differ in every weight."""
+    """A small language model; those of two seeds differ in every weight."""
     fields = {"vocab_size": 320, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0}
     model = randomize(model_class(small_config(**(fields | config))))
     with torch.no_grad():
@@ -177,7 +177,7 @@ def language_model(seed: int = 0, model_class=tost_hf.ToSTForCausalLM, **config)
 
 
 def language_folder(folder: Path, seed: int = 0, **save) -> Path:
-    """A folder that may be published: model, tokenizer, card."""
+    """Writes a folder that can be published: model, tokenizer, card."""
     language_model(seed).save_pretrained(folder, **save)
     save_tokenizer(folder)
     (folder / "README.md").write_text(CARD)

@@ -1,5 +1,5 @@
 """A Hub on loopback for the real huggingface_hub client: models and Spaces, private ones, branches, tags, pull requests, LFS,
-.gitignore, and faults on demand. All of it is in memory; processes find it by `hub.environment(home, hub.token)`."""
+.gitignore, and injected faults. Everything is in memory; processes use it with `hub.environment(home, hub.token)`."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ Tree = dict[str, bytes]
 
 
 class HubError(Exception):
-    """An answer that is no success."""
+    """An error response."""
 
     def __init__(self, status: int, message: str, code: str = "", **body: str):
         self.status, self.body = status, {"error": message} | body
@@ -33,7 +33,7 @@ class HubError(Exception):
 @dataclass
 class Repository:
     private: bool = False
-    commits: dict[str, tuple[Tree, list[str]]] = field(default_factory=dict)  # by its hash: files, it and all before it
+    commits: dict[str, tuple[Tree, list[str]]] = field(default_factory=dict)  # by hash: files, own and earlier hashes
     refs: dict[str, str] = field(default_factory=dict)
 
     def commit(self, ref: str, tree: Tree, parent: str | None = None) -> str:
@@ -54,7 +54,7 @@ class Repository:
 
 
 def describe(path: str, data: bytes) -> dict:
-    """A file as listings have it: its size, git's id of it, and its LFS object if it is one."""
+    """A file's entry in listings: its size, git object id, and LFS object if it has one."""
     sha256, oid = hashlib.sha256(data).hexdigest(), hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     lfs = {"lfs": {"oid": sha256, "sha256": sha256, "size": len(data), "pointerSize": 130}}
     is_lfs = bool(data) and path.endswith(LFS_SUFFIXES)
@@ -62,33 +62,40 @@ def describe(path: str, data: bytes) -> dict:
 
 
 class Hub:
-    """The server. Names are models' ("tost/mine"), or "spaces/tost/mine"."""
+    """The server. Names are those of models ("tost/mine") or "spaces/tost/mine"."""
 
     def __init__(self):
         self.repositories: dict[str, Repository] = {}
-        self.objects: dict[str, bytes] = {}  # of LFS, by their SHA-256
+        self.objects: dict[str, bytes] = {}  # LFS objects by their SHA-256
         self.requests: list[SimpleNamespace] = []  # each with method, path, body, status
         self.faults: list[Callable[[str], None]] = []
-        self.token = f"hf_{secrets.token_hex(17)}"  # of the one user, who may do everything
+        self.token = f"hf_{secrets.token_hex(17)}"  # of the only user, who has all permissions
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Request,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
-    def environment(self, home: str | os.PathLike, token: str | None = None, **more: str) -> dict[str, str]:
+    def environment(self, home: str | os.PathLike, token: str | None = None, **variables: str) -> dict[str, str]:
         """The environment of a process that uses this Hub and no other, with HF_HOME at `home`."""
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))
+        }
         switches = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_UPDATE_CHECK", "OMP_NUM_THREADS")
-        ours = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1,localhost", "CUDA_VISIBLE_DEVICES": ""}
-        ours |= dict.fromkeys(switches, "1") | {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}
-        return kept | ours | ({"HF_TOKEN": token} if token else {}) | more
+        hub_variables = {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "NO_PROXY": "127.0.0.1,localhost",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        hub_variables |= dict.fromkeys(switches, "1") | {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+        return inherited | hub_variables | ({"HF_TOKEN": token} if token else {}) | variables
 
     def create(self, name: str, files: Tree | None = None, private: bool = False) -> str:
-        """Makes a repository; returns its head. Like every one it begins with a commit of its .gitattributes."""
+        """Creates a repository and returns its head. Its first commit adds .gitattributes, as on the real Hub."""
         self.repositories[name] = Repository(private)
         self.repositories[name].commit("refs/heads/main", {".gitattributes": b"*.safetensors filter=lfs\n"})
         return self.commit(name, files) if files else self.head(name)
 
     def commit(self, name: str, files: Tree) -> str:
-        """Commits files to main past all checks; returns the commit."""
+        """Commits files to main without any checks and returns the commit."""
         self.objects |= {hashlib.sha256(data).hexdigest(): data for data in files.values()}
         repository = self.repositories[name]
         return repository.commit("refs/heads/main", repository.tree("main") | files, self.head(name))
@@ -97,45 +104,45 @@ class Hub:
         return self.repositories[name].resolve(revision)
 
     def files(self, name: str, revision: str = "main") -> Tree:
-        """All files, but for the .gitattributes every repository begins with."""
+        """All files except the initial .gitattributes."""
         return {path: data for path, data in self.repositories[name].tree(revision).items() if path != ".gitattributes"}
 
     def commits(self, name: str, revision: str = "main") -> list[str]:
-        """Ids, the newest first; the last is the server's initial one."""
+        """Commit hashes, newest first; the last is the initial commit of the server."""
         return self.repositories[name].commits[self.head(name, revision)][1]
 
     @contextmanager
     def fail(self, method: str, path: str, status: int = 0):
-        """While open, requests of a method to a path (regular expressions) get this status, or no answer."""
+        """While active, requests of a method to a path (regular expressions) get this status, or no response if it is 0."""
 
-        def apply(request: str) -> None:
+        def raise_fault(request: str) -> None:
             if re.fullmatch(f"{method} .*{path}.*", request):
                 raise HubError(status, "injected failure") if status else ConnectionAbortedError
 
-        self.faults.append(apply)
+        self.faults.append(raise_fault)
         try:
             yield
         finally:
             self.faults.pop()
 
-    def requested(self, method: str, path: str) -> list[SimpleNamespace]:
-        """The requests so far of a method to a path (regular expressions)."""
+    def find_requests(self, method: str, path: str) -> list[SimpleNamespace]:
+        """The received requests of a method to a path (regular expressions)."""
         return [request for request in self.requests if re.fullmatch(method, request.method) and re.search(path, request.path)]
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     """A Hub for the tests of one file; each test uses other repositories."""
-    running = Hub()
-    threading.Thread(target=running.server.serve_forever, args=(0.05,), daemon=True).start()
-    yield running
-    running.server.shutdown()
-    running.server.server_close()
+    server_hub = Hub()
+    threading.Thread(target=server_hub.server.serve_forever, args=(0.05,), daemon=True).start()
+    yield server_hub
+    server_hub.server.shutdown()
+    server_hub.server.server_close()
 
 
 API = r"/api/(?:models/)?(?P<name>(?:spaces/)?[^/]+/[^/]+)"
 PAGE = r"/(?P<name>(?:spaces/)?[^/]+/[^/]+?)"
-ROUTES = {  # of the methods of Request that answer
+ROUTES = {  # by the method of Request that handles them
     "create_repository": r"POST /api/repos/create",
     "info": rf"GET {API}(?:/revision/(?P<revision>[^/]+))?",
     "list_tree": rf"GET {API}/tree/(?P<revision>[^/]+)",
@@ -145,15 +152,15 @@ ROUTES = {  # of the methods of Request that answer
     "lfs_batch": rf"POST {PAGE}\.git/info/lfs/objects/batch",
     "store_object": r"PUT /objects/(?P<sha256>.+)",
     "commit": rf"POST {API}/commit/(?P<revision>[^/]+)",
-    "set_ref": rf"POST {API}/(?P<what>tag|branch)/(?P<revision>[^/]+)",
+    "set_ref": rf"POST {API}/(?P<kind>tag|branch)/(?P<revision>[^/]+)",
 }
 
 
 class Request(BaseHTTPRequestHandler):
-    """One connection of a client. `self.reply` answers it, HubError answers it otherwise."""
+    """One connection of a client. Handlers respond with `self.reply` or raise HubError."""
 
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # headers and body leave together
+    wbufsize = -1  # sends headers and body together
     hub: Hub
 
     def log_message(self, *args) -> None: ...
@@ -173,9 +180,9 @@ class Request(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
-    def reply(self, answer: object = None, status: int = 200, data: bytes | None = None, **headers: str) -> None:
-        """Sends JSON, or the `data` given."""
-        data = json.dumps(answer).encode() if data is None else data
+    def reply(self, content: object = None, status: int = 200, data: bytes | None = None, **headers: str) -> None:
+        """Sends `data` if given, else `content` as JSON."""
+        data = json.dumps(content).encode() if data is None else data
         self.log.status = status
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
@@ -237,19 +244,19 @@ class Request(BaseHTTPRequestHandler):
 
     def preupload(self, name: str, repository: Repository, revision: str):
         tree = repository.tree(revision)
-        ignored = self.json.get("gitIgnore", tree.get(".gitignore", b"").decode()).split()
-        answers = []
+        ignored_names = self.json.get("gitIgnore", tree.get(".gitignore", b"").decode()).split()
+        files = []
         for path in (file["path"] for file in self.json["files"]):
-            mode, ignore = "lfs" if path.endswith(LFS_SUFFIXES) else "regular", path.rpartition("/")[2] in ignored
+            mode, ignore = "lfs" if path.endswith(LFS_SUFFIXES) else "regular", path.rpartition("/")[2] in ignored_names
             oid = describe(path, tree[path])["etag"] if path in tree else None
-            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": ignore, "oid": oid})
-        self.reply({"files": answers})
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": ignore, "oid": oid})
+        self.reply({"files": files})
 
     def lfs_batch(self, name: str, repository: Repository):
         objects = self.json["objects"]
-        for wanted in objects:
-            if wanted["oid"] not in self.hub.objects:
-                wanted["actions"] = {"upload": {"href": f"{self.hub.url}/objects/{wanted['oid']}", "header": {}}}
+        for lfs_object in objects:
+            if lfs_object["oid"] not in self.hub.objects:
+                lfs_object["actions"] = {"upload": {"href": f"{self.hub.url}/objects/{lfs_object['oid']}", "header": {}}}
         self.reply({"transfer": "basic", "objects": objects})
 
     def store_object(self, sha256: str):
@@ -273,9 +280,9 @@ class Request(BaseHTTPRequestHandler):
         commit = repository.commit(ref, tree, parent)
         self.reply({"success": True, "commitOid": commit, "commitUrl": f"{page}/commit/{commit}", "hookOutput": ""} | answer)
 
-    def set_ref(self, name: str, repository: Repository, what: str, revision: str):
-        ref = f"refs/tags/{self.json['tag']}" if what == "tag" else f"refs/heads/{revision}"
+    def set_ref(self, name: str, repository: Repository, kind: str, revision: str):
+        ref = f"refs/tags/{self.json['tag']}" if kind == "tag" else f"refs/heads/{revision}"
         if ref in repository.refs:
             raise HubError(409, "Reference already exists")
-        repository.refs[ref] = repository.resolve(revision if what == "tag" else "main")
+        repository.refs[ref] = repository.resolve(revision if kind == "tag" else "main")
         self.reply({})

@@ -20,20 +20,20 @@ NAMES = ["zero", "one", "two"]
 TINY = "patch_size=4,hidden_size=32,num_hidden_layers=2,num_class_attention_layers=1,num_attention_heads=4"
 
 
-def digit_pictures(count: int, skipped: int = 0) -> list[tuple[PILImage.Image, int]]:
-    """Real digits, the classes 0 to 2 in turn, as grey pictures of 8 x 8 pixels."""
+def digit_pictures(count: int, offset: int = 0) -> list[tuple[PILImage.Image, int]]:
+    """Real digits of the classes 0, 1, 2, 0, ... as grey pictures of 8 x 8 pixels."""
     digits = load_digits()
-    found = [np.flatnonzero(digits.target == number) for number in range(len(NAMES))]
-    chosen = [(int(found[i % 3][(skipped + i) // 3]), i % 3) for i in range(count)]
-    return [(PILImage.fromarray((digits.images[index] * 15.9).astype(np.uint8)), number) for index, number in chosen]
+    indices_of_class = [np.flatnonzero(digits.target == number) for number in range(len(NAMES))]
+    samples = [(int(indices_of_class[i % 3][(offset + i) // 3]), i % 3) for i in range(count)]
+    return [(PILImage.fromarray((digits.images[index] * 15.9).astype(np.uint8)), number) for index, number in samples]
 
 
 @pytest.fixture(scope="session")
 def digit_folder(tmp_path_factory) -> Path:
     """Image folders "train" of 96 digits and "validation" of 30."""
     folder = tmp_path_factory.mktemp("digits")
-    for split, count, skipped in (("train", 96, 0), ("validation", 30, 96)):
-        for i, (picture, number) in enumerate(digit_pictures(count, skipped)):
+    for split, count, offset in (("train", 96, 0), ("validation", 30, 96)):
+        for i, (picture, number) in enumerate(digit_pictures(count, offset)):
             (folder / split / NAMES[number]).mkdir(parents=True, exist_ok=True)
             picture.save(folder / split / NAMES[number] / f"{i:03}.png")
     return folder
@@ -41,7 +41,7 @@ def digit_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def image_args(digit_folder, tmp_path):
-    """Arguments of a small run of the script; keywords replace and add, None leaves out, True is a bare flag."""
+    """Arguments of a small run of the script; keywords replace or add, None omits, True is a flag without a value."""
 
     def make(recipe="image_pretraining", **changes) -> list[str]:
         values = {

@@ -1,8 +1,8 @@
 """Inputs for the Triton kernels, and the tolerance of their results against the float64 reference, for test_triton.py.
 
-A sum of n numbers that is rounded at each step is off by about eps sqrt(n) times their size, where results cancel as well. So
-a result may differ from the float64 reference by `SLACK` eps sqrt(tokens) times the sum of two sizes: its own, and how much
-it moves, in multiples of eps, where every number that goes in moves by eps. What is stored in 16 bits is rounded once more.
+A sum of n numbers that is rounded at each step has an error of about eps sqrt(n) times their magnitude, even where they
+cancel. So a result may differ from the float64 reference by `SLACK` eps sqrt(tokens) times the sum of two terms: its RMS, and
+its change, in units of eps, when all inputs are perturbed by eps. Results stored in 16 bits are rounded once more.
 """
 
 import math
@@ -11,11 +11,11 @@ import torch
 
 from tost_hf import TSSAState, tssa
 from tost_hf.model import tssa_triton
-from tost_hf.model.tssa_reference import bias_of_tokens, reset_at_starts
+from tost_hf.model.tssa_reference import reset_at_starts, select_bias
 
 
-SLACK = 6  # rounding alone takes up to 3.1; one of 8,194 tokens that is left out, 23 and more
-PERTURBED_RUNS = 4  # of which the root mean square is taken
+SLACK = 6  # rounding needs up to 3.1; omitting one of 8,194 tokens would need at least 23
+PERTURBED_RUNS = 4  # their changes are averaged as RMS
 
 
 def make(
@@ -33,8 +33,8 @@ def make(
 ) -> dict[str, torch.Tensor]:
     """w, temp and, for the causal form, bias, initial state and log decays, as float32 leaves (w in dtype).
 
-    The bias has `bias_batch` batch elements, else B, or is one of `positions` positions. `decay` gives the weakest and the
-    strongest -log of a factor; those of the tokens are spread evenly in log between them.
+    The bias has `bias_batch` batch elements (default B) or, with `positions`, is a table of that many positions. `decay` is
+    the range of -log_decay, in which the values are log-uniform.
     """
     leaves = {"w": torch.randn(B, T, H, p).to(dtype), "temp": torch.rand(H) * 3 + 0.5}
     if causal:
@@ -52,7 +52,7 @@ def run_kernels(leaves, mask=None, seq_idx=None, causal=True, positions=None, mo
     """The output, the membership (B, T, H) and, in the causal form, the three sums after the last token."""
     state = [leaves[name] for name in TSSAState._fields if name in leaves]
     w, temp, bias, log_decay = (leaves.get(name) for name in ("w", "temp", "bias", "log_decay"))
-    bias = bias_of_tokens(bias, positions, torch.float32)
+    bias = select_bias(bias, positions, torch.float32)
     if log_decay is not None and mask is not None:
         log_decay = log_decay.masked_fill(~mask.bool().unsqueeze(-1), 0)
     if seq_idx is not None:
@@ -62,34 +62,34 @@ def run_kernels(leaves, mask=None, seq_idx=None, causal=True, positions=None, mo
     return output, membership, *(final or ())
 
 
-def run_exact(leaves, mask=None, seq_idx=None, causal=True, positions=None, softmax=None):
-    """As `run_kernels`, by the reference in the leaves' dtype, with another `softmax` if given."""
+def run_reference(leaves, mask=None, seq_idx=None, causal=True, positions=None, softmax=None):
+    """As `run_kernels`, computed by the reference in the leaves' dtype, optionally with another `softmax`."""
     state = [leaves[name] for name in TSSAState._fields if name in leaves]
     w, temp, bias, log_decay = (leaves.get(name) for name in ("w", "temp", "bias", "log_decay"))
-    given = {"causal": causal, "mask": mask, "seq_idx": seq_idx, "positions": positions, "log_decay": log_decay}
-    given["initial_state"] = TSSAState(*state) if state else None
-    out = tssa(w, temp, bias, backend="torch", softmax=softmax, **given)
-    return out.output, out.membership.transpose(1, 2), *(out.final_state or ())
+    options = {"causal": causal, "mask": mask, "seq_idx": seq_idx, "positions": positions, "log_decay": log_decay}
+    options["initial_state"] = TSSAState(*state) if state else None
+    result = tssa(w, temp, bias, backend="torch", softmax=softmax, **options)
+    return result.output, result.membership.transpose(1, 2), *(result.final_state or ())
 
 
 def perturb(x: torch.Tensor) -> torch.Tensor:
-    """Every number off by about eps."""
+    """Adds relative noise of about eps to every number."""
     return x * (1 + torch.finfo(torch.float32).eps * torch.randn(x.shape, device=x.device, dtype=torch.float64))
 
 
 def perturbed_softmax(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-    """As `membership_of`. Logits move apart from their sum: else gradients that cancel there would seem to be exact."""
+    """As `softmax_over_heads`. Perturbs the numerator only: otherwise gradients that cancel would appear exact."""
     logits = score * temp
     membership = (perturb(logits) - logits.logsumexp(-1, keepdim=True)).exp()
     return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
 
 
 def patch_interpreter_for_speed() -> None:
-    """Replaces what Triton's interpreter spends most of its time on; once per process that was started with it."""
+    """Replaces the slowest functions of Triton's interpreter; to be called once in a process that runs it."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    # Triton patches its language again at each call of a device function: here, once
+    # Triton patches its language at each call of a device function; once is enough
     for kernel in (tssa_triton.chunk_fwd_output_kernel, tl.sum):
         interpreter._patch_lang(kernel.fn)
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
@@ -97,14 +97,14 @@ def patch_interpreter_for_speed() -> None:
 
 
 def _scan_first_axis(self, inputs):
-    """A vectorised scan over the first axis; the interpreter's is elementwise."""
+    """A scan along the first axis, vectorised over the others; the interpreter's works element by element."""
     outputs, as_arrays = [x.handle.data.copy() for x in inputs], "_scan_combine_log" not in self.combine_fn.fn.__name__
     for i in range(1, len(outputs[0])):
         pair = [x[j] for j in (i - 1, i) for x in outputs]
-        if not as_arrays:  # a function of Triton's, not of sums and products alone
+        if not as_arrays:  # it calls Triton functions, beyond sums and products
             pair = [self.to_tensor(x, y.dtype) for x, y in zip(pair, [*inputs, *inputs])]
-        for x, joined in zip(outputs, self.combine_fn.fn(*pair)):
-            x[i] = joined if as_arrays else joined.handle.data.reshape(x[i].shape)
+        for x, combined in zip(outputs, self.combine_fn.fn(*pair)):
+            x[i] = combined if as_arrays else combined.handle.data.reshape(x[i].shape)
     return [self.to_tensor(x, y.dtype) for x, y in zip(outputs, inputs)]
 
 
@@ -112,32 +112,32 @@ def rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item() if x.numel() else 0.0
 
 
-def errors(got, leaves, grads=(), **case) -> dict[str, tuple[float, float]]:
-    """By name of a result, how far it is off and how far it may be, as RMS.
+def compute_errors(actual, leaves, grads=(), **case) -> dict[str, tuple[float, float]]:
+    """For each result its error and its tolerance, as RMS.
 
     Args:
-        got: what the kernels compute of the `leaves` and of `case`, the other arguments of `run_exact`: their outputs and,
-            with `grads`, the gradients of the leaves.
-        grads: those of the outputs.
+        actual: the outputs of the kernels and, with `grads`, the gradients of the `leaves`. `case` are the other arguments of
+            `run_reference`.
+        grads: gradients of the outputs.
     """
     results = []
     for softmax in (None, *[perturbed_softmax] * PERTURBED_RUNS):
-        change = torch.Tensor.double if softmax is None else perturb
-        exact = {name: change(x.detach().double()).requires_grad_(bool(grads)) for name, x in leaves.items()}
-        out = list(run_exact(exact, softmax=softmax, **case))[: len(grads) or len(got)]
+        convert = torch.Tensor.double if softmax is None else perturb
+        inputs = {name: convert(x.detach().double()).requires_grad_(bool(grads)) for name, x in leaves.items()}
+        outputs = list(run_reference(inputs, softmax=softmax, **case))[: len(grads) or len(actual)]
         if grads:
-            out += torch.autograd.grad(out, list(exact.values()), [change(x.double()) for x in grads])
-        results.append([x.detach() for x in out])
-    names = ["output", "membership", *TSSAState._fields][: len(grads) or len(got)]
+            outputs += torch.autograd.grad(outputs, list(inputs.values()), [convert(x.double()) for x in grads])
+        results.append([x.detach() for x in outputs])
+    names = ["output", "membership", *TSSAState._fields][: len(grads) or len(actual)]
     names += [f"gradient of {name}" for name in leaves if grads]
-    found, noise, eps = {}, SLACK * math.sqrt(leaves["w"].shape[1]), torch.finfo(torch.float32).eps
-    for name, x, wanted, *others in zip(names, got, *results, strict=True):
-        stored = torch.finfo(x.dtype).eps if x.dtype in (torch.bfloat16, torch.float16) else 0.0
-        moves = rms(torch.stack([other - wanted for other in others]))
-        found[name] = rms(x.double() - wanted), noise * (eps * rms(wanted) + moves) + stored * rms(wanted)
-    return found
+    errors, scale, eps = {}, SLACK * math.sqrt(leaves["w"].shape[1]), torch.finfo(torch.float32).eps
+    for name, x, expected, *perturbed in zip(names, actual, *results, strict=True):
+        storage_eps = torch.finfo(x.dtype).eps if x.dtype in (torch.bfloat16, torch.float16) else 0.0
+        sensitivity = rms(torch.stack([x_perturbed - expected for x_perturbed in perturbed]))
+        errors[name] = rms(x.double() - expected), scale * (eps * rms(expected) + sensitivity) + storage_eps * rms(expected)
+    return errors
 
 
-def wrong(found: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """The results that are off by more than they may, and those that are no numbers."""
-    return {name: pair for name, pair in found.items() if not pair[0] <= pair[1]}
+def find_failures(errors: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The results whose error exceeds the tolerance or is NaN."""
+    return {name: (error, tolerance) for name, (error, tolerance) in errors.items() if not error <= tolerance}

@@ -1,4 +1,4 @@
-"""Runs cases in several processes at once, joined by gloo; what each returns comes back, one place per process."""
+"""Runs test cases in several processes connected by gloo and collects what each process returns."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-# what the cases and conftest import, but for modules of this folder, which the fork server does not find
+# imports of the cases and conftest, except the modules of this folder, which the fork server does not find
 IMPORTS = ["tost_hf.parallel", "torch.distributed.fsdp", "tokenizers", "pytest", "sklearn.datasets"]
 IMPORTS += [f"tost_hf.training.trainer_{name}" for name in ("context_parallel", "tensor_parallel", "vision")]
 
@@ -18,18 +18,18 @@ def run_cases(cases, names: list[str], processes: int, folder) -> dict[str, list
     """Calls `cases(name)` for every name in every process.
 
     Returns:
-        For each name a list with what each process's case returned, or "Type: message" of what it raised.
+        For each name the list of what the processes returned; "Type: message" where one raised an error.
     """
-    # forked from a process that has imported everything once, and never computed anything
+    # the fork server has imported everything once and computed nothing
     mp.get_context("forkserver").set_forkserver_preload(IMPORTS)
-    mp.start_processes(_run, args=(cases, names, processes, str(folder)), nprocs=processes, start_method="forkserver")
+    mp.start_processes(_run_process, args=(cases, names, processes, str(folder)), nprocs=processes, start_method="forkserver")
     answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
     return {name: [answer[name] for answer in answers] for name in names}
 
 
-def _run(rank: int, cases, names: list[str], processes: int, folder: str) -> None:
+def _run_process(rank: int, cases, names: list[str], processes: int, folder: str) -> None:
     torch.set_num_threads(1)
-    os.environ["TOST_TEST_MODELS"] = folder  # the process forked from may be older
+    os.environ["TOST_TEST_MODELS"] = folder  # the fork server may have started before it was set
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     answers = {}
     for name in names:

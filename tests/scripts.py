@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def command_line(values: dict) -> list[str]:
-    """Flags of a dict of arguments: None leaves one out, True is a bare flag."""
+    """Flags from a dict of arguments: None omits one, True is a flag without a value."""
     flags = ([f"--{key}"] if value is True else [f"--{key}", str(value)] for key, value in values.items() if value is not None)
     return list(chain.from_iterable(flags))
 
@@ -30,21 +30,21 @@ def environment(tmp_path) -> dict[str, str]:
 
 def launch_command(script: Path, args: list[str], processes: int) -> list[str]:
     """The command line of `accelerate launch`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # without --multi_gpu one process starts; ACCELERATE_USE_CPU makes the several ones find each other through gloo
-    several = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    # without --multi_gpu one process starts; with ACCELERATE_USE_CPU several are connected by gloo
+    multi_process_flags = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *multi_process_flags]
     return [*command, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(script), *args]
 
 
 def launch(script: Path, tmp_path, args: list[str], processes: int, fails: bool = False) -> str:
-    """Runs `accelerate launch` and returns what it printed; a run that `fails` must end on its own and in time."""
+    """Runs `accelerate launch` and returns its output; `fails` says whether it must exit with an error."""
     command = launch_command(script, args, processes)
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
-    assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr * fails
+    completed = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
+    assert (completed.returncode != 0) == fails, completed.stdout[-3000:] + completed.stderr[-3000:]
+    return completed.stdout + completed.stderr * fails
 
 
 def losses(output_dir) -> list[float]:

@@ -1,4 +1,4 @@
-"""What each process of a parallel training trains: one model on the same texts, by every kind of parallelism."""
+"""Training runs of several processes: one model on the same sequences, with every kind of parallelism."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from conftest import randomize, small_config
-from cpus_as_devices import take_cpus_for_devices
+from cpus_as_devices import treat_cpus_as_devices
 from text_runs import token_ids, train, training_args
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.distributed import DistributedConfig
@@ -19,30 +19,30 @@ STEPS, EQUAL_STEPS, BATCH = 20, 10, 8
 ON_CPUS = ["ddp", "cp", "ddp and cp"]
 PARALLELISMS = [*ON_CPUS, "fsdp2", "tp"]
 FLOAT32 = [f"{parallelism}, float32" for parallelism in ("ddp and cp", "fsdp2", "tp")]
-# At training_args' own rate a channel of a first token comes within 1e-6 of 0 in step 7. There the published model divides
-# its square by EPS_SUM_SQ, with slopes of 1e6, or by the square, with none: rounding decides which, and the losses diverge.
+# At the default rate of training_args, a channel of a first token comes within 1e-6 of 0 in step 7. There its square is
+# divided by EPS_SUM_SQ, with a gradient of 1e6, or by itself, with none: rounding decides which, and the losses diverge.
 FLOAT32_RATE = 0.003
 LAYERS = {"transformer_layer_cls_to_wrap": ToSTForCausalLM._no_split_modules}
 
 
 class ParallelTrainer(ContextParallelTrainer, TensorParallelTrainer):
-    """With every kind of parallelism."""
+    """A trainer that supports every kind of parallelism."""
 
 
-def saved_model() -> Path:
+def model_folder() -> Path:
     return Path(os.environ["TOST_TEST_MODELS"], "model")
 
 
 def save_model(**options) -> None:
     config = small_config(vocab_size=100, forgetting="token", conv_kernel=3, **options)
-    randomize(ToSTForCausalLM(config)).save_pretrained(saved_model())
+    randomize(ToSTForCausalLM(config)).save_pretrained(model_folder())
 
 
 def make_trainer(parallelism: str, processes: int, output_dir: Path, dtype=torch.float64, **changes) -> ParallelTrainer:
-    """Of steps of 8 texts, shared by so many processes."""
+    """A trainer whose global batch of 8 sequences is split over the processes."""
     if processes > 1:
-        take_cpus_for_devices()
-    groups = {"tp": 1, "cp": 1, "ddp and cp": processes // 2 or 1}.get(parallelism, processes)  # with other texts each
+        treat_cpus_as_devices()
+    groups = {"tp": 1, "cp": 1, "ddp and cp": processes // 2 or 1}.get(parallelism, processes)  # data-parallel groups
     changes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH // groups} | changes
     changes |= {"output_dir": str(output_dir), "total_batch_size": BATCH}
     changes["use_cpu"] = parallelism in ON_CPUS
@@ -50,13 +50,13 @@ def make_trainer(parallelism: str, processes: int, output_dir: Path, dtype=torch
         changes["context_parallel_size"] = {"cp": processes, "ddp and cp": 2}[parallelism]
     if parallelism == "fsdp2":
         changes |= {"fsdp": True, "fsdp_config": LAYERS}
-    how = {"distributed_config": DistributedConfig(tp_plan="auto")} if parallelism == "tp" else {}
-    model = ToSTForCausalLM.from_pretrained(saved_model(), dtype=dtype, **how)
+    load_options = {"distributed_config": DistributedConfig(tp_plan="auto")} if parallelism == "tp" else {}
+    model = ToSTForCausalLM.from_pretrained(model_folder(), dtype=dtype, **load_options)
     return ParallelTrainer(model, training_args(output_dir.parent, bf16=False, **changes), train_dataset=token_ids(64))
 
 
 def count_processes() -> int:
-    """How many there are, which the environment tells Trainer."""
+    """The number of processes; also sets the environment variables that Trainer reads."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     if processes > 1:
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
@@ -65,46 +65,46 @@ def count_processes() -> int:
 
 
 def train_ddp(name: str) -> list[int]:
-    """The steps trained: from the newest complete checkpoint on, or with a NaN loss of one process in step 4."""
+    """Trains with DDP and returns the steps: resumed from a checkpoint, or with a NaN loss of one process in step 4."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
-    trainer = make_trainer("ddp", count_processes(), saved_model().parent, **options)
+    trainer = make_trainer("ddp", count_processes(), model_folder().parent, **options)
     compute_loss, steps = trainer.compute_loss, []
 
-    def spoiled(*args, **kwargs):  # its value, not its gradient
+    def compute_faulty_loss(*args, **kwargs):  # the value is NaN, the gradient is not
         steps.append(trainer.state.global_step + 1)
-        bad = name == "nan" and steps[-1] == 4 and trainer.args.process_index == 1
-        return compute_loss(*args, **kwargs) + (float("nan") if bad else 0.0)
+        is_faulty = name == "nan" and steps[-1] == 4 and trainer.args.process_index == 1
+        return compute_loss(*args, **kwargs) + (float("nan") if is_faulty else 0.0)
 
-    trainer.compute_loss = spoiled
+    trainer.compute_loss = compute_faulty_loss
     trainer.train(name == "resume")
     return steps
 
 
 def run(parallelism: str) -> dict:
-    """The losses, and how many numbers of the parameters this process holds."""
+    """The losses, and the number of parameters that this process stores."""
     processes = count_processes()
-    parallelism, _, single = parallelism.partition(", ")
-    dtype, changes = (torch.float32, {"learning_rate": FLOAT32_RATE}) if single else (torch.float64, {})
+    parallelism, _, float32 = parallelism.partition(", ")
+    dtype, changes = (torch.float32, {"learning_rate": FLOAT32_RATE}) if float32 else (torch.float64, {})
     changes["max_steps"] = EQUAL_STEPS
-    trainer = make_trainer(parallelism, processes, saved_model().parent / f"{parallelism} {processes}", dtype, **changes)
+    trainer = make_trainer(parallelism, processes, model_folder().parent / f"{parallelism} {processes}", dtype, **changes)
     losses = train(trainer)
-    parameters = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in trainer.model.parameters()]
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which Accelerate sets
-    return {"losses": losses, "held": sum(parameter.numel() for parameter in parameters)}
+    local_parameters = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in trainer.model.parameters()]
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # set by Accelerate
+    return {"losses": losses, "numel": sum(parameter.numel() for parameter in local_parameters)}
 
 
 def launch(parallelism: str, processes: str, output_dir: str, **changes) -> None:
-    """Trains in so many processes as `accelerate launch` and torchrun start them, from the newest checkpoint on."""
-    how = LaunchConfig(
+    """Trains in processes started like those of `accelerate launch` and torchrun, resuming from the newest checkpoint."""
+    config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=int(processes),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        start_method="fork",  # from a process that has imported everything, and never computed anything
+        start_method="fork",  # this process has imported everything and computed nothing
     )
-    elastic_launch(how, train_launched)(parallelism, output_dir, changes)
+    elastic_launch(config, train_launched)(parallelism, output_dir, changes)
 
 
 def train_launched(parallelism: str, output_dir: str, changes: dict) -> None:

@@ -1,4 +1,4 @@
-"""What each process of test_tensor_parallel.py computes: a saved model as a whole, and the same one tensor-parallel."""
+"""Test cases of test_tensor_parallel.py, run in each process: a tensor-parallel model against the model in one process."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from conftest import randomize, small_config
-from context_cases import LENGTH, OPTIONS, TEXTS, a_batch, error_of, relative_error
+from context_cases import LAYOUTS, LENGTH, OPTIONS, get_error, make_batch, relative_error
 from transformers.distributed import DistributedConfig
 
 import tost_hf
 
 
-VOCABULARY = 100  # the lowest transformers shards only what the number of processes divides
+VOCABULARY = 100  # the oldest supported transformers shards only multiples of the number of processes
 HYBRID = ["tost_causal_statistics", "full_attention"]
 MODELS = OPTIONS | {
     "hybrid": {"layer_types": HYBRID, "num_key_value_heads": 4, "max_position_embeddings": None},
@@ -25,7 +25,7 @@ MODELS = OPTIONS | {
 INDIVISIBLE = ["one head", "two groups of keys"]
 
 
-def folder_of(name: str) -> Path:
+def get_folder(name: str) -> Path:
     return Path(os.environ["TOST_TEST_MODELS"], name.replace(" ", "_"))
 
 
@@ -33,54 +33,54 @@ def save_models() -> None:
     """Writes the models that the processes load."""
     for name, options in MODELS.items():
         config = small_config(**({"vocab_size": VOCABULARY} | options))
-        randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained(folder_of(name))
+        randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained(get_folder(name))
     encoder = tost_hf.ToSTForMaskedLM(small_config(vocab_size=VOCABULARY, is_causal=False, mask_token_id=3))
-    randomize(encoder).save_pretrained(folder_of("encoder"))
+    randomize(encoder).save_pretrained(get_folder("encoder"))
 
 
-def load(name: str, tp: bool, dtype=torch.float64, kind=tost_hf.ToSTForCausalLM):
+def load(name: str, tp: bool, dtype=torch.float64, model_class=tost_hf.ToSTForCausalLM):
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    how = {"distributed_config": DistributedConfig(tp_plan="auto")} if tp else {}
-    return kind.from_pretrained(folder_of(name), dtype=dtype, **how)
+    load_options = {"distributed_config": DistributedConfig(tp_plan="auto")} if tp else {}
+    return model_class.from_pretrained(get_folder(name), dtype=dtype, **load_options)
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
+def gather_full_tensor(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def equality(name: str, texts: str, dtype=torch.float64, kind=tost_hf.ToSTForCausalLM):
-    batch = a_batch(texts)
-    alone, parallel = (load(name, tp, dtype, kind) for tp in (False, True))
-    expected, found = alone(**batch), parallel(**batch)
+def compare_tensor_parallel(name: str, layout: str, dtype=torch.float64, model_class=tost_hf.ToSTForCausalLM):
+    batch = make_batch(layout)
+    reference, parallel = (load(name, tp, dtype, model_class) for tp in (False, True))
+    expected, actual = reference(**batch), parallel(**batch)
     expected.loss.backward()
-    found.loss.backward()
-    real = batch.get("attention_mask", torch.ones(3, LENGTH)).bool()
-    grads = {name: whole(param.grad) for name, param in parallel.named_parameters()}
+    actual.loss.backward()
+    is_token = batch.get("attention_mask", torch.ones(3, LENGTH)).bool()
+    grads = {name: gather_full_tensor(param.grad) for name, param in parallel.named_parameters()}
     return {
-        "loss": relative_error(found.loss.detach(), expected.loss.detach()),
-        "outputs": relative_error(found.logits.detach()[real], expected.logits.detach()[real]),
-        "gradients": max(relative_error(grads[name], param.grad) for name, param in alone.named_parameters()),
+        "loss": relative_error(actual.loss.detach(), expected.loss.detach()),
+        "outputs": relative_error(actual.logits.detach()[is_token], expected.logits.detach()[is_token]),
+        "gradients": max(relative_error(grads[name], param.grad) for name, param in reference.named_parameters()),
         "heads": 4 // parallel.model.layers[0].self_attn.temp.to_local().shape[0],
     }
 
 
-def generated(name: str):
-    """Tokens of greedy and beam search, and logits after several cached tokens, with and without tensor parallelism."""
+def compare_generation(name: str):
+    """Compares greedy search, beam search and logits after cached tokens, with and without tensor parallelism."""
     prompt = torch.randint(0, 97, (2, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(prompt)
     mask[0, :3] = 0
-    answers = []
+    results = []
     for tp in (False, True):
         model = load(name, tp).eval()
         kwargs = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
         cache = tost_hf.ToSTCache(model.config)
         with torch.no_grad():
             model(prompt, past_key_values=cache, attention_mask=mask)
-            more = torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)
-            logits = model(prompt[:, :3], past_key_values=cache, attention_mask=more).logits
+            longer_mask = torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)
+            logits = model(prompt[:, :3], past_key_values=cache, attention_mask=longer_mask).logits
         greedy, beams = model.generate(prompt, **kwargs), model.generate(prompt, num_beams=3, **kwargs)
-        answers.append((greedy, beams, logits))
-    (greedy, beams, logits), (tp_greedy, tp_beams, tp_logits) = answers
+        results.append((greedy, beams, logits))
+    (greedy, beams, logits), (tp_greedy, tp_beams, tp_logits) = results
     return {
         "greedy": torch.equal(greedy, tp_greedy),
         "beams": torch.equal(beams, tp_beams),
@@ -88,36 +88,41 @@ def generated(name: str):
     }
 
 
-def saved(name: str):
-    """A tensor-parallel model, saved and loaded whole again."""
+def compare_saved(name: str):
+    """Saves a tensor-parallel model, loads it in one process and compares it with the original."""
     model = load(name, True, torch.float32)
-    target = folder_of(f"{name} saved over {dist.get_world_size()}")
-    model.save_pretrained(target)
+    saved_folder = get_folder(f"{name} saved over {dist.get_world_size()}")
+    model.save_pretrained(saved_folder)
     dist.barrier()
-    again, expected = (tost_hf.ToSTForCausalLM.from_pretrained(path) for path in (target, folder_of(name)))
-    same = all(torch.equal(x, y) for x, y in zip(again.parameters(), expected.parameters()))
-    return {"same": same, "config": (target / "config.json").read_text() == (folder_of(name) / "config.json").read_text()}
+    loaded, expected = (tost_hf.ToSTForCausalLM.from_pretrained(path) for path in (saved_folder, get_folder(name)))
+    is_equal = all(torch.equal(x, y) for x, y in zip(loaded.parameters(), expected.parameters()))
+    return {
+        "same": is_equal,
+        "config": (saved_folder / "config.json").read_text() == (get_folder(name) / "config.json").read_text(),
+    }
 
 
-def error_of_loading(name: str):
-    return error_of(lambda: load(name, True))
+def get_loading_error(name: str):
+    return get_error(lambda: load(name, True))
 
 
 def run(name: str):
-    kind, model, *texts = name.split(", ")
+    kind, model, *layouts = name.split(", ")
     if kind == "generated":
-        return generated(model)
+        return compare_generation(model)
     if kind == "saved":
-        return saved(model)
+        return compare_saved(model)
     if kind == "error":
-        return error_of_loading(model)
+        return get_loading_error(model)
     dtype = torch.float32 if kind == "float32" else torch.float64
-    return equality(model, texts[0], dtype, tost_hf.ToSTForMaskedLM if model == "encoder" else tost_hf.ToSTForCausalLM)
+    return compare_tensor_parallel(
+        model, layouts[0], dtype, tost_hf.ToSTForMaskedLM if model == "encoder" else tost_hf.ToSTForCausalLM
+    )
 
 
 EQUAL = [
     *(f"equal, {model}, packed and padded" for model in [*OPTIONS, "encoder", "hybrid", "uneven vocabulary", "uneven MLP"]),
-    *(f"equal, all, {texts}" for texts in TEXTS if texts != "packed and padded"),
+    *(f"equal, all, {layout}" for layout in LAYOUTS if layout != "packed and padded"),
     "float32, all, padded",
 ]
 NAMES = [*EQUAL, "generated, published", "generated, all", "generated, hybrid", "saved, all"]

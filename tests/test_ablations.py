@@ -1,4 +1,4 @@
-"""The paper's ablations as options: ISTA in place of the MLP, scores that are not normalised; language and vision."""
+"""The paper's ablations as options: ISTA in place of the MLP, unnormalised scores; language and vision models."""
 
 import itertools
 import json
@@ -27,11 +27,11 @@ from tost_hf.parallel import parallelize
 
 
 F64 = {"rtol": 1e-9, "atol": 1e-9}
-BOTH = {"mlp_type": "ista", "normalize_scores": False}
+ISTA_UNNORMALISED = {"mlp_type": "ista", "normalize_scores": False}
 
 
 def test_ista_is_a_proximal_gradient_step():
-    """On 1/2 |x - D a|^2 + threshold |a|_1 over a >= 0, from a = x, which has a closed form."""
+    """Of 1/2 |x - D a|^2 + threshold |a|_1 over a >= 0, starting from a = x, in closed form."""
     step = ISTAStep(12, step_size=0.05, threshold=0.3).double()
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     code = x.clone().requires_grad_()
@@ -58,25 +58,25 @@ def test_unnormalised_scores_are_sums_of_squares():
 
 @pytest.mark.parametrize("pre_norm", [True, False])
 @torch.no_grad()
-def test_encoder_with_both_ignores_padding(pre_norm, texts):
-    model = randomize(ToSTModel(small_config(is_causal=False, pre_norm=pre_norm, **BOTH))).eval().double()
-    out = model(**texts).last_hidden_state
-    for index, real in enumerate(texts["attention_mask"].bool()):
-        torch.testing.assert_close(out[index][real], model(texts["input_ids"][index][real][None])[0][0], **F64)
+def test_ablated_encoder_ignores_padding(pre_norm, batch):
+    model = randomize(ToSTModel(small_config(is_causal=False, pre_norm=pre_norm, **ISTA_UNNORMALISED))).eval().double()
+    out = model(**batch).last_hidden_state
+    for index, mask in enumerate(batch["attention_mask"].bool()):
+        torch.testing.assert_close(out[index][mask], model(batch["input_ids"][index][mask][None])[0][0], **F64)
 
 
 @pytest.mark.parametrize("mlp_type, normalize_scores", list(itertools.product(["mlp", "ista"], [True, False])))
-def test_vision_models_of_the_four_variants(mlp_type, normalize_scores, images, tmp_path):
-    """They differ from each other, load again, and every weight has a gradient."""
-    published = randomize(ToSTForImageClassification(small_vision_config()))
+def test_vision_models_save_load_and_learn(mlp_type, normalize_scores, images, tmp_path):
+    """Only the published variant equals the published model; all load again, and every weight has a gradient."""
+    published_model = randomize(ToSTForImageClassification(small_vision_config()))
     model = randomize(ToSTForImageClassification(small_vision_config(mlp_type=mlp_type, normalize_scores=normalize_scores)))
-    as_published = mlp_type == "mlp" and normalize_scores
-    assert torch.equal(model.eval()(images).logits, published.eval()(images).logits) == as_published
+    is_published = mlp_type == "mlp" and normalize_scores
+    assert torch.equal(model.eval()(images).logits, published_model.eval()(images).logits) == is_published
     model.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     assert ("mlp_type" in fields) == (mlp_type == "ista") and ("normalize_scores" in fields) == (not normalize_scores)
-    loaded, loading = ToSTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(loading.values()) and torch.equal(loaded(images).logits, model(images).logits)
+    loaded, loading_info = ToSTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading_info.values()) and torch.equal(loaded(images).logits, model(images).logits)
     model.train()(images, labels=torch.tensor([0, 1])).loss.backward()
     assert all((p.grad != 0).any() for p in model.parameters())
 
@@ -92,18 +92,18 @@ def test_vision_models_of_the_four_variants(mlp_type, normalize_scores, images, 
 def test_parameter_counts_with_ista(config_class, model_class, name, fields, count):
     config = config_class.from_preset(name, mlp_type="ista", **fields)
     assert empty_model(config, model_class).num_parameters() == count
-    as_published = empty_model(config_class.from_preset(name, **fields), model_class).num_parameters()
-    bias, width = config_class is ToSTVisionConfig, config.hidden_size
-    saved = 8 * width**2 + 5 * width * bias + width - width**2  # an MLP with its LayerScale, less a dictionary
-    assert as_published - count == config.num_hidden_layers * saved
+    published_count = empty_model(config_class.from_preset(name, **fields), model_class).num_parameters()
+    use_bias, width = config_class is ToSTVisionConfig, config.hidden_size
+    difference = 8 * width**2 + 5 * width * use_bias + width - width**2  # an MLP with its LayerScale, minus a dictionary
+    assert published_count - count == config.num_hidden_layers * difference
 
 
 @pytest.mark.parametrize("kind", ["language", "vision"])
 def test_card_info_inspect_and_convert(kind, images, tmp_path):
     if kind == "language":
-        model, inputs = ToSTForCausalLM(small_config(**BOTH)), {"input_ids": torch.randint(1, 97, (2, 9))}
+        model, inputs = ToSTForCausalLM(small_config(**ISTA_UNNORMALISED)), {"input_ids": torch.randint(1, 97, (2, 9))}
     else:
-        model, inputs = ToSTForImageClassification(small_vision_config(**BOTH)), {"pixel_values": images}
+        model, inputs = ToSTForImageClassification(small_vision_config(**ISTA_UNNORMALISED)), {"pixel_values": images}
     randomize(model).save_pretrained(tmp_path)
     assert "mlp_type ista" in info(tmp_path)["options"] and "normalize_scores False" in info(tmp_path)["options"]
     card = build_card(tmp_path, license="mit").content

@@ -113,21 +113,21 @@ def test_packing_equals_separate_sequences(style, max_position_embeddings):
 @pytest.mark.parametrize("pooling", [None, "mean", "first", "last"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @torch.no_grad()
-def test_pooling_ignores_padding(is_causal, pooling, texts):
+def test_pooling_ignores_padding(is_causal, pooling, batch):
     if is_causal and pooling == "first":
         pytest.skip("a causal model's first token sees no other")
     model = build(ToSTForSequenceClassification, is_causal=is_causal, pooling=pooling)
-    out = model(**texts).logits
+    out = model(**batch).logits
     used = pooling or ("last" if is_causal else "mean")
-    for i, real in enumerate(texts["attention_mask"].bool()):
-        features = model.model(texts["input_ids"][i][real][None]).last_hidden_state[0]
+    for i, real in enumerate(batch["attention_mask"].bool()):
+        features = model.model(batch["input_ids"][i][real][None]).last_hidden_state[0]
         pooled = {"mean": features.mean(0), "first": features[0], "last": features[-1]}[used]
         torch.testing.assert_close(out[i], model.score(pooled), **F64)
 
 
 @pytest.mark.parametrize("auto_class", HEADS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_heads_load_again_and_learn(auto_class, is_causal, texts, tmp_path):
+def test_heads_load_again_and_learn(auto_class, is_causal, batch, tmp_path):
     """Saved, loaded by its Auto class with nothing missing; gradients for every weight, the same when recomputed."""
     model_class = HEADS[auto_class]
     if is_causal and model_class is ToSTForMaskedLM:
@@ -136,10 +136,10 @@ def test_heads_load_again_and_learn(auto_class, is_causal, texts, tmp_path):
     model.save_pretrained(tmp_path)
     loaded, loading = auto_class.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is model_class and not any(loading.values()) and loaded.config.is_causal == is_causal
-    out = model(**texts)
-    assert torch.equal(loaded.eval()(**texts)[0], out[0])
-    for i, real in enumerate(texts["attention_mask"].bool()):
-        alone = model(texts["input_ids"][i][real][None])[0][0]
+    out = model(**batch)
+    assert torch.equal(loaded.eval()(**batch)[0], out[0])
+    for i, real in enumerate(batch["attention_mask"].bool()):
+        alone = model(batch["input_ids"][i][real][None])[0][0]
         pooled = model_class is ToSTForSequenceClassification
         torch.testing.assert_close(out[0][i] if pooled else out[0][i][real], alone, rtol=1e-4, atol=1e-4)
     if model_class is ToSTModel:
@@ -147,17 +147,17 @@ def test_heads_load_again_and_learn(auto_class, is_causal, texts, tmp_path):
     gradients = []
     for _ in range(2):
         model.train().zero_grad()
-        model(**texts, **LABELS[model_class]).loss.backward()
+        model(**batch, **LABELS[model_class]).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
         assert all((gradient != 0).any() for gradient in gradients[-1])
         model.gradient_checkpointing_enable()
     torch.testing.assert_close(*gradients)
 
 
-def test_masked_labels_are_not_shifted(texts):
+def test_masked_labels_are_not_shifted(batch):
     model = build(ToSTForMaskedLM)
-    labels = texts["input_ids"].masked_fill(torch.rand(3, 12) < 0.8, -100)
-    out = model(**texts, labels=labels)
+    labels = batch["input_ids"].masked_fill(torch.rand(3, 12) < 0.8, -100)
+    out = model(**batch, labels=labels)
     expected = F.cross_entropy(out.logits.float().flatten(0, 1), labels.flatten())  # transformers' losses are in float32
     torch.testing.assert_close(out.loss, expected)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

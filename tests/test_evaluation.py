@@ -13,7 +13,7 @@ import evaluation
 import pytest
 import scoring
 import torch
-from byte_models import EOS, byte_tokenizer, gpt2, make_args, make_model
+from byte_models import EOS, byte_tokenizer, make_args, make_gpt2, make_model
 from datasets import Dataset
 from scripts import environment
 from transformers import PreTrainedTokenizerFast
@@ -113,7 +113,7 @@ def test_results_that_are_no_numbers_are_left_out(caplog):
 # The commands --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [make_model, gpt2])
+@pytest.mark.parametrize("make", [make_model, make_gpt2])
 def test_evaluate_lm(tmp_path, tokenizer, make, capsys):
     folder = tmp_path / "model"
     make().save_pretrained(folder)

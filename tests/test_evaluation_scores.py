@@ -11,7 +11,7 @@ import pytest
 import reading_tasks
 import scoring
 import torch
-from byte_models import EOS, EOS_ID, byte_tokenizer, gpt2, make_args, make_model, values
+from byte_models import EOS, EOS_ID, byte_tokenizer, make_args, make_gpt2, make_model, values
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
@@ -60,7 +60,7 @@ def random_ids(length: int, seed: int = 0) -> torch.Tensor:
 # Scores --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [make_model, gpt2])
+@pytest.mark.parametrize("make", [make_model, make_gpt2])
 def test_scores_do_not_depend_on_the_batch(make):
     model = make()
     sequences = [random_ids(length, seed=length) for length in (5, 33, 2, 17, 17)]

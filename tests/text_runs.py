@@ -19,7 +19,7 @@ TINY = "n_layer=2,n_embd=32,n_head=4,n_positions=32,vocab_size=320"
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory):
-    """Real text that every machine has, the standard library's sources, and a byte-level BPE tokenizer of 300 tokens."""
+    """Text files from the standard library's sources, and a byte-level BPE tokenizer of 300 tokens."""
     folder = tmp_path_factory.mktemp("text")
     library = Path(os.__file__).parent
     train, validation = ((library / name).read_text(encoding="utf-8")[:40_000] for name in ("argparse.py", "tarfile.py"))
@@ -34,19 +34,19 @@ def text_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def text_parts(text_folder):
-    """A folder of four compressed files with a few documents each, 400 characters a file."""
+    """A folder of four compressed files of 400 characters, each with a few documents."""
     folder = text_folder / "parts"
     folder.mkdir()
     text = (text_folder / "train.txt").read_text(encoding="utf-8")
     for number in range(4):
-        part = text[400 * number : 400 * (number + 1)]
-        Dataset.from_dict({"text": part.split("\n\n")}).to_json(folder / f"{number}.jsonl.gz", compression="gzip")
+        shard = text[400 * number : 400 * (number + 1)]
+        Dataset.from_dict({"text": shard.split("\n\n")}).to_json(folder / f"{number}.jsonl.gz", compression="gzip")
     return folder
 
 
 @pytest.fixture
 def clm_args(text_folder, tmp_path):
-    """Arguments of a small run of run_clm.py; keywords replace and add, None leaves out, True is a bare flag."""
+    """Arguments of a small run of run_clm.py; keywords replace or add, None omits, True is a flag without a value."""
 
     def make(**changes) -> list[str]:
         values = {
