@@ -1,4 +1,4 @@
-"""The report of `inspect`: what pictures and page show, and which files may be replaced."""
+"""The report of `inspect`: the contents of its page and pictures, and which files it may overwrite."""
 
 import re
 import sys
@@ -19,21 +19,21 @@ Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")
 
 
-def assert_drawn(file) -> None:
+def assert_not_blank(file) -> None:
     """The picture is 1,280 pixels wide and not blank."""
     pixels = np.asarray(Image.open(file).convert("RGB"), dtype=float)
     assert pixels.shape[1] == 1280 and 80 < pixels.shape[0] < 4000
     assert pixels.std() > 5
 
 
-def check_folder(written, out):
-    """A page and the pictures that it shows, none of them blank; returns its text."""
-    assert written[0] == out / "index.html" and sorted(written) == sorted(out.iterdir())
-    page = written[0].read_text()
+def check_report(files, folder):
+    """Checks for a page and the pictures that it shows, none of them blank; returns the page's HTML."""
+    assert files[0] == folder / "index.html" and sorted(files) == sorted(folder.iterdir())
+    page = files[0].read_text()
     pictures = re.findall("<img src='(.*?)'", page)
-    assert len(pictures) >= 4 and {path.name for path in written[1:]} == set(pictures)
+    assert len(pictures) >= 4 and {path.name for path in files[1:]} == set(pictures)
     for name in pictures:
-        assert_drawn(out / name)
+        assert_not_blank(folder / name)
     return page
 
 
@@ -46,30 +46,30 @@ def photo(tmp_path):
 
 def test_image_report(photo, tmp_path):
     model, out = tiny_vision_model(id2label={0: "a <b> cat"}, num_labels=1), tmp_path / "out"
-    written = interpret.inspect_model(model, None, photo, out, layers=[3, 1])
-    page = check_folder(written, out)
+    files = interpret.inspect_model(model, None, photo, out, layers=[3, 1])
+    page = check_report(files, out)
     assert "a &lt;b&gt; cat (100.0%)" in page and "16 x 16" in page and "4 x 4" in page
-    assert {"class_attention.png", "compression.png"} <= {path.name for path in written}
+    assert {"class_attention.png", "compression.png"} <= {path.name for path in files}
     terms = interpret.compression_terms(interpret.trace_model(model, pixel_values=load_image(model, None, photo)[0]))
     assert f"{terms.variational[0, 2]:.2f}" in page and f"{terms.coding_rate[0, 0]:.2f}" in page
-    assert interpret.inspect_model(model, None, photo, out)[0] == written[0]  # replaces the earlier report
-    written[0].write_text("mine")
+    assert interpret.inspect_model(model, None, photo, out)[0] == files[0]  # replaces the earlier report
+    files[0].write_text("mine")
     with pytest.raises(FileExistsError, match="another"):
         interpret.inspect_model(model, None, photo, out)
-    assert written[0].read_text() == "mine"
+    assert files[0].read_text() == "mine"
 
 
 def test_one_head_and_one_layer_of_a_backbone(tmp_path, photo):
     """Without other heads to overlap with, and without class attention."""
     config = small_vision_config(num_attention_heads=1, num_hidden_layers=1)
-    written = interpret.inspect_model(randomize(tost_hf.ToSTBackbone(config)).eval(), None, photo, tmp_path / "out")
-    page = check_folder(written, tmp_path / "out")
+    files = interpret.inspect_model(randomize(tost_hf.ToSTBackbone(config)).eval(), None, photo, tmp_path / "out")
+    page = check_report(files, tmp_path / "out")
     assert "nan" in page and "class_attention.png" not in page
 
 
 @pytest.mark.parametrize("forgetting", ["none", "token"])
 def test_text_report(forgetting, tokenizer, tmp_path):
-    """Of a hybrid, given as text and as a file, which is truncated with a warning."""
+    """A hybrid inspects a string and a file; the file is truncated with a warning."""
     config = tost_hf.ToSTConfig.from_preset(
         "tost-hybrid-base",
         **{"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 4, "forgetting": forgetting},
@@ -77,7 +77,7 @@ def test_text_report(forgetting, tokenizer, tmp_path):
         max_position_embeddings=64,
     )
     model, out = randomize(tost_hf.ToSTForCausalLM(config)).eval(), tmp_path / "out"
-    page = check_folder(interpret.inspect_model(model, tokenizer, "What was it that we forgot?", out), out)
+    page = check_report(interpret.inspect_model(model, tokenizer, "What was it that we forgot?", out), out)
     assert ("decay.png" in page) == (forgetting != "none") and "3 layers of 12 heads" in page
     (tmp_path / "text.txt").write_text("the heads of the model " * 30)
     with pytest.warns(UserWarning, match="64"):
@@ -87,10 +87,10 @@ def test_text_report(forgetting, tokenizer, tmp_path):
 
 @needs_auto_processor
 def test_inspect_path(photo, text_model, tokenizer, tmp_path):
-    """The processor beside the model, or a named one; none of a published folder's model code runs, trusted or not."""
+    """Uses the processor in the model's folder or a named one; never runs the folder's code, trusted or not."""
     tiny_vision_model().save_pretrained(tmp_path / "vision")
     make_image_processor(24).save_pretrained(tmp_path / "vision")
-    page = check_folder(interpret.inspect_path(tmp_path / "vision", photo, tmp_path / "one"), tmp_path / "one")
+    page = check_report(interpret.inspect_path(tmp_path / "vision", photo, tmp_path / "one"), tmp_path / "one")
     assert "24 x 24, as the model sees them" in page and "Predicted class" in page
     text_model.save_pretrained(tmp_path / "text", with_code=True)
     for file in (tmp_path / "text").glob("*.py"):
@@ -102,12 +102,12 @@ def test_inspect_path(photo, text_model, tokenizer, tmp_path):
 
 
 def test_images_of_any_size(photo):
-    """Shorter side 33 asked for: 33 x 46.2 pixels, rounded to multiples of 4."""
+    """A shorter side of 33 means 33 x 46.2 pixels, rounded to multiples of 4."""
     model = tiny_vision_model()
     pixel_values, picture = load_image(model, None, photo, 33)
     assert pixel_values.shape == (1, 3, 32, 48) and picture.shape == (32, 48, 3)
-    original = np.asarray(Image.open(photo).convert("RGB").resize((48, 32), Image.Resampling.BICUBIC)) / 255
-    np.testing.assert_allclose(picture.numpy(), original, atol=0.01)
+    expected = np.asarray(Image.open(photo).convert("RGB").resize((48, 32), Image.Resampling.BICUBIC)) / 255
+    np.testing.assert_allclose(picture.numpy(), expected, atol=0.01)
     assert load_image(model, make_image_processor(18), photo)[0].shape == (1, 3, 16, 16)
     pixel_values, picture = load_image(tiny_vision_model(num_channels=1), None, photo)
     assert pixel_values.shape == (1, 1, 16, 16) and picture.shape == (16, 16, 3)
@@ -121,9 +121,9 @@ def test_invalid_inputs(text_model, tokenizer, photo, tmp_path, monkeypatch):
         (model, None, photo, {"layers": [4]}, "layer"),
         (model, None, photo, {"layers": []}, "layers"),
     ]
-    for inspected, helper, given, options, word in cases:
-        with pytest.raises(ValueError, match=word):
-            interpret.inspect_model(inspected, helper, given, out, **options)
+    for inspected_model, processor, source, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            interpret.inspect_model(inspected_model, processor, source, out, **options)
     for module in ("matplotlib", "PIL"):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ImportError, match=module):
@@ -133,28 +133,28 @@ def test_invalid_inputs(text_model, tokenizer, photo, tmp_path, monkeypatch):
 
 
 def test_every_layer_and_head_of_a_photograph(tmp_path):
-    """Of a real photograph, each patch at its place."""
-    sample = pytest.importorskip("sklearn.datasets").load_sample_image("china.jpg")
+    """Each map is drawn over the photograph, with every patch at its position."""
+    photograph = pytest.importorskip("sklearn.datasets").load_sample_image("china.jpg")
     model = tiny_vision_model(num_hidden_layers=3)
-    pixel_values, picture = load_image(model, None, Image.fromarray(sample), 48)
+    pixel_values, picture = load_image(model, None, Image.fromarray(photograph), 48)
     maps = interpret.membership_maps(interpret.trace_model(model, pixel_values=pixel_values))[0]
     figure = plots.plot_membership_maps(maps, picture, range(1, 4))
-    panels = [axis for axis in figure.axes if len(axis.images) == 2]  # the photograph in grey, and a map
+    panels = [axis for axis in figure.axes if len(axis.images) == 2]  # the photograph in grey and a map
     assert len(panels) == 3 * 4
-    for panel, shares in zip(panels, maps.flatten(0, 1)):
-        grey, drawn = panel.images
-        assert list(grey.get_extent()) == [-0.5, 71.5, 47.5, -0.5] == list(drawn.get_extent())
-        assert grey.get_array().shape == (48, 72)
-        np.testing.assert_array_equal(drawn.get_array(), shares)
+    for panel, membership in zip(panels, maps.flatten(0, 1)):
+        background, overlay = panel.images
+        assert list(background.get_extent()) == [-0.5, 71.5, 47.5, -0.5] == list(overlay.get_extent())
+        assert background.get_array().shape == (48, 72)
+        np.testing.assert_array_equal(overlay.get_array(), membership)
 
 
-def test_compression_of_many_images_has_a_band(images):
+def test_compression_plot_shows_the_mean_of_images(images):
     terms = interpret.compression_terms(interpret.trace_model(tiny_vision_model(), pixel_values=images))
     axis = plots.plot_compression({"tokens": terms}).axes[0]
     np.testing.assert_allclose(axis.lines[0].get_ydata(), terms.variational.mean(0))
 
 
-def test_a_failure_while_drawing_leaves_nothing(photo, tmp_path, monkeypatch):
+def test_failed_plot_leaves_no_files(photo, tmp_path, monkeypatch):
     def savefig(figure, file):
         raise OSError("disk full")
 

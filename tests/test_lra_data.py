@@ -1,4 +1,4 @@
-"""Long Range Arena's generators: what they make is evaluated by other means, and is as published in length and balance."""
+"""Long Range Arena's generators: labels match a second implementation, lengths and class balance the published data."""
 
 import random
 import statistics
@@ -20,51 +20,51 @@ import make_data
 import pathfinder
 
 
-MEANINGS = {"[MIN": min, "[MAX": max, "[MED": lambda x: int(statistics.median(x)), "[SM": lambda x: int(str(sum(x))[-1])}
+FUNCTIONS = {"[MIN": min, "[MAX": max, "[MED": lambda x: int(statistics.median(x)), "[SM": lambda x: int(str(sum(x))[-1])}
 
 
-def value_of(tokens: list[str]) -> int:
-    """A second evaluator of ListOps, of tokens without parentheses: with a stack, and by Python's own median."""
+def evaluate(tokens: list[str]) -> int:
+    """Evaluates ListOps tokens without parentheses, independently of listops.py: with a stack and Python's median."""
     stack = [[]]
     for token in tokens:
         if token.startswith("["):
             stack.append([token])
         elif token == "]":
             operator, *values = stack.pop()
-            stack[-1].append(MEANINGS[operator](values))
+            stack[-1].append(FUNCTIONS[operator](values))
         else:
             stack[-1].append(int(token))
     ((value,),) = stack
     return value
 
 
-def parsed(tokens: list[str]) -> list[str]:
-    """Tokens of the published form `( ( ( [MAX 2 ) 9 ) ] )` as those within its parentheses; each pair holds two things."""
+def remove_parentheses(tokens: list[str]) -> list[str]:
+    """Removes the parentheses of the published form `( ( ( [MAX 2 ) 9 ) ] )`, of which each pair encloses two items."""
     stack = [[]]
     for token in tokens:
         if token == "(":
             stack.append([])
         elif token == ")":
-            left, right = stack.pop()
-            stack[-1].append(left + right)
+            first, second = stack.pop()
+            stack[-1].append(first + second)
         else:
             stack[-1].append([token])
-    ((found,),) = stack
-    return found
+    ((inner_tokens,),) = stack
+    return inner_tokens
 
 
-def test_a_thousand_expressions():
+def test_listops_expressions():
     rules, examples = listops.ListOpsRules(), []
     for example, _ in zip(listops.expressions(rules, seed=0), range(1000)):
         tokens = [token for token in example["Source"].split() if token not in "()"]
-        assert parsed(example["Source"].split()) == tokens
-        assert value_of(tokens) == example["Target"]
+        assert remove_parentheses(example["Source"].split()) == tokens
+        assert evaluate(tokens) == example["Target"]
         assert len(tokens) == example["length"] and 500 < example["length"] < 2000
         examples.append(example)
     assert len({example["Source"] for example in examples}) == 1000
-    share = {label: count / 1000 for label, count in Counter(example["Target"] for example in examples).items()}
-    assert all(0.13 < share[label] < 0.21 for label in (0, 9))  # of the published kind: about 17 %
-    assert all(0.05 < share[label] < 0.12 for label in range(1, 9))
+    fractions = {label: count / 1000 for label, count in Counter(example["Target"] for example in examples).items()}
+    assert all(0.13 < fractions[label] < 0.21 for label in (0, 9))  # in the published data: about 17 %
+    assert all(0.05 < fractions[label] < 0.12 for label in range(1, 9))
     operators = Counter(token for example in examples for token in example["Source"].split() if token.startswith("["))
     assert set(operators) == set(listops.OPERATORS)
     assert all(0.22 < count / sum(operators.values()) < 0.28 for count in operators.values())
@@ -72,57 +72,59 @@ def test_a_thousand_expressions():
 
 # Pathfinder -----------------------------------------------------------------------------------------------------------
 
-SCALE = 8  # how much finer than a model's picture the one is in which paths are followed
+SCALE = 8  # resolution of the pictures in which paths are followed, relative to a model's
 
 
-def ends_in_picture(picture: np.ndarray) -> np.ndarray:
-    """Both ends of every dash, (dashes, 2, 2), by the principal axis of each connected patch of bright pixels."""
-    patches, count = ndimage.label(picture > 60, np.ones((3, 3)))
-    found = []
-    for number in range(1, count + 1):
-        pixels = np.argwhere(patches == number)
+def find_dash_ends(picture: np.ndarray) -> np.ndarray:
+    """Both ends of every dash, (dashes, 2, 2), from the principal axis of each connected component of bright pixels."""
+    components, count = ndimage.label(picture > 60, np.ones((3, 3)))
+    ends = []
+    for label in range(1, count + 1):
+        pixels = np.argwhere(components == label)
         centre = (pixels.min(0) + pixels.max(0)) / 2
         axis = np.linalg.svd(pixels - pixels.mean(0), full_matrices=False)[2][0]
-        along = (pixels - centre) @ axis
-        found.append([centre + along.min() * axis, centre + along.max() * axis])
-    return np.array(found)
+        projections = (pixels - centre) @ axis
+        ends.append([centre + projections.min() * axis, centre + projections.max() * axis])
+    return np.array(ends)
 
 
-def follow(picture: np.ndarray, marked: np.ndarray, rules: pathfinder.PathfinderRules) -> tuple[int, int]:
-    """Whether both marked ends are of one path, and its dashes, found in a fine picture without and with its marks."""
-    ends = ends_in_picture(picture)
+def follow_path(picture: np.ndarray, marked_picture: np.ndarray, rules: pathfinder.PathfinderRules) -> tuple[int, int]:
+    """Whether one path connects both markers, and its number of dashes, from large pictures without and with markers."""
+    ends = find_dash_ends(picture)
     axes = ends - ends[:, ::-1]
     joints = ends + rules.margin * SCALE * axes / np.linalg.norm(axes, axis=-1, keepdims=True)
-    y, x = np.indices(marked.shape)
+    y, x = np.indices(marked_picture.shape)
     radius = 0.95 * rules.marker_radius * SCALE
-    filled = [[(marked[(y - end[0]) ** 2 + (x - end[1]) ** 2 < radius**2] > 60).mean() for end in pair] for pair in ends]
-    best = np.argsort(np.ravel(filled))[-2:]
-    (dash, side), goal = divmod(best[0], 2), divmod(best[1], 2)
-    steps = {dash}
+    fill_ratios = [
+        [(marked_picture[(y - end[0]) ** 2 + (x - end[1]) ** 2 < radius**2] > 60).mean() for end in pair] for pair in ends
+    ]
+    marked_ends = np.argsort(np.ravel(fill_ratios))[-2:]
+    (dash, side), goal = divmod(marked_ends[0], 2), divmod(marked_ends[1], 2)
+    visited = {dash}
     while True:
         side = 1 - side
         distances = np.linalg.norm(joints - joints[dash, side], axis=-1)
-        distances[list(steps)] = np.inf
+        distances[list(visited)] = np.inf
         nearest = np.unravel_index(distances.argmin(), distances.shape)
         if distances[nearest] > 0.4 * SCALE:
-            return int((dash, side) == goal), len(steps)
+            return int((dash, side) == goal), len(visited)
         dash, side = nearest
-        steps.add(dash)
+        visited.add(dash)
 
 
-def test_paths_are_followed_in_the_picture():
-    """Markers, dashes and label of every scene are what following the path finds, and the classes are balanced."""
-    count, rules, right, labels = 60, pathfinder.PathfinderRules(), 0, []
-    for number in range(count):
-        scene = pathfinder.make_scene(np.random.default_rng((7, number)), rules)
-        fine = [pathfinder.draw(scene, rules, scale=SCALE, marked=marked) for marked in (False, True)]
-        right += follow(*fine, rules) == (scene.label, rules.dashes)
+def test_pathfinder_scenes():
+    """Following the path in the picture confirms each scene's dashes and label; the classes are balanced."""
+    count, rules, num_correct, labels = 60, pathfinder.PathfinderRules(), 0, []
+    for index in range(count):
+        scene = pathfinder.make_scene(np.random.default_rng((7, index)), rules)
+        pictures = [pathfinder.draw(scene, rules, scale=SCALE, marked=marked) for marked in (False, True)]
+        num_correct += follow_path(*pictures, rules) == (scene.label, rules.dashes)
         labels.append(scene.label)
         assert [len(path) for path in scene.paths[:2]] == [14, 14]
         assert all(len(path) == 4 for path in scene.paths[2:]) and len(scene.paths) <= 7
         distance = np.linalg.norm(scene.paths[0][0, 0] - scene.paths[1][0, 0])
         assert distance == pytest.approx(rules.seed_distance)
-    assert right == count
+    assert num_correct == count
     assert abs(np.mean(labels) - 0.5) < 3 * 0.5 / count**0.5
 
 
@@ -137,8 +139,8 @@ SMALL = {
 
 
 @pytest.fixture
-def texts(tmp_path):
-    """Two data sets of texts, one of letters and one of digits."""
+def text_folders(tmp_path):
+    """Folders of two text data sets, one of letters and one of digits."""
     for name, characters in (("letters", "abcdef "), ("digits", "0123456 ")):
         (tmp_path / name).mkdir()
         for split in ("train", "validation", "test"):
@@ -148,16 +150,16 @@ def texts(tmp_path):
 
 
 @pytest.mark.parametrize("task", SMALL)
-def test_files_are_read_by_datasets_and_by_the_task(tmp_path, texts, task):
-    own = ["--texts", *texts] if task == "retrieval" else []
+def test_files_are_read_by_datasets_and_by_the_task(tmp_path, text_folders, task):
+    text_args = ["--texts", *text_folders] if task == "retrieval" else []
     for folder in ("one", "two"):
-        make_data.main([task, "--output_dir", str(tmp_path / folder), *COUNTS, *SMALL[task], *own])
+        make_data.main([task, "--output_dir", str(tmp_path / folder), *COUNTS, *SMALL[task], *text_args])
     splits = load_dataset(str(tmp_path / "one"), cache_dir=str(tmp_path / "cache"))
-    assert {split: len(part) for split, part in splits.items()} == {"train": 12, "validation": 3, "test": 4}
-    for split in splits:  # the same seed, the same bytes
+    assert {split: len(dataset) for split, dataset in splits.items()} == {"train": 12, "validation": 3, "test": 4}
+    for split in splits:  # the same seed writes the same bytes
         assert (tmp_path / "one" / f"{split}.parquet").read_bytes() == (tmp_path / "two" / f"{split}.parquet").read_bytes()
-    found = lra_tasks.load_splits(str(tmp_path / "one"), lra_tasks.TASKS[task], cache_dir=str(tmp_path / "cache"))
-    examples = lra_tasks.Examples(found["train"], lra_tasks.TASKS[task], 256)
+    task_splits = lra_tasks.load_splits(str(tmp_path / "one"), lra_tasks.TASKS[task], cache_dir=str(tmp_path / "cache"))
+    examples = lra_tasks.Examples(task_splits["train"], lra_tasks.TASKS[task], 256)
     examples.check_labels(10)
     for example, stored in zip(examples, splits["train"]):
         if task == "retrieval":
@@ -166,4 +168,4 @@ def test_files_are_read_by_datasets_and_by_the_task(tmp_path, texts, task):
         elif task == "pathfinder":
             assert [x - 1 for x in example["input_ids"]] == list(stored["image"].tobytes())
         else:
-            assert [listops.TOKENS[x - 1] for x in example["input_ids"]] == parsed(stored["Source"].split())
+            assert [listops.TOKENS[x - 1] for x in example["input_ids"]] == remove_parentheses(stored["Source"].split())

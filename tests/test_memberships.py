@@ -1,4 +1,4 @@
-"""examples/research/memberships.py: agreement of memberships with clusters of colour and place on photographs."""
+"""examples/research/memberships.py: agreement of memberships with clusters of colour and position on photographs."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/benchmarks"))
 
-import run as runner  # isort: skip  (names the folder of the others)
+import run as runner  # isort: skip  (adds the folders of the other modules to sys.path)
 
 import memberships
 from PIL import Image
@@ -20,12 +20,12 @@ from tost_hf.image_processing import save_image_processor
 
 
 def test_explained_variance():
-    clusters = torch.tensor([0, 0, 1, 1, 3, 3])  # no patch of cluster 2
-    by_cluster = torch.tensor([0.1, 0.1, 0.5, 0.5, 0.9, 0.9], dtype=torch.float64)
-    within = torch.tensor([0.1, 0.3, 0.1, 0.3, 0.1, 0.3], dtype=torch.float64)
+    clusters = torch.tensor([0, 0, 1, 1, 3, 3])  # cluster 2 is empty
+    between_clusters = torch.tensor([0.1, 0.1, 0.5, 0.5, 0.9, 0.9], dtype=torch.float64)
+    within_clusters = torch.tensor([0.1, 0.3, 0.1, 0.3, 0.1, 0.3], dtype=torch.float64)
     constant = torch.full((6,), 0.25, dtype=torch.float64)
-    both = 2 * by_cluster + within  # variances of 4 * 0.32 / 3 and 0.01 add up
-    maps = torch.stack([by_cluster, within, constant, both])[None]
+    combined = 2 * between_clusters + within_clusters  # variances of 4 * 0.32 / 3 and 0.01 add up
+    maps = torch.stack([between_clusters, within_clusters, constant, combined])[None]
     expected = torch.tensor([[1, 0, 0, (1.28 / 3) / (1.28 / 3 + 0.01)]], dtype=torch.float64)
     torch.testing.assert_close(memberships.explained_variance(maps, clusters), expected)
 
@@ -48,6 +48,6 @@ def test_photographs_of_a_new_model(tmp_path):
     metrics += [f"mutual information, {kind}, layer {layer}" for kind in kinds for layer in (1, 2)]
     assert set(values) == {(state, metric) for state in ("trained", "untrained") for metric in metrics}
     assert all(record["context"] == "256" and record["batch"] == "5" for record in records)
-    for metric in metrics:  # the untrained model of seed 0 is the same one
+    for metric in metrics:  # the model was initialized with seed 0, too
         assert values["untrained", metric] == pytest.approx(values["trained", metric], abs=1e-6)
     assert values["trained", metrics[0]] > 0
