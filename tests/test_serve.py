@@ -17,8 +17,8 @@ def test_completions_and_chat(tmp_path):
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer("import os", return_tensors="pt").input_ids
-    answer = AutoModelForCausalLM.from_pretrained(folder).generate(tokens, max_new_tokens=6, do_sample=False)
-    expected = tokenizer.decode(answer[0, tokens.shape[1] :])
+    output = AutoModelForCausalLM.from_pretrained(folder).generate(tokens, max_new_tokens=6, do_sample=False)
+    expected = tokenizer.decode(output[0, tokens.shape[1] :])
 
     options = ("--device", "cpu", "--host", "127.0.0.1", "--port", "0")
     command = [sys.executable, "-m", "tost_hf.cli", "serve", str(folder), *options]
@@ -26,21 +26,21 @@ def test_completions_and_chat(tmp_path):
         try:
             address = next(filter(None, (re.search(r"running on (http://[\d.:]+)", line) for line in server.stderr)))[1]
 
-            def ask(path: str, **fields) -> dict:
+            def request_choice(path: str, **fields) -> dict:
                 body = json.dumps({"model": str(folder), "max_tokens": 6, "temperature": 0} | fields).encode()
                 request = urllib.request.Request(address + path, body, {"Content-Type": "application/json"})
                 return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]
 
-            assert ask("/v1/completions", prompt="import os")["text"] == expected
+            assert request_choice("/v1/completions", prompt="import os")["text"] == expected
             messages = [{"role": "user", "content": "import os"}]
-            assert ask("/v1/chat/completions", messages=messages)["message"]["content"] == expected
+            assert request_choice("/v1/chat/completions", messages=messages)["message"]["content"] == expected
         finally:
             server.terminate()
 
 
-def test_wrong_model(tmp_path, capsys):
-    assert main(["serve", str(tmp_path / "nope"), "--device", "cpu"]) == 1
-    assert "nope" in capsys.readouterr().err
+def test_missing_model(tmp_path, capsys):
+    assert main(["serve", str(tmp_path / "absent"), "--device", "cpu"]) == 1
+    assert "absent" in capsys.readouterr().err
 
 
 def test_missing_extra(monkeypatch, capsys):

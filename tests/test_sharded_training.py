@@ -1,4 +1,4 @@
-"""Training over several processes, DDP, FSDP2, context and tensor parallelism: the losses of one process."""
+"""Training over several processes with DDP, FSDP2, context and tensor parallelism has the losses of one process."""
 
 import pytest
 import sharded_cases
@@ -12,25 +12,25 @@ from tost_hf import ToSTTrainer
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def trained(request, tmp_path_factory):
-    """What one process has, and what each of several has."""
+    """The results of one process by dtype, and those of each of several processes by kind of parallelism."""
     folder = tmp_path_factory.mktemp("sharded")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOST_TEST_MODELS", str(folder))
         sharded_cases.save_model()
-        one = {dtype: sharded_cases.run(f"ddp{dtype}") for dtype in ("", ", float32")}
-        return one, run_cases(sharded_cases.run, sharded_cases.PARALLELISMS + sharded_cases.FLOAT32, request.param, folder)
+        single = {dtype: sharded_cases.run(f"ddp{dtype}") for dtype in ("", ", float32")}
+        return single, run_cases(sharded_cases.run, sharded_cases.PARALLELISMS + sharded_cases.FLOAT32, request.param, folder)
 
 
 @pytest.mark.parametrize("parallelism", sharded_cases.PARALLELISMS + sharded_cases.FLOAT32)
-def test_several_processes_train_as_one(trained, parallelism):
+def test_losses_equal_those_of_one_process(trained, parallelism):
     if "tp" in parallelism and not is_accelerate_available("1.12"):
         pytest.skip("transformers' Trainer is tensor-parallel with accelerate 1.12 and later")
-    one, several = trained[0][", float32" * ("float32" in parallelism)], trained[1]
-    assert len(one["losses"]) == sharded_cases.EQUAL_STEPS and one["losses"][-1] < one["losses"][0] - 0.3
-    for process in several[parallelism]:
-        assert process["losses"] == pytest.approx(one["losses"], rel=0, abs=1e-5)
-    held = {process["held"] / one["held"] for process in several[parallelism]}
-    assert max(held) < 0.75 if parallelism.startswith(("fsdp2", "tp")) else held == {1.0}
+    single, distributed = trained[0][", float32" * ("float32" in parallelism)], trained[1][parallelism]
+    assert len(single["losses"]) == sharded_cases.EQUAL_STEPS and single["losses"][-1] < single["losses"][0] - 0.3
+    for process in distributed:
+        assert process["losses"] == pytest.approx(single["losses"], rel=0, abs=1e-5)
+    fractions = {process["numel"] / single["numel"] for process in distributed}
+    assert max(fractions) < 0.75 if parallelism.startswith(("fsdp2", "tp")) else fractions == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_several_processes_train_as_one(trained, parallelism):
         ({"ACCELERATE_USE_FSDP": "true"}, "Accelerate shards no model on CPUs"),
     ],
 )
-def test_processes_that_would_share_nothing_are_rejected(tmp_path, monkeypatch, tiny_model, variables, message):
+def test_processes_without_parallelism_are_rejected(tmp_path, monkeypatch, tiny_model, variables, message):
     args = training_args(tmp_path)
     for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", **variables}.items():
         monkeypatch.setenv(name, value)
-    if variables:  # they found each other
+    if variables:  # a process group exists
         monkeypatch.setattr(type(args), "world_size", 2)
         monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The page that `tost-hf space` writes, in Chromium on loopback, against the model."""
+"""The page that `tost-hf space` writes, run in Chromium from a local server and compared with the model."""
 
 import functools
 import re
@@ -24,13 +24,13 @@ Keys = webdriver.Keys
 for module in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(module, reason=f"{module} is not installed")
 
-pytestmark = pytest.mark.slow  # each exports a model and drives a browser
+pytestmark = pytest.mark.slow  # each test exports a model and runs a browser
 
 PROMPT = "Grüße, 2 ✓ tokens"
 
 
-class Pages(SimpleHTTPRequestHandler):
-    """Files of a folder, with the content types that browsers need."""
+class PageRequestHandler(SimpleHTTPRequestHandler):
+    """Serves a folder with the content types that browsers need."""
 
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript", ".wasm": "application/wasm"}
 
@@ -39,11 +39,11 @@ class Pages(SimpleHTTPRequestHandler):
 
 
 class Page:
-    """A Space's page in a browser."""
+    """A Space's page, served on loopback and opened in a browser."""
 
     def __init__(self, driver, folder):
         self.driver, self.folder = driver, folder
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Pages, directory=folder))
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(PageRequestHandler, directory=folder))
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def __enter__(self) -> "Page":
@@ -67,14 +67,14 @@ class Page:
             assert time.monotonic() < deadline, self["status"]
             time.sleep(0.02)
 
-    def enter(self, name: str, value: str) -> None:
+    def fill_in(self, name: str, value: str) -> None:
         self.find(name).clear()
         self.find(name).send_keys(value)
 
-    def press(self, button: str, tokens: int) -> None:
-        """Generates this many tokens greedily."""
-        self.enter("count", str(tokens))
-        self.enter("temperature", "0")
+    def generate(self, button: str, tokens: int) -> None:
+        """Clicks a button that generates this many tokens greedily, and waits for them."""
+        self.fill_in("count", str(tokens))
+        self.fill_in("temperature", "0")
         self.find(button).click()
         self.wait(lambda: self["status"] != "Generating …" and self.find("write").is_enabled())
 
@@ -82,8 +82,8 @@ class Page:
         return self.driver.execute_script("return [...document.querySelectorAll('#text span')].map(x => +x.dataset.id)")
 
     def check_layout(self, folder) -> None:
-        """Saves screenshots, light, dark and of a phone; fails if the page is wider than it or a control has no label."""
-        shades = {}
+        """Saves screenshots, light, dark and of a phone; fails if the page is too wide or a control has no label."""
+        colours = {}
         for name, scheme, width in (("light", "light", 1000), ("dark", "dark", 1000), ("phone", "light", 360)):
             size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
             self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -91,10 +91,10 @@ class Page:
             self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
             assert self.driver.save_screenshot(str(folder / f"{name}.png"))
             assert self.driver.execute_script("return document.documentElement.scrollWidth") <= width
-            shades[name] = self.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
-        assert shades["light"] == shades["phone"] != shades["dark"]
-        unnamed = "return [...document.querySelectorAll('input, textarea, select')].filter(x => !x.labels.length).length"
-        assert self.driver.execute_script(unnamed) == 0
+            colours[name] = self.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert colours["light"] == colours["phone"] != colours["dark"]
+        unlabelled = "return [...document.querySelectorAll('input, textarea, select')].filter(x => !x.labels.length).length"
+        assert self.driver.execute_script(unlabelled) == 0
         self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     def errors(self) -> list:
@@ -111,14 +111,14 @@ def driver():
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(service))
-    yield started
-    started.quit()
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(service))
+    yield driver
+    driver.quit()
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """Skips where npm's cache lacks the JavaScript libraries."""
+    """Skips the tests if npm's cache lacks the JavaScript libraries."""
     try:
         unpack((RUNTIME, TOKENIZERS), tmp_path_factory.mktemp("vendor"))
     except OSError as error:
@@ -126,7 +126,7 @@ def libraries(tmp_path_factory):
 
 
 def language_folder(folder, **fields):
-    """A language model without an end-of-text token."""
+    """Saves a language model without an end-of-text token; returns it."""
     sizes = {"vocab_size": 320, "hidden_size": 64, "bos_token_id": 0, "eos_token_id": None}
     model = randomize(tost_hf.ToSTForCausalLM(small_config(**(sizes | fields)))).eval()
     model.save_pretrained(folder)
@@ -144,49 +144,49 @@ def classifier(tmp_path_factory):
     return folder, model
 
 
-def percents(text: str) -> list[float]:
+def parse_percents(text: str) -> list[float]:
     return [float(x) for x in re.findall(r"([\d.]+)\s%", text)]
 
 
-def written(model, prompt: list[int], count: int) -> list[int]:
+def generate_greedily(model, prompt: list[int], count: int) -> list[int]:
     return model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0].tolist()
 
 
-def test_text(tmp_path, driver, libraries):
+def test_text_generation(tmp_path, driver, libraries):
     """500 greedy tokens equal the model's, and the state has as many bytes after them as after 10."""
     model = language_folder(tmp_path / "model", max_position_embeddings=None)
     prompt = list(PROMPT.encode())
     with Page(driver, write_space(tmp_path / "model", tmp_path / "page", title="A page")) as page:
         assert driver.title == page["title"] == "A page"
-        page.enter("prompt", PROMPT)
-        page.press("write", 10)
-        after_ten, ids = page["state"], page.ids()
-        page.press("more", 490)
-        assert page["state"] == after_ten == "1,056 bytes"
+        page.fill_in("prompt", PROMPT)
+        page.generate("write", 10)
+        state_bytes, ids = page["state"], page.ids()
+        page.generate("more", 490)
+        assert page["state"] == state_bytes == "1,056 bytes"
         assert page["tokens"] == str(len(page.ids())) and float(page["speed"]) > 0
-        assert page.ids()[: len(ids)] == ids and page.ids() == written(model, ids[: len(ids) - 10], 500)
+        assert page.ids()[: len(ids)] == ids and page.ids() == generate_greedily(model, ids[: len(ids) - 10], 500)
         assert page["text"].startswith(PROMPT) and len(ids) == len(prompt) + 10
         page.check_layout(tmp_path)
         assert not page.errors()
 
 
-def test_keys_and_the_last_position(tmp_path, driver, libraries):
-    """Ctrl+Enter starts, arrows select a token and show its memberships, and generation stops at the last position."""
+def test_keyboard_and_last_position(tmp_path, driver, libraries):
+    """Ctrl+Enter generates, arrow keys select a token and show its memberships, generation stops at the last position."""
     model = language_folder(tmp_path / "model", max_position_embeddings=24, conv_kernel=3)
     with Page(driver, write_space(tmp_path / "model", tmp_path / "page")) as page:
-        page.enter("count", "100")
-        page.enter("temperature", "0")
-        page.enter("prompt", "two")
+        page.fill_in("count", "100")
+        page.fill_in("temperature", "0")
+        page.fill_in("prompt", "two")
         page.find("prompt").send_keys(Keys.CONTROL, Keys.ENTER)
         page.wait(lambda: page["status"].endswith("That is the model's last position (24)."))
         ids = page.ids()
-        assert len(ids) == 24 and ids[:23] == written(model, ids[:3], 20)
+        assert len(ids) == 24 and ids[:23] == generate_greedily(model, ids[:3], 20)
         page.find("text").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
         with torch.no_grad():
             expected = model.model(torch.tensor([ids]), output_memberships=True).memberships[-1][0, :, 1]
         assert page["token"].startswith(f"Token 2, “w”: strongest head {int(expected.argmax()) + 1} of layer 2")
-        assert percents(page["shares"]) == pytest.approx((100 * expected).tolist(), abs=0.1)
-        page.enter("prompt", "a text that is longer than all the positions")
+        assert parse_percents(page["shares"]) == pytest.approx((100 * expected).tolist(), abs=0.1)
+        page.fill_in("prompt", "a text that is longer than all the positions")
         page.find("write").click()
         page.wait(lambda: page["status"].endswith("Shorten it."))
         assert not page.errors()
@@ -196,8 +196,8 @@ def test_keys_and_the_last_position(tmp_path, driver, libraries):
     "crop, shapes",
     [("center", [(16, 16), (50, 37)]), pytest.param("squash", [(21, 64)], marks=pytest.mark.slow)],
 )
-def test_pictures(tmp_path, driver, libraries, crop, shapes, classifier):
-    """Of any shape: classes and memberships are the model's for the same pixels."""
+def test_image_classification(tmp_path, driver, libraries, crop, shapes, classifier):
+    """Images of any shape: classes and memberships equal those of the model."""
     folder, model = classifier
     labels = model.config.id2label
     processor = make_image_processor(model.config, crop=crop)
@@ -208,14 +208,18 @@ def test_pictures(tmp_path, driver, libraries, crop, shapes, classifier):
             picture.save(tmp_path / f"{i}.png")
             with torch.no_grad():
                 expected = model(**processor(picture, return_tensors="pt"), output_memberships=True)
-            shares, best = expected.logits[0].softmax(-1).sort(descending=True)
+            probabilities, classes = expected.logits[0].softmax(-1).sort(descending=True)
             page.find("file").send_keys(str(tmp_path / f"{i}.png"))
-            page.wait(lambda wanted=f"{i}.png: {labels[int(best[0])]}": page["status"] == wanted)
+            page.wait(lambda status=f"{i}.png: {labels[int(classes[0])]}": page["status"] == status)
             items = [item.text.split("\n") for item in page.find("classes").find_elements("tag name", "li")]
-            assert [item[0] for item in items] == [labels[int(i)] for i in best[:5]]
-            assert percents("\n".join(item[1] for item in items)) == pytest.approx((100 * shares[:5]).tolist(), abs=0.2)
+            assert [item[0] for item in items] == [labels[int(i)] for i in classes[:5]]
+            assert parse_percents("\n".join(item[1] for item in items)) == pytest.approx(
+                (100 * probabilities[:5]).tolist(), abs=0.2
+            )
             captions = page.driver.find_elements("tag name", "figcaption")
             for caption, head in zip(captions, expected.memberships[-1][0], strict=True):
-                assert percents(caption.text) == pytest.approx([100 * float(head.min()), 100 * float(head.max())], abs=0.5)
+                assert parse_percents(caption.text) == pytest.approx(
+                    [100 * float(head.min()), 100 * float(head.max())], abs=0.5
+                )
         page.check_layout(tmp_path)
         assert not page.errors()

@@ -1,4 +1,4 @@
-"""The folder that `tost-hf space` writes: its libraries, what it rejects, and how it becomes a Space of the Hub."""
+"""The folder that `tost-hf space` writes: its libraries, rejected models, and publishing it as a Space."""
 
 import base64
 import functools
@@ -26,7 +26,7 @@ for module in ("onnx", "onnxscript", "onnxruntime", "PIL"):
 
 
 def pack(package: packages.Package, folder) -> packages.Package:
-    """A tarball with the package's files, each of a few bytes; the package with its hash."""
+    """Writes a tarball with small placeholders for the package's files; returns the package with its hash."""
     with tarfile.open(folder / package.tarball, "w:gz") as archive:
         for member in package.files:
             content = f"// {member}\n".encode()
@@ -39,7 +39,7 @@ def pack(package: packages.Package, folder) -> packages.Package:
 
 @pytest.fixture(scope="module")
 def npm(tmp_path_factory):
-    """A folder of small tarballs in place of the libraries."""
+    """A folder of small tarballs that replace the libraries."""
     folder = tmp_path_factory.mktemp("npm")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RUNTIME", "TOKENIZERS"):
@@ -55,7 +55,7 @@ def export_placeholder(source, folder, **options):
 
 @pytest.fixture(scope="module")
 def page(npm, tmp_path_factory):
-    """A page of a small classifier, which is not exported: the tests in a browser do that."""
+    """A page of a small classifier that is not exported, which test_space.py covers."""
     folder = tmp_path_factory.mktemp("page")
     vision_folder(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
@@ -65,30 +65,30 @@ def page(npm, tmp_path_factory):
 
 @pytest.fixture
 def registry(npm, tmp_path, monkeypatch):
-    """The folder of an npm registry on loopback: each package's description and tarball."""
-    served = tmp_path / "registry"
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=served))
+    """The folder of a local npm registry, with each package's description and tarball."""
+    root = tmp_path / "registry"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=root))
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     for package in (writing.RUNTIME, writing.TOKENIZERS):
-        (served / package.tarball).parent.mkdir(exist_ok=True)
-        shutil.copyfile(npm / package.tarball, served / package.tarball)
+        (root / package.tarball).parent.mkdir(exist_ok=True)
+        shutil.copyfile(npm / package.tarball, root / package.tarball)
         description = {"name": package.name, "version": package.version, "dist": {"tarball": f"{address}/{package.tarball}"}}
-        (served / package.name).parent.mkdir(exist_ok=True)
-        (served / package.name).write_text(json.dumps({"name": package.name, "versions": {package.version: description}}))
+        (root / package.name).parent.mkdir(exist_ok=True)
+        (root / package.name).write_text(json.dumps({"name": package.name, "versions": {package.version: description}}))
     (tmp_path / "npmrc").write_text(f"registry={address}/\ncache={tmp_path / 'cache'}\n")
     for name in [name for name in os.environ if name.lower().startswith("npm_config_") or name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("npm_config_userconfig", str(tmp_path / "npmrc"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    yield served
+    yield root
     server.shutdown()
     server.server_close()
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 def test_npm_fetches_the_libraries(registry, tmp_path, monkeypatch):
-    """With the user's settings, and a second time offline from its cache; missing or changed packages are errors."""
+    """With the user's npm settings, and a second time offline from npm's cache; missing or changed packages raise errors."""
     libraries = (writing.RUNTIME, writing.TOKENIZERS)
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
@@ -101,61 +101,61 @@ def test_npm_fetches_the_libraries(registry, tmp_path, monkeypatch):
         packages.unpack([writing.RUNTIME._replace(integrity="sha512-else")], tmp_path)
 
 
-def encoder(folder):
+def save_encoder(folder):
     randomize(tost_hf.ToSTForMaskedLM(small_config(is_causal=False))).save_pretrained(folder)
 
 
-def without_tokenizer(folder):
+def save_without_tokenizer(folder):
     randomize(tost_hf.ToSTForCausalLM(small_config())).save_pretrained(folder)
 
 
-def grey_images(folder):
+def save_one_channel_classifier(folder):
     config = small_vision_config(num_channels=1)
     randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained(folder)
 
 
-def odd_processor(folder):
+def save_with_unsupported_resampling(folder):
     vision_folder(folder)
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"resample": 0}))
 
 
 @pytest.mark.parametrize(
-    "make, options, words",
+    "save_model, options, words",
     [
-        (encoder, (), "is a ToSTForMaskedLM; the page runs ToSTForCausalLM and ToSTForImageClassification"),
-        (without_tokenizer, (), "has no tokenizer, which the page needs"),
-        (grey_images, (), "RGB"),
-        (odd_processor, (), "does not implement"),
+        (save_encoder, (), "is a ToSTForMaskedLM; the page runs ToSTForCausalLM and ToSTForImageClassification"),
+        (save_without_tokenizer, (), "has no tokenizer, which the page needs"),
+        (save_one_channel_classifier, (), "RGB"),
+        (save_with_unsupported_resampling, (), "does not implement"),
         (vision_folder, ("--dtype", "int3"), "not in 'int3'"),
         (vision_folder, ("--npm", "."), "has no onnxruntime-web"),
         (language_folder, ("--tokenizer", "./nowhere"), "The tokenizer of ./nowhere cannot be loaded"),
         (lambda folder: None, (), "There is no model folder"),
     ],
 )
-def test_rejected_models(tmp_path, capsys, npm, make, options, words):
-    """With an error message of one line, and without any files."""
-    make(tmp_path / "model")
-    before = sorted(tmp_path.iterdir())
+def test_rejected_models(tmp_path, capsys, npm, save_model, options, words):
+    """The error message is one line, and no files are written."""
+    save_model(tmp_path / "model")
+    paths_before = sorted(tmp_path.iterdir())
     capsys.readouterr()
     arguments = ["space", tmp_path / "model", tmp_path / "page", "--npm", npm, *options]
     assert main([str(argument) for argument in arguments]) == 1
     error = capsys.readouterr().err
     assert words in error and error.startswith("tost-hf: error: ") and error.count("\n") == 1
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.iterdir()) == paths_before
 
 
-def test_a_space_is_published(hub, page, tmp_path):
-    """In one commit, with the metadata that the Hub requires; unchanged files are not sent again."""
+def test_publishing_a_space(hub, page, tmp_path):
+    """In one commit, with the metadata that the Hub requires; unchanged files are not uploaded again."""
     token = hub.token
     assert "\n# Kinds: 10 <of them>\n" in (page / "README.md").read_text()
     with Clients(hub, tmp_path) as clients:
         assert "a Space" in clients.command("publish", "--space", page, "tost/page", token=token).check().output
         assert hub.files("spaces/tost/page") == contents(page)
-        created = json.loads(hub.requested("POST", "/api/repos/create")[-1].body)
-        assert (created["type"], created["sdk"]) == ("space", "static")
-        again = clients.command("publish", "--space", page, "tost/page", "--tag", "v1", token=token).check()
-        assert "has all of it already" in again.output
+        repository = json.loads(hub.find_requests("POST", "/api/repos/create")[-1].body)
+        assert (repository["type"], repository["sdk"]) == ("space", "static")
+        result = clients.command("publish", "--space", page, "tost/page", "--tag", "v1", token=token).check()
+        assert "has all of it already" in result.output
         with hub.fail("POST", "/commit/", status=500):
             assert clients.command("publish", "--space", page, "tost/broken", token=token).status == 1
         assert hub.files("spaces/tost/broken") == {}

@@ -1,4 +1,4 @@
-"""Streams of text: sharded over processes and workers, packed without waste, and resumed exactly."""
+"""Streamed datasets: sharded over processes and workers, packed without padding, and resumed exactly."""
 
 import gzip
 import json
@@ -29,14 +29,14 @@ FILES, DOCUMENTS = 6, 40
 LENGTHS = {number: 1 + number * 7 % 23 for number in range(FILES * DOCUMENTS)}  # tokens of each document
 
 
-def encode(texts: list[str]) -> list[int]:
-    """As many tokens as a document is long, each of them its number."""
-    return [int(number) for text in texts for number in [text] * LENGTHS[int(text)]]
+def encode(documents: list[str]) -> list[int]:
+    """For each document, its number, repeated as often as it has tokens."""
+    return [int(token) for number in documents for token in [number] * LENGTHS[int(number)]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The same documents as files of several kinds."""
+    """The same documents in files of several formats."""
     folder = tmp_path_factory.mktemp("files")
     for file in range(FILES):
         numbers = range(file * DOCUMENTS, (file + 1) * DOCUMENTS)
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def make(folder, kind: str, held_out: int = 0, **options) -> PackedStream:
+def make_stream(folder, kind: str, held_out: int = 0, **options) -> PackedStream:
     files = sorted(str(path) for path in folder.glob(f"*.{kind}"))
     dataset = read_dataset(texts.LOADERS[texts.ending(files[0])], data_files=files, split="train", streaming=True)
     if held_out:
@@ -56,27 +56,27 @@ def make(folder, kind: str, held_out: int = 0, **options) -> PackedStream:
 
 
 @pytest.mark.parametrize("kind, shuffle_buffer", [("jsonl.gz", 0), ("parquet", 5)])
-def test_each_document_once_per_epoch_over_two_processes_with_two_workers(folder, kind, shuffle_buffer):
-    seen = Counter()
+def test_two_processes_with_two_workers_read_each_document_once_per_epoch(folder, kind, shuffle_buffer):
+    counts = Counter()
     for process in range(2):
-        stream = make(folder, kind, shuffle_buffer=shuffle_buffer)
+        stream = make_stream(folder, kind, shuffle_buffer=shuffle_buffer)
         stream.shard(process, processes=2, workers=2)
-        done = set()
+        finished_workers = set()
         for batch in DataLoader(stream, batch_size=1, num_workers=2, collate_fn=StreamCollator(collate_blocks)):
             worker, epoch, *_ = json.loads(batch[POSITION])
             if epoch == 0:
-                seen.update(batch["input_ids"].flatten().tolist())
-            elif len(done := done | {worker}) == 2:
+                counts.update(batch["input_ids"].flatten().tolist())
+            elif len(finished_workers := finished_workers | {worker}) == 2:
                 break
-    lost = Counter(LENGTHS) - seen
-    assert not seen - Counter(LENGTHS) and lost.total() < 4 * BLOCK  # less than a block per worker, and nothing twice
-    assert len(seen) > len(LENGTHS) - 4 * BLOCK
+    missing = Counter(LENGTHS) - counts
+    assert not counts - Counter(LENGTHS) and missing.total() < 4 * BLOCK  # no token twice, less than a block per worker lost
+    assert len(counts) > len(LENGTHS) - 4 * BLOCK
 
 
 def test_remaining_tokens_begin_the_next_epoch(folder):
-    tokens = [token for block in islice(make(folder, "parquet"), 1000) for token in block["input_ids"].tolist()]
-    whole = encode([str(number) for number in LENGTHS])
-    assert tokens == (whole * 4)[: len(tokens)] and len(tokens) > 2 * len(whole)
+    tokens = [token for block in islice(make_stream(folder, "parquet"), 1000) for token in block["input_ids"].tolist()]
+    epoch = encode([str(number) for number in LENGTHS])
+    assert tokens == (epoch * 4)[: len(tokens)] and len(tokens) > 2 * len(epoch)
 
 
 OLD_DATASETS = Version(datasets.__version__) < Version("5")
@@ -90,23 +90,23 @@ FILTERED_PARQUET = pytest.param(
     "kind, shuffle_buffer, held_out", [("jsonl.gz", 0, 0), ("parquet", 50, 0), ("jsonl.bz2", 7, 30), FILTERED_PARQUET]
 )
 def test_resuming_from_every_position(folder, monkeypatch, kind, shuffle_buffer, held_out):
-    """Also within a buffer, in the second epoch, and by way of JSON."""
+    """Also within a shuffle buffer, in the second epoch, and with a state that is saved as JSON."""
     monkeypatch.setattr("tost_hf.training.streams.RECORDS_PER_BATCH", 16)
-    new = partial(make, folder, kind, held_out, shuffle_buffer=shuffle_buffer, seed=3)
-    blocks = list(islice(new(), 900))
+    new_stream = partial(make_stream, folder, kind, held_out, shuffle_buffer=shuffle_buffer, seed=3)
+    blocks = list(islice(new_stream(), 900))
     expected = [block["input_ids"].tolist() for block in blocks]
     assert blocks[-1][POSITION][1] >= 2  # the third epoch
     assert shuffle_buffer == 0 or expected[:400] != sorted(expected[:400])
     for number in range(0, 890, 19):
-        stream = new()
+        stream = new_stream()
         stream.record(json.dumps(blocks[number][POSITION]))
-        again = new()
-        again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-        found = [block["input_ids"].tolist() for block in islice(again, 10)]
-        assert found == expected[number + 1 : number + 11], number
+        resumed = new_stream()
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        actual = [block["input_ids"].tolist() for block in islice(resumed, 10)]
+        assert actual == expected[number + 1 : number + 11], number
 
 
-STREAMED = {"streaming": True, "shuffle_buffer": 10, "max_steps": 14, "save_strategy": "steps", "save_steps": 7}
+STREAMING_ARGS = {"streaming": True, "shuffle_buffer": 10, "max_steps": 14, "save_strategy": "steps", "save_steps": 7}
 
 
 def delete_after_step_7(output_dir) -> None:
@@ -116,15 +116,15 @@ def delete_after_step_7(output_dir) -> None:
 
 @pytest.mark.slow
 def test_checkpoint_stores_the_position_in_the_stream(tmp_path, clm_args, text_parts, text_folder):
-    """Which is in the second epoch; changes to the stream are rejected."""
-    args = partial(clm_args, **STREAMED, train_file=text_parts, gradient_accumulation_steps=2)
+    """The checkpoint is in the second epoch; changes to the stream are rejected."""
+    args = partial(clm_args, **STREAMING_ARGS, train_file=text_parts, gradient_accumulation_steps=2)
     run_clm.main(args())
-    whole = losses(tmp_path / "out")
+    expected = losses(tmp_path / "out")
     state = json.loads((tmp_path / "out/checkpoint-7/stream_0.json").read_text())
-    assert state["positions"][0][0] == 1 and len(whole) == 14
+    assert state["positions"][0][0] == 1 and len(expected) == 14
     delete_after_step_7(tmp_path / "out")
     run_clm.main(args())
-    assert losses(tmp_path / "out") == whole
+    assert losses(tmp_path / "out") == expected
 
     delete_after_step_7(tmp_path / "out")
     shutil.copytree(text_parts, tmp_path / "more")
@@ -139,15 +139,15 @@ def test_checkpoint_stores_the_position_in_the_stream(tmp_path, clm_args, text_p
         with pytest.raises(ValueError, match=message):
             run_clm.main(args(**changes))
     run_clm.main(args(seed=3, ignore_data_skip=True))
-    again = losses(tmp_path / "out")
-    assert again[:7] == whole[:7] and len(again) == 14 and again[7:] != whole[7:]
+    actual = losses(tmp_path / "out")
+    assert actual[:7] == expected[:7] and len(actual) == 14 and actual[7:] != expected[7:]
     (tmp_path / "out/checkpoint-14/stream_0.json").unlink()
     with pytest.raises(ValueError, match=re.escape("stream_0.json")):
         run_clm.main(args(resume_from_checkpoint=tmp_path / "out/checkpoint-14"))
 
 
-def test_replaced_text_is_rejected_on_resume(tmp_path, clm_args, text_folder):
-    """Of the same name, and even the same size; a file moved elsewhere is still the same."""
+def test_changed_training_file_is_rejected_on_resume(tmp_path, clm_args, text_folder):
+    """Even if its name and size are unchanged; the same content at another path is accepted."""
     text = (text_folder / "train.txt").read_text(encoding="utf-8")[:9000]
     (tmp_path / "train.txt").write_text(text, encoding="utf-8")
     common = {"train_file": tmp_path / "train.txt", "save_strategy": "steps", "save_steps": 1}
@@ -162,23 +162,23 @@ def test_replaced_text_is_rejected_on_resume(tmp_path, clm_args, text_folder):
     run_clm.main(args(max_steps=3, train_file=tmp_path / "moved/train.txt"))
     run_clm.main(args(max_steps=4, ignore_data_skip=True))
     assert len(losses(tmp_path / "out")) == 4
-    with pytest.raises(ValueError, match="differ"):  # the other text is recorded now
+    with pytest.raises(ValueError, match="differ"):  # the changed file is recorded now
         run_clm.main(args(max_steps=5, train_file=tmp_path / "moved/train.txt"))
 
 
 @pytest.mark.slow
 def test_two_processes_with_two_workers_resume(tmp_path, clm_args, text_parts):
-    args = clm_args(**STREAMED, train_file=text_parts, dataloader_num_workers=2, use_cpu=None)
+    args = clm_args(**STREAMING_ARGS, train_file=text_parts, dataloader_num_workers=2, use_cpu=None)
     launch(EXAMPLES / "run_clm.py", tmp_path, args, processes=2)
-    whole = losses(tmp_path / "out")
+    expected = losses(tmp_path / "out")
     delete_after_step_7(tmp_path / "out")
     with pytest.raises(ValueError, match="processes"):
         run_clm.main([*args, "--use_cpu"])
     launch(EXAMPLES / "run_clm.py", tmp_path, args, processes=2)
-    assert losses(tmp_path / "out") == whole and len(whole) == 14
+    assert losses(tmp_path / "out") == expected and len(expected) == 14
 
 
-def test_damage_further_on_is_named(tmp_path, clm_args):
+def test_damaged_compressed_file_is_reported(tmp_path, clm_args):
     damaged = bytearray(gzip.compress((json.dumps({"text": "import os, sys\n" * 40}) + "\n").encode() * 3000))
     damaged[len(damaged) // 2] ^= 255
     (tmp_path / "damaged.jsonl.gz").write_bytes(damaged)
@@ -186,7 +186,7 @@ def test_damage_further_on_is_named(tmp_path, clm_args):
         run_clm.main(clm_args(streaming=True, train_file=tmp_path / "damaged.jsonl.gz", max_steps=2000))
 
 
-# Tokens prepared once ------------------------------------------------------------------------------------------------
+# Prepared tokens -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -199,29 +199,29 @@ def prepare(text_folder, text_parts, tmp_path):
     return prepare
 
 
-def test_prepared_tokens_are_trained_on(prepare, tmp_path, clm_args, text_folder, text_parts):
+def test_training_on_prepared_tokens(prepare, tmp_path, clm_args, text_folder, text_parts):
     folder = prepare(num_proc=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens"]
-    found = [block["input_ids"] for block in load_from_disk(folder)]
+    blocks = [block["input_ids"] for block in load_from_disk(folder)]
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
     documents = read_dataset("json", data_files=f"{text_parts}/*.gz", split="train", cache_dir=str(tmp_path / "cache"))["text"]
     tokens = sum(len(texts.encode([document], tokenizer, 0)) for document in documents)
-    assert tokens - 2 * 32 < 32 * len(found) <= tokens  # less than a block lost by each of two processes
+    assert tokens - 2 * 32 < 32 * len(blocks) <= tokens  # each of two processes loses less than a block
     assert len(list(folder.glob("*.arrow"))) == 2
     assert load_from_disk(folder).features["input_ids"].feature.dtype == "uint16"
     run_clm.main(clm_args(train_file=folder, max_steps=None, num_train_epochs=1, validation_file=None, do_eval=True))
-    held_out = max(1, len(found) * 5 // 100)
-    assert len(losses(tmp_path / "out")) == -(-(len(found) - held_out) // 4)
+    held_out = max(1, len(blocks) * 5 // 100)
+    assert len(losses(tmp_path / "out")) == -(-(len(blocks) - held_out) // 4)
 
 
-def test_preparing_resumes_with_the_missing_parts(prepare, monkeypatch, tmp_path):
-    written = []
+def test_interrupted_preparation_resumes(prepare, monkeypatch, tmp_path):
+    finished_parts = []
 
     def pack(*args, **options):
-        if len(written) == 2:
+        if len(finished_parts) == 2:
             raise KeyboardInterrupt
         (cached,) = texts.pack(*args, **options).cache_files
-        written.append((cached["filename"], Path(cached["filename"]).stat().st_mtime_ns))
+        finished_parts.append((cached["filename"], Path(cached["filename"]).stat().st_mtime_ns))
 
     monkeypatch.setattr(prepare_tokens, "EXAMPLES_PER_PART", 4)
     monkeypatch.setattr(prepare_tokens, "pack", pack)
@@ -230,8 +230,8 @@ def test_preparing_resumes_with_the_missing_parts(prepare, monkeypatch, tmp_path
     assert not (tmp_path / "tokens").exists()
     monkeypatch.setattr(prepare_tokens, "pack", texts.pack)
     prepare(cache_dir=tmp_path / "cache")
-    assert [(name, Path(name).stat().st_mtime_ns) for name, _ in written] == written
-    assert len(list(Path(written[0][0]).parent.glob("cache-*"))) > len(written)
+    assert [(name, Path(name).stat().st_mtime_ns) for name, _ in finished_parts] == finished_parts
+    assert len(list(Path(finished_parts[0][0]).parent.glob("cache-*"))) > len(finished_parts)
 
 
 def test_bad_tokens(prepare, tmp_path, clm_args):
