@@ -1,4 +1,4 @@
-"""Text models: sizes, cache, recorded outputs, losses, positions. test_options.py holds padding, packing and caching."""
+"""Text models: sizes, cache, recorded outputs, losses, positions. test_options.py tests padding, packing and caching."""
 
 import copy
 
@@ -13,11 +13,11 @@ from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, 
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-BEYOND = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
+TOST_PLUS = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
 HYBRID = {"layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
 
 
-def ids(*shape):
+def random_ids(*shape):
     return torch.randint(2, 97, shape)
 
 
@@ -35,8 +35,8 @@ def test_preset_parameter_counts(name, count):
 
 
 def test_cache_has_constant_size(tiny_model):
-    assert tiny_model(ids(1, 4), use_cache=False).past_key_values is None
-    out = tiny_model(ids(3, 100))
+    assert tiny_model(random_ids(1, 4), use_cache=False).past_key_values is None
+    out = tiny_model(random_ids(3, 100))
     layer = out.past_key_values.layers[0]
     assert layer.sum_sq.shape == layer.sum_weighted_sq.shape == (3, 4, 8)
     assert layer.sum_membership.shape == (3, 4)
@@ -47,47 +47,49 @@ def test_bf16_statistics_stay_float32_and_decoding_stays_exact():
     """After 500 single-token steps the bf16 logits are as close to float64 as those of one bf16 forward pass."""
     config = small_config(max_position_embeddings=512)
     model = randomize(ToSTForCausalLM(config)).eval().to(torch.bfloat16)
-    exact = copy.deepcopy(model).double()
-    tokens = ids(2, 501)
+    float64_model = copy.deepcopy(model).double()
+    tokens = random_ids(2, 501)
     with torch.no_grad():
-        full, truth = model(tokens).logits, exact(tokens).logits
-        cache, steps = None, []
+        prefill_logits, expected = model(tokens).logits, float64_model(tokens).logits
+        cache, step_logits = None, []
         for t in range(501):
             out = model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            steps.append(out.logits)
+            step_logits.append(out.logits)
     for layer in cache.layers:
         assert [x.dtype for x in layer.state] == [torch.float32, torch.float64, torch.float64]
 
-    def error(logits):
+    def rms_error(logits):
         tail = slice(400, None)
-        return (logits[:, tail].double() - truth[:, tail]).square().mean().sqrt()
+        return (logits[:, tail].double() - expected[:, tail]).square().mean().sqrt()
 
-    assert error(torch.cat(steps, 1)) < 1.1 * error(full)
+    assert rms_error(torch.cat(step_logits, 1)) < 1.1 * rms_error(prefill_logits)
 
 
 @pytest.mark.parametrize("inputs", [[], ["attention_mask", "position_ids"]], ids=" and ".join)
-@pytest.mark.parametrize("options", [{}, {"normalize_scores": False}, BEYOND, HYBRID], ids=str)
+@pytest.mark.parametrize("options", [{}, {"normalize_scores": False}, TOST_PLUS, HYBRID], ids=str)
 def test_no_synchronization(options, inputs):
-    """Of a training step and of decoding: tensors on the meta device have no values, so that reading one raises."""
+    """Training and decoding read no tensor values: on the meta device, reading one raises an error."""
     model = ToSTForCausalLM(small_config(**options)).to("meta")
     batch = {name: torch.ones(2, 9, dtype=torch.long, device="meta") for name in ("input_ids", *inputs)}
-    # transformers itself reads the padding mask of softmax attention, but for a token in a static cache
-    unread = {name: x for name, x in batch.items() if options is not HYBRID or name != "attention_mask"}
-    model.train()(**unread, labels=batch["input_ids"], use_cache=False).loss.backward()
+    # transformers reads the padding mask of softmax attention, except in one-token steps with a static cache
+    safe_batch = {name: x for name, x in batch.items() if options is not HYBRID or name != "attention_mask"}
+    model.train()(**safe_batch, labels=batch["input_ids"], use_cache=False).loss.backward()
     model.eval()
-    for cache, step in (
-        (ToSTCache(model.config), unread),
+    for cache, step_batch in (
+        (ToSTCache(model.config), safe_batch),
         (StaticCache(config=model.config, max_cache_len=12), batch),
     ):
         with torch.no_grad():
-            model(**{name: x[:, :8] for name, x in unread.items()}, past_key_values=cache)
-            model(**{name: x if name == "attention_mask" else x[:, 8:] for name, x in step.items()}, past_key_values=cache)
+            model(**{name: x[:, :8] for name, x in safe_batch.items()}, past_key_values=cache)
+            model(
+                **{name: x if name == "attention_mask" else x[:, 8:] for name, x in step_batch.items()}, past_key_values=cache
+            )
 
 
-def test_positions_that_are_not_read(monkeypatch):
-    """On devices other than the CPU: the same logits, packed or not, and a cache of the tokens."""
-    model, tokens = randomize(ToSTForCausalLM(small_config(**BEYOND))).eval(), ids(2, 9)
+def test_packing_without_reads(monkeypatch):
+    """Logits and cache are the same where position_ids are not read, as on devices other than the CPU."""
+    model, tokens = randomize(ToSTForCausalLM(small_config(**TOST_PLUS))).eval(), random_ids(2, 9)
     for positions in (torch.arange(9), torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2])):
         expected = model(tokens, position_ids=positions.expand(2, 9))
         with monkeypatch.context() as patch:
@@ -100,9 +102,9 @@ def test_positions_that_are_not_read(monkeypatch):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("options", [{}, HYBRID], ids=["published", "hybrid"])
 def test_static_decoding_without_reads(options, padded, monkeypatch):
-    """With the checks that run on the CPU only switched off: the same logits."""
+    """Logits are the same without the checks that run on the CPU only."""
     model = randomize(ToSTForCausalLM(small_config(**options))).eval()
-    tokens = ids(2, 9)
+    tokens = random_ids(2, 9)
     mask = (torch.arange(9) >= torch.tensor([[0], [4 if padded else 0]])).long()
     caches = [StaticCache(config=model.config, max_cache_len=12) for _ in range(2)]
     with torch.no_grad():
@@ -115,11 +117,11 @@ def test_static_decoding_without_reads(options, padded, monkeypatch):
 
 
 def test_flattening_collator(tiny_model):
-    features = [{"input_ids": ids(n).tolist()} for n in (4, 9, 2)]
+    features = [{"input_ids": random_ids(n).tolist()} for n in (4, 9, 2)]
     batch = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True)(features)
     logits = tiny_model(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
-    alone = [tiny_model(torch.tensor([f["input_ids"]])).logits[0] for f in features]
-    torch.testing.assert_close(logits, torch.cat(alone), **CLOSE)
+    expected = [tiny_model(torch.tensor([f["input_ids"]])).logits[0] for f in features]
+    torch.testing.assert_close(logits, torch.cat(expected), **CLOSE)
 
 
 # Recorded outputs ----------------------------------------------------------------------------------------------------
@@ -128,28 +130,28 @@ def test_flattening_collator(tiny_model):
 def test_memberships_and_hidden_states(tiny_model):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
-    out = tiny_model(ids(2, 9), attention_mask=mask, output_memberships=True, output_hidden_states=True)
+    out = tiny_model(random_ids(2, 9), attention_mask=mask, output_memberships=True, output_hidden_states=True)
     assert len(out.memberships) == 3 and len(out.hidden_states) == 4
     for membership in out.memberships:
         assert membership.shape == (2, 4, 9) and membership.dtype == torch.float32
         torch.testing.assert_close(membership.sum(1), mask.float())
-    assert tiny_model(ids(1, 3)).memberships is None
-    step = tiny_model(ids(2, 1), past_key_values=out.past_key_values, output_memberships=True)
+    assert tiny_model(random_ids(1, 3)).memberships is None
+    step = tiny_model(random_ids(2, 1), past_key_values=out.past_key_values, output_memberships=True)
     assert step.memberships[0].shape == (2, 4, 1)
 
 
 def test_inputs_embeds_and_logits_to_keep(tiny_model):
-    tokens = ids(2, 9)
-    full = tiny_model(tokens).logits
+    tokens = random_ids(2, 9)
+    expected = tiny_model(tokens).logits
     embeds = tiny_model.get_input_embeddings()(tokens)
-    torch.testing.assert_close(tiny_model(inputs_embeds=embeds).logits, full)
-    assert torch.equal(tiny_model(tokens, return_dict=False)[0], full)
-    torch.testing.assert_close(tiny_model(tokens, logits_to_keep=2).logits, full[:, -2:])
-    torch.testing.assert_close(tiny_model(tokens, logits_to_keep=torch.tensor([0, 5])).logits, full[:, [0, 5]])
+    torch.testing.assert_close(tiny_model(inputs_embeds=embeds).logits, expected)
+    assert torch.equal(tiny_model(tokens, return_dict=False)[0], expected)
+    torch.testing.assert_close(tiny_model(tokens, logits_to_keep=2).logits, expected[:, -2:])
+    torch.testing.assert_close(tiny_model(tokens, logits_to_keep=torch.tensor([0, 5])).logits, expected[:, [0, 5]])
 
 
 def test_loss_and_num_items_in_batch(tiny_model):
-    tokens = ids(2, 9)
+    tokens = random_ids(2, 9)
     labels = tokens.clone()
     labels[0, 3] = -100
     out = tiny_model(tokens, labels=labels)
@@ -161,24 +163,24 @@ def test_loss_and_num_items_in_batch(tiny_model):
 def test_dropout_acts_in_training_only(tiny_config):
     tiny_config.hidden_dropout = tiny_config.attention_dropout = tiny_config.embedding_dropout = 0.3
     model = randomize(ToSTForCausalLM(tiny_config))
-    tokens = ids(1, 8)
+    tokens = random_ids(1, 8)
     assert not torch.equal(model.train()(tokens).logits, model(tokens).logits)
     assert torch.equal(model.eval()(tokens).logits, model(tokens).logits)
 
 
 def test_sequence_classification(tiny_config):
-    """Pools the last real token, on either side of the padding, told by the mask or by the pad token."""
+    """Pools the last token that is not padding, found by the mask or the pad token, with padding on either side."""
     tiny_config.num_labels = 3
     model = randomize(ToSTForSequenceClassification(tiny_config)).eval()
-    tokens, mask = ids(3, 8), torch.ones(3, 8, dtype=torch.long)
+    tokens, mask = random_ids(3, 8), torch.ones(3, 8, dtype=torch.long)
     tokens[0, :3] = mask[0, :3] = 0
     tokens[1, 5:] = mask[1, 5:] = 0
     labels = torch.tensor([0, 2, 1])
     out = model(tokens, attention_mask=mask, labels=labels)
     torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
-    for i, real in enumerate(mask.bool()):
-        torch.testing.assert_close(out.logits[i], model(tokens[i][real][None]).logits[0], **CLOSE)
-    torch.testing.assert_close(model(tokens[1:]).logits[0], out.logits[1], **CLOSE)  # right padding, by the pad token
+    for i, token_mask in enumerate(mask.bool()):
+        torch.testing.assert_close(out.logits[i], model(tokens[i][token_mask][None]).logits[0], **CLOSE)
+    torch.testing.assert_close(model(tokens[1:]).logits[0], out.logits[1], **CLOSE)  # right padding, found by the pad token
     embeds = model.get_input_embeddings()(tokens)
     torch.testing.assert_close(model(inputs_embeds=embeds, attention_mask=mask).logits, out.logits, **CLOSE)
     assert model(tokens, attention_mask=mask, output_memberships=True).memberships[0].shape == (3, 4, 8)
@@ -187,89 +189,89 @@ def test_sequence_classification(tiny_config):
 # Positions -----------------------------------------------------------------------------------------------------------
 
 
-def test_past_the_tables_is_an_error(tiny_model):
+def test_positions_beyond_the_tables_are_rejected(tiny_model):
     message = r"Position 128 .* hold 128 .*resize_position_embeddings.*max_position_embeddings=None"
     with pytest.raises(IndexError, match=message):
-        tiny_model(ids(1, 129))
-    out = tiny_model(ids(1, 128))
+        tiny_model(random_ids(1, 129))
+    out = tiny_model(random_ids(1, 128))
     with pytest.raises(IndexError, match=message):
-        tiny_model(ids(1, 1), past_key_values=out.past_key_values)
+        tiny_model(random_ids(1, 1), past_key_values=out.past_key_values)
     with pytest.raises(IndexError, match=message):
-        tiny_model.generate(ids(1, 125), max_new_tokens=10)
+        tiny_model.generate(random_ids(1, 125), max_new_tokens=10)
     with pytest.raises(IndexError, match="must not be negative"):
-        tiny_model(ids(1, 2), position_ids=torch.tensor([[-1, 0]]))
+        tiny_model(random_ids(1, 2), position_ids=torch.tensor([[-1, 0]]))
     mask = (torch.arange(140) >= 12).long()[None]
-    assert tiny_model(ids(1, 140), attention_mask=mask).logits.isfinite().all()  # 128 real tokens
+    assert tiny_model(random_ids(1, 140), attention_mask=mask).logits.isfinite().all()  # 128 real tokens
 
 
-def test_position_free_has_no_tables_and_no_limit(tiny_config):
+def test_position_free_model_has_no_tables_and_no_limit(tiny_config):
     tiny_config.max_position_embeddings = None
     model = randomize(ToSTForCausalLM(tiny_config)).eval()
     assert not any("position" in name or "denom_bias" in name for name, _ in model.named_parameters())
-    assert model(ids(1, 3000)).logits.isfinite().all()
-    assert model.generate(ids(1, 200), max_new_tokens=5).shape == (1, 205)
+    assert model(random_ids(1, 3000)).logits.isfinite().all()
+    assert model.generate(random_ids(1, 200), max_new_tokens=5).shape == (1, 205)
 
 
 # Bad input ---------------------------------------------------------------------------------------------------------------
 
 
-def other_cache(**changes):
+def make_cache(**changes):
     config = small_config(**({"num_hidden_layers": 3} | changes))
-    return ToSTForCausalLM(config).model(ids(1, 3)).past_key_values
+    return ToSTForCausalLM(config).model(random_ids(1, 3)).past_key_values
 
 
-def foreign_cache():
+def make_key_value_cache():
     cache = DynamicCache()
     cache.update(torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 3, 8), 0)
     return cache
 
 
-def given(batch: int, length: int, **fields):
-    """Inputs of that many tokens, with other fields as tensors."""
+def make_inputs(batch: int, length: int, **fields):
+    """Random tokens of this shape and other inputs, with lists converted to tensors."""
     fields = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in fields.items()}
-    return {"input_ids": ids(batch, length)} | fields
+    return {"input_ids": random_ids(batch, length)} | fields
 
 
-def continued(length: int, **fields):
-    """Tokens after three that a cache holds."""
-    return given(1, length, past_key_values=other_cache(), **fields)
+def make_next_inputs(length: int, **fields):
+    """Inputs that follow a cache of three tokens."""
+    return make_inputs(1, length, past_key_values=make_cache(), **fields)
 
 
-STARTS = torch.tensor([[0, 0, 1, 1]])
+SEQ_IDX = torch.tensor([[0, 0, 1, 1]])
 
 
 @pytest.mark.parametrize(
     "inputs, error, message",
     [
         (lambda: {}, ValueError, "exactly one"),
-        (lambda: given(1, 3, inputs_embeds=torch.zeros(1, 3, 32)), ValueError, "exactly one"),
+        (lambda: make_inputs(1, 3, inputs_embeds=torch.zeros(1, 3, 32)), ValueError, "exactly one"),
         (lambda: {"input_ids": torch.tensor([[3, 97]])}, IndexError, "between 0 and 96"),
-        (lambda: {"input_ids": ids(1, 3).bool()}, ValueError, "integers.* got torch.bool"),
-        (lambda: {"input_ids": ids(3)}, ValueError, r"shape \(batch, tokens\)"),
-        (lambda: given(0, 3), ValueError, "empty"),
+        (lambda: {"input_ids": random_ids(1, 3).bool()}, ValueError, "integers.* got torch.bool"),
+        (lambda: {"input_ids": random_ids(3)}, ValueError, r"shape \(batch, tokens\)"),
+        (lambda: make_inputs(0, 3), ValueError, "empty"),
         (lambda: {"inputs_embeds": torch.zeros(1, 3, 31)}, ValueError, "inputs_embeds must have shape"),
-        (lambda: given(2, 3, attention_mask=torch.ones(2, 4)), ValueError, r"must have shape \(2, 3\)"),
-        (lambda: given(1, 3, attention_mask=torch.ones(1, 1, 3, 3)), ValueError, "no token-by-token"),
-        (lambda: given(1, 3, attention_mask=[[0.0, 0.0, float("-inf")]]), ValueError, "must hold 1"),
-        (lambda: given(1, 3, position_ids=torch.arange(4)[None]), ValueError, "position_ids must have"),
-        (lambda: given(1, 3, position_ids=torch.rand(1, 3)), ValueError, "must hold integers"),
-        (lambda: given(1, 4, position_ids=[[0, 1, 1, 2]]), ValueError, "fall or repeat"),
-        (lambda: given(1, 3, past_key_values=((1, 2),)), TypeError, "must be a transformers Cache"),
-        (lambda: given(1, 3, past_key_values=foreign_cache()), ValueError, "another kind of model"),
-        (lambda: given(1, 3, past_key_values=other_cache(num_hidden_layers=2)), ValueError, "2 layers"),
-        (lambda: given(1, 3, past_key_values=other_cache(num_attention_heads=8)), ValueError, "heads"),
-        (lambda: given(2, 3, past_key_values=other_cache()), ValueError, "holds 1 sequences"),
-        (lambda: continued(3, attention_mask=torch.ones(1, 3)), ValueError, "covers the cached tokens"),
-        (lambda: continued(4, position_ids=[[0, 1, 0, 1]]), ValueError, "cannot be combined with a cache"),
-        (lambda: continued(2, position_ids=[[0, 1]]), ValueError, "start at 0, but the cache holds 3 tokens"),
-        (lambda: given(1, 4, seq_idx=STARTS, position_ids=torch.arange(4)[None]), ValueError, "do not restart at 0"),
-        (lambda: given(1, 4, seq_idx=STARTS, cu_seq_lens_q=[0, 3, 4]), ValueError, "sequences at different tokens"),
-        (lambda: given(2, 4, cu_seq_lens_q=[0, 2, 4]), ValueError, "batch of size 1"),
-        (lambda: given(1, 4, cu_seq_lens_q=[0, 2, 5]), ValueError, "must rise from 0"),
-        (lambda: given(1, 4) | {"cu_seq_lens_q": [0, 2, 4]}, TypeError, "cu_seq_lens_q must be a tensor, got list"),
-        (lambda: given(1, 4, cu_seq_lens_q=[[0, 2, 4]]), ValueError, "must have shape"),
-        (lambda: given(1, 4, seq_idx=[[0, 0, 1]]), ValueError, "seq_idx must have shape"),
-        (lambda: given(1, 4, seq_idx=torch.full((1, 4), float("nan"))), ValueError, "must hold integers"),
+        (lambda: make_inputs(2, 3, attention_mask=torch.ones(2, 4)), ValueError, r"must have shape \(2, 3\)"),
+        (lambda: make_inputs(1, 3, attention_mask=torch.ones(1, 1, 3, 3)), ValueError, "no token-by-token"),
+        (lambda: make_inputs(1, 3, attention_mask=[[0.0, 0.0, float("-inf")]]), ValueError, "must hold 1"),
+        (lambda: make_inputs(1, 3, position_ids=torch.arange(4)[None]), ValueError, "position_ids must have"),
+        (lambda: make_inputs(1, 3, position_ids=torch.rand(1, 3)), ValueError, "must hold integers"),
+        (lambda: make_inputs(1, 4, position_ids=[[0, 1, 1, 2]]), ValueError, "fall or repeat"),
+        (lambda: make_inputs(1, 3, past_key_values=((1, 2),)), TypeError, "must be a transformers Cache"),
+        (lambda: make_inputs(1, 3, past_key_values=make_key_value_cache()), ValueError, "another kind of model"),
+        (lambda: make_inputs(1, 3, past_key_values=make_cache(num_hidden_layers=2)), ValueError, "2 layers"),
+        (lambda: make_inputs(1, 3, past_key_values=make_cache(num_attention_heads=8)), ValueError, "heads"),
+        (lambda: make_inputs(2, 3, past_key_values=make_cache()), ValueError, "holds 1 sequences"),
+        (lambda: make_next_inputs(3, attention_mask=torch.ones(1, 3)), ValueError, "covers the cached tokens"),
+        (lambda: make_next_inputs(4, position_ids=[[0, 1, 0, 1]]), ValueError, "cannot be combined with a cache"),
+        (lambda: make_next_inputs(2, position_ids=[[0, 1]]), ValueError, "start at 0, but the cache holds 3 tokens"),
+        (lambda: make_inputs(1, 4, seq_idx=SEQ_IDX, position_ids=torch.arange(4)[None]), ValueError, "do not restart at 0"),
+        (lambda: make_inputs(1, 4, seq_idx=SEQ_IDX, cu_seq_lens_q=[0, 3, 4]), ValueError, "sequences at different tokens"),
+        (lambda: make_inputs(2, 4, cu_seq_lens_q=[0, 2, 4]), ValueError, "batch of size 1"),
+        (lambda: make_inputs(1, 4, cu_seq_lens_q=[0, 2, 5]), ValueError, "must rise from 0"),
+        (lambda: make_inputs(1, 4) | {"cu_seq_lens_q": [0, 2, 4]}, TypeError, "cu_seq_lens_q must be a tensor, got list"),
+        (lambda: make_inputs(1, 4, cu_seq_lens_q=[[0, 2, 4]]), ValueError, "must have shape"),
+        (lambda: make_inputs(1, 4, seq_idx=[[0, 0, 1]]), ValueError, "seq_idx must have shape"),
+        (lambda: make_inputs(1, 4, seq_idx=torch.full((1, 4), float("nan"))), ValueError, "must hold integers"),
     ],
 )
 def test_bad_model_input(tiny_model, inputs, error, message):

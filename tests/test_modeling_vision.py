@@ -1,4 +1,4 @@
-"""The vision models: sizes, initial values, the three attentions, recorded outputs, saving and pipelines, bad input."""
+"""The vision models: sizes, initial values, attention types, recorded outputs, saving and pipelines, bad input."""
 
 import copy
 import math
@@ -24,7 +24,7 @@ from tost_hf.model.modeling_tost_vision import ToSTVisionCrossCovarianceAttentio
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-every_attention = pytest.mark.parametrize("attention_type", ATTENTION_TYPES)
+parametrize_attention = pytest.mark.parametrize("attention_type", ATTENTION_TYPES)
 
 
 def tiny_config(**fields):
@@ -103,9 +103,9 @@ def test_initial_weights():
 # Images of any size --------------------------------------------------------------------------------------------------
 
 
-@every_attention
+@parametrize_attention
 @pytest.mark.parametrize("patch_size", [2, 4, 8, 16, 32])
-def test_every_patch_size_and_images_that_are_not_square(patch_size, attention_type):
+def test_patch_sizes_and_rectangular_images(patch_size, attention_type):
     model = tiny_model(patch_size=patch_size, attention_type=attention_type).train()
     output = model.tost(images(2, 3, 2 * patch_size, 3 * patch_size))
     assert output.last_hidden_state.shape == (2, 1 + 6, 32) and output.pooler_output.shape == (2, 32)
@@ -113,11 +113,11 @@ def test_every_patch_size_and_images_that_are_not_square(patch_size, attention_t
     model(images(2, 3, 2 * patch_size, 3 * patch_size), labels=torch.tensor([0, 2])).loss.backward()
     for name, param in model.named_parameters():
         assert param.grad is not None and param.grad.isfinite().all(), name
-        # a BatchNorm takes away what does not vary over the batch; else every parameter matters
+        # every parameter affects the loss, as convolutions before a BatchNorm have no bias
         assert param.grad.any(), name
 
 
-# The attentions of the baselines -------------------------------------------------------------------------------------
+# Attention of the baselines ------------------------------------------------------------------------------------------
 
 
 def split_heads(module, x):
@@ -125,7 +125,7 @@ def split_heads(module, x):
     return module.qkv(x).reshape(B, N, 3, module.num_heads, C // module.num_heads).permute(2, 0, 3, 1, 4)
 
 
-def test_cross_covariance_attention_is_xcits():
+def test_cross_covariance_attention_equals_xcit():
     module = randomize(ToSTVisionCrossCovarianceAttention(tiny_config())).double()
     x = images(2, 7, 32).double()
     q, k, v = (y.transpose(-2, -1) for y in split_heads(module, x))  # each channel is a vector over the tokens
@@ -135,7 +135,7 @@ def test_cross_covariance_attention_is_xcits():
     torch.testing.assert_close(module(x)[0], expected)
 
 
-def test_softmax_attention_is_explicit_softmax():
+def test_softmax_attention_equals_explicit_softmax():
     module = randomize(ToSTVisionSoftmaxAttention(tiny_config())).double()
     x = images(2, 7, 32).double()
     q, k, v = split_heads(module, x)
@@ -152,50 +152,52 @@ def test_drop_path_drops_whole_images():
     assert {block.drop_path_rate for block in (*model.layers, *model.class_attention_layers)} == {0.25}
     layer = model.layers[0].train()
     branch = images(4000, 3, 2)
-    share = layer.drop_path(branch) / branch
-    kept = share[:, 0, 0] != 0
-    torch.testing.assert_close(share, kept.float()[:, None, None].expand_as(share) / 0.75)  # all or nothing of an image
-    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.03)
+    scale = layer.drop_path(branch) / branch
+    is_kept = scale[:, 0, 0] != 0
+    # each image is dropped or rescaled as a whole
+    torch.testing.assert_close(scale, is_kept.float()[:, None, None].expand_as(scale) / 0.75)
+    assert is_kept.float().mean().item() == pytest.approx(0.75, abs=0.03)
     assert torch.equal(layer.eval().drop_path(branch), branch)
 
 
 @pytest.mark.parametrize("field", ["hidden_dropout", "attention_dropout", "embedding_dropout", "drop_path_rate"])
 def test_dropout_acts_in_training_only(field):
-    model, plain, pixels = tiny_model(**{field: 0.4}), tiny_model(), images()
-    assert torch.equal(model(pixels).logits, plain(pixels).logits)
+    model, plain_model, pixels = tiny_model(**{field: 0.4}), tiny_model(), images()
+    assert torch.equal(model(pixels).logits, plain_model(pixels).logits)
     for module in model.train().modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.eval()  # its statistics would move from one forward to the next
+            module.eval()  # so that only dropout is random
     assert not torch.equal(model(pixels).logits, model(pixels).logits)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_gives_equal_gradients(reentrant):
     model = tiny_model(drop_path_rate=0.3).train()
-    again, pixels, labels = copy.deepcopy(model), images(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
-    again.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    for m in (model, again):
+    checkpointed, pixels, labels = copy.deepcopy(model), images(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for m in (model, checkpointed):
         torch.manual_seed(3)
         m(pixels, labels=labels).loss.backward()
-    # the reentrant kind adds up the gradient of a residual branch in another order
+    # reentrant checkpointing sums the gradients of residual branches in another order
     tolerance = {"rtol": 1e-4, "atol": 1e-7} if reentrant else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close([p.grad for p in again.parameters()], [p.grad for p in model.parameters()], **tolerance)
-    assert_equal_states(again.state_dict(), model.state_dict())  # BatchNorm has counted the batch once
+    torch.testing.assert_close([p.grad for p in checkpointed.parameters()], [p.grad for p in model.parameters()], **tolerance)
+    assert_equal_states(checkpointed.state_dict(), model.state_dict())  # BatchNorm has counted the batch once
 
 
-@every_attention
+@parametrize_attention
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_half_precision(attention_type, dtype, tmp_path):
     model, pixels = tiny_model(attention_type=attention_type), images()
     model.save_pretrained(tmp_path)
     expected, temps = model(pixels).logits, [getattr(layer.attention, "temp", None) for layer in model.tost.layers]
-    for half in (ToSTForImageClassification.from_pretrained(tmp_path, dtype=dtype), copy.deepcopy(model).to(dtype)):
-        output = half(pixels, output_memberships=True)  # pixels are cast
+    for half_model in (ToSTForImageClassification.from_pretrained(tmp_path, dtype=dtype), copy.deepcopy(model).to(dtype)):
+        output = half_model(pixels, output_memberships=True)  # pixels are cast
         assert output.logits.dtype == dtype
         torch.testing.assert_close(output.logits.float(), expected, rtol=0.1, atol=0.1 * expected.abs().max().item())
         if attention_type == "tssa":
-            assert all(torch.equal(layer.attention.temp, temp) for layer, temp in zip(half.tost.layers, temps))  # float32
+            # temp stays float32
+            assert all(torch.equal(layer.attention.temp, temp) for layer, temp in zip(half_model.tost.layers, temps))
             assert {membership.dtype for membership in output.memberships} == {torch.float32}
 
 
@@ -209,13 +211,13 @@ def test_loss():
 # Recorded outputs ----------------------------------------------------------------------------------------------------
 
 
-@every_attention
+@parametrize_attention
 def test_recorded_outputs(attention_type):
     model, pixels = tiny_model(attention_type=attention_type, num_class_attention_layers=3), images(2, 3, 32, 48)
-    plain = model(pixels)
-    assert plain.hidden_states is None and plain.memberships is None and plain.class_attentions is None
+    logits_only = model(pixels)
+    assert logits_only.hidden_states is None and logits_only.memberships is None and logits_only.class_attentions is None
     output = model(pixels, output_hidden_states=True, output_memberships=True, output_class_attentions=True)
-    assert torch.equal(output.logits, plain.logits)
+    assert torch.equal(output.logits, logits_only.logits)
     assert [tuple(x.shape) for x in output.hidden_states] == [(2, 24, 32)] * 3
     assert torch.equal(output.hidden_states[0], model.tost.embeddings(pixels))
     assert [tuple(x.shape) for x in output.class_attentions] == [(2, 4, 1, 25)] * 3
@@ -228,7 +230,7 @@ def test_recorded_outputs(attention_type):
 
 # Compilers -----------------------------------------------------------------------------------------------------------
 
-ONE_BLOCK = {"num_hidden_layers": 1, "num_class_attention_layers": 1, "patch_size": 4}  # of each kind
+ONE_BLOCK = {"num_hidden_layers": 1, "num_class_attention_layers": 1, "patch_size": 4}
 
 
 @torch.no_grad()
@@ -245,14 +247,14 @@ def test_export_with_dynamic_batch_and_image_size():
 @pytest.mark.parametrize("attention_type, backend", [("tssa", "aot_eager"), ("xca", "eager"), ("softmax", "eager")])
 def test_compile_without_graph_breaks(attention_type, backend):
     model = tiny_model(attention_type=attention_type, **ONE_BLOCK).train()
-    again, pixels, labels = copy.deepcopy(model), images(), torch.tensor([0, 2])
+    eager_model, pixels, labels = copy.deepcopy(model), images(), torch.tensor([0, 2])
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    expected, output = again(pixels, labels=labels), compiled(pixels, labels=labels)
+    expected, output = eager_model(pixels, labels=labels), compiled(pixels, labels=labels)
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
     expected.loss.backward()
     output.loss.backward()
-    for (name, param), other in zip(again.named_parameters(), model.parameters()):
-        torch.testing.assert_close(other.grad, param.grad, rtol=1e-3, atol=1e-4, msg=name)
+    for (name, param), compiled_param in zip(eager_model.named_parameters(), model.parameters()):
+        torch.testing.assert_close(compiled_param.grad, param.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------
@@ -298,8 +300,8 @@ LABELS = {0: "cat", 1: "dog", 2: "tost"}
 
 @pytest.fixture
 def saved(tmp_path):
-    """A model after a training step, with its processor, and its folder."""
-    model = tiny_model(id2label=LABELS, label2id={name: number for number, name in LABELS.items()})
+    """A model with the batch statistics of one batch, and the folder that stores it with its image processor."""
+    model = tiny_model(id2label=LABELS, label2id={name: index for index, name in LABELS.items()})
     model.train()(images(4, 3, 32, 32))
     model.eval().save_pretrained(tmp_path / "model")
     make_image_processor(model.config).save_pretrained(tmp_path / "model")
@@ -308,26 +310,26 @@ def saved(tmp_path):
 
 def test_save_load_equality_with_batch_statistics(saved):
     model, folder = saved
-    again, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
-    assert type(again) is ToSTForImageClassification and not any(info.values())
-    assert_equal_states(again.state_dict(), model.state_dict())
-    norm = again.tost.embeddings.patch_embeddings.norms[0]
+    loaded, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+    assert type(loaded) is ToSTForImageClassification and not any(info.values())
+    assert_equal_states(loaded.state_dict(), model.state_dict())
+    norm = loaded.tost.embeddings.patch_embeddings.norms[0]
     assert norm.num_batches_tracked == 1 and norm.running_mean.any()
     pixels = images()
-    assert torch.equal(again(pixels).logits, model(pixels).logits)
-    assert again.config.id2label == LABELS and again.config.label2id["tost"] == 2
+    assert torch.equal(loaded(pixels).logits, model(pixels).logits)
+    assert loaded.config.id2label == LABELS and loaded.config.label2id["tost"] == 2
 
 
-def test_trunk_and_head_of_another_size(saved, tmp_path):
+def test_base_model_and_head_of_another_size(saved, tmp_path):
     model, folder = saved
-    trunk = AutoModel.from_pretrained(folder)
-    assert type(trunk) is ToSTVisionModel
-    assert_equal_states(trunk.state_dict(), model.tost.state_dict())
-    trunk.save_pretrained(tmp_path / "trunk")
+    base_model = AutoModel.from_pretrained(folder)
+    assert type(base_model) is ToSTVisionModel
+    assert_equal_states(base_model.state_dict(), model.tost.state_dict())
+    base_model.save_pretrained(tmp_path / "trunk")
     for source in (folder, tmp_path / "trunk"):
-        again = AutoModelForImageClassification.from_pretrained(source, num_labels=7, ignore_mismatched_sizes=True)
-        assert again.classifier.weight.shape == (7, 32) and (again.classifier.bias == 0).all()
-        assert_equal_states(again.tost.state_dict(), model.tost.state_dict())
+        loaded = AutoModelForImageClassification.from_pretrained(source, num_labels=7, ignore_mismatched_sizes=True)
+        assert loaded.classifier.weight.shape == (7, 32) and (loaded.classifier.bias == 0).all()
+        assert_equal_states(loaded.tost.state_dict(), model.tost.state_dict())
 
 
 @needs_auto_processor

@@ -1,4 +1,4 @@
-"""The options beyond the paper: off by default, and exact in every path by which tokens can reach a model."""
+"""The options beyond the paper: off by default, and exact with padding, packing, caches, rollback and compilation."""
 
 import dataclasses
 import itertools
@@ -76,37 +76,37 @@ def has_attention(model) -> bool:
     return set(model.config.layer_types) != {TSSA}
 
 
-def holes(model) -> list[int]:
-    """Places of padding; a sliding window in a cache cannot skip any between real tokens."""
+def padding_positions(model) -> list[int]:
+    """Positions to pad; a cached sliding window does not support padding between tokens."""
     return [0, 1, 2] if SLIDING in model.config.layer_types else [0, 1, 2, 7, 11, 12, 20]
 
 
 @torch.no_grad()
 def test_padding_equals_the_unpadded_sequence(model, tokens):
     """Left, right and inside, alone and in a batch, with and without position_ids."""
-    alone = model(tokens[:1]).logits
-    for places in ([0, 1, 2], [23, 24, 25], [0, 5, 6, 7, 13, 25], [3], [1, 3, 5, 7, 9, 11]):
-        mask = torch.ones(2, 23 + len(places), dtype=torch.long)
-        mask[0, places] = 0
+    expected = model(tokens[:1]).logits
+    for pad_positions in ([0, 1, 2], [23, 24, 25], [0, 5, 6, 7, 13, 25], [3], [1, 3, 5, 7, 9, 11]):
+        mask = torch.ones(2, 23 + len(pad_positions), dtype=torch.long)
+        mask[0, pad_positions] = 0
         padded = torch.randint(2, 97, mask.shape)
         padded[0, mask[0] == 1] = tokens[0]
         logits = model(padded, attention_mask=mask).logits
-        torch.testing.assert_close(logits[:1, mask[0] == 1], alone, **F64)
+        torch.testing.assert_close(logits[:1, mask[0] == 1], expected, **F64)
         torch.testing.assert_close(logits[1:], model(padded[1:]).logits, **F64)
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        assert torch.equal(model(padded, attention_mask=mask, position_ids=positions).logits, logits)
+        position_ids = (mask.cumsum(1) - 1).clamp_min(0)
+        assert torch.equal(model(padded, attention_mask=mask, position_ids=position_ids).logits, logits)
         torch.testing.assert_close(model(padded, attention_mask=mask, use_cache=False).logits, logits, **F64)
 
 
 def packed_inputs(style: str, lengths: list[int]) -> dict[str, torch.Tensor]:
-    """What tells a model that sequences of these lengths are packed."""
+    """Inputs that describe packed sequences of these lengths."""
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
     if style == "position_ids":
         return {"position_ids": position_ids}
     if style == "seq_idx":
         return {"seq_idx": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]}
-    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    return {"cu_seq_lens_q": cu} | ({"position_ids": position_ids} if style == "both" else {})
+    cu_seq_lens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    return {"cu_seq_lens_q": cu_seq_lens} | ({"position_ids": position_ids} if style == "both" else {})
 
 
 @pytest.mark.parametrize("style", ["position_ids", "seq_idx", "cu_seq_lens_q", "both"])
@@ -114,24 +114,24 @@ def packed_inputs(style: str, lengths: list[int]) -> dict[str, torch.Tensor]:
 def test_packing_equals_separate_sequences(model, style):
     lengths = [7, 1, 2, 3, 18]
     packed, inputs = torch.randint(2, 97, (1, 31)), packed_inputs(style, lengths)
-    alone = torch.cat([model(sequence).logits for sequence in packed.split(lengths, 1)], 1)
+    separate_logits = torch.cat([model(sequence).logits for sequence in packed.split(lengths, 1)], 1)
     out = model(packed, **inputs)
     assert out.past_key_values is None
-    torch.testing.assert_close(out.logits, alone, **F64)
-    if "cu_seq_lens_q" in inputs:  # of one batch element, with its padding
+    torch.testing.assert_close(out.logits, separate_logits, **F64)
+    if "cu_seq_lens_q" in inputs:  # describes one batch element, padding included
         return
-    other = torch.randint(2, 97, (1, 31))
-    first, second = inputs | {}, packed_inputs(style, [31])
-    both = {name: torch.cat([first[name], second[name]]) for name in inputs}
-    expected = torch.cat([alone, model(other).logits])
-    torch.testing.assert_close(model(torch.cat([packed, other]), **both).logits, expected, **F64)
+    other_tokens = torch.randint(2, 97, (1, 31))
+    packed_batch_inputs, other_inputs = inputs | {}, packed_inputs(style, [31])
+    batch_inputs = {name: torch.cat([packed_batch_inputs[name], other_inputs[name]]) for name in inputs}
+    expected = torch.cat([separate_logits, model(other_tokens).logits])
+    torch.testing.assert_close(model(torch.cat([packed, other_tokens]), **batch_inputs).logits, expected, **F64)
     # padding between the packed sequences and within them
-    real = torch.ones(40, dtype=torch.bool)
-    real[[0, 3, 4, 8, 12, 20, 21, 30, 39]] = False
-    spread = real.long().cumsum(0).sub(1).clamp_min(0)
-    inputs = {name: x[:, spread] for name, x in inputs.items()}
-    logits = model(packed[:, spread], attention_mask=real[None].long(), **inputs).logits
-    torch.testing.assert_close(logits[:, real], alone, **F64)
+    token_mask = torch.ones(40, dtype=torch.bool)
+    token_mask[[0, 3, 4, 8, 12, 20, 21, 30, 39]] = False
+    indices = token_mask.long().cumsum(0).sub(1).clamp_min(0)
+    inputs = {name: x[:, indices] for name, x in inputs.items()}
+    logits = model(packed[:, indices], attention_mask=token_mask[None].long(), **inputs).logits
+    torch.testing.assert_close(logits[:, token_mask], separate_logits, **F64)
 
 
 @torch.no_grad()
@@ -142,53 +142,53 @@ def test_chunked_prefill_and_decoding_equal_the_full_forward(model, tokens):
         "dynamic": lambda: DynamicCache(config=model.config),
         "dynamic without configuration": DynamicCache,
         "static": lambda: StaticCache(model.config, max_cache_len=30),
-        "own": lambda: ToSTCache(model.config),
-        "own, static": lambda: ToSTCache(model.config, static=True),
+        "ToSTCache": lambda: ToSTCache(model.config),
+        "static ToSTCache": lambda: ToSTCache(model.config, static=True),
     }
     if has_attention(model):
-        del caches["own, static"]
-    for padding in ([], holes(model)):
+        del caches["static ToSTCache"]
+    for padding in ([], padding_positions(model)):
         mask = torch.ones_like(tokens)
         mask[1, padding] = 0
-        full = model(tokens, attention_mask=mask, use_cache=False).logits
+        expected = model(tokens, attention_mask=mask, use_cache=False).logits
         for make_cache in caches.values():
-            cache, at, chunks = make_cache(), 0, []
+            cache, end, logits = make_cache(), 0, []
             for size in (1, 1, 5, 2, 7, 1, 1, 5):
-                at += size
-                seen = {"attention_mask": mask[:, :at]} if padding else {}
-                out = model(tokens[:, at - size : at], past_key_values=cache, use_cache=True, **seen)
+                end += size
+                mask_inputs = {"attention_mask": mask[:, :end]} if padding else {}
+                out = model(tokens[:, end - size : end], past_key_values=cache, use_cache=True, **mask_inputs)
                 cache = out.past_key_values
-                chunks.append(out.logits)
-            torch.testing.assert_close(torch.cat(chunks, 1)[mask == 1], full[mask == 1], **F64)
+                logits.append(out.logits)
+            torch.testing.assert_close(torch.cat(logits, 1)[mask == 1], expected[mask == 1], **F64)
             assert cache.get_seq_length() == 23
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("removed, pieces", [(1, 1), (9, 1), (9, 9)])
+@pytest.mark.parametrize("num_removed, num_chunks", [(1, 1), (9, 1), (9, 9)])
 @torch.no_grad()
-def test_rollback_equals_never_having_processed(model, tokens, removed, pieces, static):
-    if (has_attention(model) and static) or (SLIDING in model.config.layer_types and pieces > 1):
-        pytest.skip("keys and values: ToSTCache is not static, and a window keeps the tokens of one forward")
-    wrong, more = torch.randint(2, 97, (2, removed)), torch.randint(2, 97, (2, 6))
+def test_rollback_removes_tokens(model, tokens, num_removed, num_chunks, static):
+    if (has_attention(model) and static) or (SLIDING in model.config.layer_types and num_chunks > 1):
+        pytest.skip("keys and values: ToSTCache is not static, and a window stores the tokens of one forward pass")
+    rejected_tokens, next_tokens = torch.randint(2, 97, (2, num_removed)), torch.randint(2, 97, (2, 6))
     mask = torch.ones(2, 29, dtype=torch.long)
-    mask[1, holes(model)] = 0
+    mask[1, padding_positions(model)] = 0
     cache = ToSTCache(model.config, static=static)
     cache.activate_past_recording()
     assert cache.is_croppable
     model(tokens, attention_mask=mask[:, :23], past_key_values=cache)
-    for i, piece in enumerate(wrong.split(removed // pieces, 1)):
-        seen = torch.cat([mask[:, :23], torch.ones(2, (i + 1) * piece.shape[1], dtype=torch.long)], 1)
-        model(piece, attention_mask=seen, past_key_values=cache)
-    cache.crop(-removed)
+    for i, chunk in enumerate(rejected_tokens.split(num_removed // num_chunks, 1)):
+        chunk_mask = torch.cat([mask[:, :23], torch.ones(2, (i + 1) * chunk.shape[1], dtype=torch.long)], 1)
+        model(chunk, attention_mask=chunk_mask, past_key_values=cache)
+    cache.crop(-num_removed)
     assert cache.get_seq_length() == 23
-    logits = model(more, attention_mask=mask, past_key_values=cache).logits
-    torch.testing.assert_close(logits, model(torch.cat([tokens, more], 1), attention_mask=mask).logits[:, 23:], **F64)
+    logits = model(next_tokens, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(torch.cat([tokens, next_tokens], 1), attention_mask=mask).logits[:, 23:], **F64)
 
 
 @pytest.mark.parametrize("static", [False, True])
 @torch.no_grad()
 def test_batch_operations_on_the_state(model, tokens, static):
-    """Of recorded tokens as well."""
+    """They apply to the tokens recorded for rollback, too."""
     if has_attention(model) and static:
         pytest.skip("keys and values")
     cache = ToSTCache(model.config, static=static)
@@ -199,16 +199,16 @@ def test_batch_operations_on_the_state(model, tokens, static):
     cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
     cache.batch_select_indices(torch.tensor([0, 2]))
     cache.crop(-3)
-    more = torch.randint(2, 97, (2, 3))
-    whole = model(torch.cat([tokens[[1, 0], :20], more], 1)).logits[:, 20:]
-    torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, **F64)
+    next_tokens = torch.randint(2, 97, (2, 3))
+    expected = model(torch.cat([tokens[[1, 0], :20], next_tokens], 1)).logits[:, 20:]
+    torch.testing.assert_close(model(next_tokens, past_key_values=cache).logits, expected, **F64)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}], ids=str)
 def test_generate_is_the_same_without_a_cache(model, tokens, kwargs):
     kwargs = {"max_new_tokens": 12, "do_sample": False} | kwargs
-    plain = {key: value for key, value in kwargs.items() if key in ("num_beams", "max_new_tokens", "do_sample")}
-    expected = model.generate(tokens[:1], use_cache=False, **plain)
+    reference_kwargs = {key: value for key, value in kwargs.items() if key in ("num_beams", "max_new_tokens", "do_sample")}
+    expected = model.generate(tokens[:1], use_cache=False, **reference_kwargs)
     assert torch.equal(model.generate(tokens[:1], **kwargs), expected)
 
 
@@ -216,20 +216,20 @@ def test_generate_is_the_same_without_a_cache(model, tokens, kwargs):
 def test_saved_cache_resumes(tokens, model, tmp_path):
     save_cache(model(tokens).past_key_values, tmp_path / "cache.safetensors")
     cache = load_cache(tmp_path / "cache.safetensors", model.config)
-    more = torch.randint(2, 97, (2, 4))
-    whole = model(torch.cat([tokens, more], 1)).logits[:, 23:]
-    torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, **F64)
+    next_tokens = torch.randint(2, 97, (2, 4))
+    expected = model(torch.cat([tokens, next_tokens], 1)).logits[:, 23:]
+    torch.testing.assert_close(model(next_tokens, past_key_values=cache).logits, expected, **F64)
 
 
 def test_cache_of_other_options_is_rejected(tokens, tmp_path):
-    plain, other = build(), build(["conv"])
-    for first, second in ((plain, other), (other, plain)):
-        cache = first(tokens).past_key_values
+    base_model, conv_model = build(), build(["conv"])
+    for source, target in ((base_model, conv_model), (conv_model, base_model)):
+        cache = source(tokens).past_key_values
         with pytest.raises(ValueError, match="another model's"):
-            second(tokens, past_key_values=cache)
+            target(tokens, past_key_values=cache)
         save_cache(cache, tmp_path / "cache.safetensors")
         with pytest.raises(ValueError, match="another model"):
-            load_cache(tmp_path / "cache.safetensors", second.config)
+            load_cache(tmp_path / "cache.safetensors", target.config)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(model, tokens):
@@ -245,39 +245,39 @@ def test_gradient_checkpointing_gives_the_same_gradients(model, tokens):
         model(tokens, attention_mask=mask, labels=tokens).loss.backward()
         gradients.append({name: param.grad for name, param in model.named_parameters()})
     assert all((gradient != 0).any() for gradient in gradients[0].values())
-    for found in gradients[1:]:
-        torch.testing.assert_close(found, gradients[0], **F64)
+    for checkpointed in gradients[1:]:
+        torch.testing.assert_close(checkpointed, gradients[0], **F64)
 
 
 def test_save_and_load(model, tokens, tmp_path):
     model = model.float()
     model.save_pretrained(tmp_path)
-    loaded, info = ToSTForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values())
+    loaded, loading_info = ToSTForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading_info.values())
     assert loaded.config.options() == model.config.options()
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
-def test_config_file_of_a_default_model_holds_no_option_and_no_field_of_encoders(tmp_path):
+def test_config_file_of_a_default_model_has_no_option_or_encoder_field(tmp_path):
     four_layers().save_pretrained(tmp_path)
     assert not {*OPTION_DEFAULTS, "is_causal", "pooling", "pre_norm"} & set(json.loads((tmp_path / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("model", COMPILED, ids=name_options, indirect=True)
 def test_generate_compiles_decoding_once(model, tokens):
-    """transformers' own compiled decoding: the static cache, prompts of two lengths."""
+    """transformers' compiled decoding with the static cache, for prompts of two lengths."""
     torch._dynamo.reset()
     counter = counting_backend("eager")
     config = CompileConfig(fullgraph=True, backend=counter, mode=None)
     config._compile_all_devices = True  # else transformers compiles on accelerators only
     for length in (9, 23):
         prompt = tokens[:, :length]
-        kwargs = {"max_new_tokens": 43 - length, "do_sample": False}  # keys and values of one size
+        kwargs = {"max_new_tokens": 43 - length, "do_sample": False}  # so that keys and values have the same size
         mask = torch.ones_like(prompt)
         mask[1, :3] = 0
         expected = model.generate(prompt, attention_mask=mask, **kwargs)
-        out = model.generate(prompt, attention_mask=mask, cache_implementation="static", compile_config=config, **kwargs)
-        assert torch.equal(out, expected)
+        actual = model.generate(prompt, attention_mask=mask, cache_implementation="static", compile_config=config, **kwargs)
+        assert torch.equal(actual, expected)
     assert counter.graphs == 1
 
 
@@ -293,7 +293,7 @@ def test_compiled_training_gives_the_same_gradients(model, tokens):
 
 
 @pytest.mark.parametrize("config_class", [ToSTConfig, ToSTVisionConfig])
-def test_dropout_under_its_usual_names(config_class, tmp_path):
+def test_dropout_aliases(config_class, tmp_path):
     for alias, field in (
         ("resid_pdrop", "hidden"),
         ("attention_probs_dropout_prob", "attention"),
@@ -324,16 +324,16 @@ def test_presets_beyond_the_paper():
 def test_options_in_card_info_and_trace(names, tmp_path):
     model = build(names, torch.float32)
     model.save_pretrained(tmp_path)
-    facts = info(tmp_path)
-    assert facts["options"].startswith("forgetting token, conv_kernel 4")
+    model_info = info(tmp_path)
+    assert model_info["options"].startswith("forgetting token, conv_kernel 4")
     card = str(build_card(tmp_path, license="mit"))
     assert "forgetting token" in card and "goes beyond the paper" in card
-    assert ("and 256 with every token" in card) == ("hybrid" in names) == ("256 with every token" in facts["state"])
+    assert ("and 256 with every token" in card) == ("hybrid" in names) == ("256 with every token" in model_info["state"])
     trace = trace_model(model, input_ids=torch.randint(2, 97, (2, 9)))
     assert trace.memberships.shape == (2, 2 if "hybrid" in names else 4, 4, 9)
 
 
-# Forgetting -------------------------------------------------------------------------------------------------------------
+# Decay ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads", [1, 2, 12])
@@ -347,32 +347,32 @@ def test_initial_decay_spans_4_to_1024_tokens(heads, forgetting):
 
 
 @pytest.mark.parametrize("forgetting", ["head", "token"])
-def test_missing_forgetting_gets_its_initial_values(forgetting, tokens, tmp_path):
+def test_missing_forget_gate_gets_its_initial_values(forgetting, tokens, tmp_path):
     build().float().save_pretrained(tmp_path)
     model = ToSTForCausalLM.from_pretrained(tmp_path, forgetting=forgetting)
-    new = ToSTForCausalLM(model.config)
-    for loaded, fresh in zip(model.model.layers, new.model.layers):
+    new_model = ToSTForCausalLM(model.config)
+    for loaded_layer, new_layer in zip(model.model.layers, new_model.model.layers):
         x = torch.randn(1, 2, 32)
-        assert torch.equal(loaded.self_attn.log_decay(x), fresh.self_attn.log_decay(x))
+        assert torch.equal(loaded_layer.self_attn.log_decay(x), new_layer.self_attn.log_decay(x))
 
 
-def test_forget_bias_stays_float32_and_is_not_decayed(tmp_path):
+def test_forget_bias_stays_float32_and_has_no_weight_decay(tmp_path):
     model = build(["token"], torch.float32)
     model.save_pretrained(tmp_path)
-    for narrow in (
+    for half_model in (
         ToSTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
         build(["token"], torch.bfloat16),
         build(["token"], torch.float16),
     ):
-        attention = narrow.model.layers[2].self_attn
+        attention = half_model.model.layers[2].self_attn
         assert attention.forget_bias.dtype == torch.float32 and attention.forget_proj.weight.dtype != torch.float32
         assert torch.equal(attention.forget_bias, model.model.layers[2].self_attn.forget_bias)
-    decayed = ToSTTrainer(model, ToSTTrainingArguments(tmp_path / "run", use_cpu=True)).get_decay_parameter_names(model)
-    assert "model.layers.0.self_attn.forget_proj.weight" in decayed
-    assert not [name for name in decayed if name.endswith("forget_bias")]
+    decay_names = ToSTTrainer(model, ToSTTrainingArguments(tmp_path / "run", use_cpu=True)).get_decay_parameter_names(model)
+    assert "model.layers.0.self_attn.forget_proj.weight" in decay_names
+    assert not [name for name in decay_names if name.endswith("forget_bias")]
 
 
-def test_forgetting_is_for_the_causal_form():
+def test_decay_requires_the_causal_form():
     with pytest.raises(ValueError, match="causal form"):
         TokenStatisticsSelfAttention(8, 2, causal=False, forgetting="head")
 
@@ -386,20 +386,20 @@ def test_convolution_equals_its_definition(kernel, length):
     convolution = randomize(ShortConvolution(5, kernel)).double()
     x, conv_state = torch.randn(2, length, 5, dtype=torch.float64), torch.randn(2, kernel - 1, 5, dtype=torch.float64)
     mask = torch.rand(2, length) > 0.4
-    for past, padding in itertools.product((None, conv_state), (None, mask)):
-        out, last = convolution(x, padding, conv_state=past)
+    for initial_state, input_mask in itertools.product((None, conv_state), (None, mask)):
+        out, final_state = convolution(x, input_mask, conv_state=initial_state)
         for b in range(2):
-            seen = list(torch.zeros(kernel - 1, 5, dtype=torch.float64) if past is None else past[b])
+            history = list(torch.zeros(kernel - 1, 5, dtype=torch.float64) if initial_state is None else initial_state[b])
             for t in range(length):
-                if padding is not None and not padding[b, t]:
+                if input_mask is not None and not input_mask[b, t]:
                     continue
-                seen.append(x[b, t])
-                expected = x[b, t] + sum(convolution.weight[:, j] * seen[-1 - j] for j in range(kernel))
+                history.append(x[b, t])
+                expected = x[b, t] + sum(convolution.weight[:, j] * history[-1 - j] for j in range(kernel))
                 torch.testing.assert_close(out[b, t], expected)
-            torch.testing.assert_close(last[b], torch.stack(seen[1 - kernel :]))
+            torch.testing.assert_close(final_state[b], torch.stack(history[1 - kernel :]))
 
 
-def test_a_model_with_new_convolutions_starts_as_one_without():
+def test_new_convolutions_do_not_change_the_logits():
     torch.manual_seed(3)
     plain = ToSTForCausalLM(four_layers())
     torch.manual_seed(3)
@@ -413,11 +413,11 @@ def test_a_model_with_new_convolutions_starts_as_one_without():
 
 
 @torch.no_grad()
-def test_repeated_sequence_numbers():
+def test_repeated_seq_idx():
     model = build(["conv", "hybrid", "token"])
     tokens, seq_idx = torch.randint(2, 97, (1, 6)), torch.tensor([[0, 0, 1, 1, 0, 0]])
-    alone = torch.cat([model(piece).logits for piece in tokens.split(2, 1)], 1)
-    torch.testing.assert_close(model(tokens, seq_idx=seq_idx).logits, alone, **F64)
+    expected = torch.cat([model(chunk).logits for chunk in tokens.split(2, 1)], 1)
+    torch.testing.assert_close(model(tokens, seq_idx=seq_idx).logits, expected, **F64)
 
 
 hybrids = pytest.mark.parametrize("model", HYBRIDS, ids=name_options, indirect=True)
@@ -437,9 +437,9 @@ def test_attention_implementations_agree(model, tokens, implementation):
     expected = [model(tokens, attention_mask=mask).logits, model(tokens, seq_idx=tokens.gt(40).long()).logits]
     model.set_attn_implementation(implementation)
     assert all(layer.self_attn.config._attn_implementation == implementation for layer in model.model.layers if layer.attends)
-    got = [model(tokens, attention_mask=mask).logits, model(tokens, seq_idx=tokens.gt(40).long()).logits]
-    torch.testing.assert_close(got[0][mask == 1], expected[0][mask == 1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
+    actual = [model(tokens, attention_mask=mask).logits, model(tokens, seq_idx=tokens.gt(40).long()).logits]
+    torch.testing.assert_close(actual[0][mask == 1], expected[0][mask == 1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
 def test_ambiguous_sliding_windows_are_rejected(tokens):
@@ -465,7 +465,7 @@ def test_default_layer_types_follow_num_hidden_layers():
 
 
 def test_default_key_value_heads_follow_num_attention_heads(tmp_path):
-    """A number whenever it is read, which vLLM does; files are written as they were."""
+    """The attribute is always a number, as vLLM expects, but the default is not written to the file."""
     ToSTConfig().save_pretrained(tmp_path)
     config = ToSTConfig.from_pretrained(tmp_path, num_attention_heads=6)
     assert config.num_key_value_heads == 6 and "num_key_value_heads" not in config.to_dict()
@@ -473,8 +473,8 @@ def test_default_key_value_heads_follow_num_attention_heads(tmp_path):
     assert config.to_dict()["num_key_value_heads"] == 3
     config.num_key_value_heads = None
     assert config.num_key_value_heads == 6
-    for causal in (True, False):
-        config = ToSTConfig(is_causal=causal)
+    for is_causal in (True, False):
+        config = ToSTConfig(is_causal=is_causal)
         assert dataclasses.replace(config, vocab_size=97).to_dict() == config.to_dict() | {"vocab_size": 97}
 
 
@@ -482,12 +482,11 @@ def test_rotary_positions_keep_their_precision():
     model = ToSTForCausalLM(four_layers(**OPTIONS["rope"]))
     assert model.config.rope_parameters == {"rope_theta": 10_000.0, "rope_type": "default"}
     position_ids = torch.tensor([[0, 1, 1000]])
-    exact = torch.cat([position_ids[..., None].double() / 1e4 ** (torch.arange(0, 8, 2).double() / 8)] * 2, -1)
+    angles = torch.cat([position_ids[..., None].double() / 1e4 ** (torch.arange(0, 8, 2).double() / 8)] * 2, -1)
     for dtype, tolerance in ((torch.float64, 1e-4), (torch.bfloat16, 4e-3)):  # angles in bfloat16 would be off by radians
         cos, sin = rotary_embedding(model.config, torch.zeros((), dtype=dtype), position_ids)
-        assert (
-            cos.dtype == dtype and (cos - exact.cos()).abs().max() < tolerance and (sin - exact.sin()).abs().max() < tolerance
-        )
+        assert cos.dtype == dtype
+        assert (cos - angles.cos()).abs().max() < tolerance and (sin - angles.sin()).abs().max() < tolerance
 
 
 @hybrids
