@@ -1,4 +1,4 @@
-"""The scripts that train a small model for people to use, at toy size."""
+"""train_small.py and train_small_images.py with tiny models and data."""
 
 import json
 import sys
@@ -21,20 +21,20 @@ from scripting import override_config
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForImageClassification, ToSTVisionConfig
 
 
-@pytest.mark.parametrize(("size", "text", "images"), [("cpu", 2.87e6, 1.49e6), ("gpu", 25e6, 22.2e6)])
-def test_sizes(size, text, images):
-    of_text, of_images = train_small.SIZES[size], train_small_images.SIZES[size]
-    overrides = f"{of_text.model},vocab_size={of_text.vocab_size},{train_small.KIND}"
+@pytest.mark.parametrize(("size", "text_parameters", "image_parameters"), [("cpu", 2.87e6, 1.49e6), ("gpu", 25e6, 22.2e6)])
+def test_sizes(size, text_parameters, image_parameters):
+    language_preset, image_preset = train_small.SIZES[size], train_small_images.SIZES[size]
+    overrides = f"{language_preset.model},vocab_size={language_preset.vocab_size},{train_small.KIND}"
     with torch.device("meta"):
         model = ToSTForCausalLM(override_config(ToSTConfig.from_preset("tost-base"), overrides))
-        sides = {"patch_size": of_images.patch_size, "image_size": of_images.image_size}
-        classifier = ToSTForImageClassification(override_config(ToSTVisionConfig(), of_images.model, **sides))
-    assert model.num_parameters() == pytest.approx(text, rel=0.02)
-    assert classifier.num_parameters() == pytest.approx(images, rel=0.02)
+        options = {"patch_size": image_preset.patch_size, "image_size": image_preset.image_size}
+        classifier = ToSTForImageClassification(override_config(ToSTVisionConfig(), image_preset.model, **options))
+    assert model.num_parameters() == pytest.approx(text_parameters, rel=0.02)
+    assert classifier.num_parameters() == pytest.approx(image_parameters, rel=0.02)
 
 
 def check_published_files(output: Path, hub: Path) -> None:
-    """The folder holds bfloat16 weights, those of the last checkpoint; the copy has what publishing would upload."""
+    """The weights are those of the last checkpoint in bfloat16; the copy has the files that publishing would upload."""
     stored, float32 = (load_file(folder / "model.safetensors") for folder in (output, next(output.glob("checkpoint-*"))))
     assert {weight.dtype for weight in float32.values() if weight.is_floating_point()} == {torch.float32}
     assert torch.bfloat16 in {weight.dtype for weight in stored.values()}
@@ -59,12 +59,12 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys):
     books = tmp_path / "books"
     books.mkdir()
     for split in ("train", "validation", "test"):
-        texts = [f"{split} {i}: the night was dark and the man was old. " * 40 for i in range(4)]
-        Dataset.from_dict({"text": texts}).to_parquet(books / f"{split}.parquet")
+        documents = [f"{split} {i}: the night was dark and the man was old. " * 40 for i in range(4)]
+        Dataset.from_dict({"text": documents}).to_parquet(books / f"{split}.parquet")
     monkeypatch.setitem(train_small.SIZES, "cpu", train_small.Size("n_layer=1,n_head=2,hidden_size=16", 300, 32, 2, 2, 1e-3))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     output, hub = tmp_path / "model", tmp_path / "hub"
-    for _ in range(2):  # the second run has no steps left to train, and replaces the section
+    for _ in range(2):  # the second run trains no steps and replaces the section
         train_small.main(["--text", str(books), "--output_dir", str(output), "--size", "cpu", "--hub_dir", str(hub)])
     card = (output / "README.md").read_text()
     assert card.count(train_small.TITLE) == 1 and card.count("seed 0: the first try, unedited") == 1
@@ -76,7 +76,7 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys):
     check_published_files(output, hub)
     results = read_results(output)
     baseline, loss = (results[name] for name in ("Baseline: loss of bigrams, nats per token", LOSS))
-    assert 0 < baseline < loss  # two steps do not even teach bigrams
+    assert 0 < baseline < loss  # two steps are too few to beat bigrams
 
 
 def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsys):
@@ -86,7 +86,7 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     output, hub = tmp_path / "model", tmp_path / "hub"
     command = ["--images", str(digit_folder), "--output_dir", str(output), "--hub_dir", str(hub), "--size", "cpu"]
-    for _ in range(2):  # the second run has no steps left to train
+    for _ in range(2):  # the second run trains no steps
         train_small_images.main(command)
     check_published_files(output, hub)
     card = (output / "README.md").read_text()
@@ -95,8 +95,8 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
     assert section in capsys.readouterr().out and section.count("| 10 |") == 3
     results = read_results(output)
     assert results["Baseline: accuracy of the most frequent class"] == pytest.approx(1 / 3)
-    right = [float(line.split("|")[3].strip(" %")) for line in section.splitlines() if "| 10 |" in line]
-    assert results["Accuracy (top-1)"] == pytest.approx(sum(right) / 300)
+    accuracies = [float(line.split("|")[3].strip(" %")) for line in section.splitlines() if "| 10 |" in line]
+    assert results["Accuracy (top-1)"] == pytest.approx(sum(accuracies) / 300)
     for name in (train_small_images.CURVES, train_small_images.CONFUSION):
         assert (hub / name).read_bytes().startswith(b"\x89PNG") and name in section
     assert (tmp_path / "model-memberships/index.html").is_file()

@@ -1,4 +1,4 @@
-"""The trained models of model_cards/trained, as they would be on the Hub: they load, work, and evaluate as their cards say."""
+"""The trained models of model_cards/trained: files, generation, classification, and the results on their cards."""
 
 import json
 import re
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 TRAINED = ROOT / "model_cards/trained"
 BOOKS, PHOTOS = TRAINED / "tost-books-3m", TRAINED / "tost-cifar10-1m"
 ALICE_LOSS = 4.4060  # nats per token
-# what the model says, right or wrong: frogs are its best class, cats its worst; a rocket is none of its classes
-CLASSES = {"cat": ("frog", 0.657), "rocket": ("ship", 0.565)}
+# label and probability that the model predicts, right or wrong: cat is its worst class, rocket none of its classes
+PREDICTIONS = {"cat": ("frog", 0.657), "rocket": ("ship", 0.565)}
 
 
-def evaluation(folder: Path) -> dict[str, float]:
+def read_evaluation(folder: Path) -> dict[str, float]:
     results = json.loads((folder / "evaluation.json").read_text())["results"]
     return {result["metric_name"]: result["metric_value"] for result in results}
 
@@ -35,46 +35,46 @@ def test_files_of_the_trained_models(folder):
         stored = {file.get_slice(name).get_dtype() for name in file.keys()}
     assert "BF16" in stored
     card = (folder / "README.md").read_text()
-    for name, value in evaluation(folder).items():
+    for name, value in read_evaluation(folder).items():
         assert name in card and f"{value:.6g}"[:6] in card
     assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.pt"))
 
 
-def test_the_language_model_continues_a_text():
+def test_language_model_generates_and_has_the_recorded_loss():
     model, tokenizer = AutoModelForCausalLM.from_pretrained(BOOKS, dtype=torch.float32), AutoTokenizer.from_pretrained(BOOKS)
     prompt = "It was a dark night, and"
     tokens = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=20, do_sample=False)
     text = tokenizer.decode(tokens[0], skip_special_tokens=True)
     assert text.startswith(prompt) and len(text.split()) > len(prompt.split()) + 5
 
-    # the opening of Alice in Wonderland, in none of the books that the model was trained and evaluated on
+    # the beginning of Alice in Wonderland, which the model was neither trained nor evaluated on
     input_ids = tokenizer((Path(__file__).parent / "fixtures/alice.txt").read_text(), return_tensors="pt").input_ids
     with torch.no_grad():
         loss = float(model(input_ids, labels=input_ids).loss)
     assert loss == pytest.approx(ALICE_LOSS, abs=0.005)
-    results = evaluation(BOOKS)
-    held_out = results["Loss, nats per token (sweep, context 256, stride 128)"]
-    assert abs(loss - held_out) < 0.5 and held_out < results["Baseline: loss of bigrams, nats per token"]
+    results = read_evaluation(BOOKS)
+    test_loss = results["Loss, nats per token (sweep, context 256, stride 128)"]
+    assert abs(loss - test_loss) < 0.5 and test_loss < results["Baseline: loss of bigrams, nats per token"]
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_classifier_classifies_photographs(name):
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_classifier_has_the_recorded_predictions(name):
     model, processor = AutoModelForImageClassification.from_pretrained(PHOTOS, dtype=torch.float32), load_processor(PHOTOS)
     with Image.open(ROOT / f"examples/photos/{name}.jpg") as image, torch.no_grad():
         probabilities = model(**processor(image, return_tensors="pt")).logits[0].softmax(-1)
-    label, probability = CLASSES[name]
+    label, probability = PREDICTIONS[name]
     assert model.config.id2label[int(probabilities.argmax())] == label
     assert float(probabilities.max()) == pytest.approx(probability, abs=0.01)
 
 
-def test_the_classifier_is_evaluated_beside_the_most_frequent_class():
-    results = evaluation(PHOTOS)
+def test_classifier_beats_the_most_frequent_class():
+    results = read_evaluation(PHOTOS)
     assert results["Accuracy (top-1)"] > 5 * results["Baseline: accuracy of the most frequent class"]
 
 
-def test_the_example_of_the_page(monkeypatch, capsys):
+def test_example_of_the_readme(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     [block] = re.findall(r"```python\n(.*?)```", (TRAINED / "README.md").read_text(), re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
     text, label = capsys.readouterr().out.strip().rsplit("\n", 1)
-    assert text.startswith("It was a dark night, and") and label == CLASSES["cat"][0]
+    assert text.startswith("It was a dark night, and") and label == PREDICTIONS["cat"][0]

@@ -1,4 +1,4 @@
-"""Trainer's pushes: what each strategy leaves on the Hub, resuming from there, and a push that fails."""
+"""Pushes of the trainers: what each strategy uploads, resuming from the Hub, and a push that fails."""
 
 import inspect
 import json
@@ -46,7 +46,7 @@ trainer = tost_hf.ToSTTrainer(
 trainer.train(resume_from_checkpoint=resume)
 trainer.push_to_hub(license="apache-2.0", language="en", tags="small", dataset_tags=["me/numbers", "TEXT_FOLDER"])
 """
-FETCH = """
+DOWNLOAD_CHECKPOINT = """
 from huggingface_hub import snapshot_download
 print(snapshot_download(argv[0], allow_patterns="last-checkpoint/*", local_dir=argv[1]))
 """
@@ -56,8 +56,8 @@ MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenize
 @pytest.fixture(scope="module")
 def clients(hub, tmp_path_factory):
     preload = "import datasets, tost_hf.training.trainer"
-    with Clients(hub, tmp_path_factory.mktemp("clients"), preload) as forks:
-        yield forks
+    with Clients(hub, tmp_path_factory.mktemp("clients"), preload) as clients:
+        yield clients
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +76,14 @@ def train(hub, clients, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "state_in"),
+    ("strategy", "state_folders"),
     [("end", set()), ("every_save", set()), ("checkpoint", {"last-checkpoint"}), ("all_checkpoints", {"checkpoint-2"})],
 )
-def test_strategies(hub, train, tmp_path, strategy, state_in):
-    """Every commit has the source files; the last one has the card; training state goes where it is asked for."""
+def test_strategies(hub, train, tmp_path, strategy, state_folders):
+    """Every commit has the source files, the last one the card; training state is uploaded as the strategy says."""
     repo = f"tost/{strategy.replace('_', '-')}"
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/README.md").write_text("---\nlicense: mit\n---\n# Of an earlier run\n")
+    (tmp_path / "out/README.md").write_text("---\nlicense: mit\n---\n# Earlier run\n")
     train(tmp_path / "out", hub_model_id=repo, hub_strategy=strategy).check()
     commits = hub.commits(repo)[:-1]  # without the one that creates the repository
     assert (len(commits) == 1) == (strategy == "end")
@@ -91,11 +91,12 @@ def test_strategies(hub, train, tmp_path, strategy, state_in):
         files = hub.files(repo, commit)
         assert set(files) >= MODEL and "auto_map" in json.loads(files["config.json"])
         assert not any("training_args" in name or "manifest" in name for name in files)
-    with_state = {name.rpartition("/")[0] for name in files if name.endswith("optimizer.pt")}
-    assert with_state <= state_in <= {name.rpartition("/")[0] for name in hub.files(repo) if name.endswith("optimizer.pt")}
+    last_folders = {name.rpartition("/")[0] for name in files if name.endswith("optimizer.pt")}
+    folders = {name.rpartition("/")[0] for name in hub.files(repo) if name.endswith("optimizer.pt")}
+    assert last_folders <= state_folders <= folders
     card = ModelCard(hub.files(repo)["README.md"].decode())
     assert card.data.license == "apache-2.0" and {"tost", "small"} <= set(card.data.tags)
-    assert card.data.language == ["en"] and card.data.datasets == ["me/numbers"] and "Of an earlier run" not in card.text
+    assert card.data.language == ["en"] and card.data.datasets == ["me/numbers"] and "Earlier run" not in card.text
     assert hub.files(repo)["model.safetensors"] == (tmp_path / "out/model.safetensors").read_bytes()
 
 
@@ -108,24 +109,25 @@ def test_rejected_push(hub, train, tmp_path):
 
 @pytest.mark.slow
 def test_resume_from_last_checkpoint(hub, clients, train, tmp_path):
-    """On another machine, from what the Hub holds alone: the same losses as without interruption."""
-    steady = {"lr_scheduler_type": "constant", "warmup_steps": 0}
-    train(tmp_path / "whole", hub_model_id="tost/whole", hub_strategy="checkpoint", max_steps=6, **steady).check()
-    steady |= {"hub_model_id": "tost/resumed", "hub_strategy": "checkpoint"}
-    train(tmp_path / "first", **steady).check()
-    clients.run(FETCH, "tost/resumed", tmp_path / "fetched").check()  # not into the output folder, all of which is pushed
-    resume = str(tmp_path / "fetched/last-checkpoint")
-    train(tmp_path / "second", max_steps=6, resume=resume, **steady).check()
-    resumed, whole = (
-        json.loads(hub.files(f"tost/{name}")["last-checkpoint/trainer_state.json"]) for name in ("resumed", "whole")
+    """In a new folder, from the files on the Hub: the same losses as without interruption."""
+    options = {"lr_scheduler_type": "constant", "warmup_steps": 0, "hub_strategy": "checkpoint"}
+    train(tmp_path / "uninterrupted", hub_model_id="tost/uninterrupted", max_steps=6, **options).check()
+    options |= {"hub_model_id": "tost/resumed"}
+    train(tmp_path / "first", **options).check()
+    # not into the output folder, which is pushed completely
+    clients.run(DOWNLOAD_CHECKPOINT, "tost/resumed", tmp_path / "downloaded").check()
+    resume = str(tmp_path / "downloaded/last-checkpoint")
+    train(tmp_path / "second", max_steps=6, resume=resume, **options).check()
+    resumed, uninterrupted = (
+        json.loads(hub.files(f"tost/{name}")["last-checkpoint/trainer_state.json"]) for name in ("resumed", "uninterrupted")
     )
-    assert resumed["global_step"] == whole["global_step"] == 6
-    assert [entry["loss"] for entry in resumed["log_history"]] == [entry["loss"] for entry in whole["log_history"]]
+    assert resumed["global_step"] == uninterrupted["global_step"] == 6
+    assert [entry["loss"] for entry in resumed["log_history"]] == [entry["loss"] for entry in uninterrupted["log_history"]]
 
 
-def test_private_hooks_exist():
-    """The private methods of Trainer that are replaced: their names and arguments have to stay."""
-    for ours, names in (
+def test_overridden_private_methods_exist():
+    """Private methods of Trainer that are overridden: names and arguments must not change."""
+    for trainer_class, names in (
         (CheckpointTrainer, ("_run_epoch", "_save_checkpoint")),
         (StreamingTrainer, ("_init_training_state", "_save_rng_state")),
         (ContextParallelTrainer, ("_get_dataloader", "_get_num_items_in_batch")),
@@ -134,16 +136,16 @@ def test_private_hooks_exist():
         (ToSTVisionTrainer, ("_get_train_sampler", "_load_from_checkpoint", "_save")),
     ):
         for name in names:
-            assert name in vars(ours)
-            replaced, replacing = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (Trainer, ours))
-            named = [argument for argument in replacing if argument not in ("args", "kwargs")]
-            assert replaced[: len(named)] == named and (named == replacing) == (named == replaced), name
+            assert name in vars(trainer_class)
+            original, override = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (Trainer, trainer_class))
+            named = [argument for argument in override if argument not in ("args", "kwargs")]
+            assert original[: len(named)] == named and (named == override) == (named == original), name
     assert issubclass(tost_hf.ToSTTrainer, CheckpointTrainer) and issubclass(tost_hf.ToSTTrainer, PublishingTrainer)
 
 
 @pytest.mark.slow
 def test_run_clm_pushes(hub, tokenizer, tmp_path):
-    """As in the README: `run_clm.py --push_to_hub`, in a subprocess."""
+    """`run_clm.py --push_to_hub` in a subprocess."""
     (tmp_path / "train.txt").write_text("import os\n" * 400)
     arguments = {
         "config_name": "tost-base",
@@ -163,8 +165,8 @@ def test_run_clm_pushes(hub, tokenizer, tmp_path):
     }
     command = [sys.executable, str(EXAMPLES / "run_clm.py"), *command_line(arguments)]
     environment = hub.environment(tmp_path / "home", hub.token, ACCELERATE_USE_CPU="true")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
     assert set(hub.files("tost/clm")) >= MODEL
     card = ModelCard(hub.files("tost/clm")["README.md"].decode())
     assert card.data.pipeline_tag == "text-generation"
