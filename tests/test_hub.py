@@ -28,7 +28,7 @@ def expected_outputs(clients, folder):
 
 
 @pytest.fixture(scope="module")
-def published(hub, clients, folder):
+def published_revisions(hub, clients, folder):
     """Folder and commit of both revisions of tost/tiny: `folder`, published with the tag v1, then another model."""
     clients.command("publish", folder, "tost/tiny", "--tag", "v1", token=hub.token).check()
     first_commit = hub.head("tost/tiny")
@@ -43,8 +43,8 @@ def outputs_equal(actual: dict, expected: dict) -> bool:
     return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
-def test_one_commit_per_publication(hub, published):
-    source, head = published["v1"]
+def test_one_commit_per_publication(hub, published_revisions):
+    source, head = published_revisions["v1"]
     files, expected = hub.files("tost/tiny", "v1"), contents(source)
     code = {name for name in files if name.endswith(".py")}
     assert code == set(tost_hf.model.base_tost.CODE_FILES["tost"])
@@ -57,12 +57,12 @@ def test_one_commit_per_publication(hub, published):
     assert "auto_map" not in json.loads((source / "config.json").read_text()), "publishing changed the folder"
 
 
-def test_published_models_load(hub, clients, folder, published, expected_outputs):
+def test_published_models_load(hub, clients, folder, published_revisions, expected_outputs):
     """The latest revision, a tag, a commit hash and a branch load their respective weights."""
-    latest_outputs = clients.load(published["main"][0])
+    latest_outputs = clients.load(published_revisions["main"][0])
     assert not outputs_equal(latest_outputs, expected_outputs)
     assert outputs_equal(clients.load("tost/tiny"), latest_outputs)
-    for revision in ("v1", published["v1"][1]):
+    for revision in ("v1", published_revisions["v1"][1]):
         assert outputs_equal(clients.load("tost/tiny", revision=revision), expected_outputs)
     head = hub.head("tost/tiny")
     clients.command("publish", folder, "tost/tiny", "--revision", "dev", token=hub.token).check()
@@ -94,11 +94,11 @@ def test_dry_run_sends_nothing(hub, clients, folder):
     assert all(name in result.output for name in contents(folder)) and "nothing was sent" in result.output
 
 
-def test_tags_are_not_moved(hub, clients, published, folder):
+def test_tags_are_not_moved(hub, clients, published_revisions, folder):
     head = hub.head("tost/tiny")
     result = clients.command("publish", folder, "tost/tiny", "--tag", "v1", token=hub.token)
     assert result.status == 1 and "already" in result.output
-    assert hub.head("tost/tiny") == head and hub.head("tost/tiny", "v1") == published["v1"][1]
+    assert hub.head("tost/tiny") == head and hub.head("tost/tiny", "v1") == published_revisions["v1"][1]
 
 
 def test_only_changes_are_uploaded(hub, clients, tmp_path):
@@ -125,7 +125,7 @@ def test_private_repository(hub, clients, folder, expected_outputs):
     clients.command("verify", "tost/private", token=hub.token).check()
 
 
-def test_pull_request(hub, clients, published, folder, expected_outputs):
+def test_pull_request(hub, clients, published_revisions, folder, expected_outputs):
     head = hub.head("tost/tiny")
     result = clients.command("publish", folder, "tost/tiny", "--create-pr", token=hub.token).check()
     assert "/tost/tiny/discussions/1" in result.output
@@ -175,8 +175,8 @@ assert actual == expected and len(actual) == 5, (actual, expected)
     clients.run(classify, "tost/images", folder).check()
 
 
-def test_verify_and_info(clients, published):
-    for source in ("tost/tiny", published["v1"][0]):
+def test_verify_and_info(clients, published_revisions):
+    for source in ("tost/tiny", published_revisions["v1"][0]):
         result = clients.command("verify", source)
         assert result.status == 0 and "FAILED" not in result.output, result.output
         result = clients.command("info", source)
@@ -187,10 +187,11 @@ def test_verify_and_info(clients, published):
         assert failure.status == 1 and "tost/nowhere" in failure.output and "Traceback" not in failure.output
 
 
-def test_verify_detects_a_corrupted_file(clients, published):
+def test_verify_detects_a_corrupted_file(clients, published_revisions):
     """`tost-hf verify` names a file whose bytes differ from the repository's."""
     clients.command("verify", "tost/tiny").check()
-    (path,) = (clients.folder / f"home/hub/models--tost--tiny/snapshots/{published['main'][1]}").glob("tokenizer.json")
+    commit = published_revisions["main"][1]
+    path = clients.folder / f"home/hub/models--tost--tiny/snapshots/{commit}/tokenizer.json"
     path.resolve().write_bytes(path.read_bytes() + b" ")
     result = clients.command("verify", "tost/tiny")
     assert result.status == 1 and "tokenizer.json." in result.output, result.output

@@ -144,11 +144,11 @@ def test_class_attention_has_the_class_token_as_query(images):
 
 
 @pytest.mark.parametrize("normalization", interpret.NORMALIZATIONS)
-@pytest.mark.parametrize("kind", ["text", "image"])
+@pytest.mark.parametrize("kind", ["language", "vision"])
 def test_compression_terms(kind, normalization, tiny_model, batch, images):
-    is_text = kind == "text"
-    model = (tiny_model if is_text else tiny_vision_model()).double()
-    inputs = batch if is_text else {"pixel_values": images.double()}
+    is_language = kind == "language"
+    model = (tiny_model if is_language else tiny_vision_model()).double()
+    inputs = batch if is_language else {"pixel_values": images.double()}
     trace = interpret.trace_model(model, **inputs)
     terms = interpret.compression_terms(trace, normalization)
     assert terms.variational.shape == terms.coding_rate.shape == (len(trace.mask), 3)
