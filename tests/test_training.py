@@ -1,4 +1,4 @@
-"""Training: the recipe, ToSTTrainer, and what Accelerate, torch and PEFT make of the models."""
+"""Training: the recipe, ToSTTrainer, the fused loss, PEFT, metrics and Accelerate's configuration files."""
 
 import logging
 import math
@@ -19,19 +19,19 @@ from tost_hf.training.metrics import TokenAccuracy, perplexity
 # The recipe ----------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_optimizers_defaults_differ_from_transformers(tmp_path):
-    own, theirs = (
+def test_defaults_that_differ_from_transformers(tmp_path):
+    ours, theirs = (
         arguments(str(tmp_path), use_cpu=True).to_dict() for arguments in (ToSTTrainingArguments, TrainingArguments)
     )
-    changed = {name: own[name] for name in theirs if own[name] != theirs[name] and name != "logging_dir"}
+    changed = {name: ours[name] for name in theirs if ours[name] != theirs[name] and name != "logging_dir"}
     assert changed == {"learning_rate": 6e-4, "weight_decay": 0.1, "adam_beta2": 0.95, "logging_nan_inf_filter": False}
 
 
-def test_the_papers_recipe(tmp_path):
-    recipe, more = EXAMPLES / "recipes/text_pretraining.yaml", ["--output_dir", tmp_path, "--use_cpu"]
+def test_recipe_of_the_paper(tmp_path):
+    recipe, options = EXAMPLES / "recipes/text_pretraining.yaml", ["--output_dir", tmp_path, "--use_cpu"]
     classes = run_clm.ModelArguments, run_clm.DataTrainingArguments, ToSTTrainingArguments
-    words = [recipe, *more, "--dataset_name", "x", "--max_steps", 1000, "--bf16", "false"]
-    _, data, args = run_clm.parse_args(list(map(str, words)), *classes)
+    arguments = [recipe, *options, "--dataset_name", "x", "--max_steps", 1000, "--bf16", "false"]
+    _, data, args = run_clm.parse_args(list(map(str, arguments)), *classes)
     assert (args.learning_rate, args.weight_decay, args.max_grad_norm) == (6e-4, 0.1, 1.0)
     assert (args.adam_beta1, args.adam_beta2, args.total_batch_size, data.block_size) == (0.9, 0.95, 480, 1024)
     assert (args.warmup_steps, args.lr_scheduler_type, args.lr_scheduler_kwargs) == (
@@ -39,7 +39,7 @@ def test_the_papers_recipe(tmp_path):
         "cosine_with_min_lr",
         {"min_lr_rate": 0.1},
     )
-    assert (args.max_steps, args.bf16) == (1000, False)  # what follows the file takes precedence
+    assert (args.max_steps, args.bf16) == (1000, False)  # options after the file take precedence
 
 
 @pytest.mark.parametrize("devices, steps", [(1, 8), (2, 4), (8, 1)])
@@ -48,11 +48,11 @@ def test_total_batch_size_sets_the_accumulation(tmp_path, tiny_model, devices, s
     args.set_gradient_accumulation(devices)
     assert args.gradient_accumulation_steps == steps
     args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=24)
-    assert ToSTTrainer(tiny_model, args).args.gradient_accumulation_steps == 3  # of 8, as in transformers
+    assert ToSTTrainer(tiny_model, args).args.gradient_accumulation_steps == 3  # the default batch size per device is 8
 
 
 @pytest.mark.parametrize("total, devices", [(480, 7), (480, 16), (0, 1)])
-def test_impossible_total_batch_sizes(tmp_path, total, devices):
+def test_indivisible_total_batch_sizes(tmp_path, total, devices):
     args = ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=total, per_device_train_batch_size=60)
     with pytest.raises(ValueError, match="multiple"):
         args.set_gradient_accumulation(devices)
@@ -61,7 +61,7 @@ def test_impossible_total_batch_sizes(tmp_path, total, devices):
 def test_total_batch_size_excludes_other_accumulation(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="auto_find_batch_size"):
         ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=24, auto_find_batch_size=True)
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # which needs the accumulation before there is a trainer
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # DeepSpeed needs the accumulation before the trainer exists
     with pytest.raises(ValueError, match="contradicts"):
         ToSTTrainingArguments(str(tmp_path), use_cpu=True, total_batch_size=24, gradient_accumulation_steps=5)
 
@@ -70,9 +70,9 @@ def test_parameter_groups(tmp_path, tiny_config):
     tiny_config.num_hidden_layers, tiny_config.use_bias = 1, True
     model = ToSTForCausalLM(tiny_config)
     trainer = ToSTTrainer(model, training_args(tmp_path))
-    decayed, kept = trainer.create_optimizer().param_groups
+    decayed, not_decayed = trainer.create_optimizer().param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert (decayed["weight_decay"], not_decayed["weight_decay"]) == (0.1, 0.0)
     assert {names[id(p)] for p in decayed["params"]} == {
         "model.embed_tokens.weight",
         "model.embed_positions.weight",
@@ -81,12 +81,12 @@ def test_parameter_groups(tmp_path, tiny_config):
         "model.layers.0.mlp.up_proj.weight",
         "model.layers.0.mlp.down_proj.weight",
     }
-    assert {names[id(p)] for p in kept["params"]} == set(names.values()) - {names[id(p)] for p in decayed["params"]}
-    assert model.model.layers[0].self_attn.temp.ndim == 2  # so that its name, not its shape, keeps it out
+    assert {names[id(p)] for p in not_decayed["params"]} == set(names.values()) - {names[id(p)] for p in decayed["params"]}
+    assert model.model.layers[0].self_attn.temp.ndim == 2  # so its name, not its shape, excludes it from decay
     assert "get_decay_parameter_names" in vars(Trainer)  # the method that ToSTTrainer overrides
 
 
-def test_trainer_without_arguments_has_the_authors_optimizer(tiny_model, tmp_path, monkeypatch):
+def test_trainer_without_arguments_has_the_recipe_of_the_authors(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert isinstance(ToSTTrainer(tiny_model).args, ToSTTrainingArguments)
@@ -100,7 +100,7 @@ needs_fused_loss = pytest.mark.skipif(
 @needs_fused_loss
 @pytest.mark.parametrize("wrapper", ["LoRA", "hook", "replaced forward", "another layer", "bias"])
 def test_fused_loss_of_a_wrapped_head(tiny_config, wrapper, caplog):
-    """The loss and the gradients of the logits, whatever wraps the head: unfused, but for a Linear layer's own bias."""
+    """Loss and gradients are correct: a wrapped head falls back to the unfused loss, a Linear layer with bias is fused."""
     model = ToSTForCausalLM(tiny_config).train()
     head, tokens = model.lm_head, torch.arange(1, 17).reshape(1, 16)
     if wrapper == "LoRA":
@@ -108,27 +108,27 @@ def test_fused_loss_of_a_wrapped_head(tiny_config, wrapper, caplog):
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
     elif wrapper == "hook":
         head.register_forward_hook(lambda module, inputs, output: output * 2)
-    elif wrapper == "replaced forward":  # as by Accelerate
+    elif wrapper == "replaced forward":  # as Accelerate does
         head.forward = lambda x: torch.nn.Linear.forward(head, x) * 2
     elif wrapper == "another layer":
         model.lm_head = torch.nn.Sequential(head, torch.nn.Tanh())
         model.lm_head.weight = head.weight
     else:
         head.bias = torch.nn.Parameter(torch.linspace(0, 5, head.out_features))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     expected = model(tokens, labels=tokens).loss
-    gradients = torch.autograd.grad(expected, trained)
+    gradients = torch.autograd.grad(expected, parameters)
     next(m for m in model.modules() if isinstance(m, ToSTForCausalLM)).fuse_linear_cross_entropy = True
-    logging.Logger.warning_once.cache_clear()  # transformers' addition
+    logging.Logger.warning_once.cache_clear()  # transformers adds the method
     for _ in range(2):
         loss = model(tokens, labels=tokens).loss
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.autograd.grad(loss, trained), gradients, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), gradients, rtol=1e-4, atol=1e-6)
     assert caplog.text.count("fuse_linear_cross_entropy is ignored") == (wrapper != "bias")
 
 
 @needs_fused_loss
-def test_model_init_builds_what_was_prepared(tmp_path, tiny_config):
+def test_model_init_with_fused_loss(tmp_path, tiny_config):
     models = []
     args = training_args(tmp_path, fuse_linear_cross_entropy=True, max_steps=1)
 
@@ -142,20 +142,20 @@ def test_model_init_builds_what_was_prepared(tmp_path, tiny_config):
 
 @needs_fused_loss
 def test_fused_loss(tmp_path, tiny_config):
-    """The same training up to rounding, without logits in training and with them in evaluation; off unless asked for."""
-    history = {}
+    """Equal training losses up to rounding; logits only in evaluation; disabled by default."""
+    train_losses = {}
     for fused in (False, True):
         torch.manual_seed(0)
         model = ToSTForCausalLM(tiny_config)
         args = training_args(tmp_path, fuse_linear_cross_entropy=fused, gradient_accumulation_steps=2)
         trainer = ToSTTrainer(model, args, train_dataset=token_ids(40), eval_dataset=token_ids(4))
-        history[fused] = train(trainer)
+        train_losses[fused] = train(trainer)
         tokens = torch.arange(1, 17).reshape(1, 16)
         labels = tokens.masked_fill(tokens < 5, -100)
         assert (model.train()(tokens, labels=labels).logits is None) == fused
         assert model.eval()(tokens, labels=labels).logits is not None
         assert "eval_loss" in trainer.evaluate()
-    torch.testing.assert_close(torch.tensor(history[True]), torch.tensor(history[False]), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(torch.tensor(train_losses[True]), torch.tensor(train_losses[False]), rtol=2e-4, atol=2e-4)
     model.train()
     fused_loss = model(tokens, labels=labels).loss
     fused_grads = torch.autograd.grad(fused_loss, list(model.parameters()))
@@ -163,8 +163,8 @@ def test_fused_loss(tmp_path, tiny_config):
     plain_loss = model(tokens, labels=labels).loss
     torch.testing.assert_close(fused_loss, plain_loss)
     torch.testing.assert_close(fused_grads, torch.autograd.grad(plain_loss, list(model.parameters())), rtol=1e-4, atol=1e-6)
-    shifted = torch.arange(2, 18).reshape(1, 16).masked_fill(tokens % 3 == 0, 7)
-    for options in ({"ignore_index": 9}, {"shift_labels": shifted}, {"shift_labels": shifted, "ignore_index": 7}):
+    shift_labels = torch.arange(2, 18).reshape(1, 16).masked_fill(tokens % 3 == 0, 7)
+    for options in ({"ignore_index": 9}, {"shift_labels": shift_labels}, {"shift_labels": shift_labels, "ignore_index": 7}):
         losses = []
         for fused in (False, True):
             model.fuse_linear_cross_entropy = fused
@@ -174,48 +174,48 @@ def test_fused_loss(tmp_path, tiny_config):
         training_args(tmp_path, fuse_linear_cross_entropy=True, label_smoothing_factor=0.1)
 
 
-def test_trainer_equals_a_plain_loop(tmp_path, tiny_config):
+def test_trainer_equals_a_training_loop(tmp_path, tiny_config):
     """50 AdamW steps against a loop that implements the recipe: groups, clipping, warm-up, cosine to a minimum."""
     steps, batch, rate, warmup = 50, 4, 0.01, 5
     dataset = token_ids(steps * batch)
-    model, twin = (randomize(ToSTForCausalLM(tiny_config)) for _ in range(2))
+    model, reference = (randomize(ToSTForCausalLM(tiny_config)) for _ in range(2))
     args = training_args(
         tmp_path, max_steps=steps, learning_rate=rate, warmup_steps=warmup, train_sampling_strategy="sequential"
     )
-    ours = train(ToSTTrainer(model, args, train_dataset=dataset))
+    actual = train(ToSTTrainer(model, args, train_dataset=dataset))
 
-    special = ("norm.weight", "temp", "denom_bias", "layer_scale")
-    decayed = [p for name, p in twin.named_parameters() if not name.endswith(special) and "layernorm" not in name]
-    kept = [p for name, p in twin.named_parameters() if all(p is not q for q in decayed)]
+    no_decay_names = ("norm.weight", "temp", "denom_bias", "layer_scale")
+    decayed = [p for name, p in reference.named_parameters() if not name.endswith(no_decay_names) and "layernorm" not in name]
+    not_decayed = [p for name, p in reference.named_parameters() if all(p is not q for q in decayed)]
     assert len(decayed) == 2 + 4 * tiny_config.num_hidden_layers
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
-    plain = []
+    expected = []
     for step, ids in enumerate(torch.tensor(dataset["input_ids"]).split(batch)):
         progress = (step - warmup) / (steps - warmup)
         scale = step / warmup if step < warmup else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate * scale
-        loss = torch.nn.functional.cross_entropy(twin(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(reference(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        plain.append(loss.item())
-    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
-    assert abs(ours[-1] - ours[0]) > 0.1  # the steps did something
+        expected.append(loss.item())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    assert abs(actual[-1] - actual[0]) > 0.1
 
 
 # The models in the Trainer -------------------------------------------------------------------------------------------
 
 
-def test_gradients_are_the_same_in_every_run():
-    """Of two threads, on tensors large enough to be shared between them; else a resumed run could not repeat its losses."""
+def test_gradients_are_deterministic():
+    """With two threads and tensors large enough for both; resumed runs repeat their losses only with equal gradients."""
     sizes = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 12}
     config = ToSTConfig(**sizes, max_position_embeddings=512, bos_token_id=None, eos_token_id=None)
     model, ids = randomize(ToSTForCausalLM(config)), torch.randint(50, (16, 512))
 
-    def gradients():
+    def compute_gradients():
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -223,7 +223,7 @@ def test_gradients_are_the_same_in_every_run():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first, others = gradients(), [gradients() for _ in range(3)]
+        first, others = compute_gradients(), [compute_gradients() for _ in range(3)]
     finally:
         torch.set_num_threads(threads)
     assert {name for other in others for name in other if not torch.equal(other[name], first[name])} == set()
@@ -231,13 +231,13 @@ def test_gradients_are_the_same_in_every_run():
 
 @pytest.mark.parametrize("trainer_class", [Trainer, ToSTTrainer])
 def test_label_smoothing_shifts_the_labels(tmp_path, tiny_config, trainer_class):
-    """Trainer looks the class name up in a table of transformers that registering does not fill."""
-    first = []
+    """Trainer looks up the class name in a mapping of transformers that `register` does not fill."""
+    losses = []
     for smoothing in (0.0, 1e-9):
         model = randomize(ToSTForCausalLM(tiny_config))
         args = training_args(tmp_path, max_steps=1, label_smoothing_factor=smoothing)
-        first += train(trainer_class(model, args, train_dataset=token_ids(4)))
-    assert first[0] == pytest.approx(first[1], rel=1e-5)
+        losses += train(trainer_class(model, args, train_dataset=token_ids(4)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_packed_training_equals_padded_training(tmp_path, tiny_config):
@@ -246,10 +246,10 @@ def test_packed_training_equals_padded_training(tmp_path, tiny_config):
     dataset = Dataset.from_dict({"input_ids": ids, "labels": ids})
 
     def pad(features):
-        width = max(len(feature["input_ids"]) for feature in features)
-        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        length = max(len(feature["input_ids"]) for feature in features)
+        padding = {"input_ids": 0, "labels": -100, "attention_mask": 0}
         features = [feature | {"attention_mask": [1] * len(feature["input_ids"])} for feature in features]
-        return {k: torch.tensor([f[k] + [fill[k]] * (width - len(f[k])) for f in features]) for k in fill}
+        return {k: torch.tensor([f[k] + [padding[k]] * (length - len(f[k])) for f in features]) for k in padding}
 
     results = []
     for collator in (pad, DataCollatorWithFlattening()):
@@ -261,7 +261,7 @@ def test_packed_training_equals_padded_training(tmp_path, tiny_config):
 
 
 def test_lora(tmp_path, tiny_model):
-    """The adapters alone are trained; what PEFT does with them is in test_adapters.py."""
+    """Only the adapters are trained; test_adapters.py tests PEFT itself."""
     peft = pytest.importorskip("peft")
     base = {name: parameter.clone() for name, parameter in tiny_model.named_parameters()}
     adapted = peft.get_peft_model(tiny_model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0))
@@ -276,8 +276,8 @@ def test_lora(tmp_path, tiny_model):
 
 
 def test_metrics():
-    counted = TokenAccuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
-    assert counted == {"accuracy": pytest.approx(2 / 3)}
+    result = TokenAccuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
+    assert result == {"accuracy": pytest.approx(2 / 3)}
     metric = TokenAccuracy()
     metric.add_batch(predictions=[1, 2], references=[1, 3])
     metric.add_batch(predictions=[4], references=[4])
@@ -297,7 +297,7 @@ def test_accelerate_files(file, kind):
     config = load_config_from_file(str(EXAMPLES / "accelerate" / file))
     assert config.distributed_type == kind and config.mixed_precision == "bf16"
     flags = vars(launch_command_parser().parse_args(["script.py"]))
-    assert set(config.fsdp_config) | set(config.deepspeed_config) <= set(flags)  # accelerate knows every key
+    assert set(config.fsdp_config) | set(config.deepspeed_config) <= set(flags)  # every key is an option of accelerate
     if kind == "FSDP":
         assert config.fsdp_config["fsdp_version"] == 2
         assert [config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]] == ToSTForCausalLM._no_split_modules

@@ -1,4 +1,4 @@
-"""Bad input to the training scripts gives an error message that says what to do, and nothing is lost."""
+"""Bad input to the training scripts raises an error whose message says what is wrong."""
 
 import json
 from pathlib import Path
@@ -26,25 +26,25 @@ ERRORS = (ValueError, OSError, ImportError, FloatingPointError, SafetensorError,
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory, text_folder) -> Path:
-    """Files, data sets, configurations, tokenizers and models, each with one fault; the tests only read them."""
+def faulty_inputs(tmp_path_factory, text_folder) -> Path:
+    """Files, datasets, configurations, tokenizers and models, each with one fault; the tests only read them."""
     folder = tmp_path_factory.mktemp("faulty")
-    good = '{"text": "some words"}\n'
+    record = '{"text": "some words"}\n'
     for name, content in {
         "bytes.txt": b"abc \xff\xfe\x00 def \xc3" * 100,
         "lines.txt": "\n\n\n \n",
         "short.txt": "short",
         "numbers.jsonl": '{"text": 3}\n' * 99,
-        "one_number.jsonl": good * 99 + '{"text": 0}\n',
+        "one_number.jsonl": record * 99 + '{"text": 0}\n',
         "nulls.jsonl": '{"text": null}\n' * 99,
-        "words.jsonl": good * 99,
+        "words.jsonl": record * 99,
         "columns.csv": "a,b\nx,y\n",
         "header.csv": "text\n",
-        "mixed/a.jsonl": good,
+        "mixed/a.jsonl": record,
         "mixed/b.txt": "x",
-        "later/a.jsonl": good * 1100,
-        "later/b.jsonl": good * 1100 + '{"text": ',
-        "wordless/a.jsonl": good * 99,
+        "later/a.jsonl": record * 1100,
+        "later/b.jsonl": record * 1100 + '{"text": ',
+        "wordless/a.jsonl": record * 99,
         "wordless/b.jsonl": '{"text": ""}\n',
         "only_test/test.jsonl": '{"text": "abc"}\n' * 99,
         "tok/tokenizer.json": '{"version": "1.0"',
@@ -77,7 +77,7 @@ SCRATCH = {"config_name": None, "config_overrides": None}
 HUB_DATA = {"train_file": None, "validation_file": None}
 FOLDERS = {"train_dir": None, "validation_dir": None}
 STREAM = {"streaming": True}
-ONE_NUMBER = "values such as 0" if int(datasets.__version__.partition(".")[0]) >= 5 else "number"  # datasets 4 reads none
+ONE_NUMBER = "values such as 0" if int(datasets.__version__.partition(".")[0]) >= 5 else "number"  # datasets 4 cannot read it
 WORKERS = STREAM | {"dataloader_num_workers": 2, "max_steps": 9}
 
 
@@ -86,7 +86,7 @@ def overrides(change: str) -> dict[str, str]:
 
 
 TEXT = [
-    # files and data sets
+    # files and datasets
     (HUB_DATA, "no text"),
     ({"train_file": "absent.txt"}, "exist"),
     ({"train_file": "notes.docx"}, "end in"),
@@ -166,20 +166,20 @@ IMAGES = [
 
 
 @pytest.fixture
-def start(faulty, clm_args, image_args, monkeypatch):
-    """Starts a script; a value that is the name of something faulty stands for its path."""
-    # workers of a loader that an exception refers to end only by a timeout, of 5 seconds each
+def start(faulty_inputs, clm_args, image_args, monkeypatch):
+    """Runs a script; a value that names a faulty input is replaced by its path."""
+    # workers of a DataLoader that an exception references end only after a timeout of 5 seconds each
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
-    def place(value):
-        return str(faulty / value) if isinstance(value, str) and value and (faulty / value).exists() else value
+    def resolve(value):
+        return str(faulty_inputs / value) if isinstance(value, str) and value and (faulty_inputs / value).exists() else value
 
     def run(script, changes: dict | list) -> None:
-        make = clm_args if script is run_clm else image_args
+        make_args = clm_args if script is run_clm else image_args
         if isinstance(changes, list):
-            script.main([str(faulty / name) for name in changes])
+            script.main([str(faulty_inputs / name) for name in changes])
         else:
-            script.main(make(**{key: place(value) for key, value in changes.items()}))
+            script.main(make_args(**{key: resolve(value) for key, value in changes.items()}))
 
     return run
 
@@ -190,15 +190,15 @@ def start(faulty, clm_args, image_args, monkeypatch):
     ids=[str(changes) for changes, _ in TEXT + IMAGES],
 )
 def test_bad_input(start, script, changes, message):
-    with pytest.raises(ERRORS) as caught:
+    with pytest.raises(ERRORS) as error_info:
         start(script, changes)
-    assert message in str(caught.value) and "Traceback" not in str(caught.value)
+    assert message in str(error_info.value) and "Traceback" not in str(error_info.value)
 
 
-@pytest.mark.parametrize("capabilities, warned", [({"avx2": True}, True), ({"bf16": True}, False)])
-def test_slow_bfloat16_is_warned_of(clm_args, monkeypatch, caplog, capabilities, warned):
+@pytest.mark.parametrize("capabilities, warns", [({"avx2": True}, True), ({"bf16": True}, False)])
+def test_warning_of_slow_bfloat16(clm_args, monkeypatch, caplog, capabilities, warns):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     (args,) = scripting.parse_args(["--output_dir", "out", "--use_cpu"], ToSTTrainingArguments)
     args.mixed_precision = "bf16"
     scripting.set_up_logging(args, run_clm.logger)
-    assert ("has no bfloat16 instructions" in caplog.text) == warned
+    assert ("has no bfloat16 instructions" in caplog.text) == warns

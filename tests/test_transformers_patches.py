@@ -1,4 +1,4 @@
-"""What importing tost_hf changes in transformers, and when a patch or a registration of ours can go."""
+"""What importing tost_hf changes in transformers; a test fails when a patch or a registration is no longer needed."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ COMPARE = """
 import importlib, json, os, sys
 import torch, transformers
 reader, writer = os.pipe()
-if not os.fork():  # a child tells which modules the import loads
+if not os.fork():  # a child process reports which modules the import loads
     import tost_hf
     os.write(writer, json.dumps([name for name in sys.modules if name.startswith("transformers")]).encode())
     os._exit(0)
@@ -34,7 +34,7 @@ for name in names:
 modules = {name: sys.modules[name] for name in names}  # transformers replaces itself while it is imported
 
 def snapshot():
-    # attributes of modules, their classes and objects, and entries of containers among these, by their paths
+    # by path: attributes of modules and of their classes and objects, and the entries of containers
     state = {}
     def add(path, value, depth=0):
         state[path] = value
@@ -42,8 +42,8 @@ def snapshot():
             state.update((f"{path}[{key!r}]", item) for key, item in dict.items(value))
         elif isinstance(value, (list, set)):
             state.update((f"{path}[{item!r}]", True) for item in value)
-        own_class = value if isinstance(value, type) else type(value)
-        if depth < 3 and not isinstance(value, type(os)) and own_class.__module__ in modules:
+        value_class = value if isinstance(value, type) else type(value)
+        if depth < 3 and not isinstance(value, type(os)) and value_class.__module__ in modules:
             for name, item in list(getattr(value, "__dict__", {}).items()):
                 if not name.startswith(("_abc", "__")):
                     add(f"{path}.{name}", item, depth + 1)
@@ -61,34 +61,34 @@ import tost_hf
 after = snapshot()
 json.dump({
     "changed": [path for path in before if path not in after or after[path] is not before[path]],
-    # transformers' lazy modules load more of transformers; what is ours has our name
+    # lazy modules load more of transformers; additions of this package contain its name
     "added": [path for path in after if path not in before and "tost" in f"{path} {module_of(after[path])}".lower()],
 }, sys.stdout)
 """
-REGISTERED = {
+REGISTRATIONS = {
     r"\._extra_content\[": "register of the Auto classes",
     r"ParallelInterface\._global_mapping\['tost_heads'\]": "ALL_PARALLEL_STYLES.register",
     r"generic\._registered_model_output_types\[": "ModelOutput, which registers its subclasses",
     r"_LAYER_TYPE_MAPPING\['tost_causal_statistics'\]": "CacheLayerMixin, which registers its subclasses",
 }
-PATCHED = {
+PATCHES = {
     r"_MAPPING_NAMES\[|\._model_mapping\._model_mapping\[|MAPPING\._model_mapping\[": "add_class_name",
     r"^transformers\.ToST\w+": "add_class",
 }
 
 
-def test_importing_changes_nothing_else():
-    done = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True, check=True)
-    difference = json.loads(done.stdout)
+def test_import_makes_only_the_known_changes():
+    result = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True, check=True)
+    difference = json.loads(result.stdout)
     assert difference["changed"] == []
-    known = {re.compile(pattern): reason for pattern, reason in (REGISTERED | PATCHED).items()}
-    found = {path: [reason for pattern, reason in known.items() if pattern.search(path)] for path in difference["added"]}
-    assert [path for path, reasons in found.items() if not reasons] == []
-    assert {reason for reasons in found.values() for reason in reasons} == set(known.values())
+    known = {re.compile(pattern): reason for pattern, reason in (REGISTRATIONS | PATCHES).items()}
+    reasons_of = {path: [reason for pattern, reason in known.items() if pattern.search(path)] for path in difference["added"]}
+    assert [path for path, reasons in reasons_of.items() if not reasons] == []
+    assert {reason for reasons in reasons_of.values() for reason in reasons} == set(known.values())
 
 
-def test_register_still_leaves_out_class_names():
-    """`add_class_name` can go when it does not."""
+def test_register_still_omits_class_names():
+    """`add_class_name` can be removed when this fails."""
 
     class OtherConfig(PreTrainedConfig):
         model_type = "tost_other"
@@ -102,23 +102,24 @@ def test_register_still_leaves_out_class_names():
 
 
 def test_trl_still_looks_for_classes_in_transformers():
-    """`add_class` can go when it does not."""
-    found = importlib.util.find_spec("trl")
-    if found is None:
+    """`add_class` can be removed when this fails."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None:
         pytest.skip("TRL is not installed (pip install trl)")
-    source = Path(found.origin).with_name("trainer").joinpath("utils.py").read_text()
+    source = Path(spec.origin).with_name("trainer").joinpath("utils.py").read_text()
     assert "getattr(transformers, config.architectures[0]" in source
 
 
-def test_the_layer_type_is_still_needed():
-    """`CAUSAL_STATISTICS` can become "linear_attention" when that type's cache layer supports rollback and has a length."""
-    assert CAUSAL_STATISTICS not in ALLOWED_LAYER_TYPES and isinstance(ALLOWED_LAYER_TYPES, tuple)  # nothing registers types
+def test_layer_type_is_still_needed():
+    """`CAUSAL_STATISTICS` can become "linear_attention" when the cache layer of that type has a length and rollback."""
+    # a tuple, so there is no way to register types
+    assert CAUSAL_STATISTICS not in ALLOWED_LAYER_TYPES and isinstance(ALLOWED_LAYER_TYPES, tuple)
     layer = LinearAttentionLayer()
     layer.activate_past_recording()
     layer.update_recurrent_state(torch.zeros(1, 2, 3))
     assert not layer.is_croppable and not hasattr(layer, "get_seq_length")
     config = small_config()
     for cache in (DynamicCache(config=config), StaticCache(config, max_cache_len=4)):
-        # by its type: that of remote code loaded earlier may have been registered later
+        # compares types because the registered class may be that of remote code
         assert all(layer._layer_type == CAUSAL_STATISTICS for layer in cache.layers)
         assert [layer.static for layer in cache.layers] == [isinstance(cache, StaticCache)] * len(cache.layers)
