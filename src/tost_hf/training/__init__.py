@@ -1,1 +1,1 @@
-"""Training with the authors' settings, on text and on images."""
+"""Training of language and vision models with the authors' settings."""

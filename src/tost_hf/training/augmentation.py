@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Augmentation of images in training. Every draw depends on a seed given with it, so that a resumed run repeats it exactly.
+"""Image augmentation for training. Each random view depends only on its seed, so that a resumed run repeats it exactly.
 
-The operations are Kornia's, which is maintained, Apache-licensed and needs PyTorch only. timm's, where the recipe comes from,
-does not run without torchvision; Albumentations is not maintained since 2025, and its successor is AGPL. Mixup and CutMix
-are a few lines of tensor arithmetic here, as Kornia's Mixup does not draw from a Beta distribution.
+The operations are Kornia's, which is maintained, Apache-licensed and needs only PyTorch. timm, the origin of the recipe,
+needs torchvision; Albumentations has not been maintained since 2025, and its successor is AGPL. Mixup and CutMix are
+implemented here, as Kornia's Mixup does not sample from a Beta distribution.
 """
 
 import math
@@ -20,12 +20,13 @@ from torch.nn import functional as F
 
 MAX_MAGNITUDE = 30  # of RandAugment, as in its paper
 
-# (operation, from, to) at magnitudes 0 to 30: timm's "increasing" set. What can go both ways is listed once for each.
-_ONE_WAY = [
+# (operation, value at magnitude 0, value at magnitude 30): timm's "increasing" set. Operations with two directions are listed
+# once per direction, the others twice, so that all are equally likely.
+_ONE_DIRECTION = [
     ("auto_contrast", 0, 1),
     ("equalize", 0, 1),
     ("invert", 0, 1),
-    ("rotate", -30.0, 30.0),  # degrees, of either sign
+    ("rotate", -30.0, 30.0),  # degrees
     ("posterize", 1.0, 4.0),  # bits, from the most to the fewest
     ("solarize_add", 0.0, 0.43),
     ("shear_x", -0.093, 0.093),  # half turns: a slope of 0.3
@@ -33,25 +34,25 @@ _ONE_WAY = [
     ("translate_x", -0.45, 0.45),
     ("translate_y", -0.45, 0.45),
 ]
-# Kornia's contrast multiplies, as Pillow's brightness does; its brightness adds, which is harsher
-_UP = [("color", 1.0, 1.9), ("contrast", 1.0, 1.9), ("sharpness", 1.0, 1.9), ("brightness", 1.0, 1.45)]
-_DOWN = [("color", 0.1, 1.0), ("contrast", 0.1, 1.0), ("sharpness", 0.1, 1.0), ("brightness", 0.55, 1.0)]
-_INCREASING = 2 * _ONE_WAY + _UP
-_DECREASING = 2 * [("solarize", 0.0, 1.0)] + _DOWN  # the lower the value the stronger
+# Kornia's contrast multiplies pixel values, as Pillow's brightness does; Kornia's brightness adds a constant, which is harsher
+_FACTORS_ABOVE_1 = [("color", 1.0, 1.9), ("contrast", 1.0, 1.9), ("sharpness", 1.0, 1.9), ("brightness", 1.0, 1.45)]
+_FACTORS_BELOW_1 = [("color", 0.1, 1.0), ("contrast", 0.1, 1.0), ("sharpness", 0.1, 1.0), ("brightness", 0.55, 1.0)]
+_INCREASING = 2 * _ONE_DIRECTION + _FACTORS_ABOVE_1
+_DECREASING = 2 * [("solarize", 0.0, 1.0)] + _FACTORS_BELOW_1  # the lower the value the stronger
 
 
 class TrainingView:
-    """A random view of a picture: crop, flip, RandAugment, normalisation, erasing. The same seed gives the same view.
+    """A random view of an image: crop, flip, RandAugment, normalisation, erasing. The same seed returns the same view.
 
     Args:
         size: (height, width) of the view.
-        mean, std: statistics of the channels to normalise with.
-        operations: how many of RandAugment's operations to choose.
+        mean, std: per-channel mean and standard deviation for normalisation.
+        operations: number of RandAugment operations to choose.
         magnitude: their strength, from 0 to 30 (timm's m9 is 27).
-        magnitude_std: spread of the strength (timm's mstd0.5 is 1.5).
-        probability: how likely a chosen operation is to be applied.
+        magnitude_std: standard deviation of the strength (timm's mstd0.5 is 1.5).
+        probability: of applying a chosen operation.
         erasing: probability of erasing a rectangle.
-        scale: bounds of the share of the picture's area that is cropped.
+        scale: range of the cropped fraction of the image's area.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class TrainingView:
 
     @torch.no_grad()
     def __call__(self, image: Image.Image, seed: int) -> torch.Tensor:
-        """The view (3, height, width) of an RGB picture."""
+        """Returns the view (3, height, width) of an RGB image."""
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reset the GPUs' dropout, too
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs
             corners = self.crop(torch.Size((1, 3, image.height, image.width)))["src"][0]
             (left, top), (right, bottom) = corners[0].tolist(), corners[2].tolist()
-            # Pillow resizes, as it does for the evaluation: Kornia would not smooth what it shrinks
+            # resized by Pillow, as in evaluation: Kornia would not antialias when downscaling
             height, width = self.size
             view = image.resize((width, height), Image.Resampling.BICUBIC, box=(left, top, right + 1, bottom + 1))
             x = torch.from_numpy(np.array(view)).permute(2, 0, 1)[None].float() / 255
@@ -99,16 +100,16 @@ class TrainingView:
         magnitude = min(max(magnitude, 1e-3), MAX_MAGNITUDE - 1e-3)
         increasing = torch.rand(()) < len(_INCREASING) / len(_INCREASING + _DECREASING)
         rand_augment = self.increasing if increasing else self.decreasing
-        # kornia declares a whole number, and takes any
+        # Kornia annotates `m` as an int, but accepts floats
         rand_augment.m = magnitude if increasing else MAX_MAGNITUDE - magnitude  # type: ignore[assignment]
         return rand_augment(x)
 
 
 class RepeatedSampler(torch.utils.data.Sampler):
-    """Yields (index, draw): each image of a shuffled epoch `repeats` times in succession, every time another draw.
+    """Yields (index, draw): each image of a shuffled epoch `repeats` times in a row, each time with another draw number.
 
-    An epoch keeps its length, so that it sees one of `repeats` images only (repeated augmentation, arXiv 1901.09335). The
-    order follows from the seed and `epoch`, which the trainer sets.
+    The length of an epoch does not change, so that it contains only one in `repeats` images (repeated augmentation, arXiv
+    1901.09335). The order depends on the seed and on `epoch`, which the trainer sets.
     """
 
     def __init__(self, length: int, repeats: int = 1, seed: int = 0):
@@ -119,35 +120,35 @@ class RepeatedSampler(torch.utils.data.Sampler):
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         order = np.random.default_rng((self.seed, self.epoch)).permutation(self.length)
-        for place in range(self.length):
-            yield int(order[place // self.repeats]), self.epoch * self.repeats + place % self.repeats
+        for position in range(self.length):
+            yield int(order[position // self.repeats]), self.epoch * self.repeats + position % self.repeats
 
 
 def draw_seed(seed: int, index: int, draw: int) -> int:
-    """The seed of one draw of one image, unrelated to those of the others."""
+    """The seed of one draw of one image, independent of all other draws."""
     return int(np.random.SeedSequence((seed, index, draw)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def mix(
     images: torch.Tensor, labels: torch.Tensor, num_labels: int, mixup: float, cutmix: float, rng: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mixup or CutMix, one of the two for a whole batch, of each image with its opposite in the batch, as timm does.
+    """Mixes each image with its counterpart in the flipped batch by Mixup or CutMix, one of them per batch, as timm does.
 
     Args:
         images: (B, C, height, width).
-        labels: (B,), numbers of classes.
+        labels: (B,), class indices.
         num_labels: number of classes K.
-        mixup, cutmix: alpha of the Beta distribution of each; 0 for none.
-        rng: the source of random numbers.
+        mixup, cutmix: alpha of the Beta distribution; 0 to disable.
+        rng: random number generator.
 
     Returns:
-        The images, and the shares (B, K) of the classes in each.
+        The mixed images and their soft labels (B, K).
     """
     labels = F.one_hot(labels, num_labels).float()
     use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < 0.5)
     alpha = cutmix if use_cutmix else mixup
-    lam = float(rng.beta(alpha, alpha))  # the share of the image itself
-    others = images.flip(0)
+    lam = float(rng.beta(alpha, alpha))  # weight of the original image
+    flipped_images = images.flip(0)
     if use_cutmix:
         height, width = images.shape[-2:]
         y, x = rng.integers(height), rng.integers(width)
@@ -155,24 +156,24 @@ def mix(
         top, bottom = max(0, int(y - half * height)), min(height, int(y + half * height))
         left, right = max(0, int(x - half * width)), min(width, int(x + half * width))
         images = images.clone()
-        images[..., top:bottom, left:right] = others[..., top:bottom, left:right]
+        images[..., top:bottom, left:right] = flipped_images[..., top:bottom, left:right]
         lam = 1 - (bottom - top) * (right - left) / (height * width)
     else:
-        images = lam * images + (1 - lam) * others
+        images = lam * images + (1 - lam) * flipped_images
     return images, lam * labels + (1 - lam) * labels.flip(0)
 
 
 class ImageCollator:
-    """Makes batches; those of training views, which come with a "seed", are mixed."""
+    """Collates images; applies Mixup or CutMix to training views, which have a "seed"."""
 
     def __init__(self, num_labels: int, mixup: float = 0.0, cutmix: float = 0.0):
         self.num_labels, self.mixup, self.cutmix = num_labels, mixup, cutmix
 
-    def __call__(self, items: list[dict]) -> dict[str, torch.Tensor]:
-        images = torch.stack([item["pixel_values"] for item in items])
-        labels = torch.tensor([item["labels"] for item in items])
-        if "seed" in items[0] and (self.mixup > 0 or self.cutmix > 0):
-            rng = np.random.default_rng([item["seed"] for item in items])
+    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        images = torch.stack([example["pixel_values"] for example in examples])
+        labels = torch.tensor([example["labels"] for example in examples])
+        if "seed" in examples[0] and (self.mixup > 0 or self.cutmix > 0):
+            rng = np.random.default_rng([example["seed"] for example in examples])
             images, labels = mix(images, labels, self.num_labels, self.mixup, self.cutmix, rng)
         return {"pixel_values": images, "labels": labels}
 

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Resuming from the newest checkpoint that was saved completely, however the run before ended.
+"""Resuming from the newest complete checkpoint, also after a run that was killed.
 
-A checkpoint is complete if it has `trainer_state.json`, which Trainer writes last, and the files that the settings ask for.
+A checkpoint is complete if it has `trainer_state.json`, which Trainer writes last, and the files that the settings require.
 """
 
 import logging
@@ -23,89 +23,89 @@ logger = logging.getLogger(__name__)
 
 def output_folder(trainer: Trainer) -> Path:
     """Where a trainer's checkpoints are saved."""
-    assert trainer.args.output_dir is not None  # TrainingArguments names one where none is given
+    assert trainer.args.output_dir is not None  # TrainingArguments sets a default
     return Path(trainer.args.output_dir)
 
 
-def checkpoints(output_dir: str | Path) -> dict[int, Path]:
-    """The folders `checkpoint-STEP` of an output folder by their step, the newest first; no other name counts."""
-    found = {}
+def list_checkpoints(output_dir: str | Path) -> dict[int, Path]:
+    """The `checkpoint-STEP` folders of an output folder by step, newest first; other names are ignored."""
+    folders = {}
     for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)", path.name)
-        if step and path.is_dir():
-            found[int(step[1])] = path
-    return dict(sorted(found.items(), reverse=True))
+        match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)", path.name)
+        if match and path.is_dir():
+            folders[int(match[1])] = path
+    return dict(sorted(folders.items(), reverse=True))
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a checkpoint was saved to its end, whatever became of it since."""
+    """Whether saving a checkpoint was completed, even if files of it are missing now."""
     return (folder / TRAINER_STATE).is_file()
 
 
-def choose_checkpoint(trainer: Trainer, wanted: str | bool | None) -> str | None:
+def choose_checkpoint(trainer: Trainer, resume_from_checkpoint: str | bool | None) -> str | None:
     """The checkpoint to resume from.
 
     Args:
-        trainer: its settings say which files a checkpoint must have.
-        wanted: a checkpoint's folder; True or "true" for the newest complete one in the output folder; None for that one if
-            there is any; False or "false" for none.
+        trainer: its settings determine which files a checkpoint must have.
+        resume_from_checkpoint: a checkpoint folder; True or "true" for the newest complete one in the output folder; None for
+            the same if there is one; False or "false" for none.
 
     Returns:
-        The folder, or None to start at the beginning. All processes get the same answer.
+        The folder, or None to start at the beginning. All processes return the same.
 
     Raises:
-        FileNotFoundError: the folder named does not exist, or True was given and there is no complete checkpoint.
-        ValueError: the checkpoint named is incomplete, all checkpoints were finished once and miss files now, or DeepSpeed
-            saved one with another number of processes.
+        FileNotFoundError: the folder does not exist, or True was passed and there is no complete checkpoint.
+        ValueError: the checkpoint is incomplete, no checkpoint is complete although one was finished, or DeepSpeed saved it
+            with another number of processes.
     """
-    word = str(wanted).lower()
-    if word == "false":
+    option = str(resume_from_checkpoint).lower()
+    if option == "false":
         return None
-    if word in ("none", "true"):
-        chosen = _find_newest_complete(trainer)
-        if chosen is None:
-            if word == "true":
+    if option in ("none", "true"):
+        folder = _find_newest_complete(trainer)
+        if folder is None:
+            if option == "true":
                 raise FileNotFoundError(f"There is no complete checkpoint in {trainer.args.output_dir!r} to resume from.")
             return None
     else:
-        chosen = Path(str(wanted))
-        if not chosen.is_dir():
-            raise FileNotFoundError(f"The checkpoint folder {wanted!r} does not exist.")
-        if problems := _gather_problems(trainer, chosen):
-            raise ValueError(f"The checkpoint {wanted!r} is incomplete: {'; '.join(problems)}. Name another one.")
-    if _process_count_changed(trainer, chosen):
-        saved_by = f"{chosen} was saved by another number of processes than the {trainer.args.world_size} of this run"
+        folder = Path(str(resume_from_checkpoint))
+        if not folder.is_dir():
+            raise FileNotFoundError(f"The checkpoint folder {resume_from_checkpoint!r} does not exist.")
+        if problems := _gather_problems(trainer, folder):
+            raise ValueError(
+                f"The checkpoint {resume_from_checkpoint!r} is incomplete: {'; '.join(problems)}. Choose another."
+            )
+    if _process_count_changed(trainer, folder):
+        message = f"{folder} was saved by another number of processes than the {trainer.args.world_size} of this run"
         if trainer.is_deepspeed_enabled:
             raise ValueError(
-                f"{saved_by}, each with its shard of DeepSpeed's optimizer: start as many as then, or begin from its weights "
+                f"{message}, each with its shard of DeepSpeed's optimizer: start the same number, or start from its weights "
                 "in another output_dir."
             )
-        logger.warning(
-            f"{saved_by}: the order of the data and all random numbers differ from those of a run without interruption."
-        )
-    return str(chosen)
+        logger.warning(f"{message}: the order of the data and all random numbers differ from those of an uninterrupted run.")
+    return str(folder)
 
 
 def _find_newest_complete(trainer: Trainer) -> Path | None:
-    skipped, finished = [], False
-    for step in sorted(set(gather_object(list(checkpoints(output_folder(trainer))))), reverse=True):
+    folders, any_finished = [], False
+    for step in sorted(set(gather_object(list(list_checkpoints(output_folder(trainer))))), reverse=True):
         folder = output_folder(trainer) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         problems = _gather_problems(trainer, folder)
         if not problems:
             return folder
         logger.warning(f"Skipped the incomplete checkpoint {folder}: {'; '.join(problems)}.")
-        skipped.append(str(folder))
-        finished = finished or any(gather_object([is_finished(folder)]))
-    if finished:  # else the run was killed in its first save
+        folders.append(str(folder))
+        any_finished = any_finished or any(gather_object([is_finished(folder)]))
+    if any_finished:  # otherwise the run was killed during its first save
         raise ValueError(
-            f"None of the checkpoints can be resumed from: {', '.join(skipped)}. To start afresh, use another --output_dir or "
+            f"None of the checkpoints can be resumed from: {', '.join(folders)}. To start afresh, use another --output_dir or "
             "--resume_from_checkpoint false."
         )
     return None
 
 
 def _gather_problems(trainer: Trainer, folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, as seen by any process: each has files that it alone needs."""
+    """Problems of a checkpoint on any of the processes, each of which needs its own files."""
     return sorted(set(gather_object(list(_find_problems(trainer, folder)))))
 
 
@@ -116,10 +116,10 @@ def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
 
 
 def _required_files(trainer: Trainer, folder: Path) -> Iterator[tuple[str, ...]]:
-    """What the run's settings need of a checkpoint, whoever saved it: patterns, of each tuple one at least."""
+    """Files that the settings require: tuples of patterns, at least one of which must match."""
     yield (TRAINER_STATE,)
     if trainer.is_deepspeed_enabled:
-        yield ("latest",)  # names the folder of weights and optimizer
+        yield ("latest",)  # names the folder with weights and optimizer
     elif trainer.is_fsdp_enabled:
         yield ("pytorch_model_fsdp*",)
     else:
@@ -138,34 +138,34 @@ def _required_files(trainer: Trainer, folder: Path) -> Iterator[tuple[str, ...]]
 
 
 def _process_count_changed(trainer: Trainer, folder: Path) -> bool:
-    """Whether the checkpoint has random states, but none of this process."""
+    """Whether the checkpoint has RNG states, but not the one of this process."""
     rank = "" if trainer.args.world_size <= 1 else f"_{trainer.args.process_index}"
     return any(folder.glob("rng_state*.pth")) and not (folder / f"rng_state{rank}.pth").exists()
 
 
 class CheckpointTrainer(Trainer):
-    """`Trainer` that resumes from complete checkpoints only, and trains no step more than it was to.
+    """`Trainer` that resumes from complete checkpoints only, and never trains beyond `max_steps`.
 
-    transformers' own resumes from a checkpoint whose weights, optimizer, scheduler or random numbers are missing, and trains
-    one more step after a checkpoint of the last one.
+    transformers' Trainer also resumes from checkpoints without weights, optimizer, scheduler or RNG state, and trains one
+    more step after resuming from a checkpoint of the last step.
     """
 
     model: nn.Module
 
     def required_files(self) -> list[str]:
-        """Files of a checkpoint that this trainer cannot resume without, besides Trainer's own."""
+        """Files that this trainer needs to resume, in addition to Trainer's."""
         return []
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """`Trainer.train`.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the newest complete one in `output_dir`.
+            resume_from_checkpoint: a checkpoint folder, or True for the newest complete one in `output_dir`.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
             ValueError: the checkpoint is incomplete.
-            RuntimeError: it is of another model.
+            RuntimeError: the checkpoint belongs to another model.
         """
         if resume_from_checkpoint is not None:
             resume_from_checkpoint = choose_checkpoint(self, resume_from_checkpoint)
@@ -174,14 +174,14 @@ class CheckpointTrainer(Trainer):
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises for missing parameters, as strict loading does; Trainer only warns."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        loaded = {id(value) for name, value in parameters.items() if name not in load_result.missing_keys}  # tied ones, too
-        missing = [name for name in load_result.missing_keys if name in parameters and id(parameters[name]) not in loaded]
-        if missing:
-            raise RuntimeError(f"The checkpoint is of another model: {', '.join(missing)} missing")
+        ids = {id(value) for name, value in parameters.items() if name not in load_result.missing_keys}  # including tied ones
+        names = [name for name in load_result.missing_keys if name in parameters and id(parameters[name]) not in ids]
+        if names:
+            raise RuntimeError(f"The checkpoint is of another model: {', '.join(names)} missing")
         super()._issue_warnings_after_load(load_result)
 
     def _run_epoch(self, *args, **kwargs) -> None:
-        """Trains no further where a checkpoint of the last step was resumed: Trainer counts steps after each, not before."""
+        """Stops if a checkpoint of the last step was resumed: Trainer checks `max_steps` only after each step."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -189,9 +189,9 @@ class CheckpointTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        if self.args.should_save:  # one that is written again is incomplete until the end
+        if self.args.should_save:  # a checkpoint that is overwritten is incomplete until it is saved
             (folder / TRAINER_STATE).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
 
-__all__ = ["CheckpointTrainer", "checkpoints", "choose_checkpoint", "is_finished", "output_folder"]
+__all__ = ["CheckpointTrainer", "choose_checkpoint", "is_finished", "list_checkpoints", "output_folder"]

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Metrics that need no network: `evaluate.load` downloads the code of even the simplest one."""
+"""Metrics that need no network: `evaluate.load` downloads the code of even the simplest metric."""
 
 import math
 
@@ -12,7 +12,7 @@ IGNORED_LABEL = -100
 
 
 class TokenAccuracy(evaluate.Metric):
-    """Share of tokens that were the most likely ones; references of -100 are not counted.
+    """Fraction of tokens predicted correctly; references of -100 are ignored.
 
     Example:
 
@@ -25,29 +25,29 @@ class TokenAccuracy(evaluate.Metric):
     """
 
     def __init__(self, *args, keep_in_memory: bool = True, **kwargs):
-        # in memory: processes that evaluate side by side would otherwise share a file
+        # in memory: processes that evaluate at the same time would otherwise share a file
         super().__init__(*args, keep_in_memory=keep_in_memory, **kwargs)
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description="Share of tokens predicted correctly, without those whose reference is -100.",
+            description="Fraction of tokens predicted correctly, without those whose reference is -100.",
             citation="",
-            inputs_description="predictions: token ids; references: token ids, or -100 where nothing is to be predicted.",
+            inputs_description="predictions: token ids; references: token ids, or -100 for ignored tokens.",
             features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
         )
 
     def _compute(self, predictions, references) -> dict[str, float]:
         predictions, references = np.asarray(predictions), np.asarray(references)
-        counted = references != IGNORED_LABEL
-        if not counted.any():
+        label_mask = references != IGNORED_LABEL
+        if not label_mask.any():
             return {"accuracy": math.nan}
-        return {"accuracy": float((predictions == references)[counted].mean())}
+        return {"accuracy": float((predictions == references)[label_mask].mean())}
 
 
 class TopKAccuracy(evaluate.Metric):
-    """Share of images whose class was the most likely one ("accuracy"), or among the k most likely ("top5_accuracy").
+    """Fraction of images whose class was the most likely one ("accuracy"), or among the k most likely ("top5_accuracy").
 
-    Predictions are the classes of an image from the most likely on, as many as count: five, unless there are fewer.
+    Predictions are the most likely classes of each image, best first: five, or all if there are fewer.
 
     Example:
 
@@ -64,7 +64,7 @@ class TopKAccuracy(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description="Share of images whose class was the most likely one, or among the five most likely.",
+            description="Fraction of images whose class was the most likely one, or among the five most likely.",
             citation="",
             inputs_description="predictions: the most likely classes of each image, best first; references: its class.",
             features=datasets.Features(
@@ -73,12 +73,12 @@ class TopKAccuracy(evaluate.Metric):
         )
 
     def _compute(self, predictions, references) -> dict[str, float]:
-        right = np.asarray(predictions) == np.asarray(references)[:, None]
-        return {"accuracy": float(right[:, 0].mean()), "top5_accuracy": float(right[:, :5].any(1).mean())}
+        matches = np.asarray(predictions) == np.asarray(references)[:, None]
+        return {"accuracy": float(matches[:, 0].mean()), "top5_accuracy": float(matches[:, :5].any(1).mean())}
 
 
 def perplexity(loss: float) -> float:
-    """exp(`loss`), the perplexity of a mean loss in nats; infinity where that is too large for a float."""
+    """exp(`loss`), the perplexity of a mean loss in nats; infinity if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
