@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Checkpoints of the authors' code to transformers folders, and back.
+"""Converts checkpoints of the authors' code to transformers folders, and back.
 
-This is the only place where a pickle is opened, and only with `weights_only=True`: nothing in the file is run.
+Only this module loads pickles, with `weights_only=True`: no code in the file is run.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Config = ToSTConfig | ToSTVisionConfig
 StateDict = dict[str, torch.Tensor]
 PathLike = str | os.PathLike[str]
 
-# The authors' name of each module or parameter, and ours; {} is the number of a layer.
+# The authors' name of each module or parameter, and ours; {} is the layer index.
 LANGUAGE_NAMES = {
     "transformer.wte": "model.embed_tokens",
     "transformer.wpe": "model.embed_positions",
@@ -59,7 +59,7 @@ _VISION_LAYER_NAMES = {
 }
 VISION_NAMES = {
     "cls_token": "tost.class_token",
-    # the authors' stem is a sequence with an activation after each convolution but the last
+    # the authors' stem is a Sequential with an activation after every convolution except the last
     **{f"patch_embed.proj.{2 * i}.0": f"tost.embeddings.patch_embeddings.convolutions.{i}" for i in range(5)},
     **{f"patch_embed.proj.{2 * i}.1": f"tost.embeddings.patch_embeddings.norms.{i}" for i in range(5)},
     "pos_embeder.token_projection": "tost.embeddings.position_embeddings.projection",
@@ -72,7 +72,7 @@ VISION_NAMES = {
 }
 VISION_ATTENTION_NAMES = {  # by attention_type, beside VISION_NAMES
     "tssa": {
-        "blocks.{}.attn.qkv": "tost.layers.{}.attention.in_proj",  # one projection, in spite of its name
+        "blocks.{}.attn.qkv": "tost.layers.{}.attention.in_proj",  # a single projection, although it is named qkv
         "blocks.{}.attn.temp": "tost.layers.{}.attention.temp",
         "blocks.{}.attn.to_out.0": "tost.layers.{}.attention.out_proj",
     },
@@ -87,7 +87,7 @@ VISION_ATTENTION_NAMES = {  # by attention_type, beside VISION_NAMES
     },
 }
 
-_LANGUAGE_SETTINGS = {  # the authors' name of each setting in `model_args`, and ours
+_LANGUAGE_SETTINGS = {  # from the authors' names in `model_args` to ours
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_embd": "hidden_size",
@@ -96,24 +96,24 @@ _LANGUAGE_SETTINGS = {  # the authors' name of each setting in `model_args`, and
     "vocab_size": "vocab_size",
     "dropout": "hidden_dropout",
 }
-_VISION_SETTINGS = {  # likewise in `args`
+_VISION_SETTINGS = {  # from the authors' names in `args` to ours
     "input_size": "image_size",
     "nb_classes": "num_labels",
     "drop": "hidden_dropout",
     "drop_path": "drop_path_rate",
-    # in the authors' code these two belong to the model that a name chooses; `convert_from_original` reads them
+    # in the authors' code the model's name determines these two; `convert_from_original` reads them
     "num_heads": "num_attention_heads",
     "tokens_norm": "normalize_patch_tokens",
 }
-# what the authors' code cannot have otherwise
+# values that are fixed in the authors' code
 _FIXED_IN_LANGUAGE = {"tie_word_embeddings": True, "hidden_act": "gelu", "layer_norm_eps": 1e-5}
 _FIXED_IN_VISION = {"hidden_act": "gelu", "layer_norm_eps": 1e-6, "attention_dropout": 0}
 
 _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # prefixes by torch.compile and DDP
 _VISION_MODULES = ("cls_token", "patch_embed.", "cls_attn_blocks.", "pos_embeder.")
 _POSITION_PROJECTION = "pos_embeder.token_projection.weight"  # a 1x1 convolution in the authors' code, a Linear here
-_END_OF_TEXT = 50256  # of GPT-2's tokenizer, which the authors use
-_DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")  # one number in the authors' code
+_END_OF_TEXT_ID = 50256  # of GPT-2's tokenizer, which the authors use
+_DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")  # a single setting in the authors' code
 
 
 def convert_from_original(
@@ -127,31 +127,31 @@ def convert_from_original(
 ) -> Path:
     """Converts a checkpoint of the authors' code, language (`ckpt.pt`) or vision (`checkpoint.pth`), to a transformers folder.
 
-    The folder gets `config.json`, `model.safetensors` and, by kind, `generation_config.json` or `preprocessor_config.json`. It
-    loads with `AutoModelForCausalLM` or `AutoModelForImageClassification`. Tensors keep their values and their dtype. Which
-    model it is, and its sizes, is read from the tensors; among vision models these are ToST and its baselines of the same
-    trunk with cross-covariance or softmax attention. A tokenizer is not part of a checkpoint: the authors' models use GPT-2's.
+    The folder contains `config.json`, `model.safetensors` and `generation_config.json` (language) or
+    `preprocessor_config.json` (vision). It loads with `AutoModelForCausalLM` or `AutoModelForImageClassification`. Values and
+    dtype of the tensors stay the same. The type of model and its sizes are inferred from the tensors; vision models are ToST
+    and its baselines, the same trunk with cross-covariance or softmax attention. Checkpoints have no tokenizer: the authors'
+    models use GPT-2's.
 
     Args:
-        checkpoint: the file: a dict with `model`, the state dict, and usually `model_args` (language) or `args` (vision). The
-            rest is not used.
+        checkpoint: the file, a dict with the state dict, `model`, and usually `model_args` (language) or `args` (vision). Its
+            other entries are ignored.
         output_dir: the folder to write.
         overwrite: whether to replace the model in a folder that is not empty; other files in it stay.
-        ema: whether to take the EMA weights, `model_ema`. Vision only, as are the next two.
-        num_attention_heads: the heads of a softmax baseline, which its tensors do not show; by default those of the authors'
-            size that `args.model` names.
-        normalize_patch_tokens: the authors' `tokens_norm`, which no tensor shows; by default what `args` says, else true, as
-            in all released models.
+        ema: whether to use the EMA weights, `model_ema`. For vision models only, like the next two arguments.
+        num_attention_heads: the number of heads of a softmax baseline, which cannot be inferred from its tensors; by default
+            that of the authors' size that `args.model` names.
+        normalize_patch_tokens: the authors' `tokens_norm`, which cannot be inferred from the tensors; by default the value in
+            `args`, else true, as in all released models.
 
     Returns:
         `output_dir`.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: the checkpoint does not exist.
         FileExistsError: `output_dir` is a file, or is not empty and `overwrite` is false.
-        OSError: the folder cannot be written; nothing is left of it.
-        ValueError: the file is not such a checkpoint (the message says why), or holds more than plain data, which would need
-            code named by the file to run.
+        OSError: the folder cannot be written; partial output is removed.
+        ValueError: the file is not such a checkpoint (the message says why), or loading it would run code that it names.
 
     Example:
         >>> folder = convert_from_original("out/ckpt.pt", "./my-tost")
@@ -162,29 +162,29 @@ def convert_from_original(
     contents, key = _load_pickle(checkpoint), "model_ema" if ema else "model"
     if not isinstance(contents, Mapping) or not isinstance(contents.get(key), Mapping):
         raise ValueError(f"{checkpoint} is not a checkpoint of the authors' code, a dict with a state dict under {key!r}.")
-    state = {_WRAPPERS.sub("", name): tensor for name, tensor in contents[key].items()}
-    is_vision = any(name.startswith(_VISION_MODULES) for name in state)
+    state_dict = {_WRAPPERS.sub("", name): tensor for name, tensor in contents[key].items()}
+    is_vision = any(name.startswith(_VISION_MODULES) for name in state_dict)
     if not is_vision and (num_attention_heads is not None or normalize_patch_tokens is not None):
         raise ValueError(
-            f"{checkpoint} is no vision checkpoint, which num_attention_heads and normalize_patch_tokens are for."
+            f"{checkpoint} is not a vision checkpoint; num_attention_heads and normalize_patch_tokens do not apply."
         )
     settings = contents.get("args" if is_vision else "model_args", {})
     settings = vars(settings) if isinstance(settings, argparse.Namespace) else settings
     try:
         if is_vision:
-            config: Config = _vision_config(state, settings, num_attention_heads, normalize_patch_tokens)
+            config: Config = _vision_config(state_dict, settings, num_attention_heads, normalize_patch_tokens)
         else:
-            config = _language_config(state, settings)
+            config = _language_config(state_dict, settings)
     except KeyError as error:
-        raise ValueError(f"{checkpoint} does not hold a ToST model: it lacks {error.args[0]}.") from error
+        raise ValueError(f"{checkpoint} does not contain a ToST model: it lacks {error.args[0]}.") from error
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{checkpoint}: {error}") from error
     model = _empty_model(config)
-    _check_tensors(state, _to_authors(config, model.state_dict()), checkpoint)
+    _check_tensors(state_dict, _to_authors_state_dict(config, model.state_dict()), checkpoint)
     names = _authors_names(config)
     for name, tensor in model.state_dict().items():
-        state[name] = state.pop(cast(str, rename(name, names))).reshape(tensor.shape).contiguous()
-    model.load_state_dict(state, assign=True)
+        state_dict[name] = state_dict.pop(cast(str, rename(name, names))).reshape(tensor.shape).contiguous()
+    model.load_state_dict(state_dict, assign=True)
     model.tie_weights()
     if not is_vision and not config.tie_word_embeddings:
         logger.warning("%s: lm_head differs from wte; the model is converted with tie_word_embeddings=False.", checkpoint)
@@ -206,16 +206,15 @@ def convert_to_original(
 ) -> Path:
     """Converts a transformers folder to a checkpoint that the authors' code loads.
 
-    Of a `ToSTForCausalLM` the file holds `model`, `model_args`, `iter_num`, `best_val_loss` and `config`; of a
-    `ToSTForImageClassification`, `model` and `args`, a plain dict. It has no `optimizer`, so the authors' training run cannot
-    resume from it. It holds nothing that `torch.load` with `weights_only=True` refuses.
+    The file of a `ToSTForCausalLM` contains `model`, `model_args`, `iter_num`, `best_val_loss` and `config`; that of a
+    `ToSTForImageClassification` contains `model` and `args`, a plain dict. It has no `optimizer`, so the authors' training run
+    cannot resume from it. `torch.load` loads it with `weights_only=True`.
 
     Args:
         model_dir: folder with `config.json` and `model.safetensors` (or its shards).
         output_file: the file to write, usually `ckpt.pt` (language) or `checkpoint.pth` (vision).
         overwrite: whether to replace an existing file.
-        iter_num, best_val_loss, config: the training state that a language file records; the defaults are those of a fresh
-            run.
+        iter_num, best_val_loss, config: the training state in the file of a language model; by default that of a new run.
 
     Returns:
         `output_file`.
@@ -223,8 +222,8 @@ def convert_to_original(
     Raises:
         FileNotFoundError: the folder, its configuration or its weights are missing.
         FileExistsError: `output_file` exists and `overwrite` is false.
-        OSError: the file cannot be written; nothing is left of it.
-        ValueError: the folder holds no such model, or one that the authors' code cannot represent (such as a position-free
+        OSError: the file cannot be written; partial output is removed.
+        ValueError: the folder contains no such model, or one that the authors' code cannot represent (such as a position-free
             one).
 
     Example:
@@ -243,16 +242,16 @@ def convert_to_original(
         model_args = _authors_settings(model_config, _LANGUAGE_SETTINGS, fixed, source)
         settings = {"model_args": model_args | {"TSSA": True}, "iter_num": iter_num}
         settings |= {"best_val_loss": torch.tensor(best_val_loss), "config": dict(config or {})}
-    state: StateDict = {}
+    state_dict: StateDict = {}
     for path in sorted(source.glob("*.safetensors")):
         if is_weights_name(path.name):
-            with open_safetensors(path) as opened:
-                state |= {name: opened.get_tensor(name) for name in opened.keys()}
-    if "model.embed_tokens.weight" in state:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied: stored once by us, twice by the authors
-    _check_tensors(state, _empty_model(model_config).state_dict(), source)
-    with staged_file(target) as file:
-        torch.save({"model": _to_authors(model_config, state)} | settings, file)
+            with open_safetensors(path) as file:
+                state_dict |= {name: file.get_tensor(name) for name in file.keys()}
+    if "model.embed_tokens.weight" in state_dict:  # tied weights, which the authors' format stores twice
+        state_dict["lm_head.weight"] = state_dict["model.embed_tokens.weight"]
+    _check_tensors(state_dict, _empty_model(model_config).state_dict(), source)
+    with staged_file(target) as staged:
+        torch.save({"model": _to_authors_state_dict(model_config, state_dict)} | settings, staged)
     return target
 
 
@@ -260,9 +259,9 @@ def convert_to_original(
 
 
 def rename(name: str, names: Mapping[str, str]) -> str | None:
-    """The new name of a tensor by a table such as `LANGUAGE_NAMES`; None where the table does not have its module."""
-    number = re.search(r"(?<=\.)\d+(?=\.)", name)
-    layer = number[0] if number else ""
+    """The new name of a tensor by a mapping such as `LANGUAGE_NAMES`; None if the mapping does not contain its module."""
+    index = re.search(r"(?<=\.)\d+(?=\.)", name)
+    layer = index[0] if index else ""
     for template in (name, re.sub(r"(?<=\.)\d+(?=\.)", "{}", name, count=1)):
         module, _, leaf = template.rpartition(".")
         if template in names:
@@ -273,35 +272,37 @@ def rename(name: str, names: Mapping[str, str]) -> str | None:
 
 
 def _authors_names(config: Config) -> dict[str, str]:
-    """Our name of each module or parameter, and the authors'."""
+    """From our names of modules and parameters to the authors'."""
     is_vision = isinstance(config, ToSTVisionConfig)
     names = VISION_NAMES | VISION_ATTENTION_NAMES[config.attention_type] if is_vision else LANGUAGE_NAMES
     return {ours: authors for authors, ours in names.items()}
 
 
-def _to_authors(config: Config, state: StateDict) -> StateDict:
-    """A model's state dict under the authors' names and in their shapes."""
+def _to_authors_state_dict(config: Config, state_dict: StateDict) -> StateDict:
+    """A model's state dict with the authors' names and shapes."""
     names = _authors_names(config)
-    renamed = {cast(str, rename(name, names)): tensor for name, tensor in state.items()}
-    if _POSITION_PROJECTION in renamed:
-        renamed[_POSITION_PROJECTION] = renamed[_POSITION_PROJECTION][..., None, None]
-    return renamed
+    authors_state_dict = {cast(str, rename(name, names)): tensor for name, tensor in state_dict.items()}
+    if _POSITION_PROJECTION in authors_state_dict:
+        authors_state_dict[_POSITION_PROJECTION] = authors_state_dict[_POSITION_PROJECTION][..., None, None]
+    return authors_state_dict
 
 
-def _check_tensors(state: StateDict, expected: StateDict, source: Path) -> None:
-    """Raises ValueError unless these are finite tensors of the expected names, shapes and kinds."""
-    for verb, names in (("lacks", expected.keys() - state.keys()), ("has", state.keys() - expected.keys())):
+def _check_tensors(state_dict: StateDict, expected: StateDict, source: Path) -> None:
+    """Raises ValueError unless the tensors are finite and have the expected names, shapes and kinds of dtype."""
+    for verb, names in (("lacks", expected.keys() - state_dict.keys()), ("has", state_dict.keys() - expected.keys())):
         if names:
-            shown = ", ".join(sorted(names)[:5])
-            raise ValueError(f"{source} does not hold the tensors of a ToST model: it {verb} {shown}, {len(names)} in all.")
-    for name, tensor in state.items():
+            first_names = ", ".join(sorted(names)[:5])
+            raise ValueError(
+                f"{source} does not contain the tensors of a ToST model: it {verb} {first_names}, {len(names)} in all."
+            )
+    for name, tensor in state_dict.items():
         if tensor.shape != expected[name].shape or tensor.is_floating_point() != expected[name].is_floating_point():
             raise ValueError(
-                f"{source}: {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, in place of "
+                f"{source}: {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, instead of "
                 f"{tuple(expected[name].shape)} and {expected[name].dtype}."
             )
         if not tensor.isfinite().all():
-            raise ValueError(f"{source}: {name} holds NaN or infinite numbers; take weights from before training diverged.")
+            raise ValueError(f"{source}: {name} has NaN or infinite values; use weights from before training diverged.")
 
 
 def _empty_model(config: Config) -> PreTrainedModel:
@@ -313,96 +314,96 @@ def _empty_model(config: Config) -> PreTrainedModel:
 
 def _load_pickle(path: Path) -> Any:
     try:
-        # the authors' vision checkpoints hold one under "args"
+        # "args" of the authors' vision checkpoints is a Namespace
         with torch.serialization.safe_globals([argparse.Namespace]):
-            # memory-mapped, the optimizer is never read
+            # with memory mapping the optimizer's state is never read
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError:
         raise
-    except Exception as error:  # torch.load raises nearly anything on a file that is not its own
+    except Exception as error:  # torch.load raises exceptions of many types on other files
         raise ValueError(
-            f"{path} cannot be loaded without running code that it names: it is no checkpoint, is damaged, or holds more than "
-            "tensors, numbers, strings, lists and dicts."
+            f"{path} cannot be loaded without running code that it names: it is not a checkpoint, is damaged, or contains "
+            "more than tensors, numbers, strings, lists and dicts."
         ) from error
 
 
 def _authors_settings(config: Config, names: Mapping[str, str], fixed: Mapping, source: Path) -> dict[str, object]:
-    """`model_args` or `args` of a configuration; ValueError if the authors' code has no such model."""
-    other = config.options() | {name: getattr(config, name) for name in fixed if getattr(config, name) != fixed[name]}
+    """`model_args` or `args` of a configuration; ValueError if the authors' code cannot represent it."""
+    unsupported = config.options() | {name: getattr(config, name) for name in fixed if getattr(config, name) != fixed[name]}
     if getattr(config, "max_position_embeddings", 0) is None:
-        other["max_position_embeddings"] = None
-    if other:
-        shown = ", ".join(f"{name}={value!r}" for name, value in other.items())
-        raise ValueError(f"{source} has {shown}; the authors' format has no place for these options.")
+        unsupported["max_position_embeddings"] = None
+    if unsupported:
+        options = ", ".join(f"{name}={value!r}" for name, value in unsupported.items())
+        raise ValueError(f"{source} has {options}; the authors' format has no such options.")
     return {name: getattr(config, ours) for name, ours in names.items()}
 
 
-def _count(state: StateDict, pattern: str) -> int:
-    """How many different numbers the names have in a place."""
-    return len({match[1] for name in state if (match := re.match(pattern, name))})
+def _count_modules(state_dict: StateDict, pattern: str) -> int:
+    """The number of different values of the pattern's group in the names."""
+    return len({match[1] for name in state_dict if (match := re.match(pattern, name))})
 
 
-def _language_config(state: StateDict, model_args: Mapping) -> ToSTConfig:
-    """The configuration by the tensors' shapes, which `model_args` must not contradict."""
-    embedding, head = state["transformer.wte.weight"], state.get("lm_head.weight")
+def _language_config(state_dict: StateDict, model_args: Mapping) -> ToSTConfig:
+    """Infers the configuration from the tensors' shapes, which `model_args` must not contradict."""
+    embedding, head = state_dict["transformer.wte.weight"], state_dict.get("lm_head.weight")
     sizes = {
-        "n_layer": _count(state, r"transformer\.h\.([^.]*)"),
-        "n_head": len(state["transformer.h.0.attn.temp"]),
+        "n_layer": _count_modules(state_dict, r"transformer\.h\.([^.]*)"),
+        "n_head": len(state_dict["transformer.h.0.attn.temp"]),
         "n_embd": embedding.shape[-1],
-        "block_size": len(state["transformer.wpe.weight"]),
-        "bias": "transformer.ln_f.bias" in state,
+        "block_size": len(state_dict["transformer.wpe.weight"]),
+        "bias": "transformer.ln_f.bias" in state_dict,
         "vocab_size": len(embedding),
     }
     for name, size in sizes.items():
         if model_args.get(name, size) != size:
             raise ValueError(f"model_args says {name}={model_args[name]}, but the tensors say {name}={size}.")
-    end_of_text = _END_OF_TEXT if len(embedding) > _END_OF_TEXT else None
+    end_of_text_id = _END_OF_TEXT_ID if len(embedding) > _END_OF_TEXT_ID else None
     fields: dict[str, Any] = {_LANGUAGE_SETTINGS[name]: size for name, size in sizes.items()}
     fields |= dict.fromkeys(_DROPOUTS, model_args.get("dropout", 0.0))
-    fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text_id)
     return ToSTConfig(**fields, tie_word_embeddings=head is None or torch.equal(head, embedding))
 
 
-def _vision_config(state: StateDict, args: Mapping, heads: int | None, normalize_tokens: bool | None) -> ToSTVisionConfig:
-    """The configuration by the tensors' shapes and, for what these do not show, by `args`."""
-    width = state["cls_token"].shape[-1]
-    if "blocks.0.attn.temperature" in state:
-        attention_type, heads = "xca", len(state["blocks.0.attn.temperature"])
-    elif len(state["blocks.0.attn.qkv.weight"]) == 3 * width:
+def _vision_config(state_dict: StateDict, args: Mapping, heads: int | None, normalize_tokens: bool | None) -> ToSTVisionConfig:
+    """Infers the configuration from the tensors' shapes; `args` supplies what they do not determine."""
+    width = state_dict["cls_token"].shape[-1]
+    if "blocks.0.attn.temperature" in state_dict:
+        attention_type, heads = "xca", len(state_dict["blocks.0.attn.temperature"])
+    elif len(state_dict["blocks.0.attn.qkv.weight"]) == 3 * width:
         attention_type, heads = "softmax", _softmax_heads(args, heads, width)
     else:
-        attention_type, heads = "tssa", len(state["blocks.0.attn.temp"])
+        attention_type, heads = "tssa", len(state_dict["blocks.0.attn.temp"])
     fields = {
         "hidden_size": width,
-        "num_hidden_layers": _count(state, r"blocks\.([^.]*)"),
-        "num_class_attention_layers": _count(state, r"cls_attn_blocks\.([^.]*)"),
+        "num_hidden_layers": _count_modules(state_dict, r"blocks\.([^.]*)"),
+        "num_class_attention_layers": _count_modules(state_dict, r"cls_attn_blocks\.([^.]*)"),
         "num_attention_heads": heads,
-        "intermediate_size": len(state["blocks.0.mlp.fc1.weight"]),
+        "intermediate_size": len(state_dict["blocks.0.mlp.fc1.weight"]),
         "image_size": args.get("input_size", 224),
-        "patch_size": 2 ** _count(state, r"patch_embed\.proj\.([^.]*)\.0\.weight"),
-        "num_channels": state["patch_embed.proj.0.0.weight"].shape[1],
+        "patch_size": 2 ** _count_modules(state_dict, r"patch_embed\.proj\.([^.]*)\.0\.weight"),
+        "num_channels": state_dict["patch_embed.proj.0.0.weight"].shape[1],
         "attention_type": attention_type,
         "normalize_patch_tokens": args.get("tokens_norm", True) if normalize_tokens is None else normalize_tokens,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state_dict,
         "hidden_dropout": args.get("drop", 0.0),
         "embedding_dropout": args.get("drop", 0.0),
         "drop_path_rate": args.get("drop_path", 0.0),
-        "num_labels": len(state["head.weight"]),
+        "num_labels": len(state_dict["head.weight"]),
     }
     return ToSTVisionConfig(**fields)
 
 
 def _softmax_heads(args: Mapping, heads: int | None, width: int) -> int:
-    """The heads of a softmax baseline, which no tensor shows: as asked for, stated, or of the authors' size of this name."""
+    """The number of heads of a softmax baseline: the argument, that in `args`, or that of the size that `args.model` names."""
     size = re.search("tiny|small|medium|large", str(args.get("model")))
     preset: Mapping[str, Any] = VISION_PRESETS[f"tost-vision-{size[0]}-patch16"] if size else {}
-    named = preset["num_attention_heads"] if preset.get("hidden_size") == width else None
-    for known in (heads, args.get("num_heads"), named):
-        if known is not None:
-            return known
+    preset_heads = preset["num_attention_heads"] if preset.get("hidden_size") == width else None
+    for num_heads in (heads, args.get("num_heads"), preset_heads):
+        if num_heads is not None:
+            return num_heads
     raise ValueError(
-        f"the tensors do not show the number of heads of softmax attention, and args.model ({args.get('model')!r}) names no "
-        "size of this width; give num_attention_heads (--num-attention-heads)."
+        "the number of heads of softmax attention cannot be inferred from the tensors, and args.model "
+        f"({args.get('model')!r}) names no size of this width; give num_attention_heads (--num-attention-heads)."
     )
 
 

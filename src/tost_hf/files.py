@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Writing files and folders: under a temporary name beside the target, moved when complete; opening and hashing them."""
+"""Files and folders: writes them under a temporary name and renames them when complete; opens and hashes files."""
 
 import hashlib
 import os
@@ -14,20 +14,21 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 
 def check_folder(target: Path, overwrite: bool, sources: Iterable[str | os.PathLike] = ()) -> None:
-    """Checks a folder that a command is asked to write to, before anything is computed.
+    """Checks an output folder before a command starts computing.
 
     Args:
-        overwrite: whether it may have files in it.
-        sources: folders that the command reads, which its output must not be, contain or lie in, links resolved. Names that
-            are no folders, such as repositories, are passed over.
+        overwrite: whether the folder may contain files.
+        sources: folders that the command reads; after resolving links, the output must not be, contain or be inside one of
+            them. Names that are not folders, such as repositories, are ignored.
 
     Raises:
-        FileExistsError: it is a file, or is not empty without `overwrite`.
+        FileExistsError: the target is a file, or is not empty without `overwrite`.
         ValueError: it overlaps a source.
     """
+    output = target.resolve()
     for source in filter(os.path.isdir, sources):
-        read, written = Path(source).resolve(), target.resolve()
-        if read.is_relative_to(written) or written.is_relative_to(read):
+        input_folder = Path(source).resolve()
+        if input_folder.is_relative_to(output) or output.is_relative_to(input_folder):
             raise ValueError(f"{target} is, contains or lies in {source}, which is read: choose a folder outside it.")
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; name a folder for the model.")
@@ -36,7 +37,7 @@ def check_folder(target: Path, overwrite: bool, sources: Iterable[str | os.PathL
 
 
 def check_file(target: Path, overwrite: bool) -> None:
-    """Raises OSError where a file would replace a folder, or another file unless `overwrite`."""
+    """Raises OSError if the target is a folder, or a file that exists without `overwrite`."""
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder; name a file.")
     if target.exists() and not overwrite:
@@ -50,25 +51,25 @@ def sha256(file: Path) -> str:
 
 
 EVALUATION = "evaluation.json"  # written by examples/evaluate_lm.py and evaluate_image_classification.py
-EVAL_RESULTS = "eval_results.json"  # these three by Trainer.save_metrics
+EVAL_RESULTS = "eval_results.json"  # this and the next two are written by Trainer.save_metrics
 ALL_RESULTS = "all_results.json"
 TRAIN_RESULTS = "train_results.json"
 TRAINER_STATE = "trainer_state.json"
 RUN_ARGUMENTS = "run_arguments.json"  # written by the training scripts
 EXPORT_DESCRIPTION = "export.json"  # this and the programs are written by export/
 PROGRAM_FILES = ("model.onnx", "model.onnx.data")
-DESCRIPTIONS = (CONFIG_NAME, EXPORT_DESCRIPTION)  # without which nothing loads the files beside them
+DESCRIPTIONS = (CONFIG_NAME, EXPORT_DESCRIPTION)  # without them a model or an export cannot be loaded
 SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# what a folder tells of its model's training and evaluation
+# records of training and evaluation in a model folder
 RECORDS = (EVALUATION, EVAL_RESULTS, ALL_RESULTS, TRAIN_RESULTS, TRAINER_STATE, RUN_ARGUMENTS)
 
 
 @contextmanager
 def open_safetensors(file: str | os.PathLike, device: str = "cpu") -> Iterator[safe_open]:
-    """A safetensors file, opened; ValueError if it is damaged or cut short."""
+    """Opens a safetensors file; ValueError if it is damaged or truncated."""
     try:
-        with safe_open(file, "pt", device=device) as opened:
-            yield opened
+        with safe_open(file, "pt", device=device) as handle:
+            yield handle
     except SafetensorError as error:
         raise ValueError(
             f"{os.fspath(file)!r} is not a readable safetensors file: it is truncated or damaged ({error})."
@@ -76,55 +77,56 @@ def open_safetensors(file: str | os.PathLike, device: str = "cpu") -> Iterator[s
 
 
 def is_weights_name(name: str) -> bool:
-    """Whether `save_pretrained` writes a model's weights, or the index of their shards, under this very name."""
+    """Whether `save_pretrained` writes a model's weights, or the index of their shards, under this name."""
     return name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) or SHARD_NAME.fullmatch(name) is not None
 
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder to write a model to; its files then replace those of `target`, and old weights are removed.
+    """Yields a temporary folder to write a model to; its files then replace those of `target`, and old weights are removed.
 
     Other files of `target` and of its subfolders stay. The old description (`config.json` or `export.json`) is removed first
-    and the new one moved last: an interruption between leaves a folder that cannot be loaded, never one model's weights with
-    another's configuration.
+    and the new one is moved last: an interruption leaves a folder that cannot be loaded, never one model's weights with the
+    configuration of another.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as private:
-        folder = Path(private, "model")  # with ordinary permissions, which the temporary folder has not
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
+        folder = Path(temporary, "model")  # has default permissions, unlike the temporary folder
         folder.mkdir()
         yield folder
         if not target.exists():
             folder.rename(target)
             return
-        written = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-        for path in _stale_files(target, written):
+        new_files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        for path in _find_stale_files(target, new_files):
             (target / path).unlink(missing_ok=True)
-        for path in sorted(written, key=lambda path: path.name in DESCRIPTIONS):
+        for path in sorted(new_files, key=lambda path: path.name in DESCRIPTIONS):
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder / path, target / path)
 
 
-def _stale_files(target: Path, written: list[Path]) -> Iterator[Path]:
-    """What is removed of an old model or export: first its description, then what no new file replaces."""
-    for path in written:
+def _find_stale_files(target: Path, new_files: list[Path]) -> Iterator[Path]:
+    """Files of an old model or export to remove: first its description, then weights and records that are not replaced."""
+    for path in new_files:
         if path.name in DESCRIPTIONS:
             yield path
             if path.name == EXPORT_DESCRIPTION:
-                yield from (path.with_name(name) for name in PROGRAM_FILES if path.with_name(name) not in written)
-    if any(is_weights_name(str(path)) for path in written):
-        for old in list(target.iterdir()):
-            if (is_weights_name(old.name) or old.name in RECORDS) and Path(old.name) not in written:
-                yield Path(old.name)
+                yield from (path.with_name(name) for name in PROGRAM_FILES if path.with_name(name) not in new_files)
+    if any(is_weights_name(str(path)) for path in new_files):
+        for old_path in list(target.iterdir()):
+            name = old_path.name
+            if (is_weights_name(name) or name in RECORDS) and Path(name) not in new_files:
+                yield Path(name)
 
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """A temporary name to write a file under; it then replaces `target`."""
+    """Yields a temporary path to write a file to; the file then replaces `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    staged = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        yield staged
-        os.replace(staged, target)
+        yield temporary
+        os.replace(temporary, target)
     finally:
-        staged.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
