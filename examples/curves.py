@@ -9,7 +9,7 @@ from tost_hf.files import staged_file
 
 
 def plot_curves(log_history: list[dict], file: Path) -> None:
-    """Draws the training loss, and loss and accuracy on held-out examples, by step.
+    """Plots the training loss, and loss and accuracy on held-out examples, over the steps.
 
     Args:
         log_history: of a `TrainerState`.

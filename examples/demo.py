@@ -1,11 +1,11 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""From nothing to a small ToST language model that writes Python, in a few CPU minutes and without a network.
+"""Trains a small ToST language model that writes Python, in a few CPU minutes and without a network.
 
     python examples/demo.py --output_dir tost-demo
 
-The text is the source of the running interpreter's own standard library. A byte-level BPE tokenizer is trained on it, then
-`run_clm.py` trains a ToST with two options beyond the paper, decaying statistics and a short convolution, which model text
-better than ToST as published. Its folder is reloaded as any transformers model is, and continues a prompt.
+The training text is the source of the running interpreter's standard library. A byte-level BPE tokenizer is trained on it.
+Then `run_clm.py` trains a ToST with two options beyond the paper, decay and a short convolution, which reach a lower loss than
+ToST as published. The saved model is loaded with transformers' Auto classes and continues a prompt.
 """
 
 import argparse
@@ -46,8 +46,8 @@ STEPS = 500  # of 2,048 tokens, in about three minutes of one CPU core
 PROMPT = "def read_lines(filename):\n"
 
 
-def write_texts(folder: Path) -> tuple[Path, Path]:
-    """The standard library's top-level modules as JSON lines; every twentieth is for validation."""
+def write_dataset(folder: Path) -> tuple[Path, Path]:
+    """Writes the standard library's top-level modules as JSON lines; every twentieth is for validation."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files = folder / "train.jsonl", folder / "validation.jsonl"
     with open(files[0], "w") as train, open(files[1], "w") as validation:
@@ -59,7 +59,7 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer as GPT-2's."""
+    """Trains a byte-level BPE tokenizer like GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,7 +74,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, max_length: int | None) -> None:
-    """Saves a byte-level BPE tokenizer, which warns of texts over `max_length` tokens (None: of none)."""
+    """Trains and saves a tokenizer, which warns about more than `max_length` tokens (None: no warning)."""
     PreTrainedTokenizerFast(
         tokenizer_object=train_bpe(texts, vocab_size),
         bos_token=END_OF_TEXT,
@@ -93,14 +93,14 @@ def run_clm(**arguments) -> None:
     subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
 
 
-def train(texts: tuple[Path, Path], tokenizer: Path, output_dir: str, steps: int) -> None:
+def train(files: tuple[Path, Path], tokenizer: Path, output_dir: str, steps: int) -> None:
     """Trains the model and evaluates it after the last step."""
     run_clm(
         config_name="tost-base",
         config_overrides=",".join(f"{name}={value}" for name, value in CONFIG.items()),
         tokenizer_name=tokenizer,
-        train_file=texts[0],
-        validation_file=texts[1],
+        train_file=files[0],
+        validation_file=files[1],
         block_size=BLOCK_SIZE,
         do_train=True,
         do_eval=True,
@@ -116,22 +116,22 @@ def train(texts: tuple[Path, Path], tokenizer: Path, output_dir: str, steps: int
     )
 
 
-def measure_token(model, position: int) -> float:
+def time_decoding_step(model, position: int) -> float:
     """Median seconds of one new token after `position` tokens."""
     tokens = torch.randint(0, model.config.vocab_size, (1, position + 1))
-    times = []
+    seconds = []
     for _ in range(15):
         cache = DynamicCache(config=model.config)
         if position:
             model(tokens[:, :position], past_key_values=cache)
         start = time.perf_counter()
         model(tokens[:, position:], past_key_values=cache)
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]
 
 
 @torch.no_grad()
-def show(output_dir: str) -> None:
+def show_results(output_dir: str) -> None:
     loss = json.loads((Path(output_dir) / EVAL_RESULTS).read_text())["eval_loss"]
     print(f"\nValidation loss: {loss:.3f} nats per token, a perplexity of {math.exp(loss):.1f}; untrained, {VOCAB_SIZE:,}.")
     model = AutoModelForCausalLM.from_pretrained(output_dir).eval()
@@ -139,7 +139,7 @@ def show(output_dir: str) -> None:
     print(f"Reloaded {output_dir} as {type(model).__name__}, {model.num_parameters():,} parameters. A sampled continuation:\n")
     inputs = tokenizer(PROMPT, return_tensors="pt")
     torch.manual_seed(0)
-    out = model.generate(
+    output = model.generate(
         **inputs,
         max_new_tokens=100,
         do_sample=True,
@@ -149,9 +149,9 @@ def show(output_dir: str) -> None:
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
         return_dict_in_generate=True,
     )
-    size = sum(layer.nbytes for layer in out.past_key_values.layers)
-    print(f"\nThe cache after {out.past_key_values.get_seq_length()} tokens holds {size:,} bytes, as after the first one.")
-    first, last = measure_token(model, 0), measure_token(model, BLOCK_SIZE - 1)
+    size = sum(layer.nbytes for layer in output.past_key_values.layers)
+    print(f"\nThe cache after {output.past_key_values.get_seq_length()} tokens holds {size:,} bytes, as after the first one.")
+    first, last = time_decoding_step(model, 0), time_decoding_step(model, BLOCK_SIZE - 1)
     print(f"A new token takes {first * 1e3:.2f} ms at the first position, {last * 1e3:.2f} ms at position {BLOCK_SIZE}.")
 
 
@@ -163,13 +163,13 @@ def main():
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
-        texts = write_texts(scratch)
-        with open(texts[0]) as lines:
+        files = write_dataset(scratch)
+        with open(files[0]) as lines:
             train_tokenizer((json.loads(line)["text"] for line in lines), scratch / "tokenizer", VOCAB_SIZE, BLOCK_SIZE)
         if (Path(args.output_dir) / "config.json").is_file():
-            shutil.rmtree(args.output_dir)  # an earlier demo's
-        train(texts, scratch / "tokenizer", args.output_dir, args.steps)
-    show(args.output_dir)
+            shutil.rmtree(args.output_dir)  # of an earlier demo
+        train(files, scratch / "tokenizer", args.output_dir, args.steps)
+    show_results(args.output_dir)
     print(f"\nThe whole demo took {time.perf_counter() - start:.0f} s. The model is in {args.output_dir}.")
 
 

@@ -3,8 +3,8 @@
 
     python examples/digits.py --output_dir tost-digits
 
-Takes about a minute of one CPU core. Prints the accuracy on held-out digits, saves the model with its image processor, and
-draws the memberships of a digit's patches in every layer and head (membership_maps.png).
+It takes about a minute on one CPU core. It prints the accuracy on held-out digits, saves the model with its image processor,
+and plots the memberships of a digit's patches in every layer and head (membership_maps.png).
 """
 
 import argparse
@@ -49,9 +49,9 @@ def main() -> None:
     processor = make_image_processor(config)
 
     digits = load_digits()
-    pictures = (digits.images * (255 / 16)).round().astype(np.uint8)  # 1,797, greyscale
-    pixels = processor([Image.fromarray(picture) for picture in pictures], return_tensors="pt")["pixel_values"]
-    examples = [{"pixel_values": image, "labels": int(label)} for image, label in zip(pixels, digits.target)]
+    images = (digits.images * (255 / 16)).round().astype(np.uint8)  # 1,797, greyscale
+    pixels = processor([Image.fromarray(image) for image in images], return_tensors="pt")["pixel_values"]
+    examples = [{"pixel_values": pixel_values, "labels": int(label)} for pixel_values, label in zip(pixels, digits.target)]
     train, test = train_test_split(range(len(examples)), test_size=0.2, stratify=digits.target, random_state=args.seed)
 
     trainer = ToSTTrainer(
@@ -80,12 +80,12 @@ def main() -> None:
     accuracy = trainer.evaluate()["eval_accuracy"]
     print(f"Test accuracy on {len(test)} digits: {accuracy:.1%}")
 
-    first = test[0]
-    maps = membership_maps(trace_model(model, pixel_values=pixels[[first]]))[0]
-    picture = torch.tensor(digits.images[first] / 16)[..., None].expand(-1, -1, 3)  # one pixel for each patch
+    index = test[0]
+    maps = membership_maps(trace_model(model, pixel_values=pixels[[index]]))[0]
+    image = torch.tensor(digits.images[index] / 16)[..., None].expand(-1, -1, 3)  # one pixel for each patch
     file = Path(args.output_dir) / "membership_maps.png"
-    plot_membership_maps(maps, picture, range(1, len(maps) + 1)).savefig(file)
-    print(f"Membership maps of a digit ({NAMES[digits.target[first]]}): {file}")
+    plot_membership_maps(maps, image, range(1, len(maps) + 1)).savefig(file)
+    print(f"Membership maps of a digit ({NAMES[digits.target[index]]}): {file}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@
     python examples/evaluate_image_classification.py --model my-tost-vision --dataset imagenette \
         --label_column_name imagenet_label
 
-Images are prepared by the model's own processor; its classes are all candidates, also where the data has fewer. Results go to
-the model's `evaluation.json`, by which they get into its card. Averaged weights lie in the `ema` folder of a trained model.
+Images are preprocessed by the model's processor. All classes of the model are candidates, even if the data has fewer. Results
+are written to the model's `evaluation.json`, from which its card is made. To evaluate EMA weights, give the `ema` folder of a
+trained model.
 """
 
 import json
@@ -29,13 +30,19 @@ from evaluation import (
     results_file,
     write_results,
 )
-from run_image_classification import DataTrainingArguments, EvaluationImages, choose_columns, most_likely, number_labels
+from run_image_classification import (
+    DataTrainingArguments,
+    EvaluationImages,
+    choose_columns,
+    encode_labels,
+    preprocess_logits_for_metrics,
+)
 from scripting import load_pretrained, parse_args, recorded_command, run
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
-import tost_hf  # noqa: F401 (makes ToST known to the Auto classes)
+import tost_hf  # noqa: F401  registers the models with the Auto classes
 from tost_hf.training.metrics import TopKAccuracy
 
 
@@ -46,15 +53,15 @@ IMAGENET_FILE = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 @dataclass(kw_only=True)
 class ImageEvaluationArguments(EvaluationArguments):
-    """On which images."""
+    """The images and their labels."""
 
     dataset: str = field(metadata={"help": "The images: a parquet file, a folder, or a Hub dataset NAME or NAME:CONFIG."})
     image_column_name: str | None = field(default=None, metadata={"help": "The column of images. Default: the only one."})
     label_column_name: str | None = field(
         default=None,
         metadata={
-            "help": "The column of labels. Labels with names are matched to the model's by name (by number where the model's "
-            "have none), plain numbers are the model's. Default: the only one."
+            "help": "The column of labels. Named labels are matched with the model's by name (by number if the model's have "
+            "no names); plain numbers are the model's. Default: the only one."
         },
     )
     real_labels: str | None = field(
@@ -68,56 +75,56 @@ class ImageEvaluationArguments(EvaluationArguments):
 
 
 def match_labels(examples: Dataset, split: str, names: list[str], data_args: DataTrainingArguments) -> Dataset:
-    """Examples with "image", "label" and "source" whose labels are numbers of the model's classes."""
+    """Examples with "image", "label" and "source" whose labels are the model's class numbers."""
     examples = choose_columns(split, examples, data_args)
     unnamed = all(name == f"LABEL_{number}" for number, name in enumerate(names))
     feature = examples.features["label"]
     if unnamed and isinstance(feature, ClassLabel) and not set(feature.names) <= set(names):
         logger.warning("The model's classes have no names: the data's label numbers are used as the model's class numbers.")
         examples = examples.cast_column("label", Value("int64"))
-    return number_labels(split, examples, names, data_args)
+    return encode_labels(split, examples, names, data_args)
 
 
 def load_real_labels(file: str, examples: Dataset) -> list[list[int]]:
-    """The right classes of each example's image, from a JSON list of lists.
+    """The correct classes of each example's image, from a JSON list of lists.
 
-    ImageNet's validation images are numbered by their file names, whatever the order of the examples.
+    ImageNet's validation images are matched by the number in their file names, independently of the examples' order.
     """
     labels = json.loads(Path(file).read_text(encoding="utf-8"))
     paths = pyarrow.compute.struct_field(examples.with_format("arrow")["image"][:].combine_chunks(), "path").to_pylist()
-    numbered = [IMAGENET_FILE.search(path or "") for path in paths]
-    places = [int(match[1]) - 1 for match in numbered] if all(numbered) else range(len(examples))
-    if not all(numbered) and len(labels) != len(examples):
+    matches = [IMAGENET_FILE.search(path or "") for path in paths]
+    indices = [int(match[1]) - 1 for match in matches] if all(matches) else range(len(examples))
+    if not all(matches) and len(labels) != len(examples):
         raise ValueError(f"{file} has labels of {len(labels)} images, and the data {len(examples)} examples.")
-    return [labels[place] for place in places]
+    return [labels[index] for index in indices]
 
 
 @torch.inference_mode()
 def predict(model: PreTrainedModel, images: EvaluationImages, batch_size: int, num_workers: int = 0) -> torch.Tensor:
-    """The classes of each image from the most likely on, (images, 5), or fewer where there are fewer classes."""
+    """The five most likely classes of each image in order, (images, 5), or all if there are fewer."""
     predictions = []
     for batch in tqdm(DataLoader(images, batch_size, num_workers=num_workers), desc="Classifying"):
         logits = model(pixel_values=batch["pixel_values"].to(model.device, model.dtype)).logits
-        predictions.append(most_likely(logits, batch["labels"]).cpu())
+        predictions.append(preprocess_logits_for_metrics(logits, batch["labels"]).cpu())
     return torch.cat(predictions)
 
 
 def real_accuracy(predictions: torch.Tensor, real_labels: list[list[int]]) -> tuple[float, int]:
-    """The share of images whose first prediction is among their labels, and how many images have any.
+    """The fraction of images whose first prediction is among their labels, and how many images have any.
 
     As Beyer et al. (arXiv 2006.07159) do, images without a label are left out.
     """
-    right = [prediction in labels for prediction, labels in zip(predictions[:, 0].tolist(), real_labels) if labels]
-    return sum(right) / len(right), len(right)
+    is_correct = [prediction in labels for prediction, labels in zip(predictions[:, 0].tolist(), real_labels) if labels]
+    return sum(is_correct) / len(is_correct), len(is_correct)
 
 
 def main(args: list[str] | None = None) -> None:
-    words = sys.argv[1:] if args is None else args
-    (args,) = parse_args(words, ImageEvaluationArguments, description=__doc__)
-    command = recorded_command([__file__, *words])
+    argv = sys.argv[1:] if args is None else args
+    (args,) = parse_args(argv, ImageEvaluationArguments, description=__doc__)
+    command = recorded_command([__file__, *argv])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     file = results_file(args)
-    # the same pixels whether torchvision is there or not
+    # gives the same pixels with and without torchvision
     processor = load_pretrained(AutoImageProcessor, args.model, backend="pil", **args.hub_options)
     model = args.load_model(AutoModelForImageClassification)
     names = [model.config.id2label[number] for number in range(model.config.num_labels)]
@@ -132,17 +139,19 @@ def main(args: list[str] | None = None) -> None:
     images = EvaluationImages(examples, processor)
     predictions = predict(model, images, args.batch_size, args.dataloader_num_workers)
     height, width = images[0]["pixel_values"].shape[-2:]
-    how = f"images made {height} x {width} by the model's processor, {len(names)} classes, {model.dtype}"
-    found = TopKAccuracy().compute(predictions=predictions.tolist(), references=examples["label"][:])
-    measurements = [Measurement("accuracy", f"Accuracy (top-1{args.limit})", found["accuracy"], len(examples), how)]
+    protocol = f"images made {height} x {width} by the model's processor, {len(names)} classes, {model.dtype}"
+    accuracies = TopKAccuracy().compute(predictions=predictions.tolist(), references=examples["label"][:])
+    measurements = [Measurement("accuracy", f"Accuracy (top-1{args.limit})", accuracies["accuracy"], len(examples), protocol)]
     if predictions.shape[1] == 5:
         measurements.append(
-            Measurement("accuracy", f"Accuracy (top-5{args.limit})", found["top5_accuracy"], len(examples), how)
+            Measurement("accuracy", f"Accuracy (top-5{args.limit})", accuracies["top5_accuracy"], len(examples), protocol)
         )
     if real_labels is not None:
-        share, labelled = real_accuracy(predictions, real_labels)
-        how = f"right if among the image's ReaL labels, images without any left out; {how}"
-        measurements.append(Measurement("accuracy", f"Accuracy (top-1 on ReaL labels{args.limit})", share, labelled, how))
+        accuracy, num_labelled = real_accuracy(predictions, real_labels)
+        protocol = f"right if among the image's ReaL labels, images without any left out; {protocol}"
+        measurements.append(
+            Measurement("accuracy", f"Accuracy (top-1 on ReaL labels{args.limit})", accuracy, num_labelled, protocol)
+        )
 
     title = " ".join(filter(None, (source.name, source.config)))
     results = make_results("image-classification", title, source, measurements, command)

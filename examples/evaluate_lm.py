@@ -5,19 +5,19 @@
     python examples/evaluate_lm.py --model gpt2 --tasks ptb text --datasets ptb=ptb.test.txt text=notes.txt \
         --protocols sweep windows --output_file gpt2.json
 
-Results go to the model's `evaluation.json`, by which they get into its card. Every number says by which protocol it was made:
+Results are written to the model's `evaluation.json`, from which its card is made. Every result names its protocol:
 
-    sweep      all examples, end-of-text after each, as one stream; windows one stride apart: every token is scored once
-    windows    the ToST authors' protocol: random windows of the same stream, drawn with replacement
-    documents  each text independently, nothing appended: the numbers of lm-evaluation-harness where the stride is the context
+    sweep      all examples as one stream, end-of-text after each; a sliding window scores every token once
+    windows    the ToST authors' protocol: random windows of the same stream, sampled with replacement
+    documents  each document independently, nothing appended: as lm-evaluation-harness if the stride is the context
 
 lm-evaluation-harness itself runs on ToST models with
 
     python -c "import tost_hf; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \
         run --model hf --model_args pretrained=my-tost --tasks lambada_openai
 
-or, for a repository that brings its own code, with `lm_eval run ... --model_args pretrained=NAME,trust_remote_code=True`. It
-takes the context from the model's positions; for a position-free model give max_length=1024 or the like, or it takes 2,048.
+or, for a repository with remote code, with `lm_eval run ... --model_args pretrained=NAME,trust_remote_code=True`. Its context
+is the number of the model's positions; for a position-free model set max_length=1024 or the like (default: 2,048).
 """
 
 import logging
@@ -43,7 +43,7 @@ from scoring import prefix_token, sweep, tokenize, windows_loss
 from scripting import load_pretrained, parse_args, recorded_command, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import tost_hf  # noqa: F401 (makes ToST known to the Auto classes)
+import tost_hf  # noqa: F401  registers the models with the Auto classes
 from tost_hf.training.metrics import perplexity
 
 
@@ -54,7 +54,7 @@ PROTOCOLS = ("sweep", "windows", "documents")
 
 @dataclass(frozen=True)
 class Task:
-    """What is evaluated: its title, the Hub dataset it is by default, and whether an example is a line of one long text."""
+    """An evaluation task: its title, its default Hub dataset, and whether the examples are lines of one document."""
 
     title: str
     dataset: str | None
@@ -73,13 +73,13 @@ TASKS = {
 
 @dataclass(kw_only=True)
 class LMEvaluationArguments(EvaluationArguments):
-    """On what, and how."""
+    """The tasks, their data, and the protocols."""
 
     tasks: list[str] = field(metadata={"help": "What to evaluate.", "choices": list(TASKS)})
     datasets: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Where a task's data is, as TASK=SOURCE: a file (txt, json, jsonl, csv, parquet), a folder, or a Hub "
+            "help": "The data of a task, as TASK=SOURCE: a file (txt, json, jsonl, csv, parquet), a folder, or a Hub "
             "dataset NAME or NAME:CONFIG. Defaults: "
             + ", ".join(f"{name}={task.dataset}" for name, task in TASKS.items() if task.dataset)
         },
@@ -89,10 +89,10 @@ class LMEvaluationArguments(EvaluationArguments):
     )
     protocols: list[str] = field(
         default_factory=lambda: ["sweep"],
-        metadata={"help": "How the loss is measured; see the top of the script.", "choices": list(PROTOCOLS)},
+        metadata={"help": "How the loss is measured, as described above.", "choices": list(PROTOCOLS)},
     )
     context: int | None = field(
-        default=None, metadata={"help": "Tokens the model sees at once. Default: what it can take, up to 1,024."}
+        default=None, metadata={"help": "Input tokens of a window. Default: the model's maximum, up to 1,024."}
     )
     stride: int | None = field(
         default=None, metadata={"help": "Tokens scored by each window of a sweep but the first. Default: half the context."}
@@ -108,7 +108,7 @@ class LMEvaluationArguments(EvaluationArguments):
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where each task's data is."""
+        """The data of each task: a file, a folder or a Hub dataset."""
         defaults = {name: task.dataset for name, task in TASKS.items() if task.dataset is not None}
         return defaults | dict(assignment.split("=", 1) for assignment in self.datasets)
 
@@ -117,7 +117,7 @@ class LMEvaluationArguments(EvaluationArguments):
 
 
 def select_texts(examples: Dataset, column: str | None) -> list[str]:
-    """The column of text."""
+    """The values of the text column."""
     columns = examples.column_names
     column = column or next(name for name in (*TEXT_COLUMNS, *columns) if name in columns)
     if column not in columns:
@@ -135,8 +135,8 @@ def measure_loss(
 ) -> list[Measurement]:
     """Loss, perplexity, bits per byte and word-level perplexity of texts, by each of `args.protocols`."""
     stride = args.stride or max(1, context // 2)
-    prefix, end = prefix_token(tokenizer), tokenizer.eos_token_id
-    if end is None and set(args.protocols) != {"documents"}:
+    prefix, eos_token_id = prefix_token(tokenizer), tokenizer.eos_token_id
+    if eos_token_id is None and set(args.protocols) != {"documents"}:
         raise ValueError("The tokenizer has no eos token to put after each example; set one, or use --protocols documents.")
     measurements = []
     for protocol in args.protocols:
@@ -147,32 +147,40 @@ def measure_loss(
         num_words = sum(len(example.split()) for example in examples)
         documents = [[prefix, *ids] for ids in tokenize(tokenizer, examples)]
         if protocol != "documents":
-            documents = [[prefix, *chain.from_iterable([*ids[1:], end] for ids in documents)]]
+            documents = [[prefix, *chain.from_iterable([*ids[1:], eos_token_id] for ids in documents)]]
             num_words += len(examples)
         documents = [torch.tensor(ids) for ids in documents]
 
         num_examples, label = len(examples), f"{protocol}, context {context}"
         if protocol == "windows":
-            num_examples, sizes = args.num_windows, {"context": context, "num_windows": args.num_windows}
-            nats, scored = windows_loss(model, documents[0][1:], **sizes, batch_size=args.batch_size, seed=args.seed)
-            how = f"{args.num_windows:,} windows of {context:,} tokens drawn with replacement, end-of-text after each example"
+            num_examples, window_options = args.num_windows, {"context": context, "num_windows": args.num_windows}
+            nats, num_scored = windows_loss(
+                model, documents[0][1:], **window_options, batch_size=args.batch_size, seed=args.seed
+            )
+            description = (
+                f"{args.num_windows:,} windows of {context:,} tokens drawn with replacement, end-of-text after each example"
+            )
         else:
-            nats, scored = sweep(model, documents, context, stride, args.batch_size)
+            nats, num_scored = sweep(model, documents, context, stride, args.batch_size)
             label += f", stride {stride}"
-            whole = "all examples as one stream, end-of-text after each"
-            how = whole if protocol == "sweep" else "each document independently"
-            how += f"; every token scored once, in windows of {context:,} tokens, {stride:,} apart"
+            stream = "all examples as one stream, end-of-text after each"
+            description = stream if protocol == "sweep" else "each document independently"
+            description += f"; every token scored once, in windows of {context:,} tokens, {stride:,} apart"
 
         num_tokens = sum(len(ids) - 1 for ids in documents)
-        how += f"; {num_tokens:,} tokens, {num_bytes:,} bytes, {num_words:,} words"
-        mean = nats / scored
+        description += f"; {num_tokens:,} tokens, {num_bytes:,} bytes, {num_words:,} words"
+        mean_loss = nats / num_scored
         for metric_type, name, value in (
-            ("loss", "Loss, nats per token", mean),
-            ("perplexity", "Perplexity per token", perplexity(mean)),
-            ("bits_per_byte", "Bits per byte", mean * num_tokens / (num_bytes * math.log(2))),
-            ("word_perplexity", "Perplexity per word", perplexity(mean * num_tokens / num_words) if num_words else math.nan),
+            ("loss", "Loss, nats per token", mean_loss),
+            ("perplexity", "Perplexity per token", perplexity(mean_loss)),
+            ("bits_per_byte", "Bits per byte", mean_loss * num_tokens / (num_bytes * math.log(2))),
+            (
+                "word_perplexity",
+                "Perplexity per word",
+                perplexity(mean_loss * num_tokens / num_words) if num_words else math.nan,
+            ),
         ):
-            measurements.append(Measurement(metric_type, f"{name} ({label})", value, num_examples, how))
+            measurements.append(Measurement(metric_type, f"{name} ({label})", value, num_examples, description))
     return measurements
 
 
@@ -180,42 +188,42 @@ def measure_loss(
 
 
 def evaluate_task(name: str, model, tokenizer, args: LMEvaluationArguments, context: int) -> tuple[Source, list[Measurement]]:
-    """The data of a task, and everything measured on it."""
-    task, source = TASKS[name], args.sources[name]
+    """The data of a task, and all measurements on it."""
+    task, location = TASKS[name], args.sources[name]
     if name.startswith("cbt_"):
-        found = load_cbt(source, args)
-        return found, [cbt_accuracy(model, tokenizer, found.examples, context, args.batch_size)]
-    found = load_source(source, args, sample_by="line" if task.examples_are_lines else "document")
-    texts = select_texts(found.examples, args.text_column_name)
+        source = load_cbt(location, args)
+        return source, [cbt_accuracy(model, tokenizer, source.examples, context, args.batch_size)]
+    source = load_source(location, args, sample_by="line" if task.examples_are_lines else "document")
+    texts = select_texts(source.examples, args.text_column_name)
     measurements = measure_loss(model, tokenizer, texts, args, context, task.examples_are_lines)
     if name == "lambada":
         measurements += [
             measure(model, tokenizer, texts, context, args.batch_size) for measure in (lambada_exact, lambada_lenient)
         ]
-    return found, measurements
+    return source, measurements
 
 
 def main(args: list[str] | None = None) -> None:
-    words = sys.argv[1:] if args is None else args
-    (args,) = parse_args(words, LMEvaluationArguments, description=__doc__)
-    command = recorded_command([__file__, *words])
+    argv = sys.argv[1:] if args is None else args
+    (args,) = parse_args(argv, LMEvaluationArguments, description=__doc__)
+    command = recorded_command([__file__, *argv])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     file = results_file(args)
     tokenizer = load_pretrained(AutoTokenizer, args.tokenizer_name or args.model, **args.hub_options)
     model = args.load_model(AutoModelForCausalLM)
     positions = getattr(model.config, "max_position_embeddings", None)
     context = args.context or min(positions or MAX_CONTEXT, MAX_CONTEXT)
-    everything = []
+    all_results = []
     for name in args.tasks:
-        found, measurements = evaluate_task(name, model, tokenizer, args, context)
-        for measured in measurements:
-            measured.name = f"{measured.name.removesuffix(')')}{args.limit})"
-            measured.protocol += f"; {model.dtype}"
-        title = f"{TASKS[name].title} ({found.config or found.name})"
-        results = make_results("text-generation", title, found, measurements, command, args.seed)
-        write_results(file, results)  # after each task: the next may fail
-        everything += results
-    print_results(everything)
+        source, measurements = evaluate_task(name, model, tokenizer, args, context)
+        for measurement in measurements:
+            measurement.name = f"{measurement.name.removesuffix(')')}{args.limit})"
+            measurement.protocol += f"; {model.dtype}"
+        title = f"{TASKS[name].title} ({source.config or source.name})"
+        results = make_results("text-generation", title, source, measurements, command, args.seed)
+        write_results(file, results)  # after each task, because the next one may fail
+        all_results += results
+    print_results(all_results)
     print(f"Written to {file}")
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Shared by the evaluation scripts: arguments, data, and results that model cards are made from."""
+"""Shared by the evaluation scripts: arguments, data, and the results from which model cards are made."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from datasets import Dataset
-from scripting import LOADERS, HubArguments, ending, load_pretrained, read_dataset
+from scripting import LOADERS, HubArguments, file_extension, load_pretrained, read_dataset
 from transformers import PreTrainedModel
 
 from tost_hf.files import EVALUATION, staged_file
@@ -20,13 +20,13 @@ from tost_hf.files import EVALUATION, staged_file
 
 logger = logging.getLogger("evaluation")
 
-SPLITS = ("test", "validation", "valid", "val", "dev")  # the first one there is evaluated
-IDENTITY = ("task_type", "dataset_type", "dataset_name", "dataset_config", "dataset_split", "metric_name")
+SPLITS = ("test", "validation", "valid", "val", "dev")  # the first existing one is evaluated
+IDENTITY_KEYS = ("task_type", "dataset_type", "dataset_name", "dataset_config", "dataset_split", "metric_name")
 
 
 @dataclass(kw_only=True)
 class EvaluationArguments(HubArguments):
-    """Which model, how much of the data, and where results go."""
+    """The model, the amount of data, and the file of the results."""
 
     model: str = field(metadata={"help": "The model, a folder or a Hub id."})
     output_file: str | None = field(default=None, metadata={"help": "Default: evaluation.json in the model's folder."})
@@ -34,16 +34,16 @@ class EvaluationArguments(HubArguments):
         default=None, metadata={"help": "The split. Default: the test data, else the validation data, else the only split."}
     )
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first N examples."})
-    batch_size: int = field(default=8, metadata={"help": "Examples run at once. It changes no result."})
+    batch_size: int = field(default=8, metadata={"help": "Examples per batch; does not change the results."})
     dtype: str = field(
         default="float32",
         metadata={"help": "The dtype of the weights.", "choices": ["auto", "bfloat16", "float16", "float32", "float64"]},
     )
-    device: str | None = field(default=None, metadata={"help": "Where to run. Default: the GPU if there is one."})
+    device: str | None = field(default=None, metadata={"help": "The device. Default: the GPU if there is one."})
 
     @property
     def limit(self) -> str:
-        """What a metric's name says of `max_examples`."""
+        """The part of a metric's name that states `max_examples`."""
         return "" if self.max_examples is None else f", first {self.max_examples} examples"
 
     def load_model(self, auto_class) -> PreTrainedModel:
@@ -53,7 +53,7 @@ class EvaluationArguments(HubArguments):
 
 @dataclass
 class Source:
-    """Examples to evaluate on, and what they are called."""
+    """Examples to evaluate on, and the names of their dataset, configuration and split."""
 
     examples: Dataset
     name: str
@@ -63,7 +63,7 @@ class Source:
 
 @dataclass
 class Measurement:
-    """A number and how it came about: `name` tells it from others on the same data, `protocol` is the full description."""
+    """A metric: `name` distinguishes it from others on the same data, `protocol` describes how it was measured."""
 
     metric_type: str
     name: str
@@ -77,17 +77,19 @@ def load_source(source: str, args: EvaluationArguments, **file_options) -> Sourc
 
     Args:
         source: the file, the folder or the dataset.
-        args: which split, how many examples, and how to get at the Hub.
+        args: the split, the number of examples, and access to the Hub.
         file_options: options of the loader of txt files.
 
     Raises:
-        ValueError: the data cannot be read, the split does not exist or is not clear, or there are no examples.
+        ValueError: the data cannot be read, the split does not exist or is ambiguous, or there are no examples.
     """
     options = {"cache_dir": args.cache_dir, "token": args.token}
     name, config, split = source, None, args.dataset_split
     if os.path.isfile(source):
-        kind, split = LOADERS.get(ending(source), "text"), None
-        examples = read_dataset(kind, data_files=source, split="train", **options, **(file_options if kind == "text" else {}))
+        loader, split = LOADERS.get(file_extension(source), "text"), None
+        examples = read_dataset(
+            loader, data_files=source, split="train", **options, **(file_options if loader == "text" else {})
+        )
     else:
         if not os.path.isdir(source):
             name, _, config = source.partition(":")
@@ -101,7 +103,7 @@ def load_source(source: str, args: EvaluationArguments, **file_options) -> Sourc
         raise ValueError(f"{source} has no examples to evaluate on.")
     if args.max_examples is not None:
         examples = examples.select(range(min(args.max_examples, len(examples))))
-    # a local path says nothing to the readers of a model card
+    # a local path means nothing to readers of a model card
     name = Path(name).resolve().name if os.path.exists(name) else name
     return Source(examples, name, config or None, split)
 
@@ -109,15 +111,15 @@ def load_source(source: str, args: EvaluationArguments, **file_options) -> Sourc
 def make_results(
     task_type: str, title: str, source: Source, measurements: list[Measurement], command: str, seed: int | None = None
 ) -> list[dict]:
-    """One dictionary per measurement, with the fields of huggingface_hub's `EvalResult` and how to repeat it.
+    """One dictionary per measurement, with the fields of huggingface_hub's `EvalResult` and the command that repeats it.
 
-    Numbers that are not finite are shown in the log and left out: JSON and model cards have none.
+    Values that are not finite are logged and omitted, because JSON has no such numbers.
     """
     run = {"seed": seed, "date": datetime.now(UTC).date().isoformat(), "command": command}
     results = []
-    for measured in measurements:
-        if not math.isfinite(measured.value):
-            logger.warning(f"{measured.name} on {title} is {measured.value}: it is left out of the results.")
+    for measurement in measurements:
+        if not math.isfinite(measurement.value):
+            logger.warning(f"{measurement.name} on {title} is {measurement.value}: it is left out of the results.")
             continue
         result = {
             "task_type": task_type,
@@ -125,43 +127,43 @@ def make_results(
             "dataset_name": title,
             "dataset_config": source.config,
             "dataset_split": source.split,
-            "metric_type": measured.metric_type,
-            "metric_name": measured.name,
-            "metric_value": measured.value,
-            "protocol": measured.protocol,
-            "num_examples": measured.num_examples,
+            "metric_type": measurement.metric_type,
+            "metric_name": measurement.name,
+            "metric_value": measurement.value,
+            "protocol": measurement.protocol,
+            "num_examples": measurement.num_examples,
         }
         results.append(result | run)
     return results
 
 
 def results_file(args: EvaluationArguments) -> Path:
-    """Where results go: the file asked for, or `evaluation.json` in the model's folder.
+    """The file of the results: `output_file`, or `evaluation.json` in the model's folder.
 
     Raises:
-        ValueError: the model has no folder here, or the file holds something else than results.
+        ValueError: the model is not a local folder, or the file contains something other than results.
     """
     if args.output_file is None and not os.path.isdir(args.model):
         raise ValueError(f"{args.model!r} is no folder that results could be written to: give --output_file.")
     file = Path(args.output_file or Path(args.model) / EVALUATION)
-    read_results(file)  # now rather than at the end of a long evaluation
+    read_results(file)  # fails before a long evaluation rather than after it
     return file
 
 
 def read_results(file: Path) -> dict:
-    """The content of a results file, `{"results": [...]}`; no results where there is no file."""
+    """The content of a results file, `{"results": [...]}`, whose list is empty if there is no file."""
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"results": []}
     if "results" not in content:
-        raise ValueError(f'{file} does not hold {{"results": [...]}}: move it away, or choose another --output_file.')
+        raise ValueError(f'{file} does not contain {{"results": [...]}}: move it away, or choose another --output_file.')
     return content
 
 
 def write_results(file: Path, results: list[dict]) -> None:
-    """Merges results into a file: those of the same data and metric name are replaced, the others kept."""
+    """Merges results into a file, replacing those of the same data and metric name."""
     content = read_results(file)
-    by_identity = {tuple(result.get(key) for key in IDENTITY): result for result in content["results"]}
+    by_identity = {tuple(result.get(key) for key in IDENTITY_KEYS): result for result in content["results"]}
     for result in results:
-        by_identity.pop(identity := tuple(result.get(key) for key in IDENTITY), None)
+        by_identity.pop(identity := tuple(result.get(key) for key in IDENTITY_KEYS), None)
         by_identity[identity] = result
     content["results"] = list(by_identity.values())
     with staged_file(file) as staged:
@@ -169,6 +171,6 @@ def write_results(file: Path, results: list[dict]) -> None:
 
 
 def print_results(results: list[dict]) -> None:
-    """Prints a table."""
+    """Prints results as a table."""
     columns = ["dataset_name", "dataset_split", "metric_name", "metric_value", "num_examples"]
     print(pd.DataFrame(results, columns=columns).fillna("").to_string(index=False))

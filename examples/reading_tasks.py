@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Cloze tasks with one right word: LAMBADA (arXiv 1606.06031) and the Children's Book Test (arXiv 1511.02301)."""
+"""Cloze tasks with one correct word: LAMBADA (arXiv 1606.06031) and the Children's Book Test (arXiv 1511.02301)."""
 
 import logging
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from evaluation import EvaluationArguments, Measurement, Source, load_source
-from scoring import by_length, pad, prefix_token, score, tokenize
+from scoring import batch_by_length, pad, prefix_token, score, tokenize
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -21,11 +21,14 @@ PLACEHOLDER = "XXXXX"  # of the missing word in a question of the Children's Boo
 # LAMBADA -------------------------------------------------------------------------------------------------------------
 
 
-def cut_note(cut: int, total: int, what: str, context: int) -> str:
-    """Says how many examples were longer than the context, "" if none was; also in the log."""
-    if cut == 0:
+def truncation_note(num_truncated: int, total: int, kind: str, context: int) -> str:
+    """Logs and returns how many examples were longer than the context; empty if none was."""
+    if num_truncated == 0:
         return ""
-    note = f"{cut:,} of {total:,} {what} are longer than the context of {context:,} tokens and were cut at their beginning"
+    note = (
+        f"{num_truncated:,} of {total:,} {kind} are longer than the context of {context:,} tokens and were cut at their "
+        "beginning"
+    )
     logger.warning(note)
     return f"; {note}"
 
@@ -34,18 +37,20 @@ def lambada_exact(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passages: list[str], context: int, batch_size: int
 ) -> Measurement:
     """The usual accuracy: every token of the last word is the most likely one, given the tokens before it."""
-    sequences, targets, cut = [], [], 0
+    sequences, targets, num_truncated = [], [], 0
     for passage in passages:
         beginning, _, word = passage.strip().rpartition(" ")
-        whole = tokenizer(f"{beginning} {word}")["input_ids"]
-        targets.append(max(1, len(whole) - len(tokenizer(beginning)["input_ids"])))
-        sequences.append(torch.tensor(whole[-(context + 1) :]))
-        cut += len(whole) > context + 1
+        ids = tokenizer(f"{beginning} {word}")["input_ids"]
+        targets.append(max(1, len(ids) - len(tokenizer(beginning)["input_ids"])))
+        sequences.append(torch.tensor(ids[-(context + 1) :]))
+        num_truncated += len(ids) > context + 1
     scores = score(model, sequences, batch_size, "LAMBADA, exact")
-    right = sum(bool(most_likely[-count:].all()) for (_, most_likely), count in zip(scores, targets))
-    how = "right if every token of the last word is the most likely one given those before it"
-    how += cut_note(cut, len(passages), "passages", context)
-    return Measurement("accuracy", f"Accuracy (exact last word, context {context})", right / len(passages), len(passages), how)
+    num_correct = sum(bool(is_most_likely[-count:].all()) for (_, is_most_likely), count in zip(scores, targets))
+    protocol = "right if every token of the last word is the most likely one given those before it"
+    protocol += truncation_note(num_truncated, len(passages), "passages", context)
+    return Measurement(
+        "accuracy", f"Accuracy (exact last word, context {context})", num_correct / len(passages), len(passages), protocol
+    )
 
 
 @torch.inference_mode()
@@ -54,32 +59,35 @@ def lambada_lenient(
 ) -> Measurement:
     """The ToST authors' accuracy: the last word occurs anywhere, ignoring case, in 10 greedy tokens.
 
-    The prompt is a newline and all but the last word; curly quotes are made straight. An end-of-text token ends nothing.
+    The prompt is a newline and all but the last word; curly quotes are made straight. End-of-text tokens do not end
+    the generation.
     """
     new_tokens = 10
-    prompts, words, cut = [], [], 0
+    prompts, words, num_truncated = [], [], 0
     for passage in passages:
         beginning, _, word = passage.translate(STRAIGHT_QUOTES).strip().rpartition(" ")
         ids = tokenizer(f"\n{beginning}")["input_ids"]
         prompts.append(torch.tensor(ids[-(context - new_tokens) :]))
         words.append(word)
-        cut += len(ids) > context - new_tokens
+        num_truncated += len(ids) > context - new_tokens
 
-    right = 0
-    # the model's own settings may sample, penalise repetition or stop at the end of a text
-    own_settings, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
+    num_correct = 0
+    # the model's generation config may sample, penalise repetition or stop at end-of-text
+    generation_config, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
     try:
-        for places, batch in by_length(prompts, batch_size, "LAMBADA, lenient"):
+        for indices, batch in batch_by_length(prompts, batch_size, "LAMBADA, lenient"):
             inputs = {name: tensor.to(model.device) for name, tensor in pad(batch, "left").items()}
-            written = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-            for place, text in zip(places, tokenizer.batch_decode(written)):
-                right += words[place].lower() in text.lower()
+            new_ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+            for index, continuation in zip(indices, tokenizer.batch_decode(new_ids)):
+                num_correct += words[index].lower() in continuation.lower()
     finally:
-        model.generation_config = own_settings
-    how = "right if the last word occurs anywhere, ignoring case, in 10 greedy tokens after a newline and the words before it"
-    how += cut_note(cut, len(passages), "prompts", context - new_tokens)
+        model.generation_config = generation_config
+    protocol = (
+        "right if the last word occurs anywhere, ignoring case, in 10 greedy tokens after a newline and the words before it"
+    )
+    protocol += truncation_note(num_truncated, len(passages), "prompts", context - new_tokens)
     return Measurement(
-        "accuracy", f"Accuracy (lenient last word, context {context})", right / len(passages), len(passages), how
+        "accuracy", f"Accuracy (lenient last word, context {context})", num_correct / len(passages), len(passages), protocol
     )
 
 
@@ -87,17 +95,17 @@ def lambada_lenient(
 
 
 def parse_cbt(text: str) -> Dataset:
-    """Questions of a file in the original format, as examples with the columns `sentences`, `question`, `answer`, `options`.
+    """Parses questions in the original format into examples with `sentences`, `question`, `answer` and `options`.
 
-    A question has 21 numbered lines; the last one is `21 question<TAB>answer<TAB><TAB>option|option|...`. Empty lines stand
-    between questions.
+    A question has 21 numbered lines; the last one is `21 question<TAB>answer<TAB><TAB>option|option|...`. Empty lines separate
+    questions.
     """
     examples = []
     for block in re.split(r"\n\s*\n", text.strip()):
-        *sentences, last = (line.partition(" ")[2] for line in block.splitlines())
-        if len(sentences) != 20 or last.count("\t") < 2:
+        *sentences, last_line = (line.partition(" ")[2] for line in block.splitlines())
+        if len(sentences) != 20 or last_line.count("\t") < 2:
             raise ValueError(f"A question should have 20 lines, and one with its answer and options: {block[:60]!r}")
-        question, answer, *_, options = last.split("\t")
+        question, answer, *_, options = last_line.split("\t")
         examples.append({"sentences": sentences, "question": question, "answer": answer, "options": options.split("|")})
     return Dataset.from_list(examples)
 
@@ -113,23 +121,25 @@ def load_cbt(source: str, args: EvaluationArguments) -> Source:
 def cbt_accuracy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Dataset, context: int, batch_size: int
 ) -> Measurement:
-    """How often the passage with its question is most likely with the right one of the candidates in place of XXXXX."""
+    """The fraction of questions whose passage is most likely with the correct candidate in place of XXXXX."""
     prefix = prefix_token(tokenizer)
-    sequences, cut = [], 0
+    sequences, num_truncated = [], 0
     for example in questions:
         if PLACEHOLDER not in example["question"] or example["answer"] not in example["options"]:
             raise ValueError(f"The question {example['question'][:60]!r} lacks {PLACEHOLDER}, or its answer is not an option.")
         passage = " ".join([*example["sentences"], example["question"]])
         encoded = tokenize(tokenizer, [passage.replace(PLACEHOLDER, option) for option in example["options"]])
-        # the same words go for every candidate, or the sums would not be comparable
+        # all candidates are truncated by the same number of tokens, so that their sums are comparable
         excess = max(0, max(map(len, encoded)) - context)
         sequences += [torch.tensor([prefix, *ids[excess:]]) for ids in encoded]
-        cut += excess > 0
+        num_truncated += excess > 0
     sums = iter([float(nats.double().sum()) for nats, _ in score(model, sequences, batch_size, "Children's Book Test")])
-    right = 0
+    num_correct = 0
     for example in questions:
         losses = [next(sums) for _ in example["options"]]
-        right += example["options"][losses.index(min(losses))] == example["answer"]
-    how = f"of the candidates in place of {PLACEHOLDER}, the one that makes passage and question most probable"
-    how += cut_note(cut, len(questions), "questions", context)
-    return Measurement("accuracy", f"Accuracy (whole passage, context {context})", right / len(questions), len(questions), how)
+        num_correct += example["options"][losses.index(min(losses))] == example["answer"]
+    protocol = f"of the candidates in place of {PLACEHOLDER}, the one that makes passage and question most probable"
+    protocol += truncation_note(num_truncated, len(questions), "questions", context)
+    return Measurement(
+        "accuracy", f"Accuracy (whole passage, context {context})", num_correct / len(questions), len(questions), protocol
+    )

@@ -4,8 +4,8 @@
     python examples/run_clm.py examples/recipes/text_pretraining.yaml --config_name tost-base --tokenizer_name gpt2 \
         --dataset_name Skylion007/openwebtext --do_train --do_eval --output_dir my-tost
 
-The arguments are those of transformers' own run_clm.py, and so are their defaults, but for the optimizer's, which are the
-authors'. The first may be a .yaml or .json file of arguments, such as that of the published pre-training; those after it take
+It has the arguments and defaults of transformers' run_clm.py, except for the optimizer's defaults, which are the authors'. The
+first argument may be a .yaml or .json file of arguments, such as that of the published pre-training; those after it take
 precedence. Start it with `accelerate launch` to use several devices.
 """
 
@@ -40,16 +40,16 @@ DEFAULT_BLOCK_SIZE = 1024
 
 
 class LanguageModelTrainer(StreamingTrainer, ContextParallelTrainer):
-    """`ToSTTrainer` on blocks of text, a stream of them too, and on processes that share each text."""
+    """`ToSTTrainer` for blocks of tokens, also streamed, with context parallelism."""
 
 
 @dataclass
 class ModelArguments(scripting.ModelArguments):
     """Which model, configuration and tokenizer."""
 
-    model_type: str = field(default="tost", metadata={"help": "The kind of model to train from scratch by default sizes."})
+    model_type: str = field(default="tost", metadata={"help": "The type of model to train from scratch with default sizes."})
     tokenizer_name: str | None = field(
-        default=None, metadata={"help": "The tokenizer, a folder or a Hub id; the model's own if left out."}
+        default=None, metadata={"help": "The tokenizer, a folder or a Hub id. Default: the model's."}
     )
     use_fast_tokenizer: bool = field(default=True, metadata={"help": "Whether to prefer a fast tokenizer."})
     dtype: str | None = field(
@@ -86,7 +86,7 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: 
     options = {"dtype": model_args.dtype} if model_args.dtype is not None else {}
     if model_args.model_name_or_path is None:
         if len(tokenizer) > config.vocab_size:
-            config.vocab_size = -(-len(tokenizer) // 64) * 64  # as GPT-2's 50,257 become 50,304
+            config.vocab_size = -(-len(tokenizer) // 64) * 64  # a multiple of 64, as GPT-2's 50,304
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, key, getattr(tokenizer, key))
         if options.get("dtype") == "auto":
@@ -102,7 +102,7 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: 
 
 
 def choose_block_size(block_size: int | None, config: PreTrainedConfig) -> int:
-    """The block size asked for, if the model can take it, or else the largest one up to 1,024."""
+    """Checks the requested block size; by default the model's maximum, up to 1,024."""
     limit = getattr(config, "max_position_embeddings", None)
     if block_size is None:
         return min(limit or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
@@ -116,16 +116,16 @@ def choose_block_size(block_size: int | None, config: PreTrainedConfig) -> int:
     return block_size
 
 
-def most_likely(logits, labels):
-    """The predicted tokens, kept in place of the logits, which would not fit in memory."""
+def preprocess_logits_for_metrics(logits, labels):
+    """The predicted tokens; the logits of all batches would not fit in memory."""
     logits = logits[0] if isinstance(logits, tuple) else logits
     return logits.argmax(dim=-1)
 
 
-def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
-    predictions, labels = evaluated.predictions[:, :-1], evaluated.label_ids[:, 1:]
+def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
+    predictions, labels = eval_prediction.predictions[:, :-1], eval_prediction.label_ids[:, 1:]
     accuracy = TokenAccuracy().compute(predictions=predictions.ravel(), references=labels.ravel())
-    return accuracy | {"perplexity": perplexity(float(evaluated.losses.mean()))}
+    return accuracy | {"perplexity": perplexity(float(eval_prediction.losses.mean()))}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -154,11 +154,11 @@ def main(args: list[str] | None = None) -> None:
         processing_class=tokenizer,
         data_collator=collate_blocks,
         compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=most_likely,
-        callbacks=[TrainingFilesCallback(train_files)] if training_args.do_train else None,  # it reads the files
+        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        callbacks=[TrainingFilesCallback(train_files)] if training_args.do_train else None,  # reads the files
     )
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
-    counts = {name: len(part) if isinstance(part, Dataset) else limits[name] for name, part in blocks.items()}
+    counts = {name: len(dataset) if isinstance(dataset, Dataset) else limits[name] for name, dataset in blocks.items()}
     samples = {"train": counts.get("train"), "eval": counts.get("validation")}
     train_and_report(trainer, model_args, data_args, "text-generation", samples)
 

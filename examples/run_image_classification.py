@@ -7,8 +7,8 @@
     python examples/run_image_classification.py examples/recipes/image_finetuning.yaml --model_name_or_path my-tost \
         --dataset_name uoft-cs/cifar10 --do_train --do_eval --output_dir my-cifar --dataloader_num_workers 8
 
-The arguments are those of transformers' own run_image_classification.py, and `ToSTVisionTrainingArguments`. The first may be a
-.yaml or .json file of arguments, such as the published recipes; those after it take precedence. Start it with `accelerate
+It has the arguments of transformers' run_image_classification.py and of `ToSTVisionTrainingArguments`. The first argument may
+be a .yaml or .json file of arguments, such as the published recipes; those after it take precedence. Start it with `accelerate
 launch` to use several devices.
 """
 
@@ -59,14 +59,14 @@ class ModelArguments(scripting.ModelArguments):
     """Which model or configuration."""
 
     model_type: str = field(
-        default="tost_vision", metadata={"help": "The kind of model to train from scratch by default sizes."}
+        default="tost_vision", metadata={"help": "The type of model to train from scratch with default sizes."}
     )
     image_size: int | None = field(
         default=None, metadata={"help": "Side of the images in training and evaluation. Default: the configuration's."}
     )
     crop: str = field(
         default="center",
-        metadata={"help": "What evaluation sees of an image: its centre, or all of it, squashed.", "choices": list(CROPS)},
+        metadata={"help": "How evaluation resizes images: cropped to the centre, or squashed.", "choices": list(CROPS)},
     )
 
     def __post_init__(self):
@@ -90,13 +90,13 @@ class DataTrainingArguments:
     label_column_name: str | None = field(default=None, metadata={"help": "The column of labels. Default: the only one."})
     class_names: str | None = field(
         default=None,
-        metadata={"help": "The names of the labels 0, 1, ..., with commas between, where the data has numbers alone."},
+        metadata={"help": "The names of the labels 0, 1, ..., separated by commas, if the data has numbers only."},
     )
     train_val_split: float = field(
-        default=0.15, metadata={"help": "The part of the training images held out where there are no others."}
+        default=0.15, metadata={"help": "The fraction of training images to hold out if there are no validation images."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "The largest number of training images to use."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "The largest number of validation images to use."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "The maximum number of training images."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "The maximum number of validation images."})
 
     def __post_init__(self):
         if not any((self.dataset_name, self.train_dir, self.validation_dir, self.train_file, self.validation_file)):
@@ -113,15 +113,15 @@ class DataTrainingArguments:
 
 
 def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, seed: int) -> dict[str, Dataset]:
-    """The splits "train" and "validation": "image", a file's content, "label", of named classes, "source", for messages."""
+    """The splits "train" and "validation" with undecoded "image", "label" (a `ClassLabel`) and "source" for messages."""
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token}
-    found = {}
+    all_splits = {}
     if data_args.dataset_name is not None:
-        found = dict(read_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
-        evaluation = next((name for name in EVALUATION_SPLITS if name in found), None)
-        if evaluation is not None:
-            logger.info(f"Evaluation is on the split {evaluation!r}.")
-            found["validation"] = found[evaluation]
+        all_splits = dict(read_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
+        evaluation_split = next((name for name in EVALUATION_SPLITS if name in all_splits), None)
+        if evaluation_split is not None:
+            logger.info(f"Evaluation is on the split {evaluation_split!r}.")
+            all_splits["validation"] = all_splits[evaluation_split]
     else:
         for split, folder, file in (
             ("train", data_args.train_dir, data_args.train_file),
@@ -129,30 +129,32 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
         ):
             if folder is not None:
                 files = os.path.join(folder, "**")
-                found[split] = read_dataset("imagefolder", data_files=files, split="train", drop_labels=False, **options)
+                all_splits[split] = read_dataset("imagefolder", data_files=files, split="train", drop_labels=False, **options)
             elif file is not None:
-                found[split] = read_dataset("parquet", data_files=file, split="train", **options)
-    splits = {split: choose_columns(split, found[split], data_args) for split in ("train", "validation") if split in found}
+                all_splits[split] = read_dataset("parquet", data_files=file, split="train", **options)
+    splits = {
+        split: choose_columns(split, all_splits[split], data_args) for split in ("train", "validation") if split in all_splits
+    }
 
-    names = label_names(next(iter(splits.values())), data_args)
-    splits = {split: number_labels(split, dataset, names, data_args) for split, dataset in splits.items()}
+    names = class_names(next(iter(splits.values())), data_args)
+    splits = {split: encode_labels(split, dataset, names, data_args) for split, dataset in splits.items()}
     if "validation" not in splits and "train" in splits and data_args.train_val_split > 0:
-        halves = splits["train"].train_test_split(data_args.train_val_split, seed=seed)
-        splits = {"train": halves["train"], "validation": halves["test"]}
+        parts = splits["train"].train_test_split(data_args.train_val_split, seed=seed)
+        splits = {"train": parts["train"], "validation": parts["test"]}
     return splits
 
 
 def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArguments) -> Dataset:
-    """The columns of images and labels, renamed to "image" and "label", the images as the content of their files."""
-    images = [name for name, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
-    labels = [name for name, feature in dataset.features.items() if isinstance(feature, ClassLabel)]
+    """Selects the columns of images and labels and renames them to "image" (undecoded) and "label"."""
+    image_columns = [name for name, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
+    label_columns = [name for name, feature in dataset.features.items() if isinstance(feature, ClassLabel)]
     available, columns = ", ".join(dataset.column_names), {}
-    for new, old, candidates, usual in (
-        ("image", data_args.image_column_name, images, ("image", "img", "pixel_values")),
-        ("label", data_args.label_column_name, labels, ("label", "labels", "fine_label")),
+    for new, old, candidates, default_names in (
+        ("image", data_args.image_column_name, image_columns, ("image", "img", "pixel_values")),
+        ("label", data_args.label_column_name, label_columns, ("label", "labels", "fine_label")),
     ):
         if old is None:
-            candidates = candidates or [name for name in usual if name in dataset.column_names]
+            candidates = candidates or [name for name in default_names if name in dataset.column_names]
             if len(candidates) != 1:
                 raise ValueError(
                     f"The {split} data has {'no' if not candidates else 'more than one'} column of {new}s; choose one of "
@@ -167,8 +169,8 @@ def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArgument
     return dataset.cast_column("image", datasets.Image(decode=False))
 
 
-def label_names(dataset: Dataset, data_args: DataTrainingArguments) -> list[str]:
-    """The names of the classes: those of `--class_names`, or of the data."""
+def class_names(dataset: Dataset, data_args: DataTrainingArguments) -> list[str]:
+    """The names of the classes, from `--class_names` or the data."""
     feature = dataset.features["label"]
     if data_args.class_names is not None:
         return [name.strip() for name in data_args.class_names.split(",")]
@@ -179,50 +181,50 @@ def label_names(dataset: Dataset, data_args: DataTrainingArguments) -> list[str]
     raise ValueError("The labels are numbers without names: give the names by --class_names cat,dog,... in their order.")
 
 
-def number_labels(split: str, dataset: Dataset, names: list[str], data_args: DataTrainingArguments) -> Dataset:
-    """The dataset with labels that are numbers of `names`; raises a ValueError on one that is not."""
+def encode_labels(split: str, dataset: Dataset, names: list[str], data_args: DataTrainingArguments) -> Dataset:
+    """Converts labels to indices of `names`; raises a ValueError for a label that is not among them."""
     feature = dataset.features["label"]
     labels = dataset["label"][:]
     by_name = feature.dtype in ("string", "large_string")
-    if isinstance(feature, ClassLabel) and data_args.class_names is None:  # by name: files may number them differently
-        by_name, own = True, dict(enumerate(feature.names))
-        labels = [own.get(label, label) for label in labels]
-    known = {name if by_name else number: number for number, name in enumerate(names)}
+    if isinstance(feature, ClassLabel) and data_args.class_names is None:  # files may number the names differently
+        by_name, id2label = True, dict(enumerate(feature.names))
+        labels = [id2label.get(label, label) for label in labels]
+    label2id = {name if by_name else number: number for number, name in enumerate(names)}
     for index, label in enumerate(labels):
-        if label not in known:
+        if label not in label2id:
             raise ValueError(
                 f"Image {index} of the {split} split has the label {label!r}, which is none of the {len(names)} classes "
                 f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}."
             )
     columns = {
-        "label": [known[label] for label in labels],
+        "label": [label2id[label] for label in labels],
         "source": [f"Image {index} of the {split} split" for index in range(len(labels))],
     }
     numbers = Dataset.from_dict(columns, Features({"label": ClassLabel(names=names), "source": Value("string")}))
     return datasets.concatenate_datasets([dataset.remove_columns("label"), numbers], axis=1)
 
 
-def read_image(source: str, stored: dict | None) -> Image.Image:
-    """The RGB picture in a file's content; grey and palette images are converted, transparent ones put on white."""
-    stored = stored or {}
-    where = source + (f" ({stored['path']})" if stored.get("path") else "")
-    if not stored.get("bytes") and (not stored.get("path") or os.path.getsize(stored["path"]) == 0):
-        raise ValueError(f"{where} is empty.")
+def read_image(source: str, encoded: dict | None) -> Image.Image:
+    """Decodes an image to RGB; grey and palette images are converted, transparent ones are put on white."""
+    encoded = encoded or {}
+    name = source + (f" ({encoded['path']})" if encoded.get("path") else "")
+    if not encoded.get("bytes") and (not encoded.get("path") or os.path.getsize(encoded["path"]) == 0):
+        raise ValueError(f"{name} is empty.")
     try:
-        with Image.open(io.BytesIO(stored["bytes"]) if stored.get("bytes") else stored["path"]) as image:
+        with Image.open(io.BytesIO(encoded["bytes"]) if encoded.get("bytes") else encoded["path"]) as image:
             if image.mode[0] in "IF":
                 raise ValueError(f"it has more than 8 bits per channel (mode {image.mode}), which would turn white")
-            # Pillow reads a file's pixels when they are needed, and raises whatever its many readers raise
+            # Pillow decodes lazily, and its readers raise many types
             image = ImageOps.exif_transpose(image)
             if image.has_transparency_data:
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
             return image.convert("RGB")
     except Exception as error:
-        raise ValueError(f"{where} cannot be read as an image: {error}") from error
+        raise ValueError(f"{name} cannot be read as an image: {error}") from error
 
 
 class TrainingImages(torch.utils.data.Dataset):
-    """Random views of images. `sampler` chooses which, and each one's draw."""
+    """Randomly augmented images. `sampler` yields the keys: an image's index and the number of its augmentation."""
 
     def __init__(self, dataset: Dataset, view: TrainingView, repeats: int, seed: int):
         self.dataset, self.view, self.seed = dataset, view, seed
@@ -239,7 +241,7 @@ class TrainingImages(torch.utils.data.Dataset):
 
 
 class EvaluationImages(torch.utils.data.Dataset):
-    """Images as the processor makes them."""
+    """Images preprocessed by the image processor."""
 
     def __init__(self, dataset: Dataset, processor: ViTImageProcessorPil):
         self.dataset, self.processor = dataset, processor
@@ -294,16 +296,16 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, names: list
             f"The model knows {len(old_names)} labels ({', '.join(old_names[:3])}, ...), the data has {len(names)} "
             f"({', '.join(names[:3])}, ...): its classifier is replaced by a new one."
         )
-        pretrained.classifier = model.classifier  # one of the same size would have been kept
+        pretrained.classifier = model.classifier  # the pretrained one is loaded if its size is the same
     return pretrained
 
 
 def load_processor(model_args: ModelArguments, config: PreTrainedConfig) -> ViTImageProcessorPil:
-    """The processor for evaluation and use, with the statistics the model was trained with."""
+    """The image processor for evaluation and inference, with the mean and deviation of the pretrained model."""
     processor = make_image_processor(config, model_args.crop)
     if model_args.model_name_or_path is not None:
         try:
-            old = ViTImageProcessorPil.from_pretrained(
+            pretrained = ViTImageProcessorPil.from_pretrained(
                 model_args.model_name_or_path,
                 cache_dir=model_args.cache_dir,
                 revision=model_args.model_revision,
@@ -312,34 +314,34 @@ def load_processor(model_args: ModelArguments, config: PreTrainedConfig) -> ViTI
         except OSError:
             logger.warning(f"{model_args.model_name_or_path} has no image processor: ImageNet's mean and deviation are used.")
         else:
-            processor.image_mean, processor.image_std = old.image_mean, old.image_std
+            processor.image_mean, processor.image_std = pretrained.image_mean, pretrained.image_std
     return processor
 
 
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-def most_likely(logits, labels):
-    """The five most likely classes, kept in place of the logits."""
+def preprocess_logits_for_metrics(logits, labels):
+    """The five most likely classes, which evaluation collects instead of the logits."""
     logits = logits[0] if isinstance(logits, tuple) else logits
     return logits.topk(min(5, logits.shape[-1]), dim=-1).indices
 
 
-def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
-    return TopKAccuracy().compute(predictions=evaluated.predictions, references=evaluated.label_ids)
+def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
+    return TopKAccuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
 
 
 def select_samples(splits: dict[str, Dataset], data_args: DataTrainingArguments, training_args) -> None:
-    """Cuts each split to the number of images wanted.
+    """Limits each split to `max_train_samples` or `max_eval_samples` images.
 
     Raises:
-        ValueError: images that are to be used are missing.
+        ValueError: there are no images to train or evaluate on.
     """
-    for split, wanted, limit in (
+    for split, is_requested, limit in (
         ("train", training_args.do_train, data_args.max_train_samples),
         ("validation", training_args.do_eval, data_args.max_eval_samples),
     ):
-        if wanted and split not in splits:
+        if is_requested and split not in splits:
             raise ValueError(f"There are no {split} images; give --{split}_dir or --{split}_file, or a dataset that has them.")
         if split in splits and limit is not None:  # shuffled, as folders are sorted by class
             dataset = splits[split].shuffle(seed=training_args.seed)
@@ -347,7 +349,7 @@ def select_samples(splits: dict[str, Dataset], data_args: DataTrainingArguments,
 
 
 def make_view(config: PreTrainedConfig, processor: ViTImageProcessorPil, training_args) -> TrainingView:
-    """The augmentation that the arguments ask for."""
+    """The augmentation of the arguments."""
     return TrainingView(
         size=(config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size),
         mean=processor.image_mean,
@@ -377,21 +379,23 @@ def main(args: list[str] | None = None) -> None:
     model = load_model(model_args, config, names)
     processor = load_processor(model_args, config)
 
-    prepared = {}
+    image_datasets = {}
     if "train" in splits:
         view = make_view(config, processor, training_args)
-        prepared["train"] = TrainingImages(splits["train"], view, training_args.repeated_augmentation, training_args.seed)
+        image_datasets["train"] = TrainingImages(
+            splits["train"], view, training_args.repeated_augmentation, training_args.seed
+        )
     if "validation" in splits:
-        prepared["validation"] = EvaluationImages(splits["validation"], processor)
+        image_datasets["validation"] = EvaluationImages(splits["validation"], processor)
     trainer = ToSTVisionTrainer(
         model=model,
         args=training_args,
-        train_dataset=prepared.get("train"),
-        eval_dataset=prepared.get("validation"),
+        train_dataset=image_datasets.get("train"),
+        eval_dataset=image_datasets.get("validation"),
         processing_class=processor,
         data_collator=ImageCollator(len(names), training_args.mixup, training_args.cutmix),
         compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=most_likely,
+        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
     )
     samples = {"train": len(splits.get("train", ())), "eval": len(splits.get("validation", ()))}
     train_and_report(trainer, model_args, data_args, "image-classification", samples)

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What the scripts share: their arguments, changes to a configuration, data from files, and a training run's steps."""
+"""Shared by the scripts: arguments, changes to a configuration, data from files, and the steps of a training run."""
 
 import dataclasses
 import json
@@ -32,8 +32,8 @@ from tost_hf.training.checkpoints import choose_checkpoint
 
 logger = logging.getLogger("scripting")
 
-BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and ARM processors, as torch.cpu names them
-COMPRESSED = ("gz", "bz2", "xz", "zst", "lz4")
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and ARM, as torch.cpu.get_capabilities names them
+COMPRESSION_EXTENSIONS = ("gz", "bz2", "xz", "zst", "lz4")
 LOADERS = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
 
 
@@ -42,18 +42,18 @@ LOADERS = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parque
 
 @dataclass
 class HubArguments:
-    """How to get at models and data sets of the Hub."""
+    """Access to models and datasets of the Hub."""
 
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are stored."})
     model_revision: str = field(default="main", metadata={"help": "The branch, tag or commit of the model to use."})
-    token: str | None = field(default=None, metadata={"help": "The Hub token; the one of `hf auth login` if left out."})
+    token: str | None = field(default=None, metadata={"help": "The Hub token. Default: that of `hf auth login`."})
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether to run code that a Hub repository brings. Read it before."}
+        default=False, metadata={"help": "Whether to run the code of a Hub repository. Read it first."}
     )
 
     @property
     def hub_options(self) -> dict:
-        """What `from_pretrained` of a model, its tokenizer or its processor needs."""
+        """Arguments of `from_pretrained` for a model, its tokenizer or its processor."""
         return {
             "cache_dir": self.cache_dir,
             "revision": self.model_revision,
@@ -67,7 +67,7 @@ class ModelArguments(HubArguments):
     """Which model to fine-tune, or which configuration to train from scratch."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The model to fine-tune; leave it out to train one from scratch."}
+        default=None, metadata={"help": "The model to fine-tune. Default: train one from scratch."}
     )
     config_name: str | None = field(
         default=None,
@@ -86,9 +86,9 @@ class ModelArguments(HubArguments):
 
     @property
     def preset(self) -> str | None:
-        """The name of the preset to train from scratch, if it is one; a folder of that name wins."""
-        known = self.config_name in (*PRESETS, *VISION_PRESETS) and not os.path.isdir(self.config_name)
-        return self.config_name if known else None
+        """The name of the preset to train from scratch, or None. A folder of that name takes precedence."""
+        is_preset = self.config_name in (*PRESETS, *VISION_PRESETS) and not os.path.isdir(self.config_name)
+        return self.config_name if is_preset else None
 
     def load_config(self) -> PreTrainedConfig:
         """The configuration before `config_overrides`."""
@@ -102,12 +102,12 @@ class ModelArguments(HubArguments):
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raises in place of printing the hundreds of options that there are."""
+        """Raises an error instead of printing hundreds of options."""
         raise ValueError(f"{message}; --help lists the arguments.")
 
 
 def parse_args(args: list[str], *argument_classes: type, description: str | None = None) -> tuple:
-    """An instance of each class of arguments, from the command line.
+    """Parses the command line into one instance of each dataclass.
 
     The first argument may be a .yaml or .json file of arguments (examples/recipes); those after it take precedence.
 
@@ -115,28 +115,28 @@ def parse_args(args: list[str], *argument_classes: type, description: str | None
         ValueError: an argument is unknown, missing or of the wrong type, or the file is damaged.
     """
     if args and args[0].endswith((".json", ".yaml", ".yml")):
-        args = _command_line_of(Path(args[0])) + args[1:]
+        args = _read_argument_file(Path(args[0])) + args[1:]
     return _Parser(argument_classes, description=description).parse_args_into_dataclasses(args, look_for_args_file=False)
 
 
-def _command_line_of(file: Path) -> list[str]:
-    """The arguments of a file as words of a command line, so that they are checked as such."""
+def _read_argument_file(file: Path) -> list[str]:
+    """The arguments of a file in the form of a command line, so that they are checked in the same way."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"The file of arguments {str(file)!r} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"The file of arguments {str(file)!r} must hold names and values.")
-    words = []
+        raise ValueError(f"The file of arguments {str(file)!r} must contain names and values.")
+    args = []
     for name, value in values.items():
         if value is not None:
-            parts = value if isinstance(value, list) else [value]
-            words += [f"--{name}", *(part if isinstance(part, str) else json.dumps(part) for part in parts)]
-    return words
+            items = value if isinstance(value, list) else [value]
+            args += [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in items)]
+    return args
 
 
 def parse_value(text: str) -> bool | int | float | str | list | dict | None:
-    """A value in JSON's notation or, in its words, Python's; the strings of a list need no quotes; all else is a string."""
+    """Parses JSON, also with Python's True, False and None, and lists of strings without quotes; anything else is a string."""
     if text.startswith("[") and text.endswith("]") and '"' not in text:
         return [parse_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
     try:
@@ -146,22 +146,22 @@ def parse_value(text: str) -> bool | int | float | str | list | dict | None:
 
 
 def override_config(config: PreTrainedConfig, assignments: str | None, **defaults) -> PreTrainedConfig:
-    """A configuration with changes.
+    """Returns a copy of a configuration with changes.
 
     Args:
         config: not changed.
-        assignments: key=value,key=value,...; None for no change. A list or an object stands in brackets.
+        assignments: key=value,key=value,...; None for no change. Lists and objects are written in brackets.
         defaults: changes that `assignments` override.
 
     Raises:
         ValueError: the configuration has no such key, or the value does not suit it.
     """
     overrides, fields = defaults, config.to_dict()
-    known = fields.keys() | {field.name for field in dataclasses.fields(config)}  # to_dict leaves out options that are off
+    valid_keys = fields.keys() | {field.name for field in dataclasses.fields(config)}  # to_dict omits options that are off
     for assignment in filter(None, re.split(r",(?![^\[{]*[]}])", assignments or "")):
-        key, equals, value = assignment.partition("=")
+        key, separator, value = assignment.partition("=")
         key = config.attribute_map.get(key.strip(), key.strip())
-        if not equals or key not in known:
+        if not separator or key not in valid_keys:
             raise ValueError(
                 f"--config_overrides does not understand {assignment!r}: write key=value, with a key of the "
                 f"{config.model_type} configuration."
@@ -171,8 +171,8 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
         fields["intermediate_size"] = None  # follows the new width
     try:
         if "num_hidden_layers" in overrides and "layer_types" in fields:
-            layers = overrides["num_hidden_layers"]
-            fields["layer_types"] = (fields["layer_types"] * layers)[:layers]  # the pattern repeats
+            num_layers = overrides["num_hidden_layers"]
+            fields["layer_types"] = (fields["layer_types"] * num_layers)[:num_layers]  # the pattern repeats
         return type(config).from_dict(fields | overrides)
     except TypeError as error:
         raise ValueError(f"--config_overrides {assignments!r} has a value that does not suit its key: {error}") from error
@@ -186,39 +186,39 @@ def load_pretrained(auto_class, name: str, **options):
     """
     try:
         return auto_class.from_pretrained(name, **options)
-    except Exception as error:  # transformers raises whatever the many ways of loading raise
-        what = auto_class.__name__.removeprefix("Auto")
-        raise ValueError(f"No {what} can be loaded from {name!r}: {error}") from error
+    except Exception as error:  # the ways of loading raise many types
+        kind = auto_class.__name__.removeprefix("Auto")
+        raise ValueError(f"No {kind} can be loaded from {name!r}: {error}") from error
 
 
 # Data ----------------------------------------------------------------------------------------------------------------
 
 
-def ending(file: str) -> str:
-    """The file name extension that tells the kind of file, compressed or not."""
-    name, _, last = file.lower().rpartition(".")
-    return name.rpartition(".")[2] if last in COMPRESSED else last
+def file_extension(file: str) -> str:
+    """The lower-case extension of a file name, without that of a compression format."""
+    name, _, extension = file.lower().rpartition(".")
+    return name.rpartition(".")[2] if extension in COMPRESSION_EXTENSIONS else extension
 
 
-def read_dataset(kind: str, config_name: str | None = None, **options):
+def read_dataset(path: str, config_name: str | None = None, **options):
     """`datasets.load_dataset`.
 
     Raises:
         ValueError: the data cannot be read; the message names the file or the dataset.
     """
     try:
-        return load_dataset(kind, config_name, **options)
-    except Exception as error:  # datasets raises whatever the readers of many formats raise: EOFError, LZMAError, ...
-        reason = error.__cause__ or error  # datasets says no more than that an error occurred
+        return load_dataset(path, config_name, **options)
+    except Exception as error:  # the readers of formats raise many types: EOFError, LZMAError, ...
+        reason = error.__cause__ or error  # datasets' own message says only that an error occurred
         if "corresponds to no data" in str(reason):
             reason = "it has no examples"
-        files = options.get("data_files") or kind
+        files = options.get("data_files") or path
         names = ", ".join(map(repr, [files] if isinstance(files, str) else files))
         raise ValueError(f"The data of {names} cannot be read: {reason}") from error
 
 
 def check_limits(data_args) -> None:
-    """Raises a ValueError for a number of samples that is not positive."""
+    """Raises a ValueError if a maximum number of samples is not positive."""
     for name in ("max_train_samples", "max_eval_samples"):
         if getattr(data_args, name) is not None and getattr(data_args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(data_args, name)}.")
@@ -228,7 +228,7 @@ def check_limits(data_args) -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls a script's `main`; an error that the user can act on ends it with its message, without a traceback."""
+    """Calls a script's `main`; errors that the user can fix end it with their message, without a traceback."""
     try:
         main()
     except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError, StrictDataclassError) as error:
@@ -236,26 +236,26 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
 
 
-def set_up_logging(training_args: TrainingArguments, script: logging.Logger) -> None:
+def set_up_logging(training_args: TrainingArguments, script_logger: logging.Logger) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
-    if training_args.should_log:  # the main process says more than the others
+    if training_args.should_log:  # the main process logs more than the others
         transformers.utils.logging.set_verbosity_info()
     level = training_args.get_process_log_level()
-    for own in (logger, script):
-        own.setLevel(level)
+    for each_logger in (logger, script_logger):
+        each_logger.setLevel(level)
     datasets.utils.logging.set_verbosity(level)
-    datasets.utils.logging.disable_propagation()  # or the root logger prints its records again
+    datasets.utils.logging.disable_propagation()  # or the root logger prints its records a second time
     transformers.utils.logging.set_verbosity(level)
-    script.warning(
+    script_logger.warning(
         f"process {training_args.process_index} of {training_args.world_size}, device {training_args.device}, "
-        f"mixed precision {training_args.mixed_precision}"  # of the arguments or of Accelerate's file
+        f"mixed precision {training_args.mixed_precision}"  # from the arguments or Accelerate's configuration file
     )
     if training_args.mixed_precision == "bf16" and training_args.device.type == "cpu" and not has_bf16_instructions():
-        script.warning("This processor has no bfloat16 instructions: bf16 is many times slower on it than float32.")
+        script_logger.warning("This processor has no bfloat16 instructions: bf16 is many times slower on it than float32.")
 
 
 def has_bf16_instructions() -> bool:
-    """Whether the processor computes in bfloat16 itself; True if this PyTorch cannot tell."""
+    """Whether the processor has bfloat16 instructions; True if this version of PyTorch cannot tell."""
     capabilities = getattr(torch.cpu, "get_capabilities", lambda: {"bf16": True})()
     return any(capabilities.get(name) for name in BF16_INSTRUCTIONS)
 
@@ -263,14 +263,14 @@ def has_bf16_instructions() -> bool:
 def train_and_report(
     trainer: Trainer, model_args, data_args, task: str, samples: dict[str, int | None], before_card: Callable = lambda: None
 ) -> None:
-    """Trains and evaluates as the arguments ask for, and leaves records, a model card and, if wanted, a push.
+    """Trains and evaluates as requested by the arguments, writes results and a model card, and pushes if requested.
 
     Args:
-        trainer: with its data.
-        model_args, data_args: what the card tells of the run.
-        task: the Hub's name of what the model does.
-        samples: how many examples "train" and "eval" have, None where that is not known.
-        before_card: what is to be done when the model is trained and evaluated.
+        trainer: with its datasets.
+        model_args, data_args: described in the card.
+        task: its name on the Hub.
+        samples: number of examples of "train" and "eval", None if unknown.
+        before_card: called after training and evaluation, before the card is written.
     """
     args = trainer.args
     record_run(trainer, model_args, data_args)
@@ -280,14 +280,14 @@ def train_and_report(
             logger.warning(
                 f"Resuming from {checkpoint}; to start afresh, use another --output_dir or --resume_from_checkpoint false."
             )
-        begun = 0 if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE))).global_step
+        start_step = 0 if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE))).global_step
         result = trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()  # and the tokenizer or image processor
-        if result.global_step > begun:
+        if result.global_step > start_step:
             report(trainer, "train", result.metrics, samples["train"])
         else:
-            logger.warning(f"The run ended at step {begun}: there was nothing left to train.")
-        if result.global_step > begun or not Path(args.output_dir, TRAINER_STATE).is_file():
+            logger.warning(f"The run ended at step {start_step}: there was nothing left to train.")
+        if result.global_step > start_step or not Path(args.output_dir, TRAINER_STATE).is_file():
             trainer.save_state()
     if args.do_eval:
         metrics = trainer.evaluate()
@@ -296,35 +296,37 @@ def train_and_report(
         report(trainer, "eval", metrics, samples["eval"])
     before_card()
 
-    card = {"finetuned_from": model_args.model_name_or_path, "tasks": task}
+    card_options = {"finetuned_from": model_args.model_name_or_path, "tasks": task}
     if data_args.dataset_name is not None:
-        card["dataset_tags"] = data_args.dataset_name
-        card["dataset_args"] = data_args.dataset_config_name
-        card["dataset"] = " ".join(filter(None, (data_args.dataset_name, data_args.dataset_config_name)))
+        card_options["dataset_tags"] = data_args.dataset_name
+        card_options["dataset_args"] = data_args.dataset_config_name
+        card_options["dataset"] = " ".join(filter(None, (data_args.dataset_name, data_args.dataset_config_name)))
     if args.push_to_hub:
-        trainer.push_to_hub(**card)
+        trainer.push_to_hub(**card_options)
     else:
-        trainer.create_model_card(**card)
+        trainer.create_model_card(**card_options)
 
 
 def record_run(trainer: Trainer, model_args, data_args) -> None:
-    """Writes to the output folder what a card tells of a run: its command, without tokens, its data and first weights."""
+    """Writes the run's command, dataset and initial model to the output folder, for the card."""
     if not trainer.is_world_process_zero():
         return
-    known = {
+    run_arguments = {
         "command": recorded_command(sys.argv),
         "dataset_name": data_args.dataset_name,
         "dataset_config_name": data_args.dataset_config_name,
         "model_name_or_path": model_args.model_name_or_path,
     }
     with staged_file(Path(trainer.args.output_dir, RUN_ARGUMENTS)) as file:
-        file.write_text(json.dumps({name: value for name, value in known.items() if value}, indent=2) + "\n", encoding="utf-8")
+        file.write_text(
+            json.dumps({name: value for name, value in run_arguments.items() if value}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def recorded_command(argv: list[str]) -> str:
-    """A script's command line for those who want to repeat it, without the Hub's token: records are published."""
-    script, here = Path(argv[0]).resolve(), Path(__file__).resolve().parent
-    name = script.relative_to(here).as_posix() if script.is_relative_to(here) else script.name
+    """The command line that repeats a run, without the Hub token, because records are published."""
+    script, examples_folder = Path(argv[0]).resolve(), Path(__file__).resolve().parent
+    name = script.relative_to(examples_folder).as_posix() if script.is_relative_to(examples_folder) else script.name
     return HUB_TOKEN.sub("HF_TOKEN", shlex.join(["python", f"examples/{name}", *argv[1:]]))
 
 

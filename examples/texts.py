@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Text to train on: which files; tokenized and packed into blocks before training, or streamed during it."""
+"""Training text: finds its files, then tokenizes and packs them into blocks before training, or streams them during it."""
 
 import glob
 import hashlib
@@ -12,14 +12,14 @@ from itertools import chain
 from pathlib import Path
 
 from datasets import Dataset, Features, List, Value, load_from_disk
-from scripting import COMPRESSED, LOADERS, check_limits, ending, read_dataset
+from scripting import COMPRESSION_EXTENSIONS, LOADERS, check_limits, file_extension, read_dataset
 from transformers import PreTrainedTokenizerBase
 
 from tost_hf.training.streams import PackedStream, select_texts
 
 
-PROBE = "  Tokens, 1 2 34:\n\tÄpfel & def f(x): # tost\n"
-READ_FROM = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSED)}"
+FINGERPRINT_TEXT = "  Tokens, 1 2 34:\n\tÄpfel & def f(x): # tost\n"
+TEXT_FORMATS = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSION_EXTENSIONS)}"
 
 
 @dataclass
@@ -31,15 +31,15 @@ class TextArguments:
     train_file: list[str] | None = field(
         default=None,
         metadata={
-            "help": f"The training text: files of one kind ({READ_FROM}), patterns such as 'data/*.jsonl.gz', folders of "
+            "help": f"The training text: files of one kind ({TEXT_FORMATS}), patterns such as 'data/*.jsonl.gz', folders of "
             "them, or a folder that prepare_tokens.py wrote."
         },
     )
     text_column: str | None = field(
-        default=None, metadata={"help": "The column with the text. Default: 'text', or the only one there is."}
+        default=None, metadata={"help": "The column with the text. Default: 'text', or the only column."}
     )
     block_size: int | None = field(
-        default=None, metadata={"help": "Tokens of one block. Default: what the model can take, up to 1,024."}
+        default=None, metadata={"help": "Tokens of one block. Default: the model's maximum, up to 1,024."}
     )
     add_eos_token: bool | None = field(
         default=None,
@@ -62,14 +62,14 @@ class DataTrainingArguments(TextArguments):
 
     validation_file: list[str] | None = field(default=None, metadata={"help": "The validation text, of the same kinds."})
     validation_split_percentage: int = field(
-        default=5, metadata={"help": "The part of the training examples held out where there is no validation text."}
+        default=5, metadata={"help": "The percentage of training examples to hold out if there is no validation text."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "The largest number of training blocks to use."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "The largest number of validation blocks to use."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "The maximum number of training blocks."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "The maximum number of validation blocks."})
     streaming: bool = field(default=False, metadata={"help": "Read the data while training, without preparing all of it."})
     shuffle_buffer: int = field(
         default=1_000,
-        metadata={"help": "Blocks of a stream that are shuffled at a time; 0 leaves blocks and files in their order."},
+        metadata={"help": "Blocks of a stream that are shuffled at a time; 0: no shuffling of blocks and files."},
     )
     overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again even if the result is cached."})
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
@@ -96,7 +96,7 @@ class DataTrainingArguments(TextArguments):
 
 
 def expand_files(names: str | list[str] | None) -> list[str] | None:
-    """The files that names, patterns and folders stand for; a folder of prepared tokens, alone, stands for itself.
+    """Expands patterns and folders into files; a folder of prepared tokens is returned as it is.
 
     Raises:
         FileNotFoundError: there are none.
@@ -107,23 +107,23 @@ def expand_files(names: str | list[str] | None) -> list[str] | None:
     names = [names] if isinstance(names, str) else names
     if is_prepared(names[0]):
         return names
-    files = list(chain.from_iterable(map(_files_of, names)))
+    files = list(chain.from_iterable(map(_find_files, names)))
     for file in files:
-        if ending(file) not in LOADERS:
+        if file_extension(file) not in LOADERS:
             raise ValueError(f"The text file {file!r} must end in one of: {', '.join('.' + x for x in LOADERS)}.")
         if "://" not in file and not os.path.isfile(file):  # datasets fetches a URL
             raise FileNotFoundError(f"The text file {file!r} does not exist.")
-    kinds = sorted({LOADERS[ending(file)] for file in files})
+    kinds = sorted({LOADERS[file_extension(file)] for file in files})
     if len(kinds) > 1:
         raise ValueError(f"Text files must be of one kind to be read together, not of several: {', '.join(kinds)}.")
     return files
 
 
-def _files_of(name: str) -> list[str]:
+def _find_files(name: str) -> list[str]:
     if os.path.isdir(name):
-        files = sorted(str(path) for path in Path(name).iterdir() if path.is_file() and ending(path.name) in LOADERS)
+        files = sorted(str(path) for path in Path(name).iterdir() if path.is_file() and file_extension(path.name) in LOADERS)
         if not files:
-            raise FileNotFoundError(f"The folder {name!r} has no text files ({READ_FROM}).")
+            raise FileNotFoundError(f"The folder {name!r} has no text files ({TEXT_FORMATS}).")
         return files
     if glob.has_magic(name) and not os.path.exists(name) and "://" not in name:
         files = sorted(glob.glob(name, recursive=True))
@@ -137,13 +137,13 @@ def _files_of(name: str) -> list[str]:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of the vocabulary and of how a text of many kinds of characters is tokenized."""
-    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE)["input_ids"]])
+    """A hash of the vocabulary and of the tokens of a text with many kinds of characters."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer(FINGERPRINT_TEXT)["input_ids"]])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def is_prepared(folder: str) -> bool:
-    """Whether it is a folder of `Dataset.save_to_disk`, as prepare_tokens.py writes."""
+    """Whether the folder was written by `Dataset.save_to_disk`, as by prepare_tokens.py."""
     return Path(folder, "state.json").is_file()
 
 
@@ -159,7 +159,7 @@ def check_prepared(folder: str, blocks: Dataset, tokenizer: PreTrainedTokenizerB
 # Examples ------------------------------------------------------------------------------------------------------------
 
 
-def load_texts(model_args, data_args) -> dict:
+def load_splits(model_args, data_args) -> dict:
     """The examples of "train" and "validation", each a `Dataset` or, streaming, an `IterableDataset`.
 
     Args:
@@ -168,53 +168,53 @@ def load_texts(model_args, data_args) -> dict:
     """
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token, "streaming": data_args.streaming}
     if data_args.dataset_name is not None:
-        texts = dict(read_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
+        splits = dict(read_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
     else:
-        texts = {}
+        splits = {}
         for split, files in (("train", data_args.train_file), ("validation", data_args.validation_file)):
             if files is not None:
-                texts[split] = load_files(files, data_args, **options)
+                splits[split] = load_files(files, data_args, **options)
     percentage = data_args.validation_split_percentage
-    if "validation" not in texts and "train" in texts and percentage > 0:
-        texts["train"], texts["validation"] = hold_out(texts["train"], percentage, data_args.text_column)
-    return texts
+    if "validation" not in splits and "train" in splits and percentage > 0:
+        splits["train"], splits["validation"] = hold_out(splits["train"], percentage, data_args.text_column)
+    return splits
 
 
 def load_files(files: list[str], data_args: TextArguments, **options):
     """The examples of files, or the blocks of a folder of prepared tokens."""
     if is_prepared(files[0]):
         return load_from_disk(files[0]).with_format("numpy")
-    lines = {"keep_linebreaks": data_args.keep_linebreaks} if ending(files[0]) == "txt" else {}
-    return read_dataset(LOADERS[ending(files[0])], data_files=files, split="train", **options, **lines)
+    text_options = {"keep_linebreaks": data_args.keep_linebreaks} if file_extension(files[0]) == "txt" else {}
+    return read_dataset(LOADERS[file_extension(files[0])], data_files=files, split="train", **options, **text_options)
 
 
 def hold_out(dataset, percentage: int, column: str | None = None) -> tuple:
-    """Splits examples into those to train on and those to validate on: the first ones, or by their text in a stream.
+    """Splits examples into training and validation examples: the first ones, or by a checksum of their text in a stream.
 
-    By their text, because a stream is sharded over processes: its examples have no index that is the same in all.
+    A stream is sharded over processes, so its examples have no common index.
     """
     if not isinstance(dataset, Dataset):
-        column = text_column("train", dataset, column)
-        part = partial(_is_held_out, column=column, percentage=percentage)
-        return dataset.filter(partial(part, wanted=False)), dataset.filter(partial(part, wanted=True))
+        column = find_text_column("train", dataset, column)
+        belongs = partial(_belongs_to_split, column=column, percentage=percentage)
+        return dataset.filter(partial(belongs, held_out=False)), dataset.filter(partial(belongs, held_out=True))
     if len(dataset) < 2:
         raise ValueError(
             "The training text has a single example, of which none can be held out: give --validation_file, or "
             "--validation_split_percentage 0."
         )
-    held_out = max(1, len(dataset) * percentage // 100)
-    return dataset.select(range(held_out, len(dataset))), dataset.select(range(held_out))
+    num_held_out = max(1, len(dataset) * percentage // 100)
+    return dataset.select(range(num_held_out, len(dataset))), dataset.select(range(num_held_out))
 
 
-def _is_held_out(example: dict, column: str, percentage: int, wanted: bool) -> bool:
-    return (zlib.crc32(str(example[column]).encode(errors="replace")) % 100 < percentage) == wanted
+def _belongs_to_split(example: dict, column: str, percentage: int, held_out: bool) -> bool:
+    return (zlib.crc32(str(example[column]).encode(errors="replace")) % 100 < percentage) == held_out
 
 
-def text_column(split: str, dataset, column: str | None = None) -> str:
-    """The column that holds the text.
+def find_text_column(split: str, dataset, column: str | None = None) -> str:
+    """The name of the column with the text.
 
     Raises:
-        ValueError: it is not there, or holds something else.
+        ValueError: there is no such column, or it contains something else.
     """
     first = first_example(split, dataset)
     columns = dataset.column_names or list(first)
@@ -224,28 +224,28 @@ def text_column(split: str, dataset, column: str | None = None) -> str:
     if column not in columns:
         raise ValueError(f"The {split} data has no column {column!r} but: {', '.join(columns) or 'no examples'}.")
     if not isinstance(first.get(column), str | None):
-        raise ValueError(f"The column {column!r} of the {split} data holds no text but values such as {first[column]!r}.")
+        raise ValueError(f"The column {column!r} of the {split} data contains no text but values such as {first[column]!r}.")
     return column
 
 
 def first_example(split: str, dataset) -> dict:
-    """The first example, empty if there is none.
+    """The first example, or an empty dictionary.
 
     Raises:
         ValueError: it cannot be read.
     """
     try:
         return next(iter(dataset), {})
-    except Exception as error:  # datasets raises whatever the readers of many formats raise
+    except Exception as error:  # the readers of formats raise many types
         raise ValueError(f"The {split} text cannot be read: {error.__cause__ or error}") from error
 
 
 # Blocks --------------------------------------------------------------------------------------------------------------
 
 
-def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, eos_token_id: int | None) -> list[int]:
-    """The tokens of texts, concatenated; each text ends with the eos token unless that is None."""
-    token_lists = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"] if texts else []
+def encode(documents: list[str], tokenizer: PreTrainedTokenizerBase, eos_token_id: int | None) -> list[int]:
+    """Tokenizes and concatenates documents; each ends with `eos_token_id` unless that is None."""
+    token_lists = tokenizer(documents, return_attention_mask=False, verbose=False)["input_ids"] if documents else []
     if eos_token_id is not None:
         token_lists = [ids if ids[-1:] == [eos_token_id] else [*ids, eos_token_id] for ids in token_lists]
     return list(chain.from_iterable(token_lists))
@@ -254,17 +254,17 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, eos_token_id: i
 def pack_into_blocks(
     examples: dict[str, list], tokenizer: PreTrainedTokenizerBase, column: str, block_size: int, eos_token_id: int | None
 ) -> dict[str, list[list[int]]]:
-    """Tokenizes examples, concatenates them and splits them into blocks; a last one that is shorter is dropped."""
+    """Tokenizes examples, concatenates them and splits them into blocks; an incomplete last block is dropped."""
     tokens = encode(select_texts(examples, column), tokenizer, eos_token_id)
     return {"input_ids": [tokens[i : i + block_size] for i in range(0, len(tokens) - block_size + 1, block_size)]}
 
 
 def is_line_based(files: list[str] | None) -> bool:
-    return files is not None and ending(files[0]) == "txt"
+    return files is not None and file_extension(files[0]) == "txt"
 
 
 def choose_eos(files: list[str] | None, tokenizer: PreTrainedTokenizerBase, data_args: TextArguments) -> int | None:
-    """The token that ends an example, if any."""
+    """The token id to append to each example, if any."""
     add_eos = data_args.add_eos_token if data_args.add_eos_token is not None else not is_line_based(files)
     if add_eos and tokenizer.eos_token_id is None:
         raise ValueError("The tokenizer has no eos token to end a document with; set one, or use --add_eos_token false.")
@@ -274,17 +274,17 @@ def choose_eos(files: list[str] | None, tokenizer: PreTrainedTokenizerBase, data
 def pack(
     split: str, dataset, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, text_args, **options
 ):
-    """The examples as blocks of tokens, two bytes each where the vocabulary allows; `options` are those of `map`."""
-    token = Value("uint16" if len(tokenizer) <= 1 << 16 else "int32")
+    """Packs examples into blocks of tokens, two bytes each if the vocabulary allows; `options` are those of `map`."""
+    token_type = Value("uint16" if len(tokenizer) <= 1 << 16 else "int32")
     return dataset.map(
         pack_into_blocks,
         batched=True,
-        batch_size=10_000 if is_line_based(files) else 1_000,  # each such batch loses less than a block
+        batch_size=10_000 if is_line_based(files) else 1_000,  # each batch drops less than a block
         remove_columns=dataset.column_names or list(first_example(split, dataset)),
-        features=Features({"input_ids": List(token, length=block_size)}),
+        features=Features({"input_ids": List(token_type, length=block_size)}),
         fn_kwargs={
             "tokenizer": tokenizer,
-            "column": text_column(split, dataset, text_args.text_column),
+            "column": find_text_column(split, dataset, text_args.text_column),
             "block_size": block_size,
             "eos_token_id": choose_eos(files, tokenizer, text_args),
         },
@@ -295,7 +295,7 @@ def pack(
 def prepare_blocks(
     split: str, dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, max_samples: int | None, data_args
 ):
-    """Blocks of tokens to train on or to evaluate, those of a stream as well with an end; a ValueError if there is not one."""
+    """Blocks of tokens for training or evaluation, of a stream in one pass; a ValueError if there is no block."""
     files = data_args.train_file if split == "train" else data_args.validation_file or data_args.train_file
     files = None if data_args.dataset_name is not None else files
     if files is not None and is_prepared(files[0]):
@@ -316,38 +316,38 @@ def prepare_blocks(
 
 
 def stream_blocks(dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, data_args) -> PackedStream:
-    """Blocks of training text, read during training, without end."""
-    prepare_blocks("train", dataset, tokenizer, block_size, None, data_args)  # rejects what is too short
-    eos = choose_eos(None if data_args.dataset_name is not None else data_args.train_file, tokenizer, data_args)
+    """An endless stream of blocks, read during training."""
+    prepare_blocks("train", dataset, tokenizer, block_size, None, data_args)  # raises an error if the text is too short
+    eos_token_id = choose_eos(None if data_args.dataset_name is not None else data_args.train_file, tokenizer, data_args)
     return PackedStream(
         dataset,
-        partial(encode, tokenizer=tokenizer, eos_token_id=eos),
-        text_column("train", dataset, data_args.text_column),
+        partial(encode, tokenizer=tokenizer, eos_token_id=eos_token_id),
+        find_text_column("train", dataset, data_args.text_column),
         block_size,
         shuffle_buffer=data_args.shuffle_buffer,
         seed=seed,
         settings={
             "tokenizer": tokenizer_fingerprint(tokenizer),
-            "eos_token": eos,
+            "eos_token": eos_token_id,
             "validation_split_percentage": data_args.validation_split_percentage,
         },
     )
 
 
 def load_blocks(model_args, data_args, training_args, tokenizer: PreTrainedTokenizerBase, block_size: int) -> dict:
-    """The blocks of "train" and "validation" that are wanted."""
+    """The blocks of "train" and "validation" that the arguments request."""
     blocks = {}
     with training_args.main_process_first(desc="preparing the text"):
-        texts = load_texts(model_args, data_args)
-        for split, wanted, max_samples in (
+        splits = load_splits(model_args, data_args)
+        for split, is_requested, max_samples in (
             ("train", training_args.do_train, data_args.max_train_samples),
             ("validation", training_args.do_eval, data_args.max_eval_samples),
         ):
-            if wanted and split not in texts:
+            if is_requested and split not in splits:
                 raise ValueError(f"There is no {split} text; give --{split}_file, or a dataset that has one.")
-            if wanted and split == "train" and data_args.streaming:
+            if is_requested and split == "train" and data_args.streaming:
                 seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
-                blocks[split] = stream_blocks(texts[split], tokenizer, block_size, seed, data_args)
-            elif wanted:
-                blocks[split] = prepare_blocks(split, texts[split], tokenizer, block_size, max_samples, data_args)
+                blocks[split] = stream_blocks(splits[split], tokenizer, block_size, seed, data_args)
+            elif is_requested:
+                blocks[split] = prepare_blocks(split, splits[split], tokenizer, block_size, max_samples, data_args)
     return blocks

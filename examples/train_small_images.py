@@ -5,11 +5,12 @@
     python examples/train_small_images.py --images CIFAR10_FOLDER --image_size 32 --patch_size 4 --output_dir tost-cifar10-1m
     python examples/train_small_images.py --images CIFAR10_FOLDER --image_size 32 --patch_size 4 --trunk xca --output_dir xca
 
-The folder (or Hub id) is one that `datasets` reads: parquet files, or a folder per class. `run_image_classification.py` trains
-on random crops and flips; a tenth of the training images is held out where there is no validation or test split. The weights
-are then stored in bfloat16 and evaluated as stored on all held-out images, beside the most frequent class. The folder gets a
-card, the curves and the confusion matrix; a page on what TSSA does with the first held-out image is in a folder beside it. An
-interrupted run resumes from its last checkpoint. `--hub_dir` copies what publishing would upload.
+IMAGE_FOLDER (or a Hub id) is one that `datasets` reads: parquet files, or a folder per class. `run_image_classification.py`
+trains on random crops and flips; a tenth of the training images is held out if there is no validation or test split. The
+weights are then stored in bfloat16 and evaluated on all held-out images, beside the most frequent class. The output folder has
+the model card, the training curves and the confusion matrix; OUTPUT_DIR-memberships has a page on TSSA's memberships for the
+first held-out image. An interrupted run resumes from its last checkpoint. `--hub_dir` copies the files that publishing would
+upload.
 """
 
 import argparse
@@ -39,14 +40,14 @@ from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
 TITLE = "## Accuracy by class"
 CURVES, CONFUSION = "curves.png", "confusion_matrix.png"
-MEMBERSHIPS = "-memberships"  # the page's folder is beside the model's, which is published
-HELD_OUT = 0.1
-CURVE_IMAGES = 1000  # held-out images evaluated during training, for the curve
+MEMBERSHIPS_SUFFIX = "-memberships"  # of the page's folder, outside the model's, which is published
+HELD_OUT_FRACTION = 0.1
+CURVE_IMAGES = 1000  # held-out images evaluated during training
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its training."""
+    """The sizes of a model and its training."""
 
     model: str  # changes to the configuration of tost-vision-tiny-patch16
     image_size: int  # pixels
@@ -73,7 +74,7 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
         "config_overrides": overrides,
         "image_size": args.image_size or size.image_size,
         "dataset_name": args.images,
-        "train_val_split": HELD_OUT,
+        "train_val_split": HELD_OUT_FRACTION,
         "max_eval_samples": CURVE_IMAGES,
         "per_device_train_batch_size": size.batch,
         "dataloader_num_workers": min(size.workers, os.cpu_count() or 1),
@@ -86,7 +87,7 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
         "max_grad_norm": 0,
         "label_smoothing_factor": 0.1,
         "bf16": is_torch_bf16_gpu_available(),
-        # chosen by short runs for few passes over the data: neither the recipe's strong augmentation nor EMA weights
+        # selected by short runs for few epochs: neither the recipe's strong augmentation nor EMA weights
         "min_crop_scale": 0.5,
         "logging_steps": max(1, steps // 50),
         "eval_strategy": "steps",
@@ -106,7 +107,7 @@ def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
     Args:
         images: the name of the data.
         folder: the model's folder.
-        splits: "train" and "validation" as the training run divided them.
+        splits: "train" and "validation" as in the training run.
 
     Returns:
         The confusion matrix (classes, classes): how many images of each class (rows) were predicted as each (columns).
@@ -118,27 +119,27 @@ def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
     matrix = torch.from_numpy(confusion_matrix(labels, predictions, labels=range(model.config.num_labels)))
     [(most_frequent, _)] = Counter(splits["train"]["label"][:]).most_common(1)
     height, width = held_out[0]["pixel_values"].shape[-2:]
-    how = f"images resized to {height} x {width} by the model's processor, {model.config.num_labels} classes"
+    protocol = f"images resized to {height} x {width} by the model's processor, {model.config.num_labels} classes"
     accuracy, baseline = int(matrix.trace()) / len(labels), labels.count(most_frequent) / len(labels)
-    always = f"always {model.config.id2label[most_frequent]!r}, of the classes with most training images"
-    measured = [
-        Measurement("accuracy", "Accuracy (top-1)", accuracy, len(labels), f"{how}, weights as stored"),
-        Measurement("accuracy", "Baseline: accuracy of the most frequent class", baseline, len(labels), always),
+    baseline_protocol = f"always {model.config.id2label[most_frequent]!r}, of the classes with most training images"
+    measurements = [
+        Measurement("accuracy", "Accuracy (top-1)", accuracy, len(labels), f"{protocol}, weights as stored"),
+        Measurement("accuracy", "Baseline: accuracy of the most frequent class", baseline, len(labels), baseline_protocol),
     ]
     name = Path(images).name if os.path.exists(images) else images
     source = Source(splits["validation"], name, split="held-out")
-    results = make_results("image-classification", name, source, measured, recorded_command(sys.argv))
+    results = make_results("image-classification", name, source, measurements, recorded_command(sys.argv))
     write_results(Path(folder, EVALUATION), results)
     print_results(results)
     return matrix
 
 
 def plot_confusion(matrix: torch.Tensor, names: list[str], folder: str) -> None:
-    """The confusion matrix, each row as shares of the images of a class."""
-    shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).numpy()
+    """Plots the confusion matrix, normalized over the images of each class."""
+    fractions = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).numpy()
     side = 2 + 0.45 * len(names)
     figure = Figure(figsize=(side, side), layout="constrained")
-    display = ConfusionMatrixDisplay(shares, display_labels=names)
+    display = ConfusionMatrixDisplay(fractions, display_labels=names)
     display.plot(ax=figure.subplots(), values_format=".0%", xticks_rotation="vertical", colorbar=False)
     figure.savefig(Path(folder, CONFUSION), dpi=80)
 
@@ -149,9 +150,9 @@ def class_section(matrix: torch.Tensor, names: list[str]) -> str:
     for label, counts in enumerate(matrix):
         mistakes = counts.clone()
         mistakes[label] = 0
-        mistaken = f"{names[int(mistakes.argmax())]} ({int(mistakes.max())})" if mistakes.any() else ""
+        top_mistake = f"{names[int(mistakes.argmax())]} ({int(mistakes.max())})" if mistakes.any() else ""
         total = int(counts.sum())
-        records.append((names[label], total, f"{int(counts[label]) / total:.1%}" if total else "", mistaken))
+        records.append((names[label], total, f"{int(counts[label]) / total:.1%}" if total else "", top_mistake))
     figures = f"![Loss and accuracy by step]({CURVES})\n\n![Confusion matrix]({CONFUSION})"
     header = ("class", "held-out images", "accuracy", "most frequent mistake")
     return "\n\n".join([TITLE, make_markdown_table(header, records), figures])
@@ -171,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     script.main(make_arguments(args))
     store_as_bfloat16(AutoModelForImageClassification, args.output_dir)
-    data_args = script.DataTrainingArguments(dataset_name=args.images, train_val_split=HELD_OUT)
+    data_args = script.DataTrainingArguments(dataset_name=args.images, train_val_split=HELD_OUT_FRACTION)
     splits = script.load_images(script.ModelArguments(), data_args, args.seed)
     matrix, names = evaluate(args.images, args.output_dir, splits), splits["validation"].features["label"].names
     history = TrainerState.load_from_json(str(Path(args.output_dir, TRAINER_STATE))).log_history
@@ -181,9 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
     finish_card(args.output_dir, section)
     copy_published_files(args.output_dir, args.hub_dir)
     if args.trunk == "tssa":
-        first = splits["validation"][0]
-        image = script.read_image(first["source"], first["image"])
-        inspect_path(args.output_dir, image, f"{Path(args.output_dir)}{MEMBERSHIPS}")
+        example = splits["validation"][0]
+        image = script.read_image(example["source"], example["image"])
+        inspect_path(args.output_dir, image, f"{Path(args.output_dir)}{MEMBERSHIPS_SUFFIX}")
     print(section)
 
 

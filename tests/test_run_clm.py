@@ -114,7 +114,7 @@ def test_larger_tokenizer_resizes_a_pretrained_model(tmp_path, text_folder, tiny
 def load_blocks(text_folder, file, block_size=8, **options):
     data_args = texts.DataTrainingArguments(train_file=str(file), validation_split_percentage=0, **options)
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
-    dataset = texts.load_texts(run_clm.ModelArguments(cache_dir=str(file.parent / "cache")), data_args)["train"]
+    dataset = texts.load_splits(run_clm.ModelArguments(cache_dir=str(file.parent / "cache")), data_args)["train"]
     return list(texts.prepare_blocks("train", dataset, tokenizer, block_size, None, data_args)), tokenizer
 
 

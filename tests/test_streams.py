@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 def make_stream(folder, kind: str, held_out: int = 0, **options) -> PackedStream:
     files = sorted(str(path) for path in folder.glob(f"*.{kind}"))
-    dataset = read_dataset(texts.LOADERS[texts.ending(files[0])], data_files=files, split="train", streaming=True)
+    dataset = read_dataset(texts.LOADERS[texts.file_extension(files[0])], data_files=files, split="train", streaming=True)
     if held_out:
         dataset = texts.hold_out(dataset, held_out)[0]
     return PackedStream(dataset, encode, "text", BLOCK, **options)
@@ -223,7 +223,7 @@ def test_interrupted_preparation_resumes(prepare, monkeypatch, tmp_path):
         (cached,) = texts.pack(*args, **options).cache_files
         finished_parts.append((cached["filename"], Path(cached["filename"]).stat().st_mtime_ns))
 
-    monkeypatch.setattr(prepare_tokens, "EXAMPLES_PER_PART", 4)
+    monkeypatch.setattr(prepare_tokens, "EXAMPLES_PER_SHARD", 4)
     monkeypatch.setattr(prepare_tokens, "pack", pack)
     with pytest.raises(KeyboardInterrupt):
         prepare(cache_dir=tmp_path / "cache")

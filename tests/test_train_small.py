@@ -24,7 +24,7 @@ from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForImageClassification, ToS
 @pytest.mark.parametrize(("size", "text_parameters", "image_parameters"), [("cpu", 2.87e6, 1.49e6), ("gpu", 25e6, 22.2e6)])
 def test_sizes(size, text_parameters, image_parameters):
     language_preset, image_preset = train_small.SIZES[size], train_small_images.SIZES[size]
-    overrides = f"{language_preset.model},vocab_size={language_preset.vocab_size},{train_small.KIND}"
+    overrides = f"{language_preset.model},vocab_size={language_preset.vocab_size},{train_small.COMMON_OVERRIDES}"
     with torch.device("meta"):
         model = ToSTForCausalLM(override_config(ToSTConfig.from_preset("tost-base"), overrides))
         options = {"patch_size": image_preset.patch_size, "image_size": image_preset.image_size}

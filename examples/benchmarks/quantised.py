@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from decode import DynamicSteps
-from demo import write_texts
+from demo import write_dataset
 from PIL import Image
 from records import read_records, select
 from registry import benchmark
@@ -67,7 +67,7 @@ def text_loss(folder: Path) -> Callable[[Any], float]:
     """What measures a model's loss on the demo's validation text, nats per token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with tempfile.TemporaryDirectory() as scratch:
-        _, validation = write_texts(Path(scratch))
+        _, validation = write_dataset(Path(scratch))
         text = validation.read_text()
     windows = list(torch.tensor(tokenize(tokenizer, [text])[0][: WINDOW * WINDOWS]).split(WINDOW))
     return lambda model: torch.cat([x for x, _ in score(model, windows, 8)]).mean().item()
