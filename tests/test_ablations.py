@@ -99,7 +99,7 @@ def test_parameter_counts_with_ista(config_class, model_class, name, fields, cou
 
 
 @pytest.mark.parametrize("kind", ["language", "vision"])
-def test_card_info_inspect_and_convert(kind, images, tmp_path):
+def test_card_info_trace_and_conversion(kind, images, tmp_path):
     if kind == "language":
         model, inputs = ToSTForCausalLM(small_config(**ISTA_UNNORMALISED)), {"input_ids": torch.randint(1, 97, (2, 9))}
     else:

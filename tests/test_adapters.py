@@ -1,4 +1,4 @@
-"""PEFT on ToST: its own default layers, embeddings, single tokens; trained, saved, loaded, merged."""
+"""PEFT adapters on ToST: default target modules, embeddings, single tokens; training, saving, loading, merging."""
 
 import pytest
 import torch
@@ -29,29 +29,29 @@ CASES = {
     "all linear layers": ({}, {"target_modules": "all-linear"}),
     "tokens of the vocabulary": ({}, {"target_modules": ["in_proj"], "trainable_token_indices": [1, 2, 3]}),
     "embeddings": ({"tie_word_embeddings": False}, {"target_modules": ["embed_tokens", "embed_positions", "in_proj"]}),
-    "forgetting and convolution": ({"forgetting": "token", "conv_kernel": 4}, {"target_modules": "all-linear"}),
+    "decay and convolution": ({"forgetting": "token", "conv_kernel": 4}, {"target_modules": "all-linear"}),
 }
 
 
 @pytest.mark.parametrize("fields, options", CASES.values(), ids=CASES)
-def test_adapter_learns_and_loads_and_merges(tmp_path, fields, options):
+def test_train_save_load_and_merge(tmp_path, fields, options):
     base = language_model(**fields)
-    before = base(TOKENS).logits.detach()
+    base_logits = base(TOKENS).logits.detach()
     adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options)).eval()
-    torch.testing.assert_close(adapted(TOKENS).logits, before)
-    first = adapted(TOKENS, labels=TOKENS).loss.item()
+    torch.testing.assert_close(adapted(TOKENS).logits, base_logits)
+    initial_loss = adapted(TOKENS, labels=TOKENS).loss.item()
     train(adapted)
-    assert adapted(TOKENS, labels=TOKENS).loss.item() < first - 0.3
-    after = adapted(TOKENS).logits.detach()
+    assert adapted(TOKENS, labels=TOKENS).loss.item() < initial_loss - 0.3
+    trained_logits = adapted(TOKENS).logits.detach()
     adapted.save_pretrained(tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(language_model(**fields), tmp_path / "adapter").eval()
-    torch.testing.assert_close(loaded(TOKENS).logits, after)
+    torch.testing.assert_close(loaded(TOKENS).logits, trained_logits)
     loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = ToSTForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(merged(TOKENS).logits, after, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(merged(TOKENS).logits, trained_logits, rtol=1e-4, atol=1e-4)
 
 
-def test_default_layers():
+def test_default_target_modules():
     language = peft.get_peft_model(language_model(), peft.LoraConfig())
     vision = peft.get_peft_model(tiny_vision_model(), peft.LoraConfig())
     for model in (language, vision):

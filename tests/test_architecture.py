@@ -1,4 +1,4 @@
-"""The package layout: which layer may import which, no import cycle, no private name imported from another module."""
+"""The package layout: imports from lower layers only, no import cycles, no imports of private names."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -9,7 +9,7 @@ from tost_hf.model.base_tost import CODE_FILES
 
 
 SOURCE = Path(__file__).parents[1] / "src" / "tost_hf"
-# Packages and single modules, lowest layer first: each imports from lower layers and from itself only.
+# Packages and single modules, lowest layer first; each may import only from lower layers and from itself.
 LAYERS = (
     ("model", "files", "transformers_patches", "version"),
     ("cache_files",),
@@ -29,35 +29,40 @@ def package_of(module: str) -> str:
 
 
 def find_imports(module: str) -> list[tuple[str, str]]:
-    """What a module imports from the package, anywhere in its code: (module, name)."""
-    path, found = MODULES[module], []
+    """The imports from the package anywhere in a module, as pairs (module, name)."""
+    path, imports = MODULES[module], []
     folder = path.parent.relative_to(SOURCE).parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == "tost_hf" for alias in node.names):
-            found += [("__init__", "") for _ in node.names]
+            imports += [("__init__", "") for _ in node.names]
         if not isinstance(node, ast.ImportFrom) or (node.level == 0 and (node.module or "").partition(".")[0] != "tost_hf"):
             continue
         if node.level:
             base = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
         else:
             base = node.module.split(".")[1:]
-        base = [part for part in base if part]
+        base = [component for component in base if component]
         for alias in node.names:
             for name in (".".join([*base, alias.name]), ".".join(base), ".".join([*base, "__init__"])):
                 if name in MODULES:
-                    found.append((name, alias.name))
+                    imports.append((name, alias.name))
                     break
             else:
                 raise AssertionError(f"{module} imports {alias.name} from an unknown module")
-    return found
+    return imports
 
 
 IMPORTS = {module: find_imports(module) for module in MODULES}
-GRAPH = {module: {target for target, _ in found} for module, found in IMPORTS.items()}
+GRAPH = {module: {target for target, _ in imports} for module, imports in IMPORTS.items()}
 
 
 def test_every_package_has_a_layer():
     assert {package_of(module) for module in MODULES} == set(LAYER_OF)
+
+
+def test_contributing_names_every_module():
+    page = (SOURCE.parents[1] / ".github" / "CONTRIBUTING.md").read_text()
+    assert [path.name for path in MODULES.values() if path.name != "__init__.py" and path.name not in page] == []
 
 
 def test_imports_point_to_lower_layers():
@@ -70,15 +75,15 @@ def test_imports_point_to_lower_layers():
     assert upwards == []
 
 
-def test_there_is_no_import_cycle():
+def test_no_import_cycle():
     TopologicalSorter(GRAPH).prepare()
 
 
 def test_no_private_name_is_imported():
     private = [
         (module, name)
-        for module, found in IMPORTS.items()
-        for _, name in found
+        for module, imports in IMPORTS.items()
+        for _, name in imports
         if name.startswith("_") and not name.startswith("__")
     ]
     assert private == []

@@ -1,4 +1,4 @@
-"""Augmentation of images in training, and the processor that prepares them for evaluation."""
+"""Augmentation of images for training, and the image processor for evaluation."""
 
 import importlib
 import json
@@ -22,10 +22,10 @@ from tost_hf.training.metrics import TopKAccuracy
 MEAN, STD = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
 
 
-# Augmentation --------------------------------------------------------------------------------------------------------
+# Augmentation ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_view_follows_from_its_seed_alone():
+def test_view_depends_on_its_seed_only():
     view = TrainingView((16, 24), MEAN, STD)
     picture = digit_pictures(1)[0][0].convert("RGB")
     state = torch.get_rng_state()
@@ -39,15 +39,15 @@ def test_a_view_follows_from_its_seed_alone():
     assert stacked.min() >= -2 - 1e-5 and stacked.max() <= 2 + 1e-5  # pixels from 0 to 1, normalised
 
 
-def test_repeated_augmentation_shows_an_image_several_times():
+def test_repeated_augmentation():
     sampler = RepeatedSampler(10, repeats=3, seed=1)
-    first = list(sampler)
-    assert first == list(sampler) and len(first) == len(sampler) == 10
-    assert [len({index for index, _ in first[i : i + 3]}) for i in (0, 3, 6)] == [1, 1, 1]
-    assert len({index for index, _ in first}) == 4 and [draw for _, draw in first[:6]] == [0, 1, 2, 0, 1, 2]
+    first_epoch = list(sampler)
+    assert first_epoch == list(sampler) and len(first_epoch) == len(sampler) == 10
+    assert [len({index for index, _ in first_epoch[i : i + 3]}) for i in (0, 3, 6)] == [1, 1, 1]
+    assert len({index for index, _ in first_epoch}) == 4 and [draw for _, draw in first_epoch[:6]] == [0, 1, 2, 0, 1, 2]
     sampler.epoch = 1
-    second = list(sampler)
-    assert not set(first) & set(second) and {draw for _, draw in second} == {3, 4, 5}
+    second_epoch = list(sampler)
+    assert not set(first_epoch) & set(second_epoch) and {draw for _, draw in second_epoch} == {3, 4, 5}
     assert sorted(index for index, _ in RepeatedSampler(10, seed=2)) == list(range(10))
     assert len({draw_seed(seed, index, draw) for seed in range(3) for index in range(3) for draw in range(3)}) == 27
 
@@ -55,43 +55,43 @@ def test_repeated_augmentation_shows_an_image_several_times():
 def test_mixup_and_cutmix():
     images, labels = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
     for seed in range(20):
-        mixed, shares = mix(images, labels, 3, 0.8, 0, np.random.default_rng(seed))
-        own = np.random.default_rng(seed).beta(0.8, 0.8)
-        torch.testing.assert_close(mixed, (own * images + (1 - own) * images.flip(0)).float())
-        torch.testing.assert_close(shares[0], torch.tensor([own, 0, 1 - own]).float())
+        mixed, soft_labels = mix(images, labels, 3, 0.8, 0, np.random.default_rng(seed))
+        weight = np.random.default_rng(seed).beta(0.8, 0.8)
+        torch.testing.assert_close(mixed, (weight * images + (1 - weight) * images.flip(0)).float())
+        torch.testing.assert_close(soft_labels[0], torch.tensor([weight, 0, 1 - weight]).float())
 
-        mixed, shares = mix(images, labels, 3, 0, 1.0, np.random.default_rng(seed))
-        from_other = (mixed != images).any(1)
-        assert torch.equal(mixed, torch.where(from_other[:, None], images.flip(0), images))
-        assert (from_other == from_other[0]).all()  # one rectangle
-        assert shares[0, 2].item() == pytest.approx(from_other[0].float().mean().item(), abs=1e-6)
-        torch.testing.assert_close(shares.sum(1), torch.ones(6))
+        mixed, soft_labels = mix(images, labels, 3, 0, 1.0, np.random.default_rng(seed))
+        is_from_other = (mixed != images).any(1)
+        assert torch.equal(mixed, torch.where(is_from_other[:, None], images.flip(0), images))
+        assert (is_from_other == is_from_other[0]).all()  # one rectangle
+        assert soft_labels[0, 2].item() == pytest.approx(is_from_other[0].float().mean().item(), abs=1e-6)
+        torch.testing.assert_close(soft_labels.sum(1), torch.ones(6))
 
 
-def test_the_collator_mixes_training_views_alone():
+def test_collator_mixes_training_views_only():
     items = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 3} for i in range(4)]
     batch = ImageCollator(3, 0.8, 1.0)(items)
     assert torch.equal(batch["labels"], torch.tensor([0, 1, 2, 0]))
-    seeded = [item | {"seed": i} for i, item in enumerate(items)]
-    one, two = (ImageCollator(3, 0.8, 1.0)(seeded) for _ in range(2))
-    assert one["labels"].shape == (4, 3) and torch.equal(one["labels"], two["labels"])
-    assert torch.equal(one["pixel_values"], two["pixel_values"]) and set(one) == {"pixel_values", "labels"}
+    seeded_items = [item | {"seed": i} for i, item in enumerate(items)]
+    first, second = (ImageCollator(3, 0.8, 1.0)(seeded_items) for _ in range(2))
+    assert first["labels"].shape == (4, 3) and torch.equal(first["labels"], second["labels"])
+    assert torch.equal(first["pixel_values"], second["pixel_values"]) and set(first) == {"pixel_values", "labels"}
 
 
 def test_top_k_accuracy():
-    counted = TopKAccuracy().compute(predictions=[[5, 7, 9, 1, 2], [3, 1, 0, 2, 8], [1, 2, 3, 4, 5]], references=[5, 0, 9])
-    assert counted == {"accuracy": pytest.approx(1 / 3), "top5_accuracy": pytest.approx(2 / 3)}
+    accuracies = TopKAccuracy().compute(predictions=[[5, 7, 9, 1, 2], [3, 1, 0, 2, 8], [1, 2, 3, 4, 5]], references=[5, 0, 9])
+    assert accuracies == {"accuracy": pytest.approx(1 / 3), "top5_accuracy": pytest.approx(2 / 3)}
     metric = TopKAccuracy()  # with fewer classes than five
     metric.add_batch(predictions=[[0, 1], [1, 0]], references=[0, 0])
     assert metric.compute() == {"accuracy": 0.5, "top5_accuracy": 1.0}
 
 
-# The image processor -------------------------------------------------------------------------------------------------
+# The image processor --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [16, (16, 24)])
 @pytest.mark.parametrize("crop", ["center", "squash"])
-def test_image_processor_of_any_picture(tmp_path, size, crop):
+def test_image_processor_accepts_all_modes(tmp_path, size, crop):
     rgb = PILImage.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
     rgba = rgb.copy()
     rgba.putalpha(128)
@@ -104,7 +104,7 @@ def test_image_processor_of_any_picture(tmp_path, size, crop):
     assert torch.equal(loaded(pictures, return_tensors="pt")["pixel_values"], pixels)
 
 
-def test_the_two_evaluation_crops():
+def test_evaluation_crops():
     picture = np.zeros((32, 64, 3), np.uint8)
     picture[:, 16:48] = 255  # the centre, as wide as the picture is high
     low, high = ((value - np.array([0.485, 0.456, 0.406])) / [0.229, 0.224, 0.225] for value in (0, 1))
@@ -116,14 +116,14 @@ def test_the_two_evaluation_crops():
 
 
 def test_processors_of_other_channel_counts(tmp_path, caplog):
-    """Grey models get one that accepts grey pictures alone; where there is none, a folder is written without."""
+    """One-channel models get a processor that accepts grey images only; for 4 channels none is saved."""
     config = small_vision_config(num_channels=1)
     save_image_processor(config, tmp_path)
-    processor, grey = load_processor(tmp_path), PILImage.linear_gradient("L")
-    pixels = processor([grey, grey], return_tensors="pt")["pixel_values"]
+    processor, grey_image = load_processor(tmp_path), PILImage.linear_gradient("L")
+    pixels = processor([grey_image, grey_image], return_tensors="pt")["pixel_values"]
     assert pixels.shape == (2, 1, 16, 16) and ToSTForImageClassification(config)(pixels).logits.shape == (2, 2)
     with pytest.raises(ValueError, match="must have 3 elements"):
-        processor(grey.convert("RGB"))
+        processor(grey_image.convert("RGB"))
     save_image_processor(small_vision_config(num_channels=4), tmp_path / "other")
     assert not (tmp_path / "other").exists() and "none for images of 4 channels" in caplog.text
 
@@ -139,8 +139,8 @@ def test_processors_of_other_channel_counts(tmp_path, caplog):
         {"do_resize": False, "do_rescale": False, "do_normalize": False, "do_convert_rgb": False},
     ],
 )
-def test_script_of_exported_programs_prepares_as_the_processor(monkeypatch, settings):
-    monkeypatch.syspath_prepend(Path(tost_hf.__file__).parent / "export")  # where it finds the files beside it
+def test_script_of_exported_programs_equals_the_processor(monkeypatch, settings):
+    monkeypatch.syspath_prepend(Path(tost_hf.__file__).parent / "export")  # it imports files of this folder
     classify = importlib.import_module("classify")
     facts = {"inputs": [{"shape": ["batch", 3, "height", "width"]}], "image_size": 224}
     processor = ViTImageProcessorPil(**({"do_convert_rgb": True} | settings))

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The vision trunk as a backbone: maps of chosen blocks, saved and loaded, inside a model for dense tasks, bad input."""
+"""The vision trunk as a backbone: feature maps of selected blocks, saving and loading, dense tasks, invalid input."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from tost_hf import ToSTBackbone, ToSTForImageClassification, ToSTVisionConfig
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved_classifier(tmp_path):
     """A classifier of three blocks and its folder."""
     model = tiny_vision_model()
     model.save_pretrained(tmp_path / "classifier")
@@ -21,7 +21,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("choice", "stages"),
+    ("selection", "stages"),
     [
         ({}, [3]),
         ({"out_features": ["stem", "stage2"]}, [0, 2]),
@@ -31,17 +31,17 @@ def saved(tmp_path):
     ],
 )
 @torch.no_grad()
-def test_maps_are_the_patches_after_the_chosen_blocks(saved, images, choice, stages):
-    model, folder = saved
-    backbone, loaded = ToSTBackbone.from_pretrained(folder, output_loading_info=True, **choice)
-    assert not loaded["missing_keys"] and bool(loaded["unexpected_keys"]) == ("num_hidden_layers" in choice)
+def test_feature_maps_are_hidden_states_of_the_selected_blocks(saved_classifier, images, selection, stages):
+    model, folder = saved_classifier
+    backbone, loading_info = ToSTBackbone.from_pretrained(folder, output_loading_info=True, **selection)
+    assert not loading_info["missing_keys"] and bool(loading_info["unexpected_keys"]) == ("num_hidden_layers" in selection)
     expected = model.tost(images, output_hidden_states=True).hidden_states
     output = backbone(images, output_hidden_states=True, output_memberships=True)
     assert [backbone.stage_names.index(name) for name in backbone.out_features] == stages
     assert backbone.channels == [32] * len(stages)
-    for stage, found in zip(stages, output.feature_maps, strict=True):
-        assert found.shape == (2, 32, 4, 6) and torch.equal(found[..., 1, 2], expected[stage][:, 8])
-        assert torch.equal(found.flatten(2).transpose(1, 2), expected[stage])
+    for stage, feature_map in zip(stages, output.feature_maps, strict=True):
+        assert feature_map.shape == (2, 32, 4, 6) and torch.equal(feature_map[..., 1, 2], expected[stage][:, 8])
+        assert torch.equal(feature_map.flatten(2).transpose(1, 2), expected[stage])
     assert len(output.memberships) == stages[-1]  # later blocks are not run
     assert all(torch.equal(a, b) for a, b in zip(output.hidden_states, expected))
     assert backbone(images).keys() == {"feature_maps"}
@@ -50,28 +50,28 @@ def test_maps_are_the_patches_after_the_chosen_blocks(saved, images, choice, sta
 
 @pytest.mark.parametrize("attention_type", ["tssa", "xca", "softmax"])
 @torch.no_grad()
-def test_saved_and_loaded_with_its_choice(tmp_path, images, attention_type):
+def test_saving_and_loading_with_out_features(tmp_path, images, attention_type):
     backbone = ToSTBackbone(small_vision_config(attention_type=attention_type, out_features=["stem", "stage1"]))
     randomize(backbone).eval().save_pretrained(tmp_path)
-    again = ToSTBackbone.from_pretrained(tmp_path)
-    assert again.out_indices == [0, 1] and again.config.architectures == ["ToSTBackbone"]
-    assert all(torch.equal(a, b) for a, b in zip(again(images).feature_maps, backbone(images).feature_maps, strict=True))
-    half = ToSTBackbone.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    kept = [param.dtype for name, param in half.named_parameters() if name.endswith("attention.temp")]
-    assert half(images).feature_maps[0].dtype == torch.bfloat16 and set(kept) <= {torch.float32}
+    loaded = ToSTBackbone.from_pretrained(tmp_path)
+    assert loaded.out_indices == [0, 1] and loaded.config.architectures == ["ToSTBackbone"]
+    assert all(torch.equal(a, b) for a, b in zip(loaded(images).feature_maps, backbone(images).feature_maps, strict=True))
+    bf16_backbone = ToSTBackbone.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    temp_dtypes = [param.dtype for name, param in bf16_backbone.named_parameters() if name.endswith("attention.temp")]
+    assert bf16_backbone(images).feature_maps[0].dtype == torch.bfloat16 and set(temp_dtypes) <= {torch.float32}
 
 
-def test_a_configuration_without_a_choice_is_as_it_was(saved, tmp_path):
-    model, folder = saved
+def test_config_without_out_features_is_unchanged(saved_classifier, tmp_path):
+    model, folder = saved_classifier
     assert not {"out_features", "out_indices", "stage_names"} & json.loads((folder / "config.json").read_text()).keys()
     assert type(AutoBackbone.from_config(model.config)) is ToSTBackbone
-    chosen = ToSTVisionConfig.from_pretrained(folder, out_indices=[1])
-    ToSTForImageClassification(chosen).save_pretrained(tmp_path / "chosen")
-    assert ToSTBackbone.from_pretrained(tmp_path / "chosen").out_features == ["stage1"]
+    config = ToSTVisionConfig.from_pretrained(folder, out_indices=[1])
+    ToSTForImageClassification(config).save_pretrained(tmp_path / "selected")
+    assert ToSTBackbone.from_pretrained(tmp_path / "selected").out_features == ["stage1"]
 
 
-def test_a_segmentation_model_of_transformers_trains_on_it(images):
-    """UPerNet, whose heads take four maps."""
+def test_upernet_trains_on_the_backbone(images):
+    """The heads of UPerNet require four feature maps."""
     config = small_vision_config(num_hidden_layers=4, out_indices=[1, 2, 3, 4])
     heads = {"hidden_size": 16, "pool_scales": [1, 2], "auxiliary_in_channels": 32, "auxiliary_channels": 8}
     model = UperNetForSemanticSegmentation(UperNetConfig(backbone_config=config, num_labels=3, **heads)).train()
@@ -82,20 +82,20 @@ def test_a_segmentation_model_of_transformers_trains_on_it(images):
     assert all(param.grad is not None for param in model.backbone.parameters())
 
 
-def test_gradient_checkpointing_changes_nothing(images):
+def test_gradient_checkpointing_has_equal_gradients(images):
     model = randomize(ToSTBackbone(small_vision_config(out_indices=[1, 2]))).train()
-    again = copy.deepcopy(model)
-    again.gradient_checkpointing_enable({"use_reentrant": False})
-    assert again.is_gradient_checkpointing
-    for one in (model, again):
-        sum(x.square().mean() for x in one(images).feature_maps).backward()
-    for param, other in zip(model.parameters(), again.parameters()):
-        assert torch.equal(param.grad, other.grad)
+    checkpointed = copy.deepcopy(model)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    assert checkpointed.is_gradient_checkpointing
+    for backbone in (model, checkpointed):
+        sum(x.square().mean() for x in backbone(images).feature_maps).backward()
+    for param, checkpointed_param in zip(model.parameters(), checkpointed.parameters()):
+        assert torch.equal(param.grad, checkpointed_param.grad)
 
 
 @pytest.mark.parametrize(
     ("pixels", "message"), [(None, "Give pixel_values"), (torch.zeros(1, 3, 15, 16), "multiples of the patch size")]
 )
-def test_bad_images(pixels, message):
+def test_invalid_images(pixels, message):
     with pytest.raises(ValueError, match=message):
         ToSTBackbone(small_vision_config())(pixels)

@@ -1,4 +1,4 @@
-"""Which backend computes TSSA: by argument, environment, device and dtype; a whole model on the kernels."""
+"""The choice of the backend of TSSA by argument, environment variable, device and dtype."""
 
 import sys
 import types
@@ -14,7 +14,7 @@ from tost_hf.model.tssa import _choose_backend, _warn_of_fallback
 
 @pytest.fixture
 def fake_kernels(monkeypatch):
-    """A stand-in for tssa_triton.py that takes float32 tokens and says when it was called."""
+    """A fake tssa_triton.py that computes with PyTorch and records its calls."""
     fake = types.ModuleType("tost_hf.model.tssa_triton")
     fake.calls, fake.problem = [], None
 
@@ -33,7 +33,7 @@ def fake_kernels(monkeypatch):
 
     fake.find_unsupported = lambda dtype, device: fake.problem
     fake.tssa_triton, fake.tssa_step_triton = run, run_step
-    fake.kernel_problem = lambda *args, **kwargs: None  # tested in test_triton_check.py
+    fake.find_kernel_problem = lambda *args, **kwargs: None  # tested in test_triton_check.py
     monkeypatch.setitem(sys.modules, "tost_hf.model.tssa_triton", fake)
     monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
     return fake
@@ -43,22 +43,22 @@ def fake_kernels(monkeypatch):
 def test_backend_by_argument_and_environment(fake_kernels, monkeypatch):
     w, temp, bias = make(dtype=torch.float32)
     mask = padding_mask(70)
-    plain = tssa(w, temp, bias, mask=mask)
-    state = TSSAState(*(x.clone() for x in plain.final_state))
-    plain_step = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0])
-    assert fake_kernels.calls == []  # on the CPU, auto is the reference
-    torch.testing.assert_close(tssa(w, temp, bias, mask=mask, backend="triton"), plain)
+    expected = tssa(w, temp, bias, mask=mask)
+    state = TSSAState(*(x.clone() for x in expected.final_state))
+    expected_step = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0])
+    assert fake_kernels.calls == []  # auto is torch on the CPU
+    torch.testing.assert_close(tssa(w, temp, bias, mask=mask, backend="triton"), expected)
     torch.testing.assert_close(tssa(w, temp, causal=False, backend="triton"), tssa(w, temp, causal=False))
-    got = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0], backend="triton")
-    torch.testing.assert_close(got, plain_step)
-    torch.testing.assert_close(state, plain.final_state, rtol=0, atol=0)  # the caller's state is left alone
+    actual_step = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0], backend="triton")
+    torch.testing.assert_close(actual_step, expected_step)
+    torch.testing.assert_close(state, expected.final_state, rtol=0, atol=0)  # the caller's state is not modified
     assert fake_kernels.calls == ["tssa", "tssa", "step"]
 
     monkeypatch.setenv("TOST_HF_BACKEND", "triton")
     tssa(w, temp, bias)
     tssa_step(w[:, 0], temp, bias[0], None)
     assert len(fake_kernels.calls) == 5
-    tssa(w, temp, bias, backend="torch")  # the argument goes before the environment
+    tssa(w, temp, bias, backend="torch")  # the argument takes precedence
     tssa(w, temp, bias, backend="auto")
     assert len(fake_kernels.calls) == 5
 
@@ -74,7 +74,7 @@ def test_backend_of_the_layer(fake_kernels):
     assert fake_kernels.calls == ["tssa", "step"] and layer.temp.grad is not None
 
 
-def test_backends_that_cannot_run(fake_kernels, monkeypatch):
+def test_unavailable_backends(fake_kernels, monkeypatch):
     w, temp, bias = make(dtype=torch.float32)
     with pytest.raises(ValueError, match="cuda"):
         tssa(w, temp, bias, backend="cuda")

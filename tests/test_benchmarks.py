@@ -1,6 +1,6 @@
 """The speed benchmarks: their statistics, and that each runs to its end and writes records.
 
-No speed is asserted: nothing here depends on how fast the machine is.
+No speed is asserted, so that the tests do not depend on the machine.
 """
 
 import shutil
@@ -31,32 +31,32 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Sizes that are constants of the benchmarks."""
+def shrink_benchmarks(monkeypatch):
+    """Reduces the sizes that are constants of the benchmarks."""
     monkeypatch.setattr(op, "CPU_SHAPES", [(2, 40, 3, 8)])
     monkeypatch.setattr(decode, "VOCABULARY", 512)
     monkeypatch.setattr(decode, "LAYERS", 1)
     monkeypatch.setattr(resolution, "LAYERS", 1)
 
 
-def records_of(folder, name):
-    """A benchmark's records, after checking the columns that every CSV promises."""
-    found = read_records(folder / f"{name}.csv")
-    assert tuple(found[0])[:5] == ORIGIN_COLUMNS and tuple(found[0])[-4:] == VALUE_COLUMNS
-    for record in found:
+def read_checked_records(folder, name):
+    """Reads the records of a benchmark and checks the columns that every CSV has."""
+    records = read_records(folder / f"{name}.csv")
+    assert tuple(records[0])[:5] == ORIGIN_COLUMNS and tuple(records[0])[-4:] == VALUE_COLUMNS
+    for record in records:
         assert record["script"] == f"{name}.py" and record["date"] and record["machine"] and "torch" in record["versions"]
         assert record["command"].startswith(f"python examples/benchmarks/run.py {name}")
         assert float(record["low"]) <= float(record["value"]) <= float(record["high"])
-    return found
+    return records
 
 
 def run(name, tmp_path, *args):
-    """Runs a benchmark on the CPU, two rounds; returns its records."""
+    """Runs two rounds of a benchmark on the CPU and returns its records."""
     runner.main([name, "--device", "cpu", "--repeats", "2", "--results", str(tmp_path), *map(str, args)])
-    return records_of(tmp_path, name)
+    return read_checked_records(tmp_path, name)
 
 
-def test_every_benchmark_is_registered_and_has_a_description():
+def test_every_benchmark_has_a_description():
     for name in registry.BENCHMARKS:
         assert runner.make_parser(name, registry.load_benchmark(name)).description
 
@@ -67,11 +67,11 @@ def test_every_benchmark_is_registered_and_has_a_description():
 def test_spread_and_ratio():
     assert timing.spread([3, 1, 8]) == (3, 1, 8)
     assert timing.spread([4, 1, 2, 9]) * 2 == (6, 2, 18)
-    assert timing.ratio([2, 9, 4], [1, 3, 4]) == (2, 1, 3)  # of the rounds; the medians' would be 4 / 3
+    assert timing.ratio([2, 9, 4], [1, 3, 4]) == (2, 1, 3)  # of the ratios per round; the ratio of the medians would be 4 / 3
 
 
 def test_table_of_records():
-    """A row for each case, by what differs between them; speeds with their range."""
+    """One row per case, with the columns that differ; values with their range."""
     origin = dict.fromkeys(ORIGIN_COLUMNS, "x")
     cases = [("ToST", 16, "ms", "1", "1", "1"), ("ToST", 32, "ms", "4", "3", "5"), ("ToST", 32, "MiB", "7", "7", "7")]
     names = ("model", "T", *VALUE_COLUMNS)
@@ -79,8 +79,8 @@ def test_table_of_records():
     assert lines[:4] == ["| T | ms | MiB |", "|---|---|---|", "| 16 | 1 | |", "| 32 | 4 (3 to 5) | 7 |"]
 
 
-def test_runs_take_turns(monkeypatch):
-    """With scripted durations: warm-up does not count, and a short run is called as often as fits into a round."""
+def test_runs_are_interleaved(monkeypatch):
+    """Warm-up is not counted, and a short run is repeated as often as fits into a round; the durations are scripted."""
     order, durations = [], {"short": iter([9, 0.05, 1, 2, 3, 5]), "long": iter([9, 0.3, 7, 8])}
     monkeypatch.setattr(timing, "seconds_on_cpu", lambda run: run())
 
@@ -91,16 +91,16 @@ def test_runs_take_turns(monkeypatch):
 
 
 def test_peak_memory():
-    """64 MiB count, also where as much was freed shortly before and not given back; what was held before does not."""
+    """64 MiB are counted although as much was freed before and not returned to the system; earlier memory is not counted."""
 
-    def run():
+    def allocate():
         return [torch.ones(2**14) for _ in range(2**10)]
 
-    blocks = run()
-    pinned = blocks[-1]  # the end of the heap: what is freed before it stays with the process
+    blocks = allocate()
+    last_block = blocks[-1]  # the end of the heap, so that memory freed before it stays with the process
     del blocks
-    assert 63 < timing.peak_bytes(run) / 2**20 < 72  # the kernel counts pages in batches
-    assert pinned.sum() == 2**14
+    assert 63 < timing.peak_bytes(allocate) / 2**20 < 72  # the kernel counts pages in batches
+    assert last_block.sum() == 2**14
 
 
 # The operator ---------------------------------------------------------------------------------------------------------
@@ -110,8 +110,8 @@ def test_op(tmp_path, capsys):
     records = run("op", tmp_path, "--variants", "triton", "eager", "reference", "sdpa")
     measured = {(x["variant"], x["form"], x["pass"]) for x in records if x["metric"] == "ms"}
     assert measured == set(product(("eager", "reference", "sdpa"), ("causal", "bidirectional"), registry.PASSES))
-    own = [record for record in records if record["variant"] == "reference" and record["metric"] == "reference / this"]
-    assert {record["value"] for record in own} == {"1"}
+    ratios = [record for record in records if record["variant"] == "reference" and record["metric"] == "reference / this"]
+    assert {record["value"] for record in ratios} == {"1"}
     assert capsys.readouterr().out.count("triton: not available here") == 2
 
 
@@ -119,16 +119,16 @@ def test_op(tmp_path, capsys):
 def test_memory_of_the_operator(tmp_path):
     records = run("op", tmp_path, "--memory", "--shape", 1, 65536, 4, 64, "--variants", "eager", "reference")
     peaks = {x["variant"]: float(x["value"]) for x in records if x["metric"] == "peak / bytes of w"}
-    assert 1 <= peaks["eager"] < 2 < peaks["reference"]  # the output, and of the reference its intermediate tensors
+    assert 1 <= peaks["eager"] < 2 < peaks["reference"]  # the output; the reference also stores intermediate tensors
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_options_beside_the_plain(tmp_path):
+def test_options_relative_to_plain(tmp_path):
     records = run("options", tmp_path)
-    quotients = {(x["what"], x["option"], x["code"], x["pass"]) for x in records if x["metric"] == "this / plain"}
+    ratios = {(x["what"], x["option"], x["code"], x["pass"]) for x in records if x["metric"] == "this / plain"}
     kinds = {("operator", kind) for kind in ("none", "head", "token")} | {("layer", "none"), ("layer", "convolution of 4")}
-    assert quotients == {(*kind, *x) for kind, x in product(kinds, product(("eager", "compiled"), registry.PASSES))}
+    assert ratios == {(*kind, *x) for kind, x in product(kinds, product(("eager", "compiled"), registry.PASSES))}
 
 
 # Models ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Model cards: what they say comes from the folder, one that exists stays, and the committed ones are current."""
+"""Model cards: contents from the folder, existing cards are not overwritten, the committed cards are current."""
 
 import math
 import os
@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[1]
 # The cards of the paper's sizes ---------------------------------------------------------------------------------------
 
 
-def test_committed_cards_are_what_the_command_writes(tmp_path):
+def test_committed_cards_are_current(tmp_path):
     assert cli.main(["card", str(tmp_path / "new"), "--presets"]) == 0
-    written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
-    assert written == {path.name: path.read_text() for path in (ROOT / "model_cards").glob("*.md")}
-    assert written.keys() == {f"{name}.md" for name in PRESET_CARDS}
-    assert all(len(text.splitlines()) <= 45 for text in written.values())
+    cards = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
+    assert cards == {path.name: path.read_text() for path in (ROOT / "model_cards").glob("*.md")}
+    assert cards.keys() == {f"{name}.md" for name in PRESET_CARDS}
+    assert all(len(text.splitlines()) <= 45 for text in cards.values())
 
 
 @pytest.mark.parametrize("name", PRESET_CARDS)
@@ -52,7 +52,7 @@ def test_preset_cards(name):
     assert f"--config_name {name}" in card.text
 
 
-# Filled from a folder -------------------------------------------------------------------------------------------------
+# Contents from a folder -----------------------------------------------------------------------------------------------
 
 
 def test_unknown_facts_are_omitted(bare_folder):
@@ -73,18 +73,18 @@ def test_metadata_and_model_index(trained_folder):
     assert data["metrics"] == ["perplexity", "loss", "accuracy"]
     results = ModelCard(str(build_card(trained_folder, repo_id="me/tiny"))).data.eval_results
     assert data["model-index"][0]["name"] == "tiny"
-    first = results[0]
+    result = results[0]
     for key in ("task_type", "dataset_type", "dataset_name", "dataset_split", "metric_type", "metric_name", "metric_value"):
-        assert getattr(first, key) == RESULT[key]
-    assert first.metric_args == {key: RESULT[key] for key in ("protocol", "command", "seed", "date", "num_examples")}
-    in_training = {(r.metric_type, r.metric_value, r.dataset_type, r.dataset_config) for r in results[1:]}
-    assert in_training == {
+        assert getattr(result, key) == RESULT[key]
+    assert result.metric_args == {key: RESULT[key] for key in ("protocol", "command", "seed", "date", "num_examples")}
+    training_metrics = {(r.metric_type, r.metric_value, r.dataset_type, r.dataset_config) for r in results[1:]}
+    assert training_metrics == {
         (m, v, "me/letters", "small") for m, v in (("loss", 1.53125), ("accuracy", 0.4375), ("perplexity", 4.625))
     }
 
 
 @pytest.mark.parametrize("kind", ["language", "vision"])
-def test_parameters_are_those_in_the_file(bare_folder, labelled_folder, kind):
+def test_parameter_count_is_that_of_the_file(bare_folder, labelled_folder, kind):
     path = {"language": bare_folder, "vision": labelled_folder}[kind]
     with safe_open(path / "model.safetensors", "pt") as file:
         names = [name for name in file.keys() if not re.search("running_|num_batches", name)]  # buffers
@@ -93,11 +93,11 @@ def test_parameters_are_those_in_the_file(bare_folder, labelled_folder, kind):
     assert "| dtype | float32 |" in build_card(path).text
 
 
-def test_state_size_is_the_caches(tiny_model, bare_folder):
+def test_state_size_is_that_of_the_cache(tiny_model, bare_folder):
     cache = tost_hf.ToSTCache(tiny_model.config)
     tiny_model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
-    saved = 4 * sum(x.numel() for layer in cache.layers for x in layer.state)
-    assert f"| state | {saved:,} bytes per sequence" in build_card(bare_folder).text
+    state_bytes = 4 * sum(x.numel() for layer in cache.layers for x in layer.state)
+    assert f"| state | {state_bytes:,} bytes per sequence" in build_card(bare_folder).text
 
 
 def test_vision_cards(labelled_folder, tmp_path):
@@ -112,14 +112,14 @@ def test_vision_cards(labelled_folder, tmp_path):
     run_blocks(card, "baseline", tmp_path / "baseline")
 
 
-def test_an_evaluation_of_earlier_weights_is_not_reported(bare_folder):
+def test_evaluation_of_earlier_weights_is_not_reported(bare_folder):
     state = {"global_step": 20, "log_history": [{"eval_loss": 3.5, "step": 10}]}
     write_json(bare_folder / "trainer_state.json", state)
     assert "Evaluation" not in headings(build_card(bare_folder))
     state["log_history"] += [{"eval_loss": 3.25, "step": 20}, {"train_runtime": 1.0, "step": 20}]
     write_json(bare_folder / "trainer_state.json", state)
     assert "| loss | 3.25 |" in section(build_card(bare_folder), "Evaluation")
-    assert "model-index" not in metadata(build_card(bare_folder))  # nothing says on which data
+    assert "model-index" not in metadata(build_card(bare_folder))  # the data set is unknown
 
 
 def test_local_names_are_not_ids(trained_folder):
@@ -128,7 +128,7 @@ def test_local_names_are_not_ids(trained_folder):
     assert "datasets" not in data and "base_model" not in data
 
 
-# Damaged records ----------------------------------------------------------------------------------------------------
+# Damaged records ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*RECORDS, "config.json"])
@@ -140,14 +140,14 @@ def test_damaged_files(trained_folder, capsys, name):
     assert not (trained_folder / "README.md").exists()
 
 
-def test_numbers_that_are_not_finite(bare_folder):
+def test_non_finite_numbers_are_omitted(bare_folder):
     write_json(bare_folder / "evaluation.json", {"results": [RESULT | {"metric_value": float("nan")}]})
     write_json(bare_folder / "eval_results.json", {"eval_loss": float("inf")})
     card = build_card(bare_folder)
     assert "## Evaluation" not in card.text and "model-index" not in metadata(card)
 
 
-def test_texts_in_tables(bare_folder):
+def test_table_cells_are_escaped(bare_folder):
     write_json(bare_folder / "evaluation.json", {"results": [RESULT | {"protocol": "a | b\nc"}]})
     assert r"| a \| b c |" in section(build_card(bare_folder), "Evaluation")
 
@@ -161,24 +161,24 @@ def test_invalid_metadata(bare_folder, capsys, text):
     assert cli.main(["info", str(bare_folder)]) == 1 and "metadata" in capsys.readouterr().err
 
 
-# Written once --------------------------------------------------------------------------------------------------------------
+# Existing cards -------------------------------------------------------------------------------------------------------
 
 
-def test_a_card_that_exists_stays(bare_folder, capsys):
+def test_existing_card_is_not_overwritten(bare_folder, capsys):
     path = bare_folder / "README.md"
     path.write_text("---\nlicense: mit\n---\n# Mine\n")
-    before = path.read_bytes()
+    content = path.read_bytes()
     assert cli.main(["card", str(bare_folder), "--license", "apache-2.0"]) == 1
-    assert "--overwrite" in capsys.readouterr().err and path.read_bytes() == before
+    assert "--overwrite" in capsys.readouterr().err and path.read_bytes() == content
     assert cli.main(["publish", str(bare_folder), "me/tiny", "--card", "--dry-run"]) == 0
-    assert "stays as it is" in capsys.readouterr().out and path.read_bytes() == before
+    assert "stays as it is" in capsys.readouterr().out and path.read_bytes() == content
     assert cli.main(["card", str(bare_folder), "--license", "apache-2.0", "--overwrite"]) == 0
     card = ModelCard.load(path)
     assert card.data.license == "apache-2.0" and "Mine" not in card.text
     assert [path.name for path in bare_folder.glob("*README*")] == ["README.md"]  # no temporary file is left
 
 
-def test_publish_writes_a_card_where_there_is_none(bare_folder, capsys):
+def test_publish_writes_a_missing_card(bare_folder, capsys):
     publish = ["publish", str(bare_folder), "me/other", "--tag", "v1", "--dry-run"]
     assert cli.main([*publish, "--license", "mit"]) == 1 and "--card" in capsys.readouterr().err
     assert cli.main([*publish, "--card", "--license", "mit"]) == 0
@@ -186,7 +186,7 @@ def test_publish_writes_a_card_where_there_is_none(bare_folder, capsys):
     assert card.data.license == "mit" and '("me/other", revision="v1", trust_remote_code=True)' in card.text
 
 
-def test_a_licence_is_given_by_a_person(bare_folder, capsys):
+def test_publishing_requires_a_licence(bare_folder, capsys):
     path = write_card(bare_folder)
     assert ModelCard.load(path).data.license is None
     assert cli.main(["publish", str(bare_folder), "me/tiny", "--dry-run"]) == 1
@@ -195,7 +195,7 @@ def test_a_licence_is_given_by_a_person(bare_folder, capsys):
     assert cli.main(["publish", str(bare_folder), "me/tiny", "--dry-run"]) == 0
 
 
-# The code in it -------------------------------------------------------------------------------------------------------
+# Code blocks ----------------------------------------------------------------------------------------------------------
 
 
 def run_blocks(card, repo_id, path):
@@ -217,11 +217,14 @@ def test_code_blocks_with_the_package(trained_folder, labelled_folder):
 def test_code_blocks_without_the_package(trained_folder, labelled_folder, tmp_path):
     code = "import sys; sys.modules['tost_hf'] = None\n"
     for path in (trained_folder, labelled_folder):
-        without = code_blocks(build_card(path, repo_id="me/tiny", revision="abc1234"))[1]
-        assert 'revision="abc1234"' in without
-        code += without.replace('"me/tiny"', repr(str(path)))
+        block = code_blocks(build_card(path, repo_id="me/tiny", revision="abc1234"))[1]
+        assert 'revision="abc1234"' in block
+        code += block.replace('"me/tiny"', repr(str(path)))
         code += "\nprint(type(model).__module__, type(model).__name__)\n"
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"transformers_modules\.\S+ (ToST\w+)", done.stdout) == ["ToSTForCausalLM", "ToSTForImageClassification"]
+    completed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    assert re.findall(r"transformers_modules\.\S+ (ToST\w+)", completed.stdout) == [
+        "ToSTForCausalLM",
+        "ToSTForImageClassification",
+    ]

@@ -1,4 +1,4 @@
-"""Resuming: the newest complete checkpoint, what is skipped and why; training stops when its loss is NaN."""
+"""Resuming from the newest complete checkpoint, skipped checkpoints, and training that stops at a NaN loss."""
 
 import shutil
 from functools import partial
@@ -34,24 +34,24 @@ def make_image_trainer(folder: Path, **changes) -> ToSTTrainer:
 
 @pytest.fixture(scope="module")
 def run(request, tmp_path_factory):
-    """A maker of trainers, all with the same weights, and the folder of a run with checkpoints 2, 4 and 6."""
+    """A function that makes trainers with the same weights, and the output folder of a run with checkpoints 2, 4 and 6."""
     make = make_image_trainer if getattr(request, "param", "text") == "images" else make_text_trainer
     folder = tmp_path_factory.mktemp("run")
     make(folder).train()
     return make, folder / "out"
 
 
-text_and_images = pytest.mark.parametrize("run", ["text", "images"], indirect=True)
+for_text_and_images = pytest.mark.parametrize("run", ["text", "images"], indirect=True)
 
 
 @pytest.fixture
 def make(run, tmp_path):
-    """Makes trainers; keywords change their arguments."""
+    """A function that makes trainers; its keywords change the training arguments."""
     return partial(run[0], tmp_path)
 
 
 @pytest.fixture
-def trained(run, tmp_path) -> Path:
+def output_dir(run, tmp_path) -> Path:
     """A copy of the run's output folder."""
     return shutil.copytree(run[1], tmp_path / "out")
 
@@ -60,40 +60,40 @@ def trained(run, tmp_path) -> Path:
     "name",
     ["optimizer.pt", "trainer_state.json", "model.safetensors"],
 )
-def test_incomplete_checkpoint_is_skipped(make, trained, caplog, name):
-    (trained / "checkpoint-6" / name).unlink()
-    assert choose_checkpoint(make(), True) == choose_checkpoint(make(), None) == str(trained / "checkpoint-4")
+def test_incomplete_checkpoint_is_skipped(make, output_dir, caplog, name):
+    (output_dir / "checkpoint-6" / name).unlink()
+    assert choose_checkpoint(make(), True) == choose_checkpoint(make(), None) == str(output_dir / "checkpoint-4")
     assert name in caplog.text
     with pytest.raises(ValueError, match=name):
-        make().train(resume_from_checkpoint=str(trained / "checkpoint-6"))
+        make().train(resume_from_checkpoint=str(output_dir / "checkpoint-6"))
 
 
-def test_a_checkpoint_written_again_is_incomplete_until_its_end(make, trained, monkeypatch):
-    """A run that starts from an older one overwrites it, and is killed meanwhile."""
+def test_checkpoint_is_incomplete_while_it_is_overwritten(make, output_dir, monkeypatch):
+    """A run that resumes from an earlier checkpoint is killed while it overwrites a later one."""
 
-    def killed(*args):
+    def raise_interrupt(*args):
         raise KeyboardInterrupt
 
     trainer = make()
-    monkeypatch.setattr(trainer, "_save_rng_state", killed)
+    monkeypatch.setattr(trainer, "_save_rng_state", raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(resume_from_checkpoint=str(trained / "checkpoint-2"))
-    assert choose_checkpoint(make(), True) == str(trained / "checkpoint-6")
-    assert not (trained / "checkpoint-4/trainer_state.json").exists()
+        trainer.train(resume_from_checkpoint=str(output_dir / "checkpoint-2"))
+    assert choose_checkpoint(make(), True) == str(output_dir / "checkpoint-6")
+    assert not (output_dir / "checkpoint-4/trainer_state.json").exists()
 
 
-@text_and_images
-def test_resuming_from_an_earlier_checkpoint_is_bit_equal(make, trained):
-    expected = {path: load_file(path) for path in (trained / "checkpoint-6").rglob("*.safetensors")}
-    (trained / "checkpoint-6/optimizer.pt").unlink()
+@for_text_and_images
+def test_resuming_from_an_earlier_checkpoint_is_bit_equal(make, output_dir):
+    expected = {path: load_file(path) for path in (output_dir / "checkpoint-6").rglob("*.safetensors")}
+    (output_dir / "checkpoint-6/optimizer.pt").unlink()
     make().train(resume_from_checkpoint=True)
     for path, weights in expected.items():
         assert all(torch.equal(value, weights[name]) for name, value in load_file(path).items())
-    make().train(resume_from_checkpoint=str(trained / "checkpoint-6"))  # it is complete again
+    make().train(resume_from_checkpoint=str(output_dir / "checkpoint-6"))  # it is complete again
 
 
-def test_values_of_resume_from_checkpoint(make, trained, tmp_path):
-    checkpoint = str(trained / "checkpoint-2")
+def test_resume_from_checkpoint_values(make, output_dir, tmp_path):
+    checkpoint = str(output_dir / "checkpoint-2")
     assert choose_checkpoint(make(), checkpoint) == checkpoint
     assert choose_checkpoint(make(), "false") is choose_checkpoint(make(), False) is None
     with pytest.raises(FileNotFoundError, match="exist"):
@@ -105,19 +105,19 @@ def test_values_of_resume_from_checkpoint(make, trained, tmp_path):
             start()
 
 
-def test_run_killed_in_its_first_save_starts_afresh(make, trained):
-    """But one whose finished checkpoints all miss files does not: what is left of them would be overwritten."""
+def test_run_killed_in_its_first_save_starts_afresh(make, output_dir):
+    """A run whose checkpoints are all damaged does not, because it would overwrite them."""
     for step in (2, 4):
-        shutil.rmtree(trained / f"checkpoint-{step}")
-    (trained / "checkpoint-6/optimizer.pt").unlink()
+        shutil.rmtree(output_dir / f"checkpoint-{step}")
+    (output_dir / "checkpoint-6/optimizer.pt").unlink()
     with pytest.raises(ValueError, match="afresh"):
         choose_checkpoint(make(), None)
-    (trained / "checkpoint-6/trainer_state.json").unlink()
+    (output_dir / "checkpoint-6/trainer_state.json").unlink()
     assert choose_checkpoint(make(), None) is None
 
 
 def test_required_files_depend_on_the_settings(make, tmp_path):
-    """Without the optimizer a run would continue, but not as it was."""
+    """Without its optimizer state a run would continue differently."""
     make(save_only_model=True).train()
     checkpoint = str(tmp_path / "out/checkpoint-6")
     assert choose_checkpoint(make(save_only_model=True), True) == checkpoint
@@ -129,24 +129,24 @@ def test_required_files_depend_on_the_settings(make, tmp_path):
         choose_checkpoint(trainer, checkpoint)
 
 
-def test_checkpoint_of_another_model_is_rejected(make, trained):
+def test_checkpoint_of_another_model_is_rejected(make, output_dir):
     trainer = make()
     name = next(name for name, _ in trainer.model.named_parameters())
-    file = trained / "checkpoint-6/model.safetensors"
+    file = output_dir / "checkpoint-6/model.safetensors"
     weights = load_file(file)
-    missing = {key: value for key, value in weights.items() if key != name}
-    for changed in (weights | {name: torch.zeros(2, 3)}, missing):
-        save_file(changed, file, {"format": "pt"})
+    incomplete = {key: value for key, value in weights.items() if key != name}
+    for changed_weights in (weights | {name: torch.zeros(2, 3)}, incomplete):
+        save_file(changed_weights, file, {"format": "pt"})
         with pytest.raises(RuntimeError, match=name):
             trainer.train(resume_from_checkpoint=True)
 
 
-# Sharded training: the files as accelerate and DeepSpeed lay them out --------------------------------------------------
+# Sharded training: the file layouts of accelerate and DeepSpeed -------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["one file", "a file per process", "distributed"])
-def test_fsdp_layouts(make, trained, layout):
-    folder = trained / "checkpoint-6"
+def test_fsdp_layouts(make, output_dir, layout):
+    folder = output_dir / "checkpoint-6"
     for name in ("optimizer.pt", "model.safetensors"):
         (folder / name).unlink()
     for name in ("pytorch_model_fsdp", "optimizer"):
@@ -157,15 +157,15 @@ def test_fsdp_layouts(make, trained, layout):
     trainer = make()
     trainer.is_fsdp_enabled = True
     assert choose_checkpoint(trainer, True) == str(folder)
-    part = next(folder.glob("optimizer*"))
-    (Path.unlink if part.is_file() else shutil.rmtree)(part)
+    path = next(folder.glob("optimizer*"))
+    (Path.unlink if path.is_file() else shutil.rmtree)(path)
     with pytest.raises(ValueError, match="optimizer"):
         choose_checkpoint(trainer, str(folder))
 
 
-def test_checkpoint_of_another_number_of_processes(make, trained, caplog):
-    """Its random states are of no use; nor, with DeepSpeed, is its optimizer."""
-    folder = trained / "checkpoint-6"
+def test_checkpoint_of_another_number_of_processes(make, output_dir, caplog):
+    """Its random states cannot be used; with DeepSpeed, neither can its optimizer states."""
+    folder = output_dir / "checkpoint-6"
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     (folder / "latest").touch()
     trainer = make()
@@ -176,31 +176,31 @@ def test_checkpoint_of_another_number_of_processes(make, trained, caplog):
         choose_checkpoint(trainer, True)
 
 
-def test_finished_run_resumed_trains_no_step(make, trained):
-    """Nor one that was made shorter."""
-    saved = load_file(trained / "checkpoint-6/model.safetensors")
+def test_resuming_a_finished_run_trains_no_step(make, output_dir):
+    """Also with fewer steps than were trained."""
+    expected = load_file(output_dir / "checkpoint-6/model.safetensors")
     for length in ({"max_steps": 6}, {"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 0.5}):
         trainer = make(**length)
         assert trainer.train(resume_from_checkpoint=True).global_step == 6
-        found = trainer.model.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in saved.items())
+        actual = trainer.model.state_dict()
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-# NaN and infinite losses -----------------------------------------------------------------------------------------------
+# NaN and infinite losses ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad, filtered", [(float("nan"), False), (float("nan"), True), (float("inf"), False)])
-def test_training_stops_at_a_bad_loss(make, tmp_path, monkeypatch, bad, filtered):
-    """Before it is logged, and before anything is saved or deleted; whatever transformers' own filter hides."""
-    trainer = make(logging_nan_inf_filter=filtered, save_total_limit=1, save_steps=1, max_steps=9)
+@pytest.mark.parametrize("factor, nan_filter", [(float("nan"), False), (float("nan"), True), (float("inf"), False)])
+def test_training_stops_at_a_nan_or_infinite_loss(make, tmp_path, monkeypatch, factor, nan_filter):
+    """Before it is logged and before checkpoints are saved or deleted, with and without logging_nan_inf_filter."""
+    trainer = make(logging_nan_inf_filter=nan_filter, save_total_limit=1, save_steps=1, max_steps=9)
     compute_loss, calls = trainer.compute_loss, []
 
-    def spoiled(*args, **kwargs):
+    def compute_faulty_loss(*args, **kwargs):
         calls.append(None)
         loss = compute_loss(*args, **kwargs)
-        return loss * bad if len(calls) == 4 else loss
+        return loss * factor if len(calls) == 4 else loss
 
-    monkeypatch.setattr(trainer, "compute_loss", spoiled)
+    monkeypatch.setattr(trainer, "compute_loss", compute_faulty_loss)
     with pytest.raises(FloatingPointError, match=r"NaN or infinite after step 3, by step 4\..*checkpoint is .*checkpoint-3\."):
         trainer.train()
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
@@ -208,8 +208,8 @@ def test_training_stops_at_a_bad_loss(make, tmp_path, monkeypatch, bad, filtered
     make(save_steps=1).train(resume_from_checkpoint=True)
 
 
-def test_bad_weights_without_logging_raise_at_the_end(tmp_path, tiny_config):
-    """Also with transformers' own arguments."""
+def test_nan_weights_without_logging_raise_at_the_end(tmp_path, tiny_config):
+    """With transformers.TrainingArguments."""
     options = {"logging_strategy": "no", "save_strategy": "no", "use_cpu": True, "report_to": "none", "disable_tqdm": True}
     args = TrainingArguments(tmp_path, max_steps=3, learning_rate=1e30, max_grad_norm=0, **options)
     trainer = ToSTTrainer(ToSTForCausalLM(tiny_config), args, train_dataset=text_runs.token_ids(32))
@@ -217,7 +217,7 @@ def test_bad_weights_without_logging_raise_at_the_end(tmp_path, tiny_config):
         trainer.train()
 
 
-def test_bad_gradient_is_not_saved(make, tmp_path):
+def test_nan_gradient_is_not_saved(make, tmp_path):
     trainer = make(save_steps=1)
     parameter = next(trainer.model.parameters())
     parameter.register_hook(lambda gradient: gradient * float("nan"))

@@ -1,4 +1,4 @@
-"""The `tost-hf` command: what a user types, reads and gets as exit status. Converting and the Hub have their own files."""
+"""The `tost-hf` command: arguments, output and exit status. Conversion and the Hub are tested in other files."""
 
 import re
 import shutil
@@ -27,37 +27,37 @@ COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "
 
 @pytest.fixture
 def small_presets(monkeypatch):
-    """The presets' names with sizes that a test can afford."""
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    monkeypatch.setitem(PRESETS, "tost-base", small)
-    monkeypatch.setitem(VISION_PRESETS, "tost-vision-tiny-patch16", small | {"patch_size": 16})
+    """Replaces two presets by small models."""
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    monkeypatch.setitem(PRESETS, "tost-base", fields)
+    monkeypatch.setitem(VISION_PRESETS, "tost-vision-tiny-patch16", fields | {"patch_size": 16})
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_help(capsys, command):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main([*([command] if command else []), "--help"])
-    assert ended.value.code == 0
+    assert exc_info.value.code == 0
     out = capsys.readouterr().out
     assert (f"tost-hf {command} " in out) if command else tuple(re.findall(r"^    ([a-z-]+)", out, re.MULTILINE)) == COMMANDS
 
 
 def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main(["--version"])
-    assert ended.value.code == 0 and tost_hf.__version__ in capsys.readouterr().out
+    assert exc_info.value.code == 0 and tost_hf.__version__ in capsys.readouterr().out
 
 
-def test_wrong_usage(capsys):
+def test_usage_errors(capsys):
     for argv in (
         [],
         ["nonsense"],
         ["info", ".", "--nonsense"],
         ["publish", "."],
     ):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exc_info:
             main(argv)
-        assert ended.value.code == 2
+        assert exc_info.value.code == 2
     assert "--nonsense" in capsys.readouterr().err
 
 
@@ -73,7 +73,7 @@ def test_init(small_presets, tmp_path, capsys):
     assert model.generation_config.eos_token_id == 50256
     assert main(["init", "tost-base", str(tmp_path / "a")]) == 1
     assert "not empty" in capsys.readouterr().err
-    for name in ("evaluation.json", "tokenizer.json"):  # results of the old weights go, other files stay
+    for name in ("evaluation.json", "tokenizer.json"):  # results of the old weights are deleted, other files are not
         (tmp_path / "a" / name).write_text("{}")
     assert main(["init", "tost-base", str(tmp_path / "a"), "--seed", "1", "--overwrite"]) == 0
     assert (tmp_path / "a/model.safetensors").read_bytes() == weights["c"]
@@ -88,8 +88,8 @@ def test_init_with_a_tokenizer(small_presets, tmp_path):
     assert main(["init", "tost-base", str(tmp_path / "model"), "--tokenizer", str(tokenizer)]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)
-    writer = pipeline("text-generation", model=str(tmp_path / "model"))
-    assert writer("import os", max_new_tokens=3)[0]["generated_text"].startswith("import os")
+    generate = pipeline("text-generation", model=str(tmp_path / "model"))
+    assert generate("import os", max_new_tokens=3)[0]["generated_text"].startswith("import os")
 
 
 def damage_tokenizer(folder: Path) -> None:
@@ -101,7 +101,7 @@ def empty_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
 
 
-UNFIT = {
+INVALID_TOKENIZERS = {
     "too many tokens": (lambda folder: None, "its last token is number 256, and the model has 200 tokens", 200),
     "damaged": (damage_tokenizer, "cannot be loaded", 50304),
     "empty": (empty_tokenizer, "has no vocabulary", 50304),
@@ -109,8 +109,8 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("damage, message, vocab_size", UNFIT.values(), ids=UNFIT)
-def test_init_with_a_tokenizer_that_does_not_fit(small_presets, tmp_path, capsys, damage, message, vocab_size):
+@pytest.mark.parametrize("damage, message, vocab_size", INVALID_TOKENIZERS.values(), ids=INVALID_TOKENIZERS)
+def test_init_with_an_invalid_tokenizer(small_presets, tmp_path, capsys, damage, message, vocab_size):
     PRESETS["tost-base"]["vocab_size"] = vocab_size
     tokenizer = language_folder(tmp_path / "other")
     damage(tokenizer)
@@ -142,17 +142,17 @@ def test_card_verify_and_info(tmp_path, capsys):
     assert "generates 16 tokens, the same with and without its cache" in out and "all checks passed" in out
     assert main(["info", str(folder)]) == 0
     out = capsys.readouterr().out
-    state = 4 * 2 * (2 * 32 + 4)  # bytes of float32, layers, two sums of the width and one of the heads
+    state = 4 * 2 * (2 * 32 + 4)  # bytes of float32, layers, two sums per channel and one per head
     assert f"{state:,} bytes" in out and "mit" in out and "ToSTForCausalLM" in out
     assert f"{sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()):,}" in out
     assert main(["info", str(tmp_path)]) == 1
     assert "config.json" in capsys.readouterr().err
 
 
-def test_verify_does_not_run_foreign_code(tmp_path, capsys):
+def test_verify_does_not_run_changed_code(tmp_path, capsys):
     folder = language_folder(tmp_path / "model", with_code=True)
-    trap = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
-    (folder / "modeling_tost.py").write_text(trap + (folder / "modeling_tost.py").read_text())
+    statement = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    (folder / "modeling_tost.py").write_text(statement + (folder / "modeling_tost.py").read_text())
     assert main(["verify", str(folder)]) == 1
     assert "FAILED  code" in capsys.readouterr().out
     assert not (tmp_path / "ran").exists()

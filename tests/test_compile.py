@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of the language model: whole graphs, no compilation more than needed, the same numbers."""
+"""torch.compile and torch.export of the language model: full graphs, few recompilations, the outputs of eager mode."""
 
 import shutil
 
@@ -15,7 +15,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_yet():
+def reset_compiler():
     torch._dynamo.reset()
 
 
@@ -24,8 +24,8 @@ def tiny_model():
     return randomize(ToSTForCausalLM(small_config(num_hidden_layers=1))).eval()
 
 
-def counting_backend(name):
-    """A compiler backend that counts the graphs it is given (a function: generate copies objects)."""
+def make_counting_backend(name):
+    """A compiler backend that counts its graphs. It is a function, because generate copies objects."""
 
     def backend(graph, example_inputs):
         backend.graphs += 1
@@ -45,21 +45,21 @@ def loss_and_gradients(model, tokens, **inputs):
 
 
 def test_training_compiles_twice_for_all_lengths(tiny_model):
-    counting = counting_backend("aot_eager")
-    compiled = torch.compile(tiny_model, fullgraph=True, backend=counting)
+    counter = make_counting_backend("aot_eager")
+    compiled = torch.compile(tiny_model, fullgraph=True, backend=counter)
     graphs = []
     for length in (40, 30, 51):
         tokens = ids(2, length)
         torch.testing.assert_close(loss_and_gradients(compiled, tokens), loss_and_gradients(tiny_model, tokens), **CLOSE)
-        graphs.append(counting.graphs)
-    assert graphs == [1, 2, 2]  # at the second length the graph is made again, for any length
+        graphs.append(counter.graphs)
+    assert graphs == [1, 2, 2]  # the second length recompiles with dynamic shapes
 
 
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("options", [{}, {"forgetting": "token", "normalize_scores": False}], ids=str)
 def test_default_compiler(options):
-    """Forward and gradients of the compiled model are eager's, at a length that is no multiple of a block and at any."""
+    """Outputs and gradients equal those of eager mode, first with static and then with dynamic shapes."""
     model = randomize(ToSTForCausalLM(small_config(num_hidden_layers=1, **options))).eval()
     compiled = torch.compile(model, fullgraph=True)
     for length in (40, 30):
@@ -81,7 +81,7 @@ INPUTS = {
     [("attention_mask", False, False), ("position_ids", False, True), ("seq_idx", True, False), ("seq_idx", True, True)],
 )
 def test_training_options(tiny_model, inputs, checkpointing, autocast):
-    """Padded and packed sequences, gradient checkpointing and autocast, all in one graph and with eager's gradients."""
+    """Padding, packing, gradient checkpointing and autocast in one graph, with the gradients of eager mode."""
     tokens, inputs = ids(2, 70), INPUTS[inputs]()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = loss_and_gradients(tiny_model, tokens, **inputs)
@@ -92,25 +92,25 @@ def test_training_options(tiny_model, inputs, checkpointing, autocast):
         torch.testing.assert_close(loss_and_gradients(compiled, tokens, **inputs), expected, **CLOSE)
 
 
-def test_operators_keep_their_contracts():
-    """Schemas, shapes without data and autograd, as torch checks them: plain, with decay, without gradients."""
+def test_operators_pass_opcheck():
+    """Schemas, fake tensors and autograd: without decay, with decay, without gradients."""
     w, temp, bias = torch.randn(2, 300, 3, 4), torch.rand(3), torch.randn(2, 300, 3)
     state = torch.rand(2, 3, 4), torch.rand(2, 3, 4).double(), torch.rand(2, 3).double()
-    decay = -torch.rand(2, 300, 3)
+    log_decay = -torch.rand(2, 300, 3)
     operator = tssa_chunked._forward_operator._opoverload
-    for decayed, keep in ((False, True), (True, True), (True, False)):
-        inputs = [x.clone().requires_grad_(keep) for x in (w, temp, bias)]
-        sums = [x.clone().requires_grad_(keep) for x in state]
-        options = None, decay.clone().requires_grad_(keep) if decayed else None
-        torch.library.opcheck(operator, (*inputs, *options, *sums, keep, tssa_chunked.CHUNK_TOKENS, not decayed))
+    for use_decay, needs_grad in ((False, True), (True, True), (True, False)):
+        inputs = [x.clone().requires_grad_(needs_grad) for x in (w, temp, bias)]
+        sums = [x.clone().requires_grad_(needs_grad) for x in state]
+        options = None, log_decay.clone().requires_grad_(needs_grad) if use_decay else None
+        torch.library.opcheck(operator, (*inputs, *options, *sums, needs_grad, tssa_chunked.CHUNK_TOKENS, not use_decay))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
 @torch.no_grad()
 def test_decoding_compiles_once(tiny_model, backend):
-    """20 steps after each of two prompts, without a change of the cache's addresses."""
-    counting = counting_backend(backend)
-    step = torch.compile(tiny_model, fullgraph=True, backend=counting)
+    """20 steps after each of two prompts; the addresses of the cache do not change."""
+    counter = make_counting_backend(backend)
+    step = torch.compile(tiny_model, fullgraph=True, backend=counter)
     cache = ToSTCache(tiny_model.config, static=True)
     for prompt_length in (8, 13):
         tokens = ids(2, prompt_length + 20)
@@ -122,11 +122,11 @@ def test_decoding_compiles_once(tiny_model, backend):
             out = step(tokens[:, t : t + 1].clone(), position_ids=torch.full((2, 1), t), past_key_values=cache)
             torch.testing.assert_close(out.logits[:, 0], expected[:, t], **CLOSE)
         assert addresses == [x.data_ptr() for layer in cache.layers for x in layer.tensors().values()]
-    assert counting.graphs == 1
+    assert counter.graphs == 1
 
 
 def test_exported_program_has_torch_operators_only(tiny_model):
-    """So that it runs where this package is not installed, for any batch size and length, with padding."""
+    """It runs without this package, for any batch size and length, and with padding."""
     tokens = ids(2, 20)
     dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens", max=128)}
     program = torch.export.export(
@@ -139,5 +139,5 @@ def test_exported_program_has_torch_operators_only(tiny_model):
     assert {op.namespace for op in operators} == {"aten"}
     tokens, mask = ids(3, 90), torch.ones(3, 90, dtype=torch.long)
     mask[1, :9] = 0
-    got = program.module()(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-    torch.testing.assert_close(got, tiny_model(tokens, attention_mask=mask).logits, **CLOSE)
+    actual = program.module()(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(actual, tiny_model(tokens, attention_mask=mask).logits, **CLOSE)

@@ -1,4 +1,4 @@
-"""Configurations: impossible values are rejected by name, unusual ones and copies keep every field."""
+"""Configurations: invalid values are rejected with the field's name; unusual values and copies preserve every field."""
 
 import copy
 import dataclasses
@@ -15,7 +15,7 @@ from tost_hf import ToSTConfig, ToSTVisionConfig
 
 
 TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
-ROTATING = {"layer_types": [TSSA, FULL], "max_position_embeddings": None}
+HYBRID = {"layer_types": [TSSA, FULL], "max_position_embeddings": None}
 BASE = {"tost": small_config(), "tost_vision": small_vision_config()}
 
 
@@ -25,7 +25,7 @@ def load_changed(folder, model_type, fields):
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-OF_BOTH = [  # the word of each message is the field's name
+INVALID_FIELDS = [  # of both model types; the error message contains the field's name
     *({"hidden_size": value} for value in ("wide", None, -8, 1e3)),
     {"hidden_act": "__import__"},
     *({"num_hidden_layers": value} for value in (-1, 2.5)),
@@ -39,7 +39,7 @@ OF_BOTH = [  # the word of each message is the field's name
     {"hidden_dropout": 1.5},
     {"attention_dropout": -0.1},
 ]
-OF_ONE = [
+INVALID_FIELDS_OF_ONE = [
     ("tost", {"bos_token_id": -1}),
     ("tost", {"eos_token_id": [3, -2]}),
     ("tost", {"pad_token_id": "pad"}),
@@ -53,7 +53,7 @@ OF_ONE = [
     ("tost", {"sliding_window": 1, "layer_types": [SLIDING, TSSA]}),
     ("tost", {"num_key_value_heads": 3, "layer_types": [FULL, TSSA]}),
     ("tost", {"rope_parameters": {"rope_theta": 1e4}}),
-    ("tost", {"rope_parameters": {"rope_type": "yarn"}} | ROTATING),
+    ("tost", {"rope_parameters": {"rope_type": "yarn"}} | HYBRID),
     ("tost", {"pooling": "first"}),
     ("tost", {"pooling": "max"}),
     ("tost", {"conv_kernel": 4, "is_causal": False}),
@@ -68,16 +68,16 @@ OF_ONE = [
     ("tost_vision", {"drop_path_rate": 1.0}),
     ("tost_vision", {"out_features": []}),
 ]
-REJECTED = [(model_type, fields) for fields in OF_BOTH for model_type in BASE] + OF_ONE
+REJECTED = [(model_type, fields) for fields in INVALID_FIELDS for model_type in BASE] + INVALID_FIELDS_OF_ONE
 
 
 @pytest.mark.parametrize("model_type, fields", REJECTED, ids=[f"{case[0]}-{next(iter(case[1]))}" for case in REJECTED])
-def test_rejected_with_a_message(model_type, fields, tmp_path):
+def test_invalid_fields_are_rejected(model_type, fields, tmp_path):
     with pytest.raises((ValueError, StrictDataclassFieldValidationError), match=next(iter(fields))):
         load_changed(tmp_path, model_type, fields)
 
 
-def test_rejected_without_a_file():
+def test_invalid_arguments_are_rejected():
     for config_class in (ToSTConfig, ToSTVisionConfig):
         with pytest.raises(StrictDataclassFieldValidationError, match="hidden_size"):
             config_class(hidden_size="768")
@@ -95,7 +95,7 @@ def test_rejected_without_a_file():
         ("tost_vision", {"id2label": {"0": "日本", "1": "<b>"}, "label2id": {"日本": 0, "<b>": 1}}),
     ],
 )
-def test_unusual_but_right(model_type, fields, tmp_path):
+def test_unusual_values_are_accepted(model_type, fields, tmp_path):
     loaded = load_changed(tmp_path, model_type, fields)
     loaded.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == loaded.to_dict()
@@ -117,12 +117,12 @@ def test_unusual_but_right(model_type, fields, tmp_path):
 )
 def test_copies(config, tmp_path):
     """By `dataclasses`, `copy`, `pickle`, dicts and files."""
-    for twin in (dataclasses.replace(config), copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
-        assert twin == config and twin.to_dict() == config.to_dict()
-    twins = [type(config).from_dict(fields) for fields in (config.to_dict(), config.to_diff_dict())]
+    for clone in (dataclasses.replace(config), copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert clone == config and clone.to_dict() == config.to_dict()
+    clones = [type(config).from_dict(fields) for fields in (config.to_dict(), config.to_diff_dict())]
     config.save_pretrained(tmp_path)
-    for twin in (*twins, AutoConfig.from_pretrained(tmp_path)):
-        assert twin.to_diff_dict() == config.to_diff_dict()
+    for clone in (*clones, AutoConfig.from_pretrained(tmp_path)):
+        assert clone.to_diff_dict() == config.to_diff_dict()
     wider = dataclasses.replace(config, hidden_size=2 * config.hidden_size)
     assert wider.hidden_size == 2 * config.hidden_size and wider.to_diff_dict() == config.to_diff_dict() | {
         "hidden_size": wider.hidden_size

@@ -24,32 +24,32 @@ from tost_hf.convert import convert_from_original, convert_to_original
 
 
 BIAS = FIXTURES / "lm_bias.pt"
-LM_NAMES = ["lm_nobias", "lm_bias"]
-PRECISION = [(torch.float64, 1e-10), (torch.float32, 1e-4)]
+CHECKPOINT_NAMES = ["lm_nobias", "lm_bias"]
+TOLERANCES = [(torch.float64, 1e-10), (torch.float32, 1e-4)]
 
 
-def golden(name):
+def load_golden(name):
     return load_file(FIXTURES / f"{name}.golden.safetensors")
 
 
-def bare(state):
+def strip_prefix(state):
     return {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
 
 
-@pytest.fixture(scope="module", params=LM_NAMES)
-def converted(request, tmp_path_factory):
+@pytest.fixture(scope="module", params=CHECKPOINT_NAMES)
+def converted_folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted") / request.param
     assert convert_from_original(FIXTURES / f"{request.param}.pt", folder) == folder
     return request.param, folder
 
 
-# Equal to the authors' code ------------------------------------------------------------------------------------------
+# Equality with the authors' code --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype, tolerance", PRECISION)
-def test_logits_loss_and_memberships(converted, dtype, tolerance):
-    name, folder = converted
-    expected = golden(name)
+@pytest.mark.parametrize("dtype, tolerance", TOLERANCES)
+def test_logits_loss_and_memberships(converted_folder, dtype, tolerance):
+    name, folder = converted_folder
+    expected = load_golden(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.no_grad():
         output = model(
@@ -66,50 +66,50 @@ def test_logits_loss_and_memberships(converted, dtype, tolerance):
     assert relative_error(loss, expected["loss"]) < tolerance
 
 
-def test_greedy_continuation(converted):
-    name, folder = converted
-    expected = golden(name)["greedy_from_first_5"]
+def test_greedy_continuation(converted_folder):
+    name, folder = converted_folder
+    expected = load_golden(name)["greedy_from_first_5"]
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     actual = model.generate(expected[:, :5], max_new_tokens=24, do_sample=False)
     assert torch.equal(actual, expected)
 
 
-# There and back ------------------------------------------------------------------------------------------------------
+# Round trips ----------------------------------------------------------------------------------------------------------
 
 
-def test_there_and_back(converted, tmp_path):
-    name, folder = converted
+def test_round_trip(converted_folder, tmp_path):
+    name, folder = converted_folder
     assert {file.name for file in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")  # tied: stored once
     assert ToSTConfig.from_pretrained(folder).eos_token_id is None  # GPT-2's end-of-text is not in these vocabularies
     original = read_checkpoint(FIXTURES / f"{name}.pt")
     assert convert_to_original(folder, tmp_path / "ckpt.pt") == tmp_path / "ckpt.pt"
-    back = read_checkpoint(tmp_path / "ckpt.pt")
-    assert_same_bits(back["model"], bare(original["model"]))
-    assert back["model_args"] == original["model_args"]
-    assert back["iter_num"] == 0 and isinstance(back["best_val_loss"], torch.Tensor) and back["config"] == {}
+    contents = read_checkpoint(tmp_path / "ckpt.pt")
+    assert_same_bits(contents["model"], strip_prefix(original["model"]))
+    assert contents["model_args"] == original["model_args"]
+    assert contents["iter_num"] == 0 and isinstance(contents["best_val_loss"], torch.Tensor) and contents["config"] == {}
     assert os.listdir(tmp_path) == ["ckpt.pt"]
     # wte and lm_head are one tensor, as in the authors' files
-    assert back["model"]["lm_head.weight"].data_ptr() == back["model"]["transformer.wte.weight"].data_ptr()
+    assert contents["model"]["lm_head.weight"].data_ptr() == contents["model"]["transformer.wte.weight"].data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtype_is_kept(tmp_path, dtype):
+def test_dtype_is_preserved(tmp_path, dtype):
     source = write_changed(tmp_path / "ckpt.pt", to_dtype(dtype), BIAS)
     folder = convert_from_original(source, tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
     convert_to_original(folder, tmp_path / "back.pt", iter_num=7, best_val_loss=3.25, config={"dataset": "d"})
-    back = read_checkpoint(tmp_path / "back.pt")
-    assert_same_bits(back["model"], read_checkpoint(source)["model"])
-    assert (back["iter_num"], back["best_val_loss"], back["config"]) == (7, torch.tensor(3.25), {"dataset": "d"})
+    contents = read_checkpoint(tmp_path / "back.pt")
+    assert_same_bits(contents["model"], read_checkpoint(source)["model"])
+    assert (contents["iter_num"], contents["best_val_loss"], contents["config"]) == (7, torch.tensor(3.25), {"dataset": "d"})
 
 
-def test_a_trained_and_sharded_folder_converts(tiny_model, tmp_path):
+def test_sharded_folder_converts(tiny_model, tmp_path):
     tiny_model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
     checkpoint = convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
-    again = AutoModelForCausalLM.from_pretrained(convert_from_original(checkpoint, tmp_path / "again"))
-    assert_same_bits(again.state_dict(), tiny_model.state_dict())
+    reloaded = AutoModelForCausalLM.from_pretrained(convert_from_original(checkpoint, tmp_path / "again"))
+    assert_same_bits(reloaded.state_dict(), tiny_model.state_dict())
 
 
 @pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
@@ -119,7 +119,7 @@ def test_prefixes_are_stripped(tmp_path, prefix):
     assert_same_bits(read_checkpoint(tmp_path / "back.pt")["model"], read_checkpoint(BIAS)["model"])
 
 
-def test_sizes_come_from_the_tensors_alone(tmp_path):
+def test_sizes_are_inferred_from_the_tensors(tmp_path):
     source = write_changed(tmp_path / "ckpt.pt", lambda contents: {"model": contents["model"]}, BIAS)
     config = ToSTConfig.from_pretrained(convert_from_original(source, tmp_path / "model"))
     sizes = (config.n_layer, config.n_head, config.n_embd, config.n_positions, config.vocab_size, config.use_bias)
@@ -132,28 +132,28 @@ def test_dropout_and_end_of_text(tmp_path):
     ToSTForCausalLM(config).save_pretrained(tmp_path / "model")
     checkpoint = convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
     assert read_checkpoint(checkpoint)["model_args"]["dropout"] == 0.1
-    again = ToSTConfig.from_pretrained(convert_from_original(checkpoint, tmp_path / "again"))
-    assert again.to_dict() == ToSTConfig.from_pretrained(tmp_path / "model").to_dict()
+    reloaded_config = ToSTConfig.from_pretrained(convert_from_original(checkpoint, tmp_path / "again"))
+    assert reloaded_config.to_dict() == ToSTConfig.from_pretrained(tmp_path / "model").to_dict()
 
 
 def test_untied_checkpoint_becomes_an_untied_model(tmp_path, caplog):
-    stored = read_checkpoint(BIAS)["model"]["transformer.wte.weight"]
+    embeddings = read_checkpoint(BIAS)["model"]["transformer.wte.weight"]
 
     def untie(contents):
-        contents["model"]["lm_head.weight"] = 2 * stored
+        contents["model"]["lm_head.weight"] = 2 * embeddings
 
     source = write_changed(tmp_path / "ckpt.pt", untie, BIAS)
     model = AutoModelForCausalLM.from_pretrained(convert_from_original(source, tmp_path / "model"))
     assert "lm_head differs from wte" in caplog.text
     assert not model.config.tie_word_embeddings
-    assert torch.equal(model.lm_head.weight, 2 * stored)
-    assert torch.equal(model.model.embed_tokens.weight, stored)
+    assert torch.equal(model.lm_head.weight, 2 * embeddings)
+    assert torch.equal(model.model.embed_tokens.weight, embeddings)
 
 
-# Errors --------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def stated(**model_args):
+def set_model_args(**model_args):
     return lambda contents: contents["model_args"].update(model_args)
 
 
@@ -163,12 +163,12 @@ INVALID = {
     "missing key": (remove("transformer.h.1.mlp.c_fc.bias"), r"lacks transformer\.h\.1\.mlp\.c_fc\.bias"),
     "missing embedding": (remove("transformer.wte.weight"), r"lacks transformer\.wte\.weight"),
     "unknown leaf": (replace(H0 + "ln_1.other", torch.zeros(2)), r"has .*ln_1\.other"),
-    "other layer count": (stated(n_layer=3), "n_layer"),
+    "other layer count": (set_model_args(n_layer=3), "n_layer"),
     "tensor of another size": (replace("transformer.h.1.gamma2", torch.zeros(31)), "gamma2"),
     "integers": (replace(H0 + "gamma1", torch.zeros(32, dtype=torch.long)), "int64"),
     "NaN": (replace(H0 + "gamma1", torch.full((32,), torch.nan)), "NaN"),
-    "impossible dropout": (stated(dropout=2.0), "dropout"),
-    "state dict without a frame": (lambda contents: contents["model"], "authors"),
+    "impossible dropout": (set_model_args(dropout=2.0), "dropout"),
+    "bare state dict": (lambda contents: contents["model"], "authors"),
     "a list": (lambda contents: [1, 2], "authors"),
 }
 
@@ -176,15 +176,15 @@ INVALID = {
 @pytest.mark.parametrize("change, message", INVALID.values(), ids=INVALID)
 def test_invalid_checkpoints(tmp_path, caplog, change, message):
     source = write_changed(tmp_path / "ckpt.pt", change, BIAS)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message) as exc_info:
         convert_from_original(source, tmp_path / "model")
-    assert str(source) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(source) in str(exc_info.value) and "\n" not in str(exc_info.value)
     assert os.listdir(tmp_path) == ["ckpt.pt"]  # nothing half-written
     assert "lm_head differs" not in caplog.text
 
 
 class RunsCode:
-    """Unpickled without care, this makes a folder."""
+    """Creates a folder when it is unpickled without restrictions."""
 
     def __init__(self, path):
         self.path = path
@@ -229,11 +229,11 @@ def test_unsupported_models(tiny_config, tmp_path, fields):
     assert os.listdir(tmp_path) == ["model"]
 
 
-def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):
-    name, folder = converted
+def test_existing_outputs_require_overwrite(converted_folder, tmp_path):
+    name, folder = converted_folder
     checkpoint, target = FIXTURES / f"{name}.pt", tmp_path / "model"
     target.mkdir()
-    convert_from_original(checkpoint, target)  # an empty folder is taken
+    convert_from_original(checkpoint, target)  # an empty folder is accepted
     (target / "tokenizer.json").write_text("{}")
     (target / "model-00001-of-00002.safetensors").write_text("old")
     (target / "model.safetensors").write_text("old")
@@ -258,14 +258,14 @@ def test_existing_outputs_are_kept_unless_overwritten(converted, tmp_path):
         convert_to_original(folder, target)
 
 
-# The command ---------------------------------------------------------------------------------------------------------
+# The command ----------------------------------------------------------------------------------------------------------
 
 
-def test_command_converts_there_and_back(tmp_path, capsys):
+def test_command_round_trip(tmp_path, capsys):
     folder, back = str(tmp_path / "model"), str(tmp_path / "back.pt")
     assert main(["convert", str(FIXTURES / "lm_nobias.pt"), folder]) == 0
     assert main(["convert", folder, back]) == 0
     assert capsys.readouterr().out.split("\n")[:2] == [f"Wrote {folder}", f"Wrote {back}"]
-    assert_same_bits(read_checkpoint(back)["model"], bare(read_checkpoint(FIXTURES / "lm_nobias.pt")["model"]))
+    assert_same_bits(read_checkpoint(back)["model"], strip_prefix(read_checkpoint(FIXTURES / "lm_nobias.pt")["model"]))
     assert main(["convert", folder, back]) == 1
     assert main(["convert", folder, back, "--overwrite"]) == 0

@@ -27,23 +27,23 @@ from tost_hf.convert import convert_to_original as to_file
 
 
 P16, P8 = FIXTURES / "vision_p16.pth", FIXTURES / "vision_p8_tokensnorm_off.pth"
-NORMALIZED = {P16: None, P8: False}  # tokens_norm, which the files do not state
+NORMALIZED = {P16: None, P8: False}  # tokens_norm, which the files do not store
 
 
 @pytest.fixture(scope="module", params=NORMALIZED, ids=lambda path: path.stem)
-def converted(request, tmp_path_factory):
+def converted_folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted") / request.param.stem
     assert to_folder(request.param, folder, normalize_patch_tokens=NORMALIZED[request.param]) == folder
     return request.param, folder
 
 
-# Equal to the authors' code ------------------------------------------------------------------------------------------
+# Equality with the authors' code --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-4)])
 @torch.no_grad()
-def test_logits_features_and_memberships(converted, dtype, tolerance):
-    path, folder = converted
+def test_logits_features_and_memberships(converted_folder, dtype, tolerance):
+    path, folder = converted_folder
     expected = load_file(path.with_suffix(".golden.safetensors"))
     model = AutoModelForImageClassification.from_pretrained(folder, dtype=dtype).eval()
     pixels = expected["pixel_values"].to(dtype)
@@ -55,53 +55,53 @@ def test_logits_features_and_memberships(converted, dtype, tolerance):
         assert relative_error(model(expected["pixel_values_2"].to(dtype)).logits, expected["logits_2"]) < tolerance
 
 
-def test_folder(converted):
-    path, folder = converted
+def test_folder(converted_folder):
+    path, folder = converted_folder
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "preprocessor_config.json"}
-    assert [file.name for file in folder.parent.iterdir()] == [folder.name]  # nothing temporary is left
-    config, side = ToSTVisionConfig.from_pretrained(folder), read_checkpoint(path)["args"].input_size
-    assert config.normalize_patch_tokens == (path == P16) and config.image_size == side
+    assert [file.name for file in folder.parent.iterdir()] == [folder.name]  # no temporary files are left
+    config, image_size = ToSTVisionConfig.from_pretrained(folder), read_checkpoint(path)["args"].input_size
+    assert config.normalize_patch_tokens == (path == P16) and config.image_size == image_size
     processor = json.loads((folder / "preprocessor_config.json").read_text())
-    assert processor["crop_size"] == {"height": side, "width": side}
+    assert processor["crop_size"] == {"height": image_size, "width": image_size}
 
 
-def test_names_cover_every_kind_of_trunk_in_both_directions():
-    for attention_type, of_attention in VISION_ATTENTION_NAMES.items():
-        names = VISION_NAMES | of_attention
-        back = {ours: authors for authors, ours in names.items()}
-        assert len(back) == len(names)
-        for ours in tiny(attention_type=attention_type).state_dict():
-            assert rename(rename(ours, back), names) == ours
+def test_names_are_mapped_both_ways_for_every_trunk():
+    for attention_type, attention_names in VISION_ATTENTION_NAMES.items():
+        names = VISION_NAMES | attention_names
+        inverse_names = {name: authors_name for authors_name, name in names.items()}
+        assert len(inverse_names) == len(names)
+        for name in make_model(attention_type=attention_type).state_dict():
+            assert rename(rename(name, inverse_names), names) == name
     names = VISION_NAMES | VISION_ATTENTION_NAMES["tssa"]
     assert rename("blocks.11.attn.to_out.0.bias", names) == "tost.layers.11.attention.out_proj.bias"
     assert rename("patch_embed.proj.6.1.running_var", names) == "tost.embeddings.patch_embeddings.norms.3.running_var"
     assert rename("blocks.0.attn.to_out.1.bias", names) is None
 
 
-# There and back ------------------------------------------------------------------------------------------------------
+# Round trips ----------------------------------------------------------------------------------------------------------
 
 
-def test_round_trip(converted, tmp_path):
-    path, folder = converted
+def test_round_trip(converted_folder, tmp_path):
+    path, folder = converted_folder
     original = read_checkpoint(path)
     assert to_file(folder, tmp_path / "back.pth") == tmp_path / "back.pth"
-    back = torch.load(tmp_path / "back.pth", weights_only=True)
-    assert_same_bits(back["model"], original["model"])
-    assert back["model"]["patch_embed.proj.0.1.num_batches_tracked"].dtype == torch.int64
-    assert back["args"]["input_size"] == original["args"].input_size
-    assert back["args"]["tokens_norm"] == (path == P16)
-    # the file states what the tensors do not tell: nothing needs to be said again
-    again = to_folder(tmp_path / "back.pth", tmp_path / "again")
-    assert (again / "config.json").read_text() == (folder / "config.json").read_text()
-    assert_same_bits(load_file(again / "model.safetensors"), load_file(folder / "model.safetensors"))
+    contents = torch.load(tmp_path / "back.pth", weights_only=True)
+    assert_same_bits(contents["model"], original["model"])
+    assert contents["model"]["patch_embed.proj.0.1.num_batches_tracked"].dtype == torch.int64
+    assert contents["args"]["input_size"] == original["args"].input_size
+    assert contents["args"]["tokens_norm"] == (path == P16)
+    # the file stores the settings that the tensors do not determine, so no options are needed
+    reloaded_folder = to_folder(tmp_path / "back.pth", tmp_path / "again")
+    assert (reloaded_folder / "config.json").read_text() == (folder / "config.json").read_text()
+    assert_same_bits(load_file(reloaded_folder / "model.safetensors"), load_file(folder / "model.safetensors"))
 
 
 def test_ema_weights(tmp_path):
     folder = to_folder(P16, tmp_path / "model", ema=True)
     to_file(folder, tmp_path / "back.pth")
-    stored = read_checkpoint(P16)
-    assert_same_bits(read_checkpoint(tmp_path / "back.pth")["model"], stored["model_ema"])
-    assert not torch.equal(stored["model_ema"]["norm.weight"], stored["model"]["norm.weight"])
+    contents = read_checkpoint(P16)
+    assert_same_bits(read_checkpoint(tmp_path / "back.pth")["model"], contents["model_ema"])
+    assert not torch.equal(contents["model_ema"]["norm.weight"], contents["model"]["norm.weight"])
 
 
 def test_settings_of_the_run(tmp_path):
@@ -115,10 +115,10 @@ def test_settings_of_the_run(tmp_path):
     assert (args["drop"], args["drop_path"], args["nb_classes"]) == (0.1, 0.05, 5)
 
 
-# Other trunks --------------------------------------------------------------------------------------------------------
+# Other trunks ---------------------------------------------------------------------------------------------------------
 
 
-def tiny(**fields):
+def make_model(**fields):
     config = small_vision_config(**({"num_attention_heads": 2} | fields))
     return randomize(ToSTForImageClassification(config)).eval()
 
@@ -135,23 +135,23 @@ def tiny(**fields):
     ],
 )
 def test_round_trip_of_other_trunks(tmp_path, fields):
-    model = tiny(**fields)
+    model = make_model(**fields)
     model.save_pretrained(tmp_path / "model")
-    again = to_folder(to_file(tmp_path / "model", tmp_path / "c.pth"), tmp_path / "again")
-    loaded = AutoModelForImageClassification.from_pretrained(again)
+    reloaded_folder = to_folder(to_file(tmp_path / "model", tmp_path / "c.pth"), tmp_path / "again")
+    loaded = AutoModelForImageClassification.from_pretrained(reloaded_folder)
     assert loaded.config.to_dict() | {"_name_or_path": ""} == model.config.to_dict() | {
         "_name_or_path": "",
         "dtype": "float32",
     }
     assert_same_bits(loaded.state_dict(), model.state_dict())
-    processor = ViTImageProcessorPil.from_pretrained(again)
+    processor = ViTImageProcessorPil.from_pretrained(reloaded_folder)
     pixels = processor(Image.linear_gradient("L"), return_tensors="pt")["pixel_values"]
     assert loaded(pixels).logits.shape == (1, model.config.num_labels)
 
 
-def authors_baseline(tmp_path, attention_type, width=192, **args):
-    """A checkpoint of a baseline, with what the authors' run states of it."""
-    tiny(attention_type=attention_type, hidden_size=width, num_attention_heads=4).save_pretrained(tmp_path / "source")
+def save_authors_baseline(tmp_path, attention_type, width=192, **args):
+    """Saves a checkpoint of a baseline with the arguments of the authors' run."""
+    make_model(attention_type=attention_type, hidden_size=width, num_attention_heads=4).save_pretrained(tmp_path / "source")
     contents = read_checkpoint(to_file(tmp_path / "source", tmp_path / "checkpoint.pth"))
     contents["args"] = argparse.Namespace(**args)
     torch.save(contents, tmp_path / "checkpoint.pth")
@@ -160,14 +160,14 @@ def authors_baseline(tmp_path, attention_type, width=192, **args):
 
 @pytest.mark.parametrize("attention_type", ["xca", "softmax"])
 def test_baselines_are_recognised(tmp_path, attention_type):
-    source = authors_baseline(tmp_path, attention_type, model="vit_tiny_12_p4", input_size=16)
+    source = save_authors_baseline(tmp_path, attention_type, model="vit_tiny_12_p4", input_size=16)
     config = ToSTVisionConfig.from_pretrained(to_folder(source, tmp_path / "model"))
     assert (config.attention_type, config.num_attention_heads) == (attention_type, 4)
     assert config.patch_size == 4 and config.hidden_size == 192
 
 
 def test_heads_of_a_softmax_baseline(tmp_path):
-    source = authors_baseline(tmp_path, "softmax", width=32, model="vit_tiny_12_p4")  # tiny, but not of tiny's width
+    source = save_authors_baseline(tmp_path, "softmax", width=32, model="vit_tiny_12_p4")  # named tiny, but of another width
     with pytest.raises(ValueError, match=r"'vit_tiny_12_p4'.*give num_attention_heads"):
         to_folder(source, tmp_path / "model")
     assert not (tmp_path / "model").exists()
@@ -175,10 +175,10 @@ def test_heads_of_a_softmax_baseline(tmp_path):
     assert ToSTVisionConfig.from_pretrained(folder).num_attention_heads == 8
 
 
-# Errors --------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def stated(**args):
+def set_args(**args):
     return lambda contents: vars(contents["args"]).update(args)
 
 
@@ -188,16 +188,16 @@ INVALID = {
     "positions as a Linear": (replace("pos_embeder.token_projection.weight", torch.zeros(48, 64)), r"shape \(48, 64\) "),
     "heads that differ between layers": (replace("blocks.1.attn.temp", torch.zeros(4, 1)), r"shape \(4, 1\)"),
     "counts that are not integers": (replace("patch_embed.proj.0.1.num_batches_tracked", torch.tensor(1.0)), "int64"),
-    "image size of another type": (stated(input_size="large"), "image_size"),
+    "image size of another type": (set_args(input_size="large"), "image_size"),
 }
 
 
 @pytest.mark.parametrize("change, message", INVALID.values(), ids=INVALID)
 def test_invalid_checkpoints(tmp_path, change, message):
     source = write_changed(tmp_path / "checkpoint.pth", change, P8)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message) as exc_info:
         to_folder(source, tmp_path / "model")
-    assert str(source) in str(caught.value)
+    assert str(source) in str(exc_info.value)
     assert os.listdir(tmp_path) == ["checkpoint.pth"]  # nothing half-written
 
 
@@ -209,13 +209,13 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("fields, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_unsupported_models(tmp_path, fields, message):
-    tiny(**fields).save_pretrained(tmp_path / "model")
+    make_model(**fields).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         to_file(tmp_path / "model", tmp_path / "back.pth")
     assert os.listdir(tmp_path) == ["model"]
 
 
-# The command ---------------------------------------------------------------------------------------------------------
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 def test_command(tmp_path, capsys):
