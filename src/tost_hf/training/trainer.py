@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Training with the authors' settings: `ToSTTrainingArguments` and `ToSTTrainer` on transformers' own Trainer."""
+"""Training with the authors' settings: `ToSTTrainingArguments` and `ToSTTrainer`, based on transformers' Trainer."""
 
 import os
 from dataclasses import dataclass, field
@@ -10,25 +10,25 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
-from ..model.layers_tost import KEPT_IN_FLOAT32
+from ..model.layers_tost import FLOAT32_PARAMETERS
 from ..model.modeling_tost import ToSTForCausalLM
 from .callbacks import FiniteLossCallback
 from .checkpoints import CheckpointTrainer
 from .trainer_hub import PublishingTrainer
 
 
-NO_WEIGHT_DECAY = KEPT_IN_FLOAT32
+NO_WEIGHT_DECAY = FLOAT32_PARAMETERS
 
 
 @dataclass
 class BaseTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with `total_batch_size`: what the arguments for text and for images have in common."""
+    """`TrainingArguments` with `total_batch_size`: base class of the arguments for language and vision models."""
 
     total_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Examples of an optimizer step, over all devices; sets gradient_accumulation_steps. A multiple of "
-            "per_device_train_batch_size times the data-parallel devices."
+            "help": "Examples per optimizer step, over all devices; sets gradient_accumulation_steps. A multiple of "
+            "per_device_train_batch_size times the number of data-parallel devices."
         },
     )
     resume_from_checkpoint: str | None = field(
@@ -49,7 +49,7 @@ class BaseTrainingArguments(TrainingArguments):
             if self.auto_find_batch_size:
                 raise ValueError("auto_find_batch_size and total_batch_size exclude each other: leave one of them out.")
             if self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-                # whose configuration is made of the arguments; otherwise ToSTTrainer sets it, which knows all parallelism
+                # its configuration is built from the arguments; otherwise ToSTTrainer sets it, which knows the parallelism
                 self.set_gradient_accumulation(int(os.environ.get("WORLD_SIZE", 1)))
         super().__post_init__()
 
@@ -57,17 +57,17 @@ class BaseTrainingArguments(TrainingArguments):
         """Sets `gradient_accumulation_steps` so that a step has `total_batch_size` examples.
 
         Args:
-            num_devices: those that read different examples; tensor- and context-parallel processes count as one.
+            num_devices: devices that read different examples; a tensor- or context-parallel group counts as one.
 
         Raises:
-            ValueError: it is no multiple of the examples of one micro-batch, or contradicts `gradient_accumulation_steps`.
+            ValueError: it is not a multiple of the micro-batch size, or contradicts `gradient_accumulation_steps`.
         """
         assert self.total_batch_size is not None
-        micro_batch = self.per_device_train_batch_size * num_devices
-        steps, remainder = divmod(self.total_batch_size, micro_batch)
+        micro_batch_size = self.per_device_train_batch_size * num_devices
+        steps, remainder = divmod(self.total_batch_size, micro_batch_size)
         if remainder or steps < 1:
             raise ValueError(
-                f"total_batch_size {self.total_batch_size} is no multiple of per_device_train_batch_size "
+                f"total_batch_size {self.total_batch_size} is not a multiple of per_device_train_batch_size "
                 f"{self.per_device_train_batch_size} on {num_devices} data-parallel devices: change one of the three."
             )
         if self.gradient_accumulation_steps not in (1, steps):
@@ -80,14 +80,14 @@ class BaseTrainingArguments(TrainingArguments):
 
 @dataclass
 class ToSTTrainingArguments(BaseTrainingArguments):
-    """`TrainingArguments` with the authors' optimizer (paper, arXiv 2412.17810, and their code); the rest is transformers'.
+    """`TrainingArguments` with the authors' optimizer (paper, arXiv 2412.17810, and their code) by default.
 
     AdamW with betas (0.9, 0.95), weight decay 0.1 and learning rate 6e-4, gradients clipped at 1.0. Where the released
     tost-base configuration differs from the paper (weight decay 0.01), the paper's value is used. The batch, length and
     schedule of the published pre-training are in `examples/recipes/text_pretraining.yaml`.
 
     Raises:
-        ValueError: a size below 1, or a fused loss that this PyTorch or label smoothing excludes.
+        ValueError: a size below 1, or a fused loss with label smoothing or a PyTorch without it.
 
     Example:
 
@@ -103,19 +103,19 @@ class ToSTTrainingArguments(BaseTrainingArguments):
     learning_rate: float = field(default=6e-4, metadata={"help": "The peak learning rate of AdamW."})
     weight_decay: float = field(
         default=0.1,
-        metadata={"help": "Weight decay of the tensors of two or more dimensions, other than temp and denom_bias."},
+        metadata={"help": "Weight decay of the tensors of two or more dimensions, except temp and denom_bias."},
     )
     adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
     fuse_linear_cross_entropy: bool = field(
         default=False,
         metadata={
             "help": "In training, compute the loss from the hidden states in chunks (PyTorch's linear_cross_entropy), so that "
-            "the logits are never in memory as a whole. Equal up to rounding; a bfloat16 model's loss is rounded to bfloat16."
+            "the full logits are never in memory. Equal up to rounding; a bfloat16 model's loss is rounded to bfloat16."
         },
     )
     context_parallel_size: int = field(
         default=1,
-        metadata={"help": "Processes that share each text (ContextParallelTrainer); must divide the number of processes."},
+        metadata={"help": "Processes that share each sequence (ContextParallelTrainer); must divide the number of processes."},
     )
 
     def __post_init__(self):
@@ -138,16 +138,16 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
     """transformers' `Trainer` with the authors' parameter groups; without `args`, with `ToSTTrainingArguments`.
 
     Weight decay applies to tensors of two or more dimensions except `temp` and `denom_bias`, which set the sharpness and the
-    bias of a membership. Tensors of one dimension (norms, biases, LayerScale) are not decayed. The embeddings are.
+    bias of a membership. Embeddings are decayed; tensors of one dimension (norms, biases, LayerScale) are not.
 
     It resumes from complete checkpoints only (`CheckpointTrainer`), stops when the loss becomes NaN (`FiniteLossCallback`),
     and pushes models with their code and card (`PublishingTrainer`). Subclasses train on a stream of text
-    (`StreamingTrainer`) and on several processes that share each text (`ContextParallelTrainer`) or each layer
+    (`StreamingTrainer`), with context parallelism (`ContextParallelTrainer`) or with tensor parallelism
     (`TensorParallelTrainer`); derive from several of them to combine them.
 
     Raises:
         ValueError: the arguments do not suit the model or the processes.
-        FloatingPointError: of `train`; the loss became NaN or infinite, and nothing was saved since.
+        FloatingPointError: raised by `train`: the loss became NaN or infinite; nothing was saved since.
 
     Example, with `dataset` a `datasets.Dataset` of "input_ids" and "labels":
 
@@ -160,8 +160,8 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
     ```
     """
 
-    model: nn.Module  # set by then, also with `model_init`
-    context_mesh: Any = None  # of ContextParallelTrainer
+    model: nn.Module  # not None after __init__, also with `model_init`
+    context_mesh: Any = None  # set by ContextParallelTrainer
 
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
         super().__init__(model, ToSTTrainingArguments() if args is None else args, **kwargs)
@@ -169,7 +169,7 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
         if getattr(self.args, "context_parallel_size", 1) > 1 and self.context_mesh is None:
             raise ValueError(
                 "context_parallel_size is for tost_hf.ContextParallelTrainer; a "
-                f"{type(self).__name__} gives each process other texts."
+                f"{type(self).__name__} gives each process other sequences."
             )
         if self.model_init is None:
             self.model = self.model_wrapped = self.prepare_model(self.model)
@@ -178,47 +178,47 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
         return self.prepare_model(super().call_model_init(trial))
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Applies the arguments that concern the model: to the one passed, and to each that `model_init` returns.
+        """Applies the arguments that concern the model, also to each model that `model_init` returns.
 
         Raises:
-            ValueError: they do not suit the model.
+            ValueError: the arguments do not suit the model.
         """
         if getattr(self.args, "fuse_linear_cross_entropy", False):
-            fused = [m for m in model.modules() if isinstance(m, ToSTForCausalLM)]
-            if not fused:
+            causal_lms = [m for m in model.modules() if isinstance(m, ToSTForCausalLM)]
+            if not causal_lms:
                 raise ValueError("fuse_linear_cross_entropy is for ToSTForCausalLM.")
-            fused[0].fuse_linear_cross_entropy = True
+            causal_lms[0].fuse_linear_cross_entropy = True
         return model
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self._check_processes()
         if isinstance(self.args, BaseTrainingArguments) and self.args.total_batch_size is not None:
-            cp_size = max(self.get_cp_size(), getattr(self.args, "context_parallel_size", 1))  # the mesh is not made yet
+            cp_size = max(self.get_cp_size(), getattr(self.args, "context_parallel_size", 1))  # the mesh is created later
             data_parallel_size = self.args.world_size // (self.get_tp_size() * self.get_sp_size() * cp_size)
             self.args.set_gradient_accumulation(data_parallel_size * max(1, self.args.n_gpu))
 
     def _check_processes(self) -> None:
-        """Raises a ValueError for processes that would each train alone, or hold what they were asked to share."""
-        started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
-        if started > 1 and self.args.world_size == 1:
+        """Raises a ValueError if the processes are not connected, or FSDP would not shard the model."""
+        num_processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+        if num_processes > 1 and self.args.world_size == 1:
             raise ValueError(
-                f"{started} processes were started, but each would train alone and write the same files: there is no device "
-                "that joins them. To train on CPUs, set use_cpu=True (--use_cpu) or ACCELERATE_USE_CPU=true."
+                f"{num_processes} processes were started, but each would train alone and write the same files: there is no "
+                "device that connects them. To train on CPUs, set use_cpu=True (--use_cpu) or ACCELERATE_USE_CPU=true."
             )
-        asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-        if self.args.world_size > 1 and asked and not self.is_fsdp_enabled:
+        fsdp_requested = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if self.args.world_size > 1 and fsdp_requested and not self.is_fsdp_enabled:
             raise ValueError(
-                "FSDP was asked for, but Accelerate shards no model on CPUs: each process would hold all of it. Train on "
-                "devices that Accelerate knows, or without FSDP."
+                "FSDP was requested, but Accelerate shards no model on CPUs: each process would store all of it. Train on "
+                "devices that Accelerate supports, or without FSDP."
             )
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that are decayed; what `Trainer.create_optimizer` builds its two groups from."""
+        """Names of the parameters with weight decay, from which `Trainer.create_optimizer` builds its two groups."""
         return [
             name
             for name, parameter in model.named_parameters()
-            # DeepSpeed's ZeRO-3 flattens parameters and keeps their shape aside
+            # DeepSpeed's ZeRO-3 flattens parameters and stores their shape in `ds_shape`
             if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and name.rpartition(".")[2] not in NO_WEIGHT_DECAY
         ]
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Context-parallel training: several processes share each text (`context_parallel_size`)."""
+"""Context-parallel training: several processes share each sequence (`context_parallel_size`)."""
 
 import warnings
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ from ..parallel.context import parallelize
 from .trainer import ToSTTrainer
 
 
-# older versions ask Accelerate's ParallelismConfig alone
+# older versions only consult Accelerate's ParallelismConfig
 TRAINER_DIVIDES_BY_CP_SIZE = "get_cp_size" in Trainer._get_num_items_in_batch.__code__.co_names
 
 
 class ContextParallelTrainer(ToSTTrainer):
-    """`ToSTTrainer` of which `args.context_parallel_size` processes share each text; see `tost_hf.parallel.parallelize`.
+    """`ToSTTrainer` with `args.context_parallel_size` processes per sequence; see `tost_hf.parallel.parallelize`.
 
-    Evaluation then returns only the loss: each process has only the logits of its shard.
+    Evaluation then returns only the loss, as each process has only the logits of its shard.
 
     Raises:
         ValueError: `context_parallel_size` does not divide the number of processes, Accelerate's ParallelismConfig is set, or
             the loss is not the model's (label smoothing, `compute_loss_func`).
 
-    Example, in a script started by `accelerate launch --num_processes 4`: two texts at a time, each of two processes.
+    Example, in a script started by `accelerate launch --num_processes 4`: two sequences at a time, each on two processes.
 
     ```python
     >>> args = ToSTTrainingArguments("out", context_parallel_size=2, per_device_train_batch_size=1)
@@ -35,7 +35,7 @@ class ContextParallelTrainer(ToSTTrainer):
     ```
     """
 
-    context_mesh: DeviceMesh | None = None  # data-parallel groups x the processes of a group
+    context_mesh: DeviceMesh | None = None  # (data-parallel groups, processes per group)
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -51,9 +51,9 @@ class ContextParallelTrainer(ToSTTrainer):
         if size > 1:
             self._check_context_parallel_size(size)
             shape = (self.args.world_size // size, size)
-            # by the names that Accelerate's data loaders look for
+            # Accelerate's data loaders look up these dimension names
             self.context_mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
-            self.accelerator.dataloader_config.dispatch_batches = False  # which knows nothing of a mesh
+            self.accelerator.dataloader_config.dispatch_batches = False  # dispatching ignores the mesh
 
     def _check_context_parallel_size(self, size: int) -> None:
         if self.args.world_size % size:
@@ -74,21 +74,21 @@ class ContextParallelTrainer(ToSTTrainer):
         return super().get_cp_size() if self.context_mesh is None else self.context_mesh["cp"].size()
 
     def _get_dataloader(self, *args, **kwargs) -> DataLoader:
-        with self._same_batches_within_groups():
+        with self._share_batches_within_groups():
             return super()._get_dataloader(*args, **kwargs)
 
     @contextmanager
-    def _same_batches_within_groups(self) -> Iterator[None]:
-        """Data loaders prepared here give the processes that share a text the same batches."""
+    def _share_batches_within_groups(self) -> Iterator[None]:
+        """Data loaders prepared within it return the same batches to the processes that share a sequence."""
         state = self.accelerator.state
-        before, state.device_mesh = state.device_mesh, self.context_mesh or state.device_mesh
+        original_mesh, state.device_mesh = state.device_mesh, self.context_mesh or state.device_mesh
         try:
             yield
         finally:
-            state.device_mesh = before  # FSDP would take it for its mesh
+            state.device_mesh = original_mesh  # otherwise FSDP would use it as its mesh
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        """Each process counts the tokens of whole texts, `get_cp_size` times too many in all."""
+        """Divides by `get_cp_size`: each process of a group counts the tokens of whole sequences."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         if self.context_mesh is None or count is None or TRAINER_DIVIDES_BY_CP_SIZE:
             return count
@@ -98,7 +98,7 @@ class ContextParallelTrainer(ToSTTrainer):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if self.context_mesh is None or num_items_in_batch is None:
             return result
-        # Trainer takes the loss of a process for its share of the sum, but this is that of whole texts
+        # Trainer expects each process's part of the summed loss, but this is the loss of whole sequences
         size = self.get_cp_size()
         return (result[0] / size, result[1]) if isinstance(result, tuple) else result / size
 

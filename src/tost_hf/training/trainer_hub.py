@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trainer's pushes to the Hub with the source files and the card of ToST, and without the pickle `training_args.bin`."""
+"""Pushes to the Hub with the model's source files and card, and without the pickle `training_args.bin`."""
 
 import shutil
 
@@ -14,10 +14,10 @@ from .checkpoints import output_folder
 
 
 class PublishingTrainer(Trainer):
-    """`Trainer` whose `push_to_hub` sends the model's source files and its card.
+    """`Trainer` whose `push_to_hub` uploads the model's source files and its card.
 
-    The `.gitignore` that it writes to the output folder, which the Hub obeys, keeps `training_args.bin` (a pickle) at home.
-    The strategies "checkpoint" and "all_checkpoints" push the training state, too, without which nobody could resume.
+    It writes a `.gitignore` to the output folder, which excludes `training_args.bin` (a pickle) from uploads. The strategies
+    "checkpoint" and "all_checkpoints" push the training state, too, which is needed to resume.
     """
 
     def init_hf_repo(self, *args, **kwargs) -> None:
@@ -28,23 +28,23 @@ class PublishingTrainer(Trainer):
             (folder / ".gitignore").write_text(f"{TRAINING_ARGS_NAME}\n")
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, ToSTBaseModel):
-            model.config.auto_map = dict(AUTO_MAPS[model.config.model_type])  # from now on it is saved with its code
-            if self.is_world_process_zero():  # pushes of checkpoints send the weights from the output folder
+            model.config.auto_map = dict(AUTO_MAPS[model.config.model_type])  # save_pretrained then adds the code
+            if self.is_world_process_zero():  # pushes of checkpoints upload the weights from the output folder
                 for name, path in code_files(model.config.model_type).items():
                     shutil.copyfile(path, folder / name)
 
     def create_model_card(self, language=None, license: str | None = None, tags=None, *args, **kwargs) -> None:
-        """Writes the folder's card from what is known of the model and the run; see `tost_hf.hub.build_card`.
+        """Writes the output folder's model card from its files; see `tost_hf.hub.build_card`.
 
-        As with transformers' own, one that is in the folder is replaced.
+        As in transformers, an existing card is replaced.
 
         Args:
-            language, tags: a string or a list, added to the metadata; as are the Hub ids in dataset_tags.
-            license: the licence of the weights; a card without one can not be published with `tost-hf publish`.
-            args, kwargs: the others that transformers' own takes; what they say is known from the folder.
+            language, tags: a string or a list, added to the metadata, as are the Hub ids in dataset_tags.
+            license: the licence of the weights; a card without one cannot be published with `tost-hf publish`.
+            args, kwargs: other arguments of `Trainer.create_model_card`; ignored, as the folder's files have their values.
         """
         folder = output_folder(self)
-        if not isinstance(self.accelerator.unwrap_model(self.model), ToSTBaseModel):  # an adapter, say
+        if not isinstance(self.accelerator.unwrap_model(self.model), ToSTBaseModel):  # for example an adapter
             super().create_model_card(language, license, tags, *args, **kwargs)
         elif self.is_world_process_zero() and any(is_weights_name(path.name) for path in folder.glob("*")):
             card = build_card(folder, repo_id=getattr(self, "hub_model_id", None), license=license)

@@ -1,8 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Training on a stream of text, whose position every checkpoint stores, so that a resumed run sees the same batches.
+"""Training on a stream of text. Checkpoints store its position, so that a resumed run sees the same batches.
 
-transformers' own Trainer reads the stream again from its beginning to find that position, and finds another one from the
-second epoch on.
+transformers' Trainer instead reads the stream again from its beginning, from the second epoch on to a wrong position.
 """
 
 import json
@@ -20,7 +19,7 @@ from .trainer import ToSTTrainer
 
 
 class StreamLoader(DataLoader):
-    """Batches of a `PackedStream`, which records the position after each one that it returns."""
+    """Batches of a `PackedStream`; records the position after each batch that it yields."""
 
     dataset: PackedStream
 
@@ -31,14 +30,14 @@ class StreamLoader(DataLoader):
 
 
 class StreamingTrainer(ToSTTrainer):
-    """`ToSTTrainer` that can train on a `PackedStream`: each process and each of its workers reads its own files.
+    """`ToSTTrainer` that can train on a `PackedStream`: each worker of each process reads different files.
 
     With `ignore_data_skip` a resumed run starts the stream over.
 
     ```python
     from tost_hf.training.streams import PackedStream
 
-    stream = PackedStream(texts, encode, "text", block_size=1024)  # texts: a streaming dataset; encode: texts to token ids
+    stream = PackedStream(dataset, encode, "text", block_size=1024)  # encode: list of documents to token ids
     StreamingTrainer(model, ToSTTrainingArguments("out", max_steps=1000), train_dataset=stream).train()
     ```
     """
@@ -46,7 +45,7 @@ class StreamingTrainer(ToSTTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self._stream is not None:
-            self.add_callback(_StreamProgress())
+            self.add_callback(_StreamProgressCallback())
 
     @property
     def _stream(self) -> PackedStream | None:
@@ -63,8 +62,8 @@ class StreamingTrainer(ToSTTrainer):
         stream, args = self._stream, self.args
         if stream is None:
             return super().get_train_dataloader()
-        sharing = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()  # processes that have the same batch
-        stream.shard(args.process_index // sharing, args.world_size // sharing, args.dataloader_num_workers)
+        group_size = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()  # processes that share a batch
+        stream.shard(args.process_index // group_size, args.world_size // group_size, args.dataloader_num_workers)
         return StreamLoader(
             stream,
             batch_size=self._train_batch_size,
@@ -72,32 +71,32 @@ class StreamingTrainer(ToSTTrainer):
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             pin_memory=args.dataloader_pin_memory,
-            generator=torch.Generator(),  # the loader draws a number when it starts: not one of the model's
+            generator=torch.Generator(),  # the loader draws a seed when it starts: not from the global generator
         )
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._stream is not None:  # a step has trained on every batch that was returned
+        if self._stream is not None:  # all batches that were yielded have been trained on
             with staged_file(Path(output_dir, self._position_file)) as file:
                 file.write_text(json.dumps(self._stream.state_dict()), encoding="utf-8")
 
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
-        """Resumes the stream at its position, so that no batch is read only to be skipped."""
-        epochs_trained, skipped_batches = super()._init_training_state(
+        """Restores the position of the stream, so that no batches have to be skipped."""
+        epochs_trained, steps_trained_in_current_epoch = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if self._stream is None:
-            return epochs_trained, skipped_batches
+            return epochs_trained, steps_trained_in_current_epoch
         if resume_from_checkpoint is not None and not self.args.ignore_data_skip:
-            position = Path(resume_from_checkpoint, self._position_file).read_text(encoding="utf-8")
-            self._stream.load_state_dict(json.loads(position))
+            state = Path(resume_from_checkpoint, self._position_file).read_text(encoding="utf-8")
+            self._stream.load_state_dict(json.loads(state))
         return epochs_trained, 0
 
 
-class _StreamProgress(TrainerCallback):
-    """Reports the share of the run that is done as its epoch, which Trainer counts from the last start."""
+class _StreamProgressCallback(TrainerCallback):
+    """Sets the epoch to the completed fraction of the run; Trainer counts it from the last start."""
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         state.epoch = state.global_step / state.max_steps

@@ -1,9 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Tensor-parallel training, of a model loaded with `DistributedConfig(tp_plan="auto")`, with checkpoints of the whole model.
+"""Tensor-parallel training of a model loaded with `DistributedConfig(tp_plan="auto")`, with checkpoints of the full model.
 
-transformers' own Trainer does not save the optimizer of such a model, as each process has a shard of its state. Here the
-shards are gathered to be saved, under the parameters' names, and the state is sharded again when it is loaded, for as many
-processes as there are then.
+transformers' Trainer does not save the optimizer of such a model, as each process has a shard of its state. Here the shards
+are gathered and saved by parameter name; loading shards them again, for the current number of processes.
 """
 
 from collections.abc import Iterator
@@ -22,12 +21,12 @@ FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class TensorParallelTrainer(ToSTTrainer):
-    """`ToSTTrainer` whose checkpoints of a tensor-parallel model are those of the whole model, optimizer included.
+    """`ToSTTrainer` that saves tensor-parallel models as full checkpoints, optimizer included.
 
-    A run may resume with another number of processes. Models that are not tensor-parallel are trained as by `ToSTTrainer`.
+    A run may resume with another number of processes. Other models are trained as by `ToSTTrainer`.
 
     Raises:
-        ValueError: of `train`; the checkpoint is of a tensor-parallel run and the model is not, or the other way round.
+        ValueError: raised by `train`: the checkpoint is of a tensor-parallel run and the model is not, or vice versa.
 
     Example, in a script started by `torchrun --nproc_per_node 2`:
 
@@ -47,10 +46,10 @@ class TensorParallelTrainer(ToSTTrainer):
             super().__init__(model, args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        whole = None
-        if is_tensor_parallel(self.model):  # all processes send their shards, though one writes the file
-            whole = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=FULL_STATE)
-        with self._full_optimizer_state(whole):
+        full_state = None
+        if is_tensor_parallel(self.model):  # all processes take part, though only one writes the file
+            full_state = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=FULL_STATE)
+        with self._full_optimizer_state(full_state):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -67,18 +66,18 @@ class TensorParallelTrainer(ToSTTrainer):
 
     @contextmanager
     def _full_optimizer_state(self, state: dict[str, Any] | None = None) -> Iterator[None]:
-        """Within it the optimizer returns `state` as its own, and loads that of the whole model."""
-        before = self.optimizer
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # which save other files
+        """Within it the optimizer's `state_dict` returns `state`, and its `load_state_dict` accepts a full state."""
+        optimizer = self.optimizer
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # FSDP and DeepSpeed save other files
             self.optimizer = _FullStateOptimizer(self, state)
         try:
             yield
         finally:
-            self.optimizer = before
+            self.optimizer = optimizer
 
 
 class _FullStateOptimizer:
-    """Stands in for an optimizer while its state is saved or loaded."""
+    """Replaces an optimizer while its state is saved or loaded."""
 
     def __init__(self, trainer: TensorParallelTrainer, state: dict[str, Any] | None):
         self.trainer, self.optimizer, self.state = trainer, trainer.optimizer, state
@@ -92,10 +91,10 @@ class _FullStateOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         name = next((name for group in state["param_groups"] for name in group["params"]), None)
         if isinstance(name, str) != is_tensor_parallel(self.trainer.model):
-            before, now = ("tensor-parallel", "is not") if isinstance(name, str) else ("not tensor-parallel", "is")
+            previous, current = ("tensor-parallel", "is not") if isinstance(name, str) else ("not tensor-parallel", "is")
             raise ValueError(
-                f"The checkpoint is of a run that was {before} and now {now}: the state of its optimizer cannot be used. "
-                "Resume as it was, or start from its weights in another output_dir."
+                f"The checkpoint is of a run that was {previous} and now {current}: its optimizer state cannot be loaded. "
+                "Resume with the same parallelism, or start from its weights in another output_dir."
             )
         if is_tensor_parallel(self.trainer.model):
             set_optimizer_state_dict(self.trainer.model, self.optimizer.optimizer, state, options=FULL_STATE)
@@ -109,20 +108,20 @@ def is_tensor_parallel(model: nn.Module | None) -> bool:
 
 @contextmanager
 def _allow_saving_optimizer(args, tensor_parallel: bool) -> Iterator[None]:
-    """transformers insists on save_only_model; here the optimizer can be saved."""
+    """transformers requires save_only_model; here the optimizer can be saved."""
     if not tensor_parallel or args is None:
         yield
         return
-    before, args.save_only_model = args.save_only_model, True
+    original_value, args.save_only_model = args.save_only_model, True
     try:
         yield
     finally:
-        args.save_only_model = before
+        args.save_only_model = original_value
 
 
 @contextmanager
 def _shard_loaded_weights(model: nn.Module) -> Iterator[None]:
-    """Whole weights that are loaded within it are sharded as the model's are."""
+    """Within it the full weights of a checkpoint are sharded like the model's when they are loaded."""
     if not is_tensor_parallel(model):
         yield
         return
@@ -134,9 +133,11 @@ def _shard_loaded_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _shard_weights(model: nn.Module, state_dict: dict[str, torch.Tensor], *args) -> None:
-    for name, own in model.named_parameters(remove_duplicate=False):
-        if name in state_dict and isinstance(own, DTensor) and not isinstance(state_dict[name], DTensor):
-            state_dict[name] = distribute_tensor(state_dict[name], own.device_mesh, own.placements, src_data_rank=None)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in state_dict and isinstance(parameter, DTensor) and not isinstance(state_dict[name], DTensor):
+            state_dict[name] = distribute_tensor(
+                state_dict[name], parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
 
 
 __all__ = ["TensorParallelTrainer"]

@@ -24,13 +24,13 @@ EMA_FOLDER = "ema"
 
 @dataclass
 class ToSTVisionTrainingArguments(BaseTrainingArguments):
-    """`TrainingArguments` with augmentation, EMA weights and BatchNorm's switches, all off by default.
+    """`TrainingArguments` with augmentation, EMA weights and BatchNorm options, all off by default.
 
     The authors' settings (paper, arXiv 2412.17810, and XCiT's code) are in `examples/recipes/image_pretraining.yaml` and
     `image_finetuning.yaml`.
 
     Raises:
-        ValueError: a value outside its range; the message names both.
+        ValueError: a value is outside its range.
 
     Example, with the augmentation of the paper's fine-tuning:
 
@@ -43,30 +43,31 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
     ```
     """
 
-    ema_decay: float = field(default=0.0, metadata={"help": "Decay of the moving average of the weights; 0 for none."})
+    ema_decay: float = field(default=0.0, metadata={"help": "Decay of the EMA weights; 0 for none."})
     mixup: float = field(default=0.0, metadata={"help": "Mixup's alpha; 0 for none."})
     cutmix: float = field(default=0.0, metadata={"help": "CutMix's alpha; 0 for none."})
     random_erasing: float = field(default=0.0, metadata={"help": "Probability of erasing a rectangle."})
     repeated_augmentation: int = field(
-        default=1, metadata={"help": "How many times an epoch shows one image, in place of others."}
+        default=1, metadata={"help": "Views of an image per epoch, in place of views of other images."}
     )
     min_crop_scale: float = field(
-        default=0.08, metadata={"help": "The smallest share of a picture's area that RandomResizedCrop cuts out."}
+        default=0.08, metadata={"help": "The smallest fraction of an image's area that RandomResizedCrop crops."}
     )
     rand_augment_operations: int = field(default=0, metadata={"help": "RandAugment's number of operations; 0 for none."})
     rand_augment_magnitude: float = field(default=14.0, metadata={"help": "RandAugment's magnitude, from 0 to 30."})
-    rand_augment_std: float = field(default=0.0, metadata={"help": "Spread of RandAugment's magnitude."})
+    rand_augment_std: float = field(default=0.0, metadata={"help": "Standard deviation of RandAugment's magnitude."})
     rand_augment_probability: float = field(
         default=1.0, metadata={"help": "Probability of applying an operation that RandAugment chose."}
     )
     sync_batch_norm: bool = field(
-        default=False, metadata={"help": "Let the stem's BatchNorm see the batches of all processes (SyncBatchNorm)."}
+        default=False, metadata={"help": "Synchronise the stem's BatchNorm over all processes (SyncBatchNorm)."}
     )
     freeze_batch_norm: bool = field(
-        default=False, metadata={"help": "Normalise by BatchNorm's running statistics in training too, and leave them as is."}
+        default=False,
+        metadata={"help": "Normalise by BatchNorm's running statistics in training, too, without updating them."},
     )
     remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Whether to drop columns that the model's forward does not take."}
+        default=False, metadata={"help": "Whether to drop columns that the model's forward does not accept."}
     )
 
     def __post_init__(self):
@@ -100,7 +101,7 @@ class _VisionCallback(TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         sampler = getattr(self.trainer.train_dataset, "sampler", None)
         if sampler is not None:
-            sampler.epoch = int(state.epoch)  # Accelerate does not reach it in a run resumed on several processes
+            sampler.epoch = int(state.epoch)  # Accelerate does not set it when a run resumes on several processes
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.ema is not None:
@@ -108,16 +109,16 @@ class _VisionCallback(TrainerCallback):
 
 
 class ToSTVisionTrainer(ToSTTrainer):
-    """`ToSTTrainer` for images: cross-entropy with the shares of Mixup and CutMix, EMA weights, BatchNorm's switches.
+    """`ToSTTrainer` for images: cross-entropy with the soft labels of Mixup and CutMix, EMA weights, BatchNorm options.
 
-    With `ema_decay` above 0 an exponential moving average of the weights is kept as `ema`. Every checkpoint and the final
-    model store it as a model in the folder `ema` (`from_pretrained(folder, subfolder="ema")`); it is restored on resuming, and
-    evaluated beside the weights themselves (`eval_ema_...`).
+    With `ema_decay` above 0 an exponential moving average of the weights is stored as `ema`. Every checkpoint and the final
+    model contain it as a model in the folder `ema` (`from_pretrained(folder, subfolder="ema")`); it is restored on resuming,
+    and evaluated in addition to the weights (`eval_ema_...`).
 
-    Weight decay leaves out the class token and XCA's `temperature`, too. Where the training data set has a `sampler`
-    (see `tost_hf.training.augmentation.RepeatedSampler`), it chooses the order.
+    The class token and XCA's `temperature` have no weight decay, either. A `sampler` of the training data set determines its
+    order (see `tost_hf.training.augmentation.RepeatedSampler`).
 
-    An example has "pixel_values" (3, height, width) and "labels", a class or, mixed, the shares (classes,) of all.
+    An example has "pixel_values" (3, height, width) and "labels", a class or soft labels (classes,).
 
     Raises:
         TypeError: `args` are not `ToSTVisionTrainingArguments`.
@@ -143,7 +144,7 @@ class ToSTVisionTrainer(ToSTTrainer):
                 f"args must be ToSTVisionTrainingArguments, not {type(args).__name__}; use ToSTTrainer for others."
             )
         super().__init__(model, args, **kwargs)
-        self.label_smoother = None  # compute_loss smooths, in training only
+        self.label_smoother = None  # compute_loss applies label smoothing, in training only
         self.model_accepts_loss_kwargs = False  # the loss is the mean of a micro-batch
         self.add_callback(_VisionCallback(self))
 
@@ -155,10 +156,10 @@ class ToSTVisionTrainer(ToSTTrainer):
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if self.args.ema_decay > 0:
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise ValueError("An average of sharded weights is not supported; use ema_decay 0 with FSDP and DeepSpeed.")
-            device = None if self.model_init is None else self.args.device  # a model of `model_init` is moved there later
-            average = get_ema_multi_avg_fn(self.args.ema_decay)
-            self.ema = AveragedModel(model, device=device, multi_avg_fn=average, use_buffers=True)
+                raise ValueError("EMA of sharded weights is not supported; use ema_decay 0 with FSDP and DeepSpeed.")
+            device = None if self.model_init is None else self.args.device  # `model_init`'s model is moved to it later
+            ema_fn = get_ema_multi_avg_fn(self.args.ema_decay)
+            self.ema = AveragedModel(model, device=device, multi_avg_fn=ema_fn, use_buffers=True)
         return model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -184,7 +185,7 @@ class ToSTVisionTrainer(ToSTTrainer):
 
     @contextmanager
     def averaged_weights(self):
-        """Within it the model has the EMA weights."""
+        """Context in which the model has the EMA weights."""
         self._swap_weights()
         try:
             yield
@@ -195,15 +196,15 @@ class ToSTVisionTrainer(ToSTTrainer):
     def _swap_weights(self):
         assert self.ema is not None
         pairs = (chain(m.parameters(), m.buffers()) for m in (self.model, self.ema.module))
-        for mine, averaged in zip(*pairs):
-            kept = mine.clone()
-            mine.copy_(averaged)
-            averaged.copy_(kept)
+        for tensor, ema_tensor in zip(*pairs):
+            original = tensor.clone()
+            tensor.copy_(ema_tensor)
+            ema_tensor.copy_(original)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        several = isinstance(self.eval_dataset if eval_dataset is None else eval_dataset, dict)
-        if self.ema is not None and not several:  # of several, each comes back here
+        has_several_datasets = isinstance(self.eval_dataset if eval_dataset is None else eval_dataset, dict)
+        if self.ema is not None and not has_several_datasets:  # Trainer then calls evaluate for each
             with self.averaged_weights():
                 metrics |= super().evaluate(eval_dataset, ignore_keys, f"{metric_key_prefix}_{EMA_FOLDER}")
         return metrics
