@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The Triton kernels against the float64 reference, in Triton's interpreter or on a GPU.
 
-The interpreter must be chosen before Triton is imported. So without a GPU, `TestKernels` runs in a subprocess, which
-`test_kernels_in_the_interpreter` starts; `TRITON_INTERPRET=1 pytest tests/test_triton.py` does the same by hand.
+The interpreter has to be selected before Triton is imported. So without a GPU, `test_kernels_in_the_interpreter` runs
+`TestKernels` in a subprocess; `TRITON_INTERPRET=1 pytest tests/test_triton.py` does the same.
 """
 
 import functools
@@ -19,12 +19,12 @@ import kernel_cases
 import pytest
 import torch
 from conftest import randomize, small_config
-from kernel_cases import run_exact, run_kernels
+from kernel_cases import run_kernels, run_reference
 from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import ToSTForCausalLM, TSSAState, tssa, tssa_step
 from tost_hf.model import tssa_triton
-from tost_hf.model.tssa_reference import bias_of_tokens, state_dtypes
+from tost_hf.model.tssa_reference import select_bias, state_dtypes
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -37,7 +37,7 @@ if INTERPRETED and tssa_triton.is_available():
 
 
 def load_again(package: str):
-    """The module a second time, as remote code loads it: in another package, beside the installed one."""
+    """Imports the module a second time in another package, as remote code is loaded beside the installed package."""
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         del sys.modules[name]
     sys.modules[package] = types.ModuleType(package)
@@ -46,14 +46,14 @@ def load_again(package: str):
 
 
 def relative_rms(x, y):
-    """0 where both are 0."""
+    """RMS of the difference, relative to that of y; 0 if both are 0."""
     x, y = x.double(), y.double()
-    error, size = (x - y).square().mean().sqrt().item(), y.square().mean().sqrt().item()
-    return 0.0 if error == size == 0 else error / max(size, 1e-300)
+    error, scale = (x - y).square().mean().sqrt().item(), y.square().mean().sqrt().item()
+    return 0.0 if error == scale == 0 else error / max(scale, 1e-300)
 
 
 make = functools.partial(kernel_cases.make, device=DEVICE)
-WIDE = (1e-5, 5.0)  # decay factors from 0.99999 to 0.007
+WIDE = (1e-5, 5.0)  # -log_decay, for decays from 0.99999 to 0.007
 FORMS = ("causal", "bidirectional", "decay")
 
 
@@ -62,21 +62,21 @@ def make_form(form, *shape, **options):
 
 
 def check(leaves, mask=None, seq_idx=None, causal=True, positions=None, poison=None):
-    """Every output and every gradient, through every output, against the float64 reference."""
+    """Compares all outputs and the gradients of all inputs with the float64 reference."""
     mask, seq_idx, positions = (None if x is None else x.to(DEVICE) for x in (mask, seq_idx, positions))
     case = {"mask": mask, "seq_idx": seq_idx, "causal": causal, "positions": positions}
-    given = dict(leaves)
+    inputs = dict(leaves)
     if poison is not None:
-        for name in given.keys() & {"w", "log_decay"}:
-            padding = ~mask.view(*mask.shape, *[1] * (given[name].ndim - 2))
-            given[name] = given[name].detach().masked_fill(padding, poison).requires_grad_()
-    got = run_kernels(given, **case)
-    assert [x.dtype for x in got] == [leaves["w"].dtype, torch.float32, *state_dtypes(leaves["w"])][: len(got)]
-    grads = [torch.randn_like(x) for x in got]
-    passed = grads if poison is None else [grads[0].masked_fill(~mask[..., None, None], poison), *grads[1:]]
-    got = [*got, *torch.autograd.grad(got, list(given.values()), passed)]
-    found = kernel_cases.errors(got, leaves, grads, **case)
-    assert not kernel_cases.wrong(found), found
+        for name in inputs.keys() & {"w", "log_decay"}:
+            padding = ~mask.view(*mask.shape, *[1] * (inputs[name].ndim - 2))
+            inputs[name] = inputs[name].detach().masked_fill(padding, poison).requires_grad_()
+    actual = run_kernels(inputs, **case)
+    assert [x.dtype for x in actual] == [leaves["w"].dtype, torch.float32, *state_dtypes(leaves["w"])][: len(actual)]
+    grads = [torch.randn_like(x) for x in actual]
+    output_grads = grads if poison is None else [grads[0].masked_fill(~mask[..., None, None], poison), *grads[1:]]
+    actual = [*actual, *torch.autograd.grad(actual, list(inputs.values()), output_grads)]
+    errors = kernel_cases.compute_errors(actual, leaves, grads, **case)
+    assert not kernel_cases.find_failures(errors), errors
 
 
 def padding_mask(T):
@@ -87,16 +87,17 @@ def padding_mask(T):
     return mask
 
 
-def packed(elements):
-    return torch.stack([torch.repeat_interleave(torch.arange(len(r)), torch.tensor(r)) for r in elements])
+def make_seq_idx(batch_lengths):
+    """seq_idx (B, T) of sequences whose lengths are given by batch element."""
+    return torch.stack([torch.repeat_interleave(torch.arange(len(x)), torch.tensor(x)) for x in batch_lengths])
 
 
-def outputs_and_gradients(leaves, **case):
-    out = run_kernels(leaves, **case)
-    return *out, *torch.autograd.grad([x.float().square().sum() for x in out], list(leaves.values()))
+def run_with_gradients(leaves, **case):
+    outputs = run_kernels(leaves, **case)
+    return *outputs, *torch.autograd.grad([x.float().square().sum() for x in outputs], list(leaves.values()))
 
 
-SIZES = [  # heads past a power of two, channels past one, two heads per program; tails of tiles and chunks
+SIZES = [  # H and p that are no powers of two, two heads per program, incomplete tiles and chunks
     *(("causal", *size) for size in ((20, 8, 1), (3, 40, 64), (3, 128, 9))),
     *(("bidirectional", *size) for size in ((8, 48, 15), (1, 8, 65))),
     *(("decay", *size) for size in ((1, 40, 65), (12, 64, 5))),
@@ -111,18 +112,18 @@ class TestKernels:
 
     @pytest.fixture(autouse=True)
     def poisoned_buffers(self, monkeypatch):
-        """A number that a kernel fails to write is NaN, not what an earlier tensor left there."""
+        """Fills new tensors with NaN, so that elements that a kernel does not write are detected."""
 
-        def poisoned(create):
+        def fill_with_nan(create):
             def wrapped(*args, **kwargs):
                 x = create(*args, **kwargs)
                 return x.fill_(float("nan")) if x.is_floating_point() else x
 
             return wrapped
 
-        monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-        monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-        monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+        monkeypatch.setattr(torch, "empty", fill_with_nan(torch.empty))
+        monkeypatch.setattr(torch, "empty_like", fill_with_nan(torch.empty_like))
+        monkeypatch.setattr(torch.Tensor, "new_empty", fill_with_nan(torch.Tensor.new_empty))
 
     @pytest.mark.parametrize("form, H, p, T", SIZES)
     def test_sizes(self, form, H, p, T):
@@ -138,20 +139,20 @@ class TestKernels:
 
     @pytest.mark.parametrize("form, masked", [("causal", False), ("decay", True)])
     def test_packed_sequences(self, form, masked):
-        """Different borders per batch element, one-token sequences, a sequence of several chunks, a fully padded sequence."""
-        seq_idx = packed([(5, 1, 1, 70, 9), (33, 52, 1)])
+        """Boundaries differ by batch element; one-token sequences, a sequence of several chunks, a fully padded sequence."""
+        seq_idx = make_seq_idx([(5, 1, 1, 70, 9), (33, 52, 1)])
         mask = torch.ones(2, 86, dtype=torch.bool)
         mask[0, 2:4] = mask[0, 5] = mask[0, 60] = mask[1, :3] = mask[1, 83:] = False
         check(make_form(form, 2, 86, 2, 8, state=masked), mask if masked else None, seq_idx)
 
     @pytest.mark.parametrize("decay", [None, (1e-5, 1.1e-5)], ids=str)
-    def test_more_chunks_than_a_block_of_the_scan(self, decay, monkeypatch):
+    def test_scan_of_several_blocks_of_chunks(self, decay, monkeypatch):
         monkeypatch.setattr(tssa_triton, "SCAN_CHUNKS", 2)
         check(make(1, 2 * 64 + 5, 1, 8, decay=decay))
 
     @pytest.mark.parametrize("causal", [True, False])
     def test_clamped_sums(self, causal):
-        """Zero tokens, tokens and a channel too small to count, a zero channel: no gradient passes an active clamp."""
+        """Zero tokens, a zero channel, and tokens and a channel below epsilon: no gradient passes an active clamp."""
         leaves = make(1, 20, 2, 8, causal=causal, state=False)
         with torch.no_grad():
             w = leaves["w"]
@@ -164,14 +165,14 @@ class TestKernels:
     @pytest.mark.parametrize("form, B, T", [("causal", 0, 5), ("bidirectional", 2, 0), ("decay", 2, 0)])
     def test_no_tokens(self, form, B, T):
         causal, leaves = form != "bidirectional", make_form(form, B, T, 3, 8)
-        out = run_kernels(leaves, torch.ones(B, T, dtype=torch.bool, device=DEVICE), causal=causal)
-        assert out[0].shape == (B, T, 3, 8)
-        assert out[1].shape == (B, T, 3)
-        grads = torch.autograd.grad([x.sum() for x in out], list(leaves.values()), allow_unused=True)
+        outputs = run_kernels(leaves, torch.ones(B, T, dtype=torch.bool, device=DEVICE), causal=causal)
+        assert outputs[0].shape == (B, T, 3, 8)
+        assert outputs[1].shape == (B, T, 3)
+        grads = torch.autograd.grad([x.sum() for x in outputs], list(leaves.values()), allow_unused=True)
         assert all(x.shape == y.shape for x, y in zip(grads, leaves.values()))
         assert (grads[1] == 0).all()
-        if causal:  # the state passes through, and so does its gradient
-            assert all(torch.equal(x, leaves[name]) for x, name in zip(out[2:], TSSAState._fields))
+        if causal:  # the state and its gradient are unchanged
+            assert all(torch.equal(x, leaves[name]) for x, name in zip(outputs[2:], TSSAState._fields))
             assert all((x == 1).all() for x in grads[3:6])
 
     def test_shared_bias_and_strided_tokens(self):
@@ -182,7 +183,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("shared", [True, False])
     def test_bias_by_position(self, shared):
-        """With a gradient for every position, including those that no token has."""
+        """The bias has gradients for all positions, including those without tokens."""
         mask = None if shared else padding_mask(20)
         positions = torch.arange(3, 23).expand(2, 20) if shared else (mask.long().cumsum(-1) - 1).clamp_min(0)
         check(make(2, 20, 3, 8, positions=30), mask, positions=positions)
@@ -191,51 +192,52 @@ class TestKernels:
     def test_weak_and_strong_decay(self, decay):
         check(make(1, 70, 3, 8, decay=decay))
 
-    def test_decay_factors_of_zero_and_one(self):
+    def test_decay_of_zero_and_one(self):
         leaves = make(1, 70, 3, 8, decay=WIDE)
         with torch.no_grad():
             leaves["log_decay"][:, ::7] = 0
-            leaves["log_decay"][:, ::32] = float("-inf")  # at a chunk's border as well
+            leaves["log_decay"][:, ::32] = float("-inf")  # also at the boundary of a chunk
         check(leaves)
 
-    def test_a_gradient_of_decay_that_a_difference_would_lose(self):
-        """Sums that have all but decayed: what is left of them is too small to show in the sum after the token."""
+    def test_gradient_of_strong_decay_has_no_cancellation(self):
+        """The decayed sum is too small to be recovered from the sum after the token by subtracting the token."""
         leaves = make(1, 40, 2, 8, decay=(14.0, 16.0))
-        exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
-        got, want = (
+        reference = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+        actual, expected = (
             torch.autograd.grad(run(x)[0].square().sum(), x["log_decay"])[0]
-            for run, x in ((run_kernels, leaves), (run_exact, exact))
+            for run, x in ((run_kernels, leaves), (run_reference, reference))
         )
-        assert relative_rms(got, want) < 1e-3  # a difference is off by a tenth and more
+        assert relative_rms(actual, expected) < 1e-3  # with the subtraction it is at least 0.1
 
     @pytest.mark.parametrize("decay, quantity", [(None, 3), ((1e-3, 1e-1), 4)])
-    def test_loss_on_the_state_alone(self, decay, quantity):
+    def test_loss_of_the_final_state(self, decay, quantity):
         leaves = make(1, 67, 2, 8, decay=decay)
-        exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
-        got = torch.autograd.grad(run_kernels(leaves)[quantity].square().sum(), list(leaves.values()))
-        want = torch.autograd.grad(run_exact(exact)[quantity].square().sum(), list(exact.values()), allow_unused=True)
-        for x, y in zip(got, want):
+        reference = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+        actual = torch.autograd.grad(run_kernels(leaves)[quantity].square().sum(), list(leaves.values()))
+        loss = run_reference(reference)[quantity].square().sum()
+        expected = torch.autograd.grad(loss, list(reference.values()), allow_unused=True)
+        for x, y in zip(actual, expected):
             assert relative_rms(x, torch.zeros_like(x) if y is None else y) < 1e-5
 
     @pytest.mark.parametrize("form", FORMS)
-    def test_two_runs_are_equal_bit_for_bit(self, form):
+    def test_determinism_bit_for_bit(self, form):
         leaves = make_form(form, 2, 10, 3, 8, dtype=torch.bfloat16)
-        runs = [outputs_and_gradients(leaves, causal=form != "bidirectional") for _ in range(2)]
+        runs = [run_with_gradients(leaves, causal=form != "bidirectional") for _ in range(2)]
         assert all(torch.equal(x, y) for x, y in zip(*runs))
 
     @pytest.mark.parametrize("decay", [None, WIDE])
     def test_outputs_do_not_depend_on_later_tokens_bit_for_bit(self, decay):
         leaves = make(1, 75, 2, 8, decay=decay)
-        whole = run_kernels(leaves)[:2]
+        expected = run_kernels(leaves)[:2]
         for stop in (1, 31, 33, 64, 74):
             prefix = {name: x[:, :stop] if name in ("w", "bias", "log_decay") else x for name, x in leaves.items()}
-            assert all(torch.equal(x, y[:, :stop]) for x, y in zip(run_kernels(prefix), whole))
+            assert all(torch.equal(x, y[:, :stop]) for x, y in zip(run_kernels(prefix), expected))
 
     @pytest.mark.parametrize(
         "H, p, bias_batch, decay_batch, wide",
         [(1, 8, 1, None, False), (3, 40, 2, 2, False), (3, 8, None, 1, True), (3, 8, "positions", None, True)],
     )
-    def test_steps_equal_the_whole_and_update_in_place(self, H, p, bias_batch, decay_batch, wide):
+    def test_steps_equal_the_sequence_and_update_in_place(self, H, p, bias_batch, decay_batch, wide):
         T, by_position = 10, bias_batch == "positions"
         options = {"positions": 14} if by_position else {"bias_batch": bias_batch or 1}
         leaves = {k: x.detach() for k, x in make(2, T, H, p, decay=decay_batch and WIDE, **options).items()}
@@ -248,22 +250,22 @@ class TestKernels:
         output, membership, *final = run_kernels(leaves, mask, positions=positions)
         dtypes = [torch.float64 if wide and name != "sum_sq" else torch.float32 for name in TSSAState._fields]
         state = [leaves[name].to(dtype, copy=True) for name, dtype in zip(TSSAState._fields, dtypes)]
-        places = [x.data_ptr() for x in state]
+        data_ptrs = [x.data_ptr() for x in state]
         for t in range(T):
-            now = leaves | {name: leaves[name][:, t] for name in leaves.keys() & {"w", "log_decay"}}
+            inputs = leaves | {name: leaves[name][:, t] for name in leaves.keys() & {"w", "log_decay"}}
             if "bias" in leaves and not by_position:
-                now["bias"] = leaves["bias"][:, t]
+                inputs["bias"] = leaves["bias"][:, t]
             if decay_batch is not None:
-                now["log_decay"] = now["log_decay"][:decay_batch]
-            now_mask, now_positions = (None if x is None else x[:, t] for x in (mask, positions))
-            bias, decay = bias_of_tokens(now.get("bias"), now_positions, torch.float32), now.get("log_decay")
+                inputs["log_decay"] = inputs["log_decay"][:decay_batch]
+            step_mask, step_positions = (None if x is None else x[:, t] for x in (mask, positions))
+            bias, decay = select_bias(inputs.get("bias"), step_positions, torch.float32), inputs.get("log_decay")
             bias, decay = (None if x is None else x.expand(2, H) for x in (bias, decay))
-            o, m = tssa_triton.tssa_step_triton(now["w"], now["temp"], bias, now_mask, decay, *state)
-            torch.testing.assert_close([o, m], [output[:, t], membership[:, t]], rtol=1e-5, atol=1e-6)
+            step = tssa_triton.tssa_step_triton(inputs["w"], inputs["temp"], bias, step_mask, decay, *state)
+            torch.testing.assert_close(list(step), [output[:, t], membership[:, t]], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close([x.to(y.dtype) for x, y in zip(state, final)], final, rtol=1e-5, atol=1e-6)
-        assert places == [x.data_ptr() for x in state]
+        assert data_ptrs == [x.data_ptr() for x in state]
 
-    def test_a_decay_factor_close_to_1_is_not_rounded_at_each_step(self):
+    def test_decay_close_to_1_is_not_rounded_at_each_step(self):
         log_decay = torch.tensor([-1e-5, -1e-4, -0.03], device=DEVICE)
         state = [torch.ones(1, 3, 8, device=DEVICE), torch.ones(1, 3, 8, device=DEVICE), torch.ones(1, 3, device=DEVICE)]
         w, temp, mask = torch.zeros(1, 3, 8, device=DEVICE), torch.ones(3, device=DEVICE), torch.ones(1, device=DEVICE)
@@ -272,8 +274,8 @@ class TestKernels:
         expected = (200 * log_decay.double()).exp()
         torch.testing.assert_close(state[0][0, :, 0].double(), expected, rtol=3e-6, atol=0)
 
-    def test_no_gradient_is_silently_lost(self):
-        """A step, and second derivatives, reject the backward they do not have."""
+    def test_unsupported_gradients_raise(self):
+        """Steps have no backward, and the backward has no second derivatives."""
         leaves = make(1, 5, 2, 8)
         state = [leaves[name].detach().clone() for name in TSSAState._fields]
         out, _ = tssa_triton.tssa_step_triton(leaves["w"][:, 0], leaves["temp"], None, None, None, *state)
@@ -283,32 +285,32 @@ class TestKernels:
         with pytest.raises(RuntimeError, match="no autograd formula"):
             grad.sum().backward()
 
-    def test_steps_of_the_operator_keep_float64_sums(self):
-        """As `tssa_step` calls it, with one decay per head: the sums that are passed in are not changed."""
+    def test_tssa_step_stores_float64_sums(self):
+        """With one decay per head; the state that is passed in is not changed."""
         leaves = make(2, 6, 3, 8)
         w, temp, bias = (leaves[name].detach() for name in ("w", "temp", "bias"))
         mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 1]], device=DEVICE)
         state, decay = None, torch.tensor([-0.3, -0.01, -1.0], device=DEVICE)
         expected = tssa(w.double(), temp.double(), bias.double(), mask=mask, log_decay=decay, backend="torch")
         for t in range(6):
-            before = None if state is None else [x.clone() for x in state]
+            state_before = None if state is None else [x.clone() for x in state]
             step = tssa_step(w[:, t], temp, bias[:, t], state, mask=mask[:, t], log_decay=decay, backend="triton")
-            assert before is None or all(torch.equal(x, y) for x, y in zip(before, state))
+            assert state_before is None or all(torch.equal(x, y) for x, y in zip(state_before, state))
             torch.testing.assert_close(step.output.double(), expected.output[:, t], atol=1e-6, rtol=1e-5)
             state = step.final_state
         assert [x.dtype for x in state] == [torch.float32, torch.float64, torch.float64]
-        for got, wanted in zip(state, expected.final_state):
-            torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-6)
+        for x, y in zip(state, expected.final_state):
+            torch.testing.assert_close(x.double(), y, atol=1e-6, rtol=1e-6)
 
-    def test_step_rejects_sums_it_cannot_update(self):
+    def test_step_rejects_noncontiguous_sums(self):
         leaves = {k: x.detach() for k, x in make(1, 1, 2, 8).items()}
         state = [leaves[name] for name in TSSAState._fields]
-        wrong = state[0].transpose(1, 2).contiguous().transpose(1, 2)
+        noncontiguous = state[0].transpose(1, 2).contiguous().transpose(1, 2)
         with pytest.raises(ValueError, match="must be contiguous"):
-            tssa_triton.tssa_step_triton(leaves["w"][:, 0], leaves["temp"], None, None, None, wrong, *state[1:])
+            tssa_triton.tssa_step_triton(leaves["w"][:, 0], leaves["temp"], None, None, None, noncontiguous, *state[1:])
 
-    def test_operators_keep_their_contracts(self):
-        """Schema, fake kernels and autograd registration, as torch checks them."""
+    def test_operators_pass_opcheck(self):
+        """Schema, fake kernels and autograd registration."""
         leaves = make(2, 3, 2, 8, decay=WIDE)
         mask = padding_mask(3).to(DEVICE)
         w, temp, bias, *state, decay = leaves.values()
@@ -329,12 +331,12 @@ class TestKernels:
         grads = []
         for call in (run, lambda x: torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)):
             with torch.autocast(DEVICE, torch.bfloat16):
-                out = call(x)
-            assert out.dtype == torch.bfloat16
-            grads.append(torch.autograd.grad(out.float().square().sum(), (layer.weight, temp)))
+                output = call(x)
+            assert output.dtype == torch.bfloat16
+            grads.append(torch.autograd.grad(output.float().square().sum(), (layer.weight, temp)))
         assert all(torch.equal(a, b) for a, b in zip(*grads))
 
-    def test_a_model_by_the_environment_variable_alone(self, monkeypatch):
+    def test_model_with_the_backend_environment_variable(self, monkeypatch):
         """Loss, gradients and generated tokens."""
         model = randomize(ToSTForCausalLM(small_config())).eval().to(DEVICE)
         tokens = torch.randint(2, 97, (2, 5), device=DEVICE)
@@ -343,19 +345,19 @@ class TestKernels:
         for backend in ("triton", "torch"):
             monkeypatch.setenv("TOST_HF_BACKEND", backend)
             loss = model(tokens, attention_mask=mask, labels=tokens).loss
-            new = model.generate(tokens, attention_mask=mask, max_new_tokens=2, do_sample=False)
-            runs.append((loss, *torch.autograd.grad(loss, list(model.parameters())), new))
+            generated = model.generate(tokens, attention_mask=mask, max_new_tokens=2, do_sample=False)
+            runs.append((loss, *torch.autograd.grad(loss, list(model.parameters())), generated))
         torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-6)
 
     def test_remote_code_beside_the_installed_package(self):
-        """Each copy has its own operators; loading one again replaces only its own."""
+        """Each copy registers operators of its own; loading a copy again replaces only those."""
         leaves = make(1, 9, 2, 8)
-        out = run_kernels(leaves)
+        expected = run_kernels(leaves)
         for name in ("transformers_modules.org.model_hyphen_x", "tssa_kernel", "tssa_kernel"):
             other = load_again(name)
             assert other._forward._qualname != tssa_triton._forward._qualname
-            assert all(torch.equal(x, y) for x, y in zip(out, run_kernels(leaves, module=other)))
-        assert all(torch.equal(x, y) for x, y in zip(out, run_kernels(leaves)))
+            assert all(torch.equal(x, y) for x, y in zip(expected, run_kernels(leaves, module=other)))
+        assert all(torch.equal(x, y) for x, y in zip(expected, run_kernels(leaves)))
 
 
 @needs_triton
@@ -364,10 +366,10 @@ def test_kernels_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "TestKernels"]
     command += [str(Path(__file__).with_name(name)) for name in ("test_triton.py", "test_triton_check.py")]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r"\d+ passed", done.stdout)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert re.search(r"\d+ passed", result.stdout)
 
 
 def test_loads_without_triton(monkeypatch):
@@ -375,11 +377,11 @@ def test_loads_without_triton(monkeypatch):
     module = load_again("without_triton")
     assert not module.is_available()
     assert "Triton is not installed" in module.find_unsupported(torch.float32, "cuda")
-    assert "triton" not in get_imports(tssa_triton.__file__)  # transformers asks nobody to install it
+    assert "triton" not in get_imports(tssa_triton.__file__)  # else transformers would require it for remote code
     assert "from .tssa import" not in Path(tssa_triton.__file__).read_text()  # tssa.py imports this file
 
 
 @needs_triton
-def test_what_is_supported():
+def test_unsupported_devices_and_dtypes():
     assert (tssa_triton.find_unsupported(torch.float32, DEVICE) is None) is (INTERPRETED or ON_GPU)
     assert "do not take torch.float64 tokens" in tssa_triton.find_unsupported(torch.float64, DEVICE)

@@ -1,4 +1,4 @@
-"""TRL's trainers, given the path of a saved model as their users give it: supervised, preferences, rewards, adapters."""
+"""TRL's trainers with the path of a saved model: SFT, DPO, KTO, GRPO, reward models, adapters."""
 
 import math
 
@@ -12,11 +12,11 @@ from tost_hf import ToSTForCausalLM
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (pip install trl)")
 
-TEXTS = ["the heads", "the heads of the model", "share the tokens of the text", "the text"]
+DOCUMENTS = ["the heads", "the heads of the model", "share the tokens of the text", "the text"]
 PROMPT = {"prompt": "the heads of"}
 COMPLETIONS = [PROMPT | {"completion": text} for text in (" the model", " the text and more")]
 PREFERENCES = [PROMPT | {"chosen": " the model", "rejected": " text"}] * 4
-JUDGED = [PROMPT | {"completion": " the model", "label": True}, PROMPT | {"completion": " text", "label": False}] * 2
+LABELLED = [PROMPT | {"completion": " the model", "label": True}, PROMPT | {"completion": " text", "label": False}] * 2
 
 
 @pytest.fixture
@@ -27,14 +27,14 @@ def folder(tmp_path, text_model, tokenizer):
     return tmp_path / "model"
 
 
-def train(trainer_class, folder, examples, steps=1, peft_config=None, given=None, **settings):
-    """A trainer after some steps on batches of all examples, and the loss of each step."""
+def train(trainer_class, folder, examples, steps=1, peft_config=None, options=None, **settings):
+    """Trains some steps on batches of all examples; returns the trainer and the loss of each step."""
     config_class = getattr(trl, trainer_class.__name__.replace("Trainer", "Config"))
     settings = {"max_steps": steps, "per_device_train_batch_size": len(examples), "learning_rate": 0.01} | settings
     settings |= {"lr_scheduler_type": "constant", "use_cpu": True, "bf16": False, "report_to": "none"}
     settings |= {"logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False}
     args = config_class(output_dir=str(folder / "run"), **settings)
-    options = {} if given is None else given
+    options = {} if options is None else options
     trainer = trainer_class(
         str(folder), args=args, train_dataset=Dataset.from_list(examples), peft_config=peft_config, **options
     )
@@ -43,63 +43,63 @@ def train(trainer_class, folder, examples, steps=1, peft_config=None, given=None
 
 
 def mean_loss(model, sequences: list[list[int]], targets: list[int] | None = None) -> float:
-    """Of the last `targets` tokens of each sequence (all but the first where left out), each sequence alone."""
+    """Of the last `targets` tokens of each sequence (default: all but the first), one sequence at a time."""
     losses = []
     with torch.no_grad():
-        for ids, kept in zip(sequences, targets or [len(ids) - 1 for ids in sequences]):
+        for ids, count in zip(sequences, targets or [len(ids) - 1 for ids in sequences]):
             logits = model(torch.tensor([ids])).logits[0]
-            losses.append(F.cross_entropy(logits[-kept - 1 : -1], torch.tensor(ids[-kept:]), reduction="none"))
+            losses.append(F.cross_entropy(logits[-count - 1 : -1], torch.tensor(ids[-count:]), reduction="none"))
     return torch.cat(losses).mean().item()
 
 
-def token_lists(tokenizer) -> list[list[int]]:
-    return [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in TEXTS]
+def tokenize_documents(tokenizer) -> list[list[int]]:
+    return [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in DOCUMENTS]
 
 
 @pytest.mark.parametrize(
     "packing", [{}, {"packing": True, "packing_strategy": "bfd"}, {"padding_free": True, "max_length": None}], ids=str
 )
-def test_supervised_loss_is_that_of_each_text_alone(folder, text_model, tokenizer, packing):
-    expected = mean_loss(text_model, token_lists(tokenizer))
-    _, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **{"max_length": 32} | packing)
+def test_sft_loss_equals_that_of_unpacked_documents(folder, text_model, tokenizer, packing):
+    expected = mean_loss(text_model, tokenize_documents(tokenizer))
+    _, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in DOCUMENTS], **{"max_length": 32} | packing)
     assert losses[0] == pytest.approx(expected, rel=1e-4)
 
 
-def test_supervised_loss_of_a_stream_cut_into_blocks(folder, text_model, tokenizer):
-    stream = [token for ids in token_lists(tokenizer) for token in ids]
-    blocks = [stream[i : i + 16] for i in range(0, len(stream), 16)]
-    wrapped = {"packing": True, "packing_strategy": "wrapped", "max_length": 16}
-    _, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], **wrapped)
+def test_sft_loss_of_documents_split_into_blocks(folder, text_model, tokenizer):
+    tokens = [token for ids in tokenize_documents(tokenizer) for token in ids]
+    blocks = [tokens[i : i + 16] for i in range(0, len(tokens), 16)]
+    packing = {"packing": True, "packing_strategy": "wrapped", "max_length": 16}
+    _, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in DOCUMENTS], **packing)
     assert losses[0] == pytest.approx(mean_loss(text_model, blocks), rel=1e-4)
 
 
-def test_supervised_loss_of_completions_only(folder, text_model, tokenizer):
-    texts = [example["prompt"] + example["completion"] for example in COMPLETIONS]
-    sequences = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts]
+def test_sft_loss_of_completions_only(folder, text_model, tokenizer):
+    documents = [example["prompt"] + example["completion"] for example in COMPLETIONS]
+    sequences = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in documents]
     targets = [len(tokenizer(example["completion"]).input_ids) + 1 for example in COMPLETIONS]
     expected = mean_loss(text_model, sequences, targets)
     _, losses = train(trl.SFTTrainer, folder, COMPLETIONS, steps=4, completion_only_loss=True)
     assert losses[0] == pytest.approx(expected, rel=1e-4) and losses[-1] < losses[0] - 0.5
 
 
-def test_adapter_is_all_that_is_trained(folder, text_model):
+def test_only_the_adapter_is_trained(folder, text_model):
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=4, task_type="CAUSAL_LM")
-    trainer, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in TEXTS], steps=4, peft_config=adapter)
+    trainer, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in DOCUMENTS], steps=4, peft_config=adapter)
     assert losses[-1] < losses[0] - 0.1
-    merged = trainer.model.unload()
+    base_model = trainer.model.unload()
     for name, weight in text_model.state_dict().items():
-        assert torch.equal(merged.state_dict()[name], weight), name
+        assert torch.equal(base_model.state_dict()[name], weight), name
 
 
-def test_direct_preferences_without_a_reference_model(folder):
+def test_dpo_of_a_saved_model(folder):
     trainer, losses = train(trl.DPOTrainer, folder, PREFERENCES, steps=4)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and losses[-1] < losses[0] / 2
     assert trainer.state.log_history[3]["rewards/accuracies"] == 1
 
 
-def test_direct_preferences_of_a_loaded_model(folder, text_model, tokenizer):
-    """The reference model is loaded again from where this one came from."""
+def test_dpo_of_a_loaded_model(folder, text_model, tokenizer):
+    """The reference model is loaded from the same folder."""
     model = ToSTForCausalLM.from_pretrained(folder)
     args = trl.DPOConfig(output_dir=str(folder / "run"), max_steps=1, use_cpu=True, bf16=False, report_to="none")
     dataset = Dataset.from_list(PREFERENCES)
@@ -108,30 +108,30 @@ def test_direct_preferences_of_a_loaded_model(folder, text_model, tokenizer):
     assert trainer.train().training_loss == pytest.approx(math.log(2), abs=1e-4)
 
 
-def test_judged_completions(folder):
-    trainer, losses = train(trl.KTOTrainer, folder, JUDGED, steps=4)
+def test_kto(folder):
+    trainer, losses = train(trl.KTOTrainer, folder, LABELLED, steps=4)
     assert losses[-1] < losses[0]
-    last = trainer.state.log_history[3]
-    assert last["rewards/chosen"] > last["rewards/rejected"]
+    metrics = trainer.state.log_history[3]
+    assert metrics["rewards/chosen"] > metrics["rewards/rejected"]
 
 
 def test_grpo(folder, text_model, tokenizer):
     """Eight steps of GRPO make the rewarded half of the vocabulary more likely."""
     prompt = torch.tensor([tokenizer(PROMPT["prompt"]).input_ids])
 
-    def rewarded(model) -> float:
+    def rewarded_probability(model) -> float:
         return model.eval()(prompt).logits[0, -1].softmax(-1)[:150].sum().item()
 
     def reward(completions, completion_ids, **kwargs):
         return [sum(token < 150 for token in ids) / len(ids) for ids in completion_ids]
 
-    before = rewarded(text_model)
+    initial = rewarded_probability(text_model)
     settings = {"num_generations": 8, "max_completion_length": 8, "steps": 8, "beta": 0.0}
-    trainer, _ = train(trl.GRPOTrainer, folder, [PROMPT] * 16, given={"reward_funcs": reward}, **settings)
-    assert rewarded(trainer.model) > before + 0.1
+    trainer, _ = train(trl.GRPOTrainer, folder, [PROMPT] * 16, options={"reward_funcs": reward}, **settings)
+    assert rewarded_probability(trainer.model) > initial + 0.1
 
 
 def test_reward_model(folder):
-    """Its head is new, so it starts where it cannot tell the two."""
+    """The head is newly initialised, so the loss starts near log 2."""
     _, losses = train(trl.RewardTrainer, folder, PREFERENCES, steps=4)
     assert losses[-1] < losses[0]
