@@ -6,6 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 VLLM := .venv-vllm
+PAGES := README.md LICENSE .github examples model_cards
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test test-slow test-lowest test-vllm lint docs browser clean
@@ -33,7 +34,8 @@ lint: $(VENV)/ready  ## the linter and the type checker
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(VENV)/ready  ## the documentation site, in site/, from the guides and the docstrings
+docs: $(VENV)/ready  ## the documentation site, in site/, from the pages and the docstrings
+	mkdir -p build/docs && ln -sfn $(addprefix ../../,$(PAGES)) build/docs
 	$(BIN)/mkdocs build --quiet --strict --config-file .mkdocs.yml
 	test -d site/assets/stylesheets  # what a wrong exclude_docs would leave out
 
