@@ -2,11 +2,12 @@
 """ToST language models in vLLM (0.32).
 
 With both packages installed nothing needs to be imported: vLLM calls `register` in each of its processes (the entry point
-`vllm.general_plugins`), after which `vllm serve` and `vllm.LLM` take causal ToST models.
+`vllm.general_plugins`), after which `vllm serve` and `vllm.LLM` load causal ToST models.
 
-vLLM 0.33 was only read. Nothing that is used here has other names or arguments there. It wants torch 2.14 and transformers
-below 5.21, and chooses one block size by itself (`patches.set_block_size` can go). On CPUs it still ends on split prompts with
-seeds, still asserts in pipeline parallelism without the compiler, and needs a distribution called vllm.
+vLLM 0.33 is untested. According to its source, the names and arguments used here are unchanged. It requires torch 2.14 and
+transformers below 5.21, and chooses a single block size, so that `patches.set_block_size` can be removed. On CPUs, chunked
+prefill with seeds still crashes, pipeline parallelism without the compiler still fails an assertion, and a distribution called
+vllm is required.
 """
 
 import logging
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Makes ToST models known to vLLM; where vLLM has changed too much, logs an error and leaves other models alone.
+    """Registers the ToST models with vLLM. With an unsupported vLLM it only logs an error, so that other models still work.
 
     vLLM derives embedding and classification models (ToSTModel, ToSTForSequenceClassification) from the language model.
     """

@@ -2,8 +2,8 @@
 """The causal TSSA layer in vLLM: the operator of tost_hf, with its running sums in the blocks of vLLM's cache.
 
 vLLM passes the new tokens of all requests in one tensor (N, D). Projections act on all of them at once, inside the compiled
-graph; the short convolution and the operator, which need to know the requests, are custom operators, between which vLLM splits
-the graph.
+graph; the short convolution and the operator, which need to know the requests, are custom operators, at which vLLM splits the
+graph.
 """
 
 from dataclasses import dataclass
@@ -43,29 +43,29 @@ OPERATORS = ("vllm::tost_short_convolution", "vllm::tost_causal_statistics")
 
 
 class Prefill(NamedTuple):
-    """A prompt, or a part of it, in a batch."""
+    """A prompt, or a chunk of one, in a batch."""
 
     request: int
     start: int
     end: int
-    has_state: bool  # false at the start of a prompt, where the block holds anything
+    has_state: bool  # False at the start of a prompt, where the block is uninitialised
 
 
 @dataclass
 class ToSTMetadata:
     """The requests of a forward pass. Decodes come first: one new token each."""
 
-    blocks: torch.Tensor  # (requests,), of vLLM's cache, one for the state of each request
+    blocks: torch.Tensor  # (requests,): the block of each request's state in vLLM's cache
     num_decodes: int
-    new_blocks: torch.Tensor | None  # those of decodes without a state, prompts of one token; None if there are none
+    new_blocks: torch.Tensor | None  # blocks of decodes without a state: prompts of one token; None if there are none
     prefills: list[Prefill]
     num_tokens: int
 
 
 class ToSTMetadataBuilder(LinearAttentionMetadataBuilder):
-    """Built from what vLLM has on the CPU: nothing here waits for a GPU."""
+    """Builds the metadata from CPU tensors, without GPU synchronisation."""
 
-    _cudagraph_support = AttentionCGSupport.NEVER  # a captured graph would keep one batch's prefills
+    _cudagraph_support = AttentionCGSupport.NEVER  # a captured graph would replay one batch's prefills
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -74,15 +74,15 @@ class ToSTMetadataBuilder(LinearAttentionMetadataBuilder):
         blocks = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode)[:, 0].long()
         bounds = batch.query_start_loc_cpu.tolist()
         lengths = batch.seq_lens_cpu_upper_bound.tolist()  # exact for prefills, above 1 for decodes
-        num_decodes, new, prefills = 0, list[int](), list[Prefill]()
+        num_decodes, new_requests, prefills = 0, list[int](), list[Prefill]()
         for request, (start, end, length) in enumerate(zip(bounds, bounds[1:], lengths)):
             has_state = length > end - start
             if end - start == 1 and not prefills:
                 num_decodes += 1
-                new += [] if has_state else [request]
+                new_requests += [] if has_state else [request]
             elif end > start:
                 prefills.append(Prefill(request, start, end, has_state))
-        new_blocks = blocks[async_tensor_h2d(new, dtype=torch.long, device=blocks.device)] if new else None
+        new_blocks = blocks[async_tensor_h2d(new_requests, dtype=torch.long, device=blocks.device)] if new_requests else None
         return ToSTMetadata(blocks, num_decodes, new_blocks, prefills, bounds[-1])
 
 
@@ -100,9 +100,9 @@ class ToSTBackend(LinearAttentionBackend):
 
 
 def state_size(config: ToSTConfig, dtype: torch.dtype, tp_size: int) -> int:
-    """Size of a layer's state of one request, in numbers of 8 bytes.
+    """Size of a layer's state per request, in elements of 8 bytes.
 
-    Two of the sums are float64, as in `TSSAState`; the third, in float32, and the convolution's inputs follow.
+    Two of the sums are float64, as in `TSSAState`; the third, in float32, and `conv_state` follow.
     """
     width, heads = config.hidden_size // tp_size, config.num_attention_heads // tp_size
     conv_bytes = ((config.conv_kernel or 1) - 1) * config.hidden_size * dtype.itemsize
@@ -110,7 +110,7 @@ def state_size(config: ToSTConfig, dtype: torch.dtype, tp_size: int) -> int:
 
 
 def sharded_membership(score: torch.Tensor, temp: torch.Tensor, padding: None) -> torch.Tensor:
-    """`tssa_reference.membership_of` where each process has some of the heads; vLLM's batches have no padding."""
+    """`tssa_reference.softmax_over_heads` with heads sharded over processes; vLLM's batches have no padding."""
     logits = tensor_model_parallel_all_gather((score * temp).contiguous(), -1)
     return logits.softmax(-1).chunk(get_tensor_model_parallel_world_size(), -1)[get_tensor_model_parallel_rank()]
 
@@ -118,8 +118,8 @@ def sharded_membership(score: torch.Tensor, temp: torch.Tensor, padding: None) -
 class CausalStatistics(MambaBase, nn.Module):
     """`TokenStatisticsSelfAttention` of a causal model; its `denom_bias` and other per-head parameters are sharded by heads.
 
-    vLLM copies a block by one function for each of its tensors, as many in every model: the state is therefore one row of
-    float64, of which the sums and the inputs of the convolution are views.
+    vLLM expects the same number of state tensors in every model, with a copy function for each. The state is therefore one
+    float64 vector, of which the sums and `conv_state` are views.
     """
 
     def __init__(self, config: ToSTConfig, vllm_config: VllmConfig, prefix: str):
@@ -145,7 +145,7 @@ class CausalStatistics(MambaBase, nn.Module):
         self.kv_cache = (torch.tensor([]),)
         compilation = vllm_config.compilation_config
         if prefix in compilation.static_forward_context:
-            raise ValueError(f"There are two layers of the name {prefix}.")
+            raise ValueError(f"Duplicate layer name: {prefix}")
         compilation.static_forward_context[prefix] = self
         if compilation.splitting_ops is not None:  # CUDA graphs are captured between these operators
             compilation.splitting_ops += [op for op in OPERATORS if op not in compilation.splitting_ops]
@@ -170,28 +170,28 @@ class CausalStatistics(MambaBase, nn.Module):
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.float64,)
 
-    # Views are made where they are used: vLLM frees a cache by replacing `kv_cache`.
+    # Views are created on each access: vLLM frees a cache by replacing `kv_cache`.
 
-    def _split_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The parts of all blocks: two sums in float64, one in float32, and what is left for the convolution."""
-        heads, width, rows = self.num_heads, self.num_heads * self.head_dim, self.kv_cache[0]
-        weighted, membership, rest = rows.tensor_split((width, width + heads), 1)
-        sum_sq, inputs = rest.view(torch.float32).tensor_split((width,), 1)
-        return weighted, membership, sum_sq, inputs
+    def _split_state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of all blocks: two sums in float64, one in float32, and the remainder, which contains `conv_state`."""
+        heads, width, state = self.num_heads, self.num_heads * self.head_dim, self.kv_cache[0]
+        weighted, membership, remainder = state.tensor_split((width, width + heads), 1)
+        sum_sq, conv_state = remainder.view(torch.float32).tensor_split((width,), 1)
+        return weighted, membership, sum_sq, conv_state
 
     @property
     def sums(self) -> TSSAState:
         """The sums of all blocks, (blocks, H, p), (blocks, H, p) and (blocks, H)."""
-        weighted, membership, sum_sq, _ = self._split_rows()
+        weighted, membership, sum_sq, _ = self._split_state()
         shape = self.num_heads, self.head_dim
         return TSSAState(sum_sq.unflatten(1, shape), weighted.unflatten(1, shape), membership)
 
     @property
     def conv_state(self) -> torch.Tensor:
-        """The last inputs of the convolution of all blocks, (blocks, kernel_size - 1, D)."""
+        """The last inputs of the convolution in all blocks, (blocks, kernel_size - 1, D)."""
         assert self.convolution is not None
-        past, inputs = self.convolution.kernel_size - 1, self._split_rows()[-1].view(self.dtype)
-        return inputs[:, : past * self.config.hidden_size].unflatten(1, (past, -1))
+        length, conv_state = self.convolution.kernel_size - 1, self._split_state()[-1].view(self.dtype)
+        return conv_state[:, : length * self.config.hidden_size].unflatten(1, (length, -1))
 
     # Tokens
 
@@ -202,29 +202,29 @@ class CausalStatistics(MambaBase, nn.Module):
             torch.ops.vllm.tost_short_convolution(hidden_states, convolved, self.prefix)
             hidden_states = convolved
         w = self.in_proj(hidden_states)[0]
-        logit = None
+        forget_logit = None
         if self.forget_bias is not None:
-            logit = self.forget_bias.expand(len(w), -1)
+            forget_logit = self.forget_bias.expand(len(w), -1)
             if self.forget_proj is not None:
-                logit = logit + self.forget_proj(hidden_states)[0]
+                forget_logit = forget_logit + self.forget_proj(hidden_states)[0]
         output = torch.empty_like(w)
-        torch.ops.vllm.tost_causal_statistics(w, logit, positions, output, self.prefix)
+        torch.ops.vllm.tost_causal_statistics(w, forget_logit, positions, output, self.prefix)
         return self.out_proj(output)[0]
 
     def convolve(self, hidden_states: torch.Tensor, output: torch.Tensor, batch: ToSTMetadata) -> None:
         """Fills `output` (N, D) with the convolved tokens."""
         assert self.convolution is not None
-        cached = self.conv_state
+        conv_states = self.conv_state
         if batch.new_blocks is not None:
-            cached[batch.new_blocks] = 0
+            conv_states[batch.new_blocks] = 0
         if n := batch.num_decodes:
             blocks = batch.blocks[:n]
-            convolved, cached[blocks] = self.convolution(hidden_states[:n].unsqueeze(1), conv_state=cached[blocks])
+            convolved, conv_states[blocks] = self.convolution(hidden_states[:n].unsqueeze(1), conv_state=conv_states[blocks])
             output[:n] = convolved.squeeze(1)
         for request, start, end, has_state in batch.prefills:
             block = batch.blocks[request : request + 1]
-            conv_state = cached[block] if has_state else None
-            convolved, cached[block] = self.convolution(hidden_states[None, start:end], conv_state=conv_state)
+            conv_state = conv_states[block] if has_state else None
+            convolved, conv_states[block] = self.convolution(hidden_states[None, start:end], conv_state=conv_state)
             output[start:end] = convolved[0]
         output[batch.num_tokens :] = 0
 
@@ -238,7 +238,7 @@ class CausalStatistics(MambaBase, nn.Module):
     ) -> None:
         """Fills `output` (N, H p) with the operator's output for projected tokens `w` (N, H p).
 
-        Without a batch, when vLLM measures the memory, they are computed as one prompt.
+        Without a batch, in vLLM's profiling run, all tokens are computed as one prompt.
         """
         w, output = (x.unflatten(-1, (self.num_heads, -1)) for x in (w, output))
         log_decay = None if forget_logit is None else F.logsigmoid(forget_logit)
@@ -263,40 +263,40 @@ class CausalStatistics(MambaBase, nn.Module):
             return
         sums = self.sums
         if batch.new_blocks is not None:
-            for cached in sums:
-                cached[batch.new_blocks] = 0
+            for cached_sum in sums:
+                cached_sum[batch.new_blocks] = 0
         if n := batch.num_decodes:
             blocks = batch.blocks[:n]
             output[:n], _, state = tssa_step(
                 w[:n],
                 self.temp,
                 bias,
-                TSSAState(*(cached[blocks] for cached in sums)),
+                TSSAState(*(cached_sum[blocks] for cached_sum in sums)),
                 positions=None if bias is None else positions[:n],
                 log_decay=None if log_decay is None else log_decay[:n],
                 normalize_scores=self.config.normalize_scores,
                 softmax=self.softmax,
                 in_place=True,
             )
-            _write(sums, blocks, state)
+            _store_state(sums, blocks, state)
         for request, start, end, has_state in batch.prefills:
             block = batch.blocks[request : request + 1]
-            state = TSSAState(*(cached[block] for cached in sums)) if has_state else None
-            _write(sums, block, prefill(slice(start, end), state))
+            state = TSSAState(*(cached_sum[block] for cached_sum in sums)) if has_state else None
+            _store_state(sums, block, prefill(slice(start, end), state))
         output[batch.num_tokens :] = 0
 
 
-def _write(sums: TSSAState, blocks: torch.Tensor, state: TSSAState | None) -> None:
-    assert state is not None  # as the form is causal
-    for cached, new in zip(sums, state):
-        cached[blocks] = new
+def _store_state(sums: TSSAState, blocks: torch.Tensor, state: TSSAState | None) -> None:
+    assert state is not None  # the causal form returns one
+    for cached_sum, new_sum in zip(sums, state):
+        cached_sum[blocks] = new_sum
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
-def _layer_and_batch(layer_name: str) -> tuple[CausalStatistics, ToSTMetadata | None]:
-    """The layer, and the requests; None in a profile run."""
+def _get_layer_and_batch(layer_name: str) -> tuple[CausalStatistics, ToSTMetadata | None]:
+    """The layer, and the requests of the batch; None in a profiling run."""
     context = get_forward_context()
     metadata = context.attn_metadata
     return context.no_compile_layers[layer_name], None if metadata is None else metadata[layer_name]
@@ -304,7 +304,7 @@ def _layer_and_batch(layer_name: str) -> tuple[CausalStatistics, ToSTMetadata | 
 
 @eager_break_during_capture
 def _short_convolution(hidden_states: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
-    layer, batch = _layer_and_batch(layer_name)
+    layer, batch = _get_layer_and_batch(layer_name)
     if batch is None:
         output.zero_()
     else:
@@ -319,7 +319,7 @@ def _causal_statistics(
     output: torch.Tensor,
     layer_name: str,
 ) -> None:
-    layer, batch = _layer_and_batch(layer_name)
+    layer, batch = _get_layer_and_batch(layer_name)
     layer.compute_statistics(w, forget_logit, positions, output, batch)
 
 

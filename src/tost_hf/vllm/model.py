@@ -29,7 +29,7 @@ from vllm.sequence import IntermediateTensors
 
 from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from ..model.layers_tost import ISTAStep
-from ..model.modeling_tost import add_attended, apply_rotary_pos_emb, rotary_embedding
+from ..model.modeling_tost import add_attention_and_mlp, apply_rotary_pos_emb, rotary_embedding
 from .causal_statistics import CausalStatistics, state_size
 
 
@@ -100,7 +100,7 @@ class ToSTDecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(width, config.layer_norm_eps, bias=config.use_bias)
         self.mlp: nn.Module
         self.mlp_layer_scale = None
-        if config.mlp_type == "ista":  # whole on every process
+        if config.mlp_type == "ista":  # not sharded
             self.mlp = ISTAStep(width, config.ista_step_size, config.ista_threshold)
         else:
             self.mlp = MLP(config, vllm_config, f"{prefix}.mlp")
@@ -114,7 +114,7 @@ class ToSTDecoderLayer(nn.Module):
     ) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states) if self.pre_norm else hidden_states
         attended = self.self_attn(normed, position_embeddings if self.attends else positions)
-        return add_attended(self, hidden_states, attended)
+        return add_attention_and_mlp(self, hidden_states, attended)
 
 
 @support_torch_compile
@@ -158,18 +158,18 @@ class ToSTModel(nn.Module):
         else:
             assert intermediate_tensors is not None
             hidden_states = intermediate_tensors["hidden_states"]
-        rotations = rotary_embedding(self.config, hidden_states, positions) if self.config.rotates else None
+        position_embeddings = rotary_embedding(self.config, hidden_states, positions) if self.config.rotates else None
         for layer in islice(self.layers, self.start_layer, self.end_layer):
-            hidden_states = layer(hidden_states, positions, rotations)
+            hidden_states = layer(hidden_states, positions, position_embeddings)
         if not get_pp_group().is_last_rank:
             return IntermediateTensors({"hidden_states": hidden_states})
         return self.norm(hidden_states)
 
 
 class ToSTForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, SupportsLoRA):
-    """What vLLM loads for a folder whose architecture is ToSTForCausalLM.
+    """vLLM's model for the architecture ToSTForCausalLM.
 
-    Every model counts as hybrid: only to such models does vLLM give blocks for states of any architecture.
+    Every ToST model is declared hybrid: vLLM allocates state blocks for any architecture only in hybrid models.
     """
 
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked={f".{name}_proj": (".qkv_proj", name) for name in "qkv"})

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What is checked before vLLM loads a ToST model, in the process that the user started."""
+"""Checks before vLLM loads a ToST model, in the process that the user started."""
 
 import logging
 
@@ -12,7 +12,7 @@ from .patches import set_block_size
 
 logger = logging.getLogger(__name__)
 
-UNSUPPORTED = (  # registered for the sake of a clear message
+UNSUPPORTED = (  # registered to be rejected with a clear message
     "ToSTForMaskedLM",
     "ToSTForQuestionAnswering",
     "ToSTForTokenClassification",
@@ -25,10 +25,10 @@ UNSUPPORTED = (  # registered for the sake of a clear message
 class ToSTVerification(VerifyAndUpdateConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Raises a ValueError for what cannot work."""
+        """Raises a ValueError for unsupported models and options."""
         model, lora = vllm_config.model_config, vllm_config.lora_config
         config, architecture = model.hf_config, (model.hf_config.architectures or [model.architecture])[0]
-        is_encoder = not getattr(config, "is_causal", True)  # which vision models do not have
+        is_encoder = not getattr(config, "is_causal", True)  # an option that vision models do not have
         if architecture in UNSUPPORTED or is_encoder:
             raise ValueError(
                 "vLLM serves causal ToST models (text, embeddings, classification by the last token). This is a "
@@ -38,7 +38,7 @@ class ToSTVerification(VerifyAndUpdateConfig):
             raise ValueError(f"vLLM pools the last token, but this classifier was trained with pooling={config.pooling!r}.")
         if vllm_config.speculative_config is not None:
             raise ValueError(
-                "ToST models have no speculative decoding in vLLM: a rejected token cannot be taken out of the running sums. "
+                "ToST models have no speculative decoding in vLLM: a rejected token cannot be removed from the running sums. "
                 "Start without --speculative-config."
             )
         if current_platform.is_cpu():
