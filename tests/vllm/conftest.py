@@ -1,4 +1,4 @@
-"""Small models with random weights, and what vLLM and `generate` write after the same prompts."""
+"""Small models with random weights, and their continuations of prompts with vLLM and with `generate`."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/benchmarks"))
 os.environ |= {
-    "VLLM_CACHE_ROOT": tempfile.mkdtemp(),  # a compiled model of an earlier run would be used
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process; the server has its own
+    "VLLM_CACHE_ROOT": tempfile.mkdtemp(),  # else a compiled model of an earlier run could be used
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process; the server has its own process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -57,7 +57,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def make_model(kind: str) -> ToSTForCausalLM:
-    """A model whose greedy texts do not soon repeat one token."""
+    """A model whose greedy continuations do not degenerate to one token."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4, "max_position_embeddings": 2048}
     sizes |= {"vocab_size": VOCABULARY, "layer_scale_init_value": 1.0, "tie_word_embeddings": False}
     torch.manual_seed(0)
@@ -72,23 +72,23 @@ def make_model(kind: str) -> ToSTForCausalLM:
 
 
 def save_tokenizer(folder) -> None:
-    """One token for each byte, and more that are never in a prompt."""
+    """One token for each byte; further ids of the vocabulary are never in a prompt."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({"<end>": 0} | {symbol: i for i, symbol in enumerate(alphabet, 1)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<end>", eos_token="<end>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<end>", eos_token="<end>")
+    fast_tokenizer.chat_template = TEMPLATE
+    fast_tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """The folder of a model of each kind, with a tokenizer."""
+    """A folder with a model of each kind and its tokenizer."""
     root = tmp_path_factory.mktemp("models")
     for kind in OPTIONS:
         model = make_model(kind)
         if kind == "conv_token":
-            model.config.auto_map = AUTO_MAPS["tost"]  # as published, with the code, which nothing here trusts
+            model.config.auto_map = AUTO_MAPS["tost"]  # as in published models; the remote code is not trusted here
         model.save_pretrained(root / kind)
         save_tokenizer(root / kind)
     return root
@@ -96,37 +96,39 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def engine():
-    """Starts an engine; the last one is shut down at the end."""
-    started = []
+    """Starts an engine, and shuts down the previous one; the last one is shut down after the test."""
+    engines = []
 
     def start(folder, **options) -> LLM:
-        while started:
-            started.pop().llm_engine.engine_core.shutdown()
+        while engines:
+            engines.pop().llm_engine.engine_core.shutdown()
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 2**27}
-        started.append(LLM(str(folder), **(defaults | options)))
-        return started[-1]
+        engines.append(LLM(str(folder), **(defaults | options)))
+        return engines[-1]
 
     yield start
-    for llm in started:
+    for llm in engines:
         llm.llm_engine.engine_core.shutdown()
 
 
-def make_prompts(count: int = 20, longest: int = 600) -> list[list[int]]:
+def make_prompts(count: int = 20, max_length: int = 600) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    lengths = [1, 2, 3, 5, 31, 32, 33, 127, 128, 129, 256, 257, longest]
-    lengths += torch.randint(1, longest, (count,), generator=generator).tolist()
-    return [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths[:count]]
+    lengths = [1, 2, 3, 5, 31, 32, 33, 127, 128, 129, 256, 257, max_length]
+    lengths += torch.randint(1, max_length, (count,), generator=generator).tolist()
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths[:count]]
 
 
-def generate_with_vllm(llm: LLM, prompts: list[list[int]], sampling=None, new: int = 32, **options) -> list[list[int]]:
-    """The tokens that vLLM writes after each prompt, greedily by default."""
-    sampling = sampling or SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+def generate_with_vllm(
+    llm: LLM, prompts: list[list[int]], sampling=None, max_new_tokens: int = 32, **options
+) -> list[list[int]]:
+    """The tokens that vLLM generates for each prompt, greedily by default."""
+    sampling = sampling or SamplingParams(temperature=0, max_tokens=max_new_tokens, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False, **options)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def generate_reference(model, prompts: list[list[int]], new: int = 32) -> list[list[int]]:
-    """What `generate` writes after each prompt alone."""
-    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+def generate_reference(model, prompts: list[list[int]], max_new_tokens: int = 32) -> list[list[int]]:
+    """The tokens that `generate` generates for each prompt separately."""
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     inputs = [torch.tensor([prompt]) for prompt in prompts]
     return [model.generate(x, attention_mask=torch.ones_like(x), **options)[0, x.shape[1] :].tolist() for x in inputs]

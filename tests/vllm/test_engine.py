@@ -1,4 +1,4 @@
-"""Preemption, sampling and the prefix cache; and, for each patch of vLLM, that it is still needed."""
+"""Preemption, sampling and prefix caching; tests that the patches of vLLM are still needed."""
 
 import pytest
 from conftest import generate_reference, generate_with_vllm, make_prompts
@@ -12,63 +12,63 @@ from tost_hf.vllm import verification
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_preempted_requests_go_on_where_they_were(folders, engine, prefix_caching):
-    prompts = make_prompts(16, longest=300)
-    expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts, new=80)
+def test_preempted_requests_resume(folders, engine, prefix_caching):
+    prompts = make_prompts(16, max_length=300)
+    expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts, max_new_tokens=80)
     options = {"num_gpu_blocks_override": 24, "enable_prefix_caching": prefix_caching, "disable_log_stats": False}
     llm = engine(folders / "hybrid", **options)
-    assert generate_with_vllm(llm, prompts, new=80) == expected
+    assert generate_with_vllm(llm, prompts, max_new_tokens=80) == expected
     assert next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
 
 
-def seeded(count: int) -> list[SamplingParams]:
+def make_sampling_params(count: int) -> list[SamplingParams]:
     return [SamplingParams(temperature=1.0, top_p=0.9, seed=100 + i, max_tokens=24, ignore_eos=True) for i in range(count)]
 
 
-def test_a_seed_has_one_text_alone_and_among_others(folders, engine):
-    prompts, sampling = make_prompts(12, longest=200), seeded(12)
+def test_seeded_sampling_does_not_depend_on_the_batch(folders, engine):
+    prompts, sampling = make_prompts(12, max_length=200), make_sampling_params(12)
     llm = engine(folders / "conv_token", max_num_batched_tokens=64, enable_prefix_caching=False)
-    together = generate_with_vllm(llm, prompts, sampling)
-    assert together == [generate_with_vllm(llm, [prompt], options)[0] for prompt, options in zip(prompts, sampling)]
-    assert len({token for text in together for token in text}) > 50
+    outputs = generate_with_vllm(llm, prompts, sampling)
+    assert outputs == [generate_with_vllm(llm, [prompt], options)[0] for prompt, options in zip(prompts, sampling)]
+    assert len({token for tokens in outputs for token in tokens}) > 50
 
 
 EVERY_512 = {"max_num_batched_tokens": 512, "prefix_cache_retention_interval": 512}
-PREFIXES = {  # what is cached at least of three prompts with a common beginning, and of the first one again
+PREFIXES = {  # minimal cached tokens of three prompts with a common prefix, and of the first one again
     "conv_token": ("conv_token", {}, (0, 0, 0, 640)),
     "conv_token, every 512 tokens": ("conv_token", EVERY_512, (0, 512, 512, 512)),
     "hybrid": ("hybrid", {}, (0, 0, 256, 256)),
 }
 
 
-@pytest.mark.parametrize("kind, options, cached", PREFIXES.values(), ids=PREFIXES)
-def test_a_prompt_goes_on_from_a_cached_prefix(folders, engine, kind, options, cached):
-    shared = make_prompts(13)[-1]
-    prompts = [[*shared, *[i] * 60] for i in (7, 8, 9, 7)]
+@pytest.mark.parametrize("kind, options, min_cached_tokens", PREFIXES.values(), ids=PREFIXES)
+def test_prefix_caching(folders, engine, kind, options, min_cached_tokens):
+    prefix = make_prompts(13)[-1]
+    prompts = [[*prefix, *[i] * 60] for i in (7, 8, 9, 7)]
     expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / kind), prompts)
     llm = engine(folders / kind, **options)
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     outputs = [llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0] for p in prompts]
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert outputs[0].num_cached_tokens == 0
-    assert all(output.num_cached_tokens >= least for output, least in zip(outputs, cached)), outputs
+    assert all(output.num_cached_tokens >= count for output, count in zip(outputs, min_cached_tokens)), outputs
 
 
-# Patches: where one of these fails, vLLM no longer needs the patch
+# Patches: if one of these tests fails, vLLM no longer needs the patch
 
 
-def test_split_prompts_with_seeds_still_need_a_patch(folders, engine, monkeypatch):
+def test_seeded_chunked_prefill_still_needs_a_patch(folders, engine, monkeypatch):
     for name in ("_sample", "_bookkeeping_sync"):
         monkeypatch.setattr(CPUModelRunner, name, getattr(CPUModelRunner, name)._before_tost_hf)
     llm = engine(folders / "conv_token", max_num_batched_tokens=64)
     with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
-        generate_with_vllm(llm, [[5] * 200], seeded(1))
+        generate_with_vllm(llm, [[5] * 200], make_sampling_params(1))
 
 
 def test_block_sizes_still_need_a_patch(folders, monkeypatch):
     def block_sizes():
         config = EngineArgs(model=str(folders / "conv_token"), max_model_len=1024).create_engine_config()
-        current_platform.check_and_update_config(config)  # as vLLM does after the engine's start
+        current_platform.check_and_update_config(config)  # vLLM calls it after starting the engine
         return config.cache_config.block_size, config.cache_config.mamba_block_size
 
     assert block_sizes() == (32, 32)

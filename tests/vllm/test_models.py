@@ -1,4 +1,4 @@
-"""Every kind of ToST language model writes in vLLM what `generate` writes."""
+"""Every kind of ToST model has the same results in vLLM as in transformers."""
 
 import gc
 import json
@@ -25,15 +25,15 @@ from tost_hf import (
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_texts(folders, engine, kind):
+def test_greedy_generation(folders, engine, kind):
     prompts = make_prompts()
     expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / kind), prompts)
-    assert len({token for text in expected for token in text}) > 50
+    assert len({token for tokens in expected for token in tokens}) > 50
     llm = engine(folders / kind)
     for layer in loaded_model(llm).model.layers:
         if hasattr(layer.self_attn, "sums"):
-            layer.self_attn.kv_cache[0].fill_(3)  # as earlier requests leave it
-    assert generate_with_vllm(llm, prompts[:1]) == expected[:1]  # of one token, counted among the decodes
+            layer.self_attn.kv_cache[0].fill_(3)  # like values of earlier requests
+    assert generate_with_vllm(llm, prompts[:1]) == expected[:1]  # a prompt of one token is scheduled as a decode
     assert generate_with_vllm(llm, prompts) == expected
 
 
@@ -49,15 +49,15 @@ def test_compiled(folders, engine):
     assert generate_with_vllm(engine(folders / "hybrid", enforce_eager=False), prompts) == expected
 
 
-SEVERAL = {
-    "tensor, hybrid": ("hybrid", {"tensor_parallel_size": 2}),  # with one head of keys and values
+PARALLEL = {
+    "tensor, hybrid": ("hybrid", {"tensor_parallel_size": 2}),  # with one key-value head
     "tensor, published": ("published", {"tensor_parallel_size": 2}),
     "pipeline, published": ("published", {"pipeline_parallel_size": 2, "enforce_eager": False}),
 }
 
 
-@pytest.mark.parametrize("kind, options", SEVERAL.values(), ids=SEVERAL)
-def test_several_processes(folders, engine, kind, options):
+@pytest.mark.parametrize("kind, options", PARALLEL.values(), ids=PARALLEL)
+def test_parallelism(folders, engine, kind, options):
     prompts = make_prompts(10)
     expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / kind), prompts)
     assert generate_with_vllm(engine(folders / kind, **options), prompts) == expected
@@ -65,12 +65,12 @@ def test_several_processes(folders, engine, kind, options):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(folders, engine, dtype):
-    """The sums stay float32 and float64; texts differ from those of `generate` by rounding at most."""
+    """The sums stay float32 and float64; continuations differ from those of `generate` only by rounding."""
     prompts = make_prompts(10)
     llm = engine(folders / "conv_token", dtype=dtype)
     model = ToSTForCausalLM.from_pretrained(folders / "conv_token", dtype=getattr(torch, dtype))
-    same = [a == b for a, b in zip(generate_with_vllm(llm, prompts), generate_reference(model, prompts))]
-    assert sum(same) >= 6
+    is_equal = [a == b for a, b in zip(generate_with_vllm(llm, prompts), generate_reference(model, prompts))]
+    assert sum(is_equal) >= 6
     attention = loaded_model(llm).model.layers[0].self_attn
     assert [x.dtype for x in attention.sums] == [torch.float32, torch.float64, torch.float64]
     assert attention.temp.dtype == attention.forget_bias.dtype == torch.float32
@@ -81,30 +81,30 @@ def loaded_model(llm):
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
 
 
-def test_a_released_cache_is_freed(folders, engine):
-    """vLLM drops the cache of its profile runs by replacing `kv_cache`: a layer keeps no view of it."""
+def test_released_cache_is_freed(folders, engine):
+    """vLLM frees the cache of its profile runs by replacing `kv_cache`, so a layer must not store a view of it."""
     attention = loaded_model(engine(folders / "conv_token")).model.layers[0].self_attn
-    rows = weakref.ref(attention.kv_cache[0])
+    cache_ref = weakref.ref(attention.kv_cache[0])
     assert attention.sums.sum_sq.shape[1:] == (4, 32) and attention.conv_state.shape[1:] == (3, 128)
     attention.kv_cache = []
     gc.collect()
-    assert rows() is None
+    assert cache_ref() is None
 
 
-def test_quantised(folders, engine):
-    """The linear layers in fp8, quantised while the model is loaded."""
+def test_quantized(folders, engine):
+    """The linear layers in fp8, quantized while the model is loaded."""
     prompts = make_prompts(10)
     llm = engine(folders / "conv_token", dtype="bfloat16", quantization="fp8_per_channel")
     assert loaded_model(llm).model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
-    texts = generate_with_vllm(llm, prompts, new=1)
+    outputs = generate_with_vllm(llm, prompts, max_new_tokens=1)
     model = ToSTForCausalLM.from_pretrained(folders / "conv_token", dtype=torch.bfloat16)
     with torch.no_grad():
-        best = [model(torch.tensor([p])).logits[0, -1].topk(5).indices.tolist() for p in prompts]
-    assert all(text[0] in tokens for text, tokens in zip(texts, best))
+        top_tokens = [model(torch.tensor([p])).logits[0, -1].topk(5).indices.tolist() for p in prompts]
+    assert all(output[0] in tokens for output, tokens in zip(outputs, top_tokens))
 
 
 def test_embeddings_and_classes(folders, engine, tmp_path):
-    """vLLM pools the last token; the trunk and the classifier need nothing of their own."""
+    """vLLM pools the last token itself, so the trunk and the classifier have no code of their own for it."""
     prompts = make_prompts(6)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     for cls in (ToSTModel, ToSTForSequenceClassification):
@@ -126,7 +126,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "v
 REJECTED = {
     "an encoder": (lambda: ToSTForMaskedLM(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTForMaskedLM, an encoder"),
     "an encoder's trunk": (lambda: ToSTModel(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTModel, an encoder"),
-    "a classifier by the mean": (
+    "a classifier with mean pooling": (
         lambda: ToSTForSequenceClassification(ToSTConfig(pooling="mean", **SMALL)),
         {},
         "pools the last token.*pooling='mean'",
@@ -136,7 +136,11 @@ REJECTED = {
         {},
         "This is a ToSTForImageClassification",
     ),
-    "labels of tokens": (lambda: ToSTForTokenClassification(ToSTConfig(**SMALL)), {}, "This is a ToSTForTokenClassification"),
+    "a token classifier": (
+        lambda: ToSTForTokenClassification(ToSTConfig(**SMALL)),
+        {},
+        "This is a ToSTForTokenClassification",
+    ),
     "speculative decoding": (
         lambda: ToSTForCausalLM(ToSTConfig(**SMALL)),
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
@@ -150,18 +154,18 @@ REJECTED = {
 }
 
 
-@pytest.mark.parametrize("make, options, message", REJECTED.values(), ids=REJECTED)
-def test_what_cannot_work_is_rejected(engine, tmp_path, make, options, message):
-    make().save_pretrained(tmp_path)
+@pytest.mark.parametrize("make_model, options, message", REJECTED.values(), ids=REJECTED)
+def test_unsupported_models_and_options_are_rejected(engine, tmp_path, make_model, options, message):
+    make_model().save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=message):
         engine(tmp_path, **options)
 
 
 def test_lora(folders, engine, tmp_path):
-    """An adapter of each linear layer, as PEFT writes it, equals the merged weights; other requests do without it."""
+    """An adapter of all linear layers, in PEFT's format, equals the merged weights; other requests do not use it."""
     model, rank, tensors = ToSTForCausalLM.from_pretrained(folders / "hybrid"), 8, {}
-    base = generate_reference(model, make_prompts(8))
+    base_outputs = generate_reference(model, make_prompts(8))
     names = ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "up_proj", "down_proj")
     torch.manual_seed(1)
     for name, module in model.model.layers.named_modules():
@@ -174,26 +178,26 @@ def test_lora(folders, engine, tmp_path):
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(names), "bias": "none"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     prompts, adapter = make_prompts(8), LoRARequest("test", 1, str(tmp_path))
-    # on CPUs vLLM gives requests without an adapter, among others with one, that of the last slot: it must be empty
+    # on CPUs vLLM applies the adapter of the last slot to requests without an adapter in a mixed batch: it must be empty
     llm = engine(folders / "hybrid", enable_lora=True, max_lora_rank=rank, max_loras=2)
-    tuned = generate_reference(model, prompts)
-    assert tuned != base
-    assert generate_with_vllm(llm, prompts, lora_request=adapter) == tuned
-    assert generate_with_vllm(llm, prompts) == base
+    adapted_outputs = generate_reference(model, prompts)
+    assert adapted_outputs != base_outputs
+    assert generate_with_vllm(llm, prompts, lora_request=adapter) == adapted_outputs
+    assert generate_with_vllm(llm, prompts) == base_outputs
     mixed = generate_with_vllm(llm, prompts, lora_request=[adapter if i % 2 else None for i in range(8)])
-    assert mixed == [(tuned if i % 2 else base)[i] for i in range(8)]
+    assert mixed == [(adapted_outputs if i % 2 else base_outputs)[i] for i in range(8)]
 
 
-def test_the_code_of_the_guide(folders, tmp_path, monkeypatch):
+def test_code_of_the_guide(folders, tmp_path, monkeypatch):
     (tmp_path / "tost-demo").symlink_to(folders / "published")
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "examples/guides/serving.md").read_text()
-    names = {}
+    namespace = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, names)
-    prompts = [list(output.prompt_token_ids) for output in names["outputs"]]
-    texts = generate_reference(ToSTForCausalLM.from_pretrained(folders / "published"), prompts, new=8)
-    for output, text in zip(names["outputs"], texts, strict=True):
+        exec(block, namespace)
+    prompts = [list(output.prompt_token_ids) for output in namespace["outputs"]]
+    expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / "published"), prompts, max_new_tokens=8)
+    for output, expected_tokens in zip(namespace["outputs"], expected, strict=True):
         tokens = list(output.outputs[0].token_ids)
-        assert tokens == text[: len(tokens)] and (len(tokens) == 8 or tokens[-1] == 0)
-    names["llm"].llm_engine.engine_core.shutdown()
+        assert tokens == expected_tokens[: len(tokens)] and (len(tokens) == 8 or tokens[-1] == 0)
+    namespace["llm"].llm_engine.engine_core.shutdown()
