@@ -87,11 +87,11 @@ def causal_lm_results(published):
     return published("AutoModelForCausalLM")
 
 
-def equal_results(left, right) -> bool:
+def equal_results(actual, expected) -> bool:
     """Bit for bit; fails with the output of a client that could not load the model."""
-    for results in (left, right):
+    for results in (actual, expected):
         assert isinstance(results, dict), results.output
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def is_rejected(outcome) -> bool:

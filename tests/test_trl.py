@@ -53,7 +53,7 @@ def mean_loss(model, sequences: list[list[int]], targets: list[int] | None = Non
 
 
 def tokenize_documents(tokenizer) -> list[list[int]]:
-    return [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in DOCUMENTS]
+    return [[*tokenizer(document).input_ids, tokenizer.eos_token_id] for document in DOCUMENTS]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_sft_loss_of_documents_split_into_blocks(folder, text_model, tokenizer):
 
 def test_sft_loss_of_completions_only(folder, text_model, tokenizer):
     documents = [example["prompt"] + example["completion"] for example in COMPLETIONS]
-    sequences = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in documents]
+    sequences = [[*tokenizer(document).input_ids, tokenizer.eos_token_id] for document in documents]
     targets = [len(tokenizer(example["completion"]).input_ids) + 1 for example in COMPLETIONS]
     expected = mean_loss(text_model, sequences, targets)
     _, losses = train(trl.SFTTrainer, folder, COMPLETIONS, steps=4, completion_only_loss=True)
