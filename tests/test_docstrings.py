@@ -1,4 +1,4 @@
-"""The reference: each public name has an entry and an example; examples that need no files run."""
+"""Docstrings: each public name has an entry in the reference and an example; examples that need no files run."""
 
 import doctest
 import inspect
@@ -16,9 +16,9 @@ PUBLIC = {name: value for name in tost_hf.__all__ if callable(value := getattr(t
 
 
 def find_examples(docstring: str) -> list[str]:
-    """The code of fenced blocks, or of the section "Example:"."""
-    fenced = re.findall(r"```python\n(.*?)```", docstring, re.DOTALL)
-    return fenced or re.findall(r"^Example:\n((?:    .*\n?)+)", docstring, re.MULTILINE)
+    """The code of fenced blocks or, if there are none, of the section "Example:"."""
+    blocks = re.findall(r"```python\n(.*?)```", docstring, re.DOTALL)
+    return blocks or re.findall(r"^Example:\n((?:    .*\n?)+)", docstring, re.MULTILINE)
 
 
 EXAMPLES = {name: find_examples(inspect.getdoc(value) or "") for name, value in PUBLIC.items()}
@@ -39,7 +39,7 @@ def test_examples_run(name):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_examples_are_python(name):
+def test_examples_compile(name):
     for example in EXAMPLES[name]:
         statements = doctest.DocTestParser().get_examples(example)
         compile("".join(statement.source for statement in statements) or example, name, "exec")

@@ -1,4 +1,4 @@
-"""Text encoders (`is_causal=False`) and heads: equal to the reference, padded, packed, saved, trained, in pipelines."""
+"""Text encoders (`is_causal=False`) and heads: reference, padding, packing, saving, training, pipelines."""
 
 import pytest
 import torch
@@ -52,17 +52,17 @@ LABELS = {
 }
 
 
-def build(model_class=ToSTModel, dtype=torch.float64, **fields):
+def make_model(model_class=ToSTModel, dtype=torch.float64, **fields):
     fields = {"is_causal": False, "pad_token_id": 0, "num_labels": 3} | fields
     return randomize(model_class(small_config(**fields))).eval().to(dtype)
 
 
-def plain_encoder(model: ToSTModel, tokens: torch.Tensor) -> torch.Tensor:
-    """The trunk written down, for one sequence (T,): (T, D)."""
+def reference_encoder(model: ToSTModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Reference implementation of the trunk for one sequence (T,); returns (T, D)."""
     config = model.config
     x = model.embed_tokens.weight[tokens] + model.embed_positions.weight[: len(tokens)]
     for layer in model.layers:
-        before, after = (
+        input_norm, post_norm = (
             lambda x, norm=norm: F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, config.layer_norm_eps)
             for norm in (layer.input_layernorm, layer.post_attention_layernorm)
         )
@@ -77,37 +77,37 @@ def plain_encoder(model: ToSTModel, tokens: torch.Tensor) -> torch.Tensor:
             return F.gelu(x @ mlp.up_proj.weight.T) @ mlp.down_proj.weight.T
 
         if config.pre_norm:
-            x = x + layer.attention_layer_scale * attend(before(x))
-            x = x + layer.mlp_layer_scale * transform(after(x))
+            x = x + layer.attention_layer_scale * attend(input_norm(x))
+            x = x + layer.mlp_layer_scale * transform(post_norm(x))
         else:
-            x = before(x + layer.attention_layer_scale * attend(x))
-            x = after(x + layer.mlp_layer_scale * transform(x))
+            x = input_norm(x + layer.attention_layer_scale * attend(x))
+            x = post_norm(x + layer.mlp_layer_scale * transform(x))
     return F.layer_norm(x, x.shape[-1:], model.norm.weight, None, config.layer_norm_eps) if config.pre_norm else x
 
 
 @pytest.mark.parametrize("pre_norm", [True, False])
 @torch.no_grad()
-def test_encoder_equals_its_reference_with_padding(pre_norm):
-    model = build(pre_norm=pre_norm)
+def test_padded_encoder_equals_reference(pre_norm):
+    model = make_model(pre_norm=pre_norm)
     tokens, mask = torch.randint(1, 97, (5, 12)), torch.ones(5, 12, dtype=torch.long)
     mask[0, :5] = mask[1, 8:] = mask[2, :2] = mask[2, 9:] = mask[3, 4:6] = 0
     out = model(tokens, attention_mask=mask, output_hidden_states=True, output_memberships=True)
     assert out.past_key_values is None and len(out.hidden_states) == 3 and len(out.memberships) == 2
-    for i, real in enumerate(mask.bool()):
-        torch.testing.assert_close(out.last_hidden_state[i][real], plain_encoder(model, tokens[i][real]), **F64)
-        torch.testing.assert_close(out.memberships[0][i].sum(0), real.double())
+    for i, is_token in enumerate(mask.bool()):
+        torch.testing.assert_close(out.last_hidden_state[i][is_token], reference_encoder(model, tokens[i][is_token]), **F64)
+        torch.testing.assert_close(out.memberships[0][i].sum(0), is_token.double())
 
 
 @pytest.mark.parametrize("style", ["position_ids", "seq_idx", "cu_seq_lens_q", "both"])
 @pytest.mark.parametrize("max_position_embeddings", [128, None])
 @torch.no_grad()
 def test_packing_equals_separate_sequences(style, max_position_embeddings):
-    model = build(max_position_embeddings=max_position_embeddings)
+    model = make_model(max_position_embeddings=max_position_embeddings)
     lengths = (5, 1, 17, 9)
     tokens = torch.randint(1, 97, (1, 32))
     packed = model(tokens, **packed_inputs(style, lengths)).last_hidden_state
-    alone = torch.cat([model(piece).last_hidden_state for piece in tokens.split(lengths, 1)], 1)
-    torch.testing.assert_close(packed, alone, **F64)
+    expected = torch.cat([model(sequence).last_hidden_state for sequence in tokens.split(lengths, 1)], 1)
+    torch.testing.assert_close(packed, expected, **F64)
 
 
 @pytest.mark.parametrize("pooling", [None, "mean", "first", "last"])
@@ -115,33 +115,33 @@ def test_packing_equals_separate_sequences(style, max_position_embeddings):
 @torch.no_grad()
 def test_pooling_ignores_padding(is_causal, pooling, batch):
     if is_causal and pooling == "first":
-        pytest.skip("a causal model's first token sees no other")
-    model = build(ToSTForSequenceClassification, is_causal=is_causal, pooling=pooling)
+        pytest.skip("the first token of a causal model attends to no other")
+    model = make_model(ToSTForSequenceClassification, is_causal=is_causal, pooling=pooling)
     out = model(**batch).logits
-    used = pooling or ("last" if is_causal else "mean")
-    for i, real in enumerate(batch["attention_mask"].bool()):
-        features = model.model(batch["input_ids"][i][real][None]).last_hidden_state[0]
-        pooled = {"mean": features.mean(0), "first": features[0], "last": features[-1]}[used]
+    effective_pooling = pooling or ("last" if is_causal else "mean")
+    for i, is_token in enumerate(batch["attention_mask"].bool()):
+        features = model.model(batch["input_ids"][i][is_token][None]).last_hidden_state[0]
+        pooled = {"mean": features.mean(0), "first": features[0], "last": features[-1]}[effective_pooling]
         torch.testing.assert_close(out[i], model.score(pooled), **F64)
 
 
 @pytest.mark.parametrize("auto_class", HEADS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_heads_load_again_and_learn(auto_class, is_causal, batch, tmp_path):
-    """Saved, loaded by its Auto class with nothing missing; gradients for every weight, the same when recomputed."""
+def test_heads_are_saved_loaded_and_trained(auto_class, is_causal, batch, tmp_path):
+    """The Auto class loads all weights; every weight has a gradient, the same with gradient checkpointing."""
     model_class = HEADS[auto_class]
     if is_causal and model_class is ToSTForMaskedLM:
         pytest.skip("masked language models are encoders")
-    model = build(model_class, torch.float32, is_causal=is_causal)
+    model = make_model(model_class, torch.float32, is_causal=is_causal)
     model.save_pretrained(tmp_path)
-    loaded, loading = auto_class.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded) is model_class and not any(loading.values()) and loaded.config.is_causal == is_causal
+    loaded, loading_info = auto_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is model_class and not any(loading_info.values()) and loaded.config.is_causal == is_causal
     out = model(**batch)
     assert torch.equal(loaded.eval()(**batch)[0], out[0])
-    for i, real in enumerate(batch["attention_mask"].bool()):
-        alone = model(batch["input_ids"][i][real][None])[0][0]
-        pooled = model_class is ToSTForSequenceClassification
-        torch.testing.assert_close(out[0][i] if pooled else out[0][i][real], alone, rtol=1e-4, atol=1e-4)
+    for i, is_token in enumerate(batch["attention_mask"].bool()):
+        expected = model(batch["input_ids"][i][is_token][None])[0][0]
+        is_pooled = model_class is ToSTForSequenceClassification
+        torch.testing.assert_close(out[0][i] if is_pooled else out[0][i][is_token], expected, rtol=1e-4, atol=1e-4)
     if model_class is ToSTModel:
         return
     gradients = []
@@ -155,7 +155,7 @@ def test_heads_load_again_and_learn(auto_class, is_causal, batch, tmp_path):
 
 
 def test_masked_labels_are_not_shifted(batch):
-    model = build(ToSTForMaskedLM)
+    model = make_model(ToSTForMaskedLM)
     labels = batch["input_ids"].masked_fill(torch.rand(3, 12) < 0.8, -100)
     out = model(**batch, labels=labels)
     expected = F.cross_entropy(out.logits.float().flatten(0, 1), labels.flatten())  # transformers' losses are in float32
@@ -188,41 +188,41 @@ def test_unsupported_uses_of_encoders_are_rejected(attempt, message):
         ("feature-extraction", ToSTModel),
     ],
 )
-def test_pipelines_compute_a_batch_as_single_texts(task, model_class, tokenizer):
+def test_pipelines_do_not_depend_on_the_batch_size(task, model_class, tokenizer):
     tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
-    model = build(model_class, torch.float32, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
-    run = pipeline(task, model=model, tokenizer=tokenizer)
+    model = make_model(model_class, torch.float32, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    run_pipeline = pipeline(task, model=model, tokenizer=tokenizer)
     texts = ["the <mask>", "the heads of <mask> model"] if task == "fill-mask" else ["the heads", "the heads of the model"]
-    batch, single = run(texts, batch_size=2), run(texts, batch_size=1)
-    if task == "feature-extraction":  # it returns features of padding, too
-        real = batch[0][0][: len(single[0][0])]
-        torch.testing.assert_close(torch.tensor(real), torch.tensor(single[0][0]), rtol=1e-4, atol=1e-4)
+    batched, unbatched = run_pipeline(texts, batch_size=2), run_pipeline(texts, batch_size=1)
+    if task == "feature-extraction":  # includes the features of padding
+        features = batched[0][0][: len(unbatched[0][0])]
+        torch.testing.assert_close(torch.tensor(features), torch.tensor(unbatched[0][0]), rtol=1e-4, atol=1e-4)
         return
-    for together, alone in zip(batch, single, strict=True):
-        pairs = [(together, alone)] if isinstance(together, dict) else zip(together, alone, strict=True)
-        assert all(left["score"] == pytest.approx(right["score"], rel=1e-4) for left, right in pairs)
+    for actual, expected in zip(batched, unbatched, strict=True):
+        pairs = [(actual, expected)] if isinstance(actual, dict) else zip(actual, expected, strict=True)
+        assert all(x["score"] == pytest.approx(y["score"], rel=1e-4) for x, y in pairs)
 
 
 def test_trainer_trains_a_masked_language_model(tokenizer, tmp_path):
-    """The masked token of a text follows from tokens on both sides."""
+    """The masked token of a sequence can be inferred from the tokens on both sides."""
     tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
     fields = {"is_causal": False, "layer_scale_init_value": 1.0, "pad_token_id": tokenizer.pad_token_id}
     model = ToSTForMaskedLM(small_config(vocab_size=len(tokenizer), **fields))
-    words = ["the heads of the model", "share the tokens of the text"]
-    examples = [{"input_ids": tokenizer(words[i % 2])["input_ids"]} for i in range(32)]
+    sentences = ["the heads of the model", "share the tokens of the text"]
+    examples = [{"input_ids": tokenizer(sentences[i % 2])["input_ids"]} for i in range(32)]
     options = {"max_steps": 30, "learning_rate": 1e-2, "per_device_train_batch_size": 8, "report_to": []}
     args = TrainingArguments(tmp_path, use_cpu=True, disable_tqdm=True, **options)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=0)
     trainer = Trainer(model, args, train_dataset=examples, eval_dataset=examples, data_collator=collator)
-    before = trainer.evaluate()["eval_loss"]
+    initial_loss = trainer.evaluate()["eval_loss"]
     trainer.train()
-    assert trainer.evaluate()["eval_loss"] < 0.5 * before
+    assert trainer.evaluate()["eval_loss"] < 0.5 * initial_loss
 
 
-# The paper's sizes, the command line, what is told of a model -------------------------------------------------------------
+# Presets, the command line, cards -------------------------------------------------------------------------------------
 
 
-def test_init_card_info_and_inspect_of_encoders(tmp_path):
+def test_init_card_info_and_trace_of_encoders(tmp_path):
     folder = tmp_path / "model"
     assert cli.main(["init", "tost-lra-pathfinder", str(folder)]) == 0
     facts = info(folder)
@@ -238,8 +238,8 @@ def test_init_card_info_and_inspect_of_encoders(tmp_path):
 
 
 @pytest.mark.parametrize("model_class", list(HEADS.values()))
-def test_every_head_has_a_card_whose_example_runs(model_class, tmp_path, monkeypatch):
+def test_card_examples_run(model_class, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    build(model_class, torch.float32).save_pretrained("model")
+    make_model(model_class, torch.float32).save_pretrained("model")
     example = build_card("model", license="mit").content.split("```python\n", 1)[1].split("```", 1)[0]
     exec(compile(example, "card", "exec"), {})

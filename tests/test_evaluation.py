@@ -1,4 +1,4 @@
-"""The evaluation scripts: data, results files, the commands, lm-evaluation-harness."""
+"""The evaluation scripts: data sources, results files, commands, agreement with lm-evaluation-harness."""
 
 import importlib.util
 import json
@@ -28,58 +28,58 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return byte_tokenizer()
 
 
-# Data ----------------------------------------------------------------------------------------------------------------
+# Data -----------------------------------------------------------------------------------------------------------------
 
 
 def test_files_and_folders(tmp_path):
     args = make_args(cache_dir=str(tmp_path / "cache"))
     (tmp_path / "lines.txt").write_text("one\n\nthree\n", encoding="utf-8")
-    found = evaluation.load_source(str(tmp_path / "lines.txt"), args, sample_by="line")
-    assert (found.examples["text"][:], found.name, found.split) == (["one", "", "three"], "lines.txt", None)
-    found = evaluation.load_source(str(tmp_path / "lines.txt"), args, sample_by="document")
-    assert found.examples["text"][:] == ["one\n\nthree\n"]
+    source = evaluation.load_source(str(tmp_path / "lines.txt"), args, sample_by="line")
+    assert (source.examples["text"][:], source.name, source.split) == (["one", "", "three"], "lines.txt", None)
+    source = evaluation.load_source(str(tmp_path / "lines.txt"), args, sample_by="document")
+    assert source.examples["text"][:] == ["one\n\nthree\n"]
 
     folder = tmp_path / "folder"
     folder.mkdir()
     for split in ("train", "validation"):
         Dataset.from_dict({"page": [f"{split} {number}" for number in range(3)]}).to_parquet(folder / f"{split}.parquet")
-    found = evaluation.load_source(str(folder), args)
-    assert (found.examples["page"][0], found.name, found.split) == ("validation 0", "folder", "validation")
+    source = evaluation.load_source(str(folder), args)
+    assert (source.examples["page"][0], source.name, source.split) == ("validation 0", "folder", "validation")
     args.dataset_split, args.max_examples = "train", 2
-    found = evaluation.load_source(str(folder), args)
-    assert found.examples["page"][:] == ["train 0", "train 1"]
+    source = evaluation.load_source(str(folder), args)
+    assert source.examples["page"][:] == ["train 0", "train 1"]
     args.dataset_split = "test"
     with pytest.raises(ValueError, match="--dataset_split"):
         evaluation.load_source(str(folder), args)
 
 
-def test_column_of_text():
+def test_text_column():
     examples = Dataset.from_dict({"number": [1], "sentence": ["s"], "title": ["t"]})
-    assert evaluate_lm.select_texts(examples, None) == ["s"]  # as Penn Treebank's is called
+    assert evaluate_lm.select_texts(examples, None) == ["s"]  # the column name of Penn Treebank
     assert evaluate_lm.select_texts(examples, "title") == ["t"]
     assert evaluate_lm.select_texts(examples.select_columns("title"), None) == ["t"]
     with pytest.raises(ValueError, match="--text_column_name"):
         evaluate_lm.select_texts(examples, "body")
 
 
-def test_a_task_without_default_data():
+def test_task_without_default_data():
     with pytest.raises(ValueError, match="--datasets"):
         evaluate_lm.LMEvaluationArguments(model="m", tasks=["ptb"])
 
 
-# Results -------------------------------------------------------------------------------------------------------------
+# Results --------------------------------------------------------------------------------------------------------------
 
 
-def some_results(source=None, **numbers):
+def make_results(source=None, **values):
     source = source or evaluation.Source(Dataset.from_dict({"text": ["x"]}), "set", "config", "test")
-    measured = [evaluation.Measurement("accuracy", name, value, 5, "how") for name, value in numbers.items()]
-    return evaluation.make_results("text-generation", "Set", source, measured, "python x.py", seed=3)
+    measurements = [evaluation.Measurement("accuracy", name, value, 5, "how") for name, value in values.items()]
+    return evaluation.make_results("text-generation", "Set", source, measurements, "python x.py", seed=3)
 
 
 def test_results_are_merged(tmp_path):
     file = tmp_path / "new" / "evaluation.json"
-    evaluation.write_results(file, some_results(a=0.25, b=0.5))
-    kept, first = json.loads(file.read_text())["results"][::-1]
+    evaluation.write_results(file, make_results(a=0.25, b=0.5))
+    second, first = json.loads(file.read_text())["results"][::-1]
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", first.pop("date"))
     assert first == {
         "task_type": "text-generation",
@@ -97,20 +97,20 @@ def test_results_are_merged(tmp_path):
     }
     file.write_text(json.dumps(json.loads(file.read_text()) | {"note": "mine"}))
     other_split = evaluation.Source(Dataset.from_dict({"text": ["x"]}), "set", "config", "validation")
-    evaluation.write_results(file, some_results(a=0.75, c=1.0) + some_results(other_split, b=0.1))
+    evaluation.write_results(file, make_results(a=0.75, c=1.0) + make_results(other_split, b=0.1))
     content = json.loads(file.read_text())
-    found = [(one["metric_name"], one["dataset_split"], one["metric_value"]) for one in content["results"]]
-    assert found == [("b", "test", 0.5), ("a", "test", 0.75), ("c", "test", 1.0), ("b", "validation", 0.1)]
-    assert content["results"][0] == kept and content["note"] == "mine"
+    metrics = [(result["metric_name"], result["dataset_split"], result["metric_value"]) for result in content["results"]]
+    assert metrics == [("b", "test", 0.5), ("a", "test", 0.75), ("c", "test", 1.0), ("b", "validation", 0.1)]
+    assert content["results"][0] == second and content["note"] == "mine"
     assert [path.name for path in file.parent.iterdir()] == ["evaluation.json"]
 
 
-def test_results_that_are_no_numbers_are_left_out(caplog):
-    assert [one["metric_name"] for one in some_results(a=math.inf, b=math.nan, c=1.0)] == ["c"]
+def test_non_finite_results_are_omitted(caplog):
+    assert [result["metric_name"] for result in make_results(a=math.inf, b=math.nan, c=1.0)] == ["c"]
     assert "a on Set is inf" in caplog.text and "b on Set is nan" in caplog.text
 
 
-# The commands --------------------------------------------------------------------------------------------------------
+# The commands ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [make_model, make_gpt2])
@@ -125,28 +125,28 @@ def test_evaluate_lm(tmp_path, tokenizer, make, capsys):
     sources["lambada"].write_text("".join(json.dumps({"text": text + " end"}) + "\n" for text in texts))
     command = ["--model", folder, "--tasks", *sources, "--datasets", *(f"{task}={file}" for task, file in sources.items())]
     command += ["--protocols", "sweep", "windows", "documents", "--num_windows", 8, "--max_examples", 3, "--device", "cpu"]
-    command = [str(word) for word in [*command, "--cache_dir", tmp_path / "cache"]]
+    command = [str(argument) for argument in [*command, "--cache_dir", tmp_path / "cache"]]
     evaluate_lm.main(command)
     results = json.loads((folder / "evaluation.json").read_text())["results"]
     assert len(results) == 3 * 4 + 1 + 3 * 4 + 2
-    found = {(one["dataset_name"], one["metric_name"]): one for one in results}
-    sweep = found["Penn Treebank (lines.txt)", "Loss, nats per token (sweep, context 32, stride 16, first 3 examples)"]
+    by_name = {(result["dataset_name"], result["metric_name"]): result for result in results}
+    sweep = by_name["Penn Treebank (lines.txt)", "Loss, nats per token (sweep, context 32, stride 16, first 3 examples)"]
     texts = ["no it was n't <unk> but N years ago"] * 3
     ids = tokenizer(EOS + "".join(text + EOS for text in texts))["input_ids"]
-    nats, scored = scoring.sweep(make(), [torch.tensor(ids)], 32, 16, 1)
+    total_loss, num_tokens = scoring.sweep(make(), [torch.tensor(ids)], 32, 16, 1)
     if make is make_model:  # GPT-2's weights are random each time
-        assert sweep["metric_value"] == pytest.approx(nats / scored, rel=1e-5)
+        assert sweep["metric_value"] == pytest.approx(total_loss / num_tokens, rel=1e-5)
     assert (sweep["num_examples"], sweep["seed"], sweep["dataset_type"]) == (3, 0, "lines.txt")
     assert sweep["command"].startswith("python examples/evaluate_lm.py --model ") and "float32" in sweep["protocol"]
-    assert ("LAMBADA (passages.jsonl)", "Accuracy (exact last word, context 32, first 3 examples)") in found
-    assert ("LAMBADA (passages.jsonl)", "Accuracy (lenient last word, context 32, first 3 examples)") in found
-    cbt = found["Children's Book Test, named entities (cbt.txt)", "Accuracy (whole passage, context 32, first 3 examples)"]
+    assert ("LAMBADA (passages.jsonl)", "Accuracy (exact last word, context 32, first 3 examples)") in by_name
+    assert ("LAMBADA (passages.jsonl)", "Accuracy (lenient last word, context 32, first 3 examples)") in by_name
+    cbt = by_name["Children's Book Test, named entities (cbt.txt)", "Accuracy (whole passage, context 32, first 3 examples)"]
     assert cbt["num_examples"] == 2
     assert sweep["metric_name"] in capsys.readouterr().out
 
     evaluate_lm.main(command)
-    again = json.loads((folder / "evaluation.json").read_text())["results"]
-    assert [one["metric_value"] for one in again] == [one["metric_value"] for one in results]
+    repeated_results = json.loads((folder / "evaluation.json").read_text())["results"]
+    assert [result["metric_value"] for result in repeated_results] == [result["metric_value"] for result in results]
 
 
 @pytest.mark.slow
@@ -162,17 +162,17 @@ def test_lm_evaluation_harness_agrees(tmp_path, tokenizer):
     command = [sys.executable, "-c", code, "run", "--model", "hf", "--model_args", f"pretrained={folder},dtype=float32"]
     command += ["--tasks", "tost_texts", "--include_path", FIXTURES, "--device", "cpu", "--batch_size", "3"]
     command += ["--output_path", tmp_path / "harness.json"]
-    variables = environment(tmp_path) | {"DISABLE_MULTIPROC": "1"}  # one process computes the standard errors
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    variables = environment(tmp_path) | {"DISABLE_MULTIPROC": "1"}  # computes the standard errors in one process
+    completed = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stderr[-3000:]
     (file,) = tmp_path.glob("harness*.json")
-    theirs = json.loads(file.read_text())["results"]["tost_texts"]
+    expected = json.loads(file.read_text())["results"]["tost_texts"]
 
     command = ["--model", folder, "--tasks", "text", "--datasets", f"text={FIXTURES / 'texts.jsonl'}"]
     command += ["--protocols", "documents", "--stride", 32, "--device", "cpu", "--cache_dir", tmp_path / "cache"]
-    evaluate_lm.main([str(word) for word in command])
-    ours = {one["metric_type"]: one for one in json.loads((folder / "evaluation.json").read_text())["results"]}
-    assert "(documents, context 32, stride 32)" in ours["bits_per_byte"]["metric_name"]
-    assert ours["bits_per_byte"]["metric_value"] == pytest.approx(theirs["bits_per_byte,none"], rel=1e-5)
-    assert 2 ** ours["bits_per_byte"]["metric_value"] == pytest.approx(theirs["byte_perplexity,none"], rel=1e-4)
-    assert ours["word_perplexity"]["metric_value"] == pytest.approx(theirs["word_perplexity,none"], rel=1e-4)
+    evaluate_lm.main([str(argument) for argument in command])
+    results = {result["metric_type"]: result for result in json.loads((folder / "evaluation.json").read_text())["results"]}
+    assert "(documents, context 32, stride 32)" in results["bits_per_byte"]["metric_name"]
+    assert results["bits_per_byte"]["metric_value"] == pytest.approx(expected["bits_per_byte,none"], rel=1e-5)
+    assert 2 ** results["bits_per_byte"]["metric_value"] == pytest.approx(expected["byte_perplexity,none"], rel=1e-4)
+    assert results["word_perplexity"]["metric_value"] == pytest.approx(expected["word_perplexity,none"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""evaluate_image_classification.py: accuracies against predictions made one by one, labels by name, ReaL labels."""
+"""evaluate_image_classification.py: accuracies against single predictions, labels matched by name, ReaL labels."""
 
 import json
 from pathlib import Path
@@ -20,12 +20,12 @@ CLASSES = ["ant", "bee", "cow", "dog", "elk", "fox", "gnu"]
 
 @pytest.fixture
 def pictures(tmp_path) -> Dataset:
-    """Thirty pictures with labels named in another order than the model's, and the model's numbers beside them."""
+    """Thirty pictures whose labels are in another order than the model's, with the model's labels in a column."""
     generator, names = np.random.default_rng(0), CLASSES[::-1]
     features = Features({"image": Image(), "label": ClassLabel(names=names), "model_label": Value("int16")})
-    numbers = [int(number) for number in generator.integers(0, len(names), 30)]
-    images = [PILImage.fromarray(generator.integers(0, 256, (16, 20, 3), dtype=np.uint8)) for _ in numbers]
-    columns = {"image": images, "label": numbers, "model_label": [len(names) - 1 - number for number in numbers]}
+    labels = [int(label) for label in generator.integers(0, len(names), 30)]
+    images = [PILImage.fromarray(generator.integers(0, 256, (16, 20, 3), dtype=np.uint8)) for _ in labels]
+    columns = {"image": images, "label": labels, "model_label": [len(names) - 1 - label for label in labels]}
     return Dataset.from_dict(columns, features)
 
 
@@ -41,8 +41,8 @@ def classifier(tmp_path) -> tuple[Path, ToSTForImageClassification]:
 def evaluate_images(folder, pictures, tmp_path, *options) -> dict[str, dict]:
     pictures.to_parquet(tmp_path / "test.parquet")
     command = ["--model", folder, "--dataset", tmp_path / "test.parquet", "--device", "cpu", "--batch_size", 7]
-    evaluate_image_classification.main([str(word) for word in [*command, "--cache_dir", tmp_path / "cache", *options]])
-    return {one["metric_name"]: one for one in json.loads((folder / "evaluation.json").read_text())["results"]}
+    evaluate_image_classification.main([str(argument) for argument in [*command, "--cache_dir", tmp_path / "cache", *options]])
+    return {result["metric_name"]: result for result in json.loads((folder / "evaluation.json").read_text())["results"]}
 
 
 @needs_auto_processor
@@ -50,45 +50,45 @@ def evaluate_images(folder, pictures, tmp_path, *options) -> dict[str, dict]:
 def test_evaluate_image_classification(tmp_path, pictures, classifier, column):
     folder, model = classifier
     processor = make_image_processor(16)
-    real = [[], [0, 1], *([number % 7, 5] for number in range(28))]
-    (tmp_path / "real.json").write_text(json.dumps(real))
-    best, ranks = [], []
-    for example in pictures:  # one by one
+    real_labels = [[], [0, 1], *([number % 7, 5] for number in range(28))]
+    (tmp_path / "real.json").write_text(json.dumps(real_labels))
+    predictions, ranks = [], []
+    for example in pictures:
         with torch.no_grad():
             logits = model(processor(example["image"], return_tensors="pt")["pixel_values"]).logits[0]
-        best.append(int(logits.argmax()))
+        predictions.append(int(logits.argmax()))
         ranks.append(int((logits > logits[example["model_label"]]).sum()))
 
     options = ["--label_column_name", column, "--real_labels", tmp_path / "real.json"]
-    found = evaluate_images(folder, pictures, tmp_path, *options)
-    assert found["Accuracy (top-1)"]["metric_value"] == pytest.approx(np.mean([rank < 1 for rank in ranks]))
-    assert found["Accuracy (top-5)"]["metric_value"] == pytest.approx(np.mean([rank < 5 for rank in ranks]))
-    assert 0 < found["Accuracy (top-5)"]["metric_value"] < 1
-    on_real = found["Accuracy (top-1 on ReaL labels)"]
-    expected = [class_number in labels for class_number, labels in zip(best, real) if labels]
-    assert (on_real["metric_value"], on_real["num_examples"]) == (pytest.approx(sum(expected) / 29), 29)
-    assert 0 < on_real["metric_value"] < 1 and on_real["task_type"] == "image-classification"
+    results = evaluate_images(folder, pictures, tmp_path, *options)
+    assert results["Accuracy (top-1)"]["metric_value"] == pytest.approx(np.mean([rank < 1 for rank in ranks]))
+    assert results["Accuracy (top-5)"]["metric_value"] == pytest.approx(np.mean([rank < 5 for rank in ranks]))
+    assert 0 < results["Accuracy (top-5)"]["metric_value"] < 1
+    real_result = results["Accuracy (top-1 on ReaL labels)"]
+    is_correct = [prediction in labels for prediction, labels in zip(predictions, real_labels) if labels]
+    assert (real_result["metric_value"], real_result["num_examples"]) == (pytest.approx(sum(is_correct) / 29), 29)
+    assert 0 < real_result["metric_value"] < 1 and real_result["task_type"] == "image-classification"
 
-    found = evaluate_images(folder, pictures, tmp_path, "--label_column_name", column, "--max_examples", 4)
-    limited = found["Accuracy (top-1, first 4 examples)"]
-    assert (limited["metric_value"], limited["num_examples"]) == (np.mean([rank < 1 for rank in ranks[:4]]), 4)
-    assert "Accuracy (top-1)" in found
+    results = evaluate_images(folder, pictures, tmp_path, "--label_column_name", column, "--max_examples", 4)
+    limited_result = results["Accuracy (top-1, first 4 examples)"]
+    assert (limited_result["metric_value"], limited_result["num_examples"]) == (np.mean([rank < 1 for rank in ranks[:4]]), 4)
+    assert "Accuracy (top-1)" in results
 
 
-def test_labels_the_model_does_not_know(pictures):
+def test_labels_are_matched_by_name(pictures):
     match = evaluate_image_classification.match_labels
     data_args = evaluate_image_classification.DataTrainingArguments(dataset_name="x")
     with pytest.raises(ValueError, match="6 classes"):
         match(pictures, "test", CLASSES[1:], data_args)
-    unnamed = match(pictures, "test", [f"LABEL_{number}" for number in range(9)], data_args)
-    assert unnamed["label"][:] == pictures["label"][:]
+    unmatched = match(pictures, "test", [f"LABEL_{number}" for number in range(9)], data_args)
+    assert unmatched["label"][:] == pictures["label"][:]
     numbered = pictures.cast_column("label", ClassLabel(names=[f"LABEL_{number}" for number in range(6, -1, -1)]))
-    known = match(numbered, "test", [f"LABEL_{number}" for number in range(9)], data_args)
-    assert known["label"][:] == pictures["model_label"][:]
+    matched = match(numbered, "test", [f"LABEL_{number}" for number in range(9)], data_args)
+    assert matched["label"][:] == pictures["model_label"][:]
     assert match(pictures, "test", CLASSES, data_args)["label"][:] == pictures["model_label"][:]
 
 
-def test_real_labels_go_by_imagenet_file_names(tmp_path):
+def test_real_labels_are_matched_by_file_name(tmp_path):
     file = tmp_path / "real.json"
     file.write_text(json.dumps([[10], [], [12, 2], [13], [14]]))
     numbers = [4, 1, 3]
@@ -97,17 +97,17 @@ def test_real_labels_go_by_imagenet_file_names(tmp_path):
         images = [{"bytes": b"", "path": path} for path in paths]
         return Dataset.from_dict({"image": images}, Features({"image": Image(decode=False)}))
 
-    named = make_examples([f"ILSVRC2012_val_{number:08}_n01440764.JPEG" for number in numbers])
-    assert evaluate_image_classification.load_real_labels(str(file), named) == [[13], [10], [12, 2]]
-    assert evaluate_image_classification.load_real_labels(str(file), named.select([2, 0])) == [[12, 2], [13]]
-    in_order = evaluate_image_classification.load_real_labels(
+    named_examples = make_examples([f"ILSVRC2012_val_{number:08}_n01440764.JPEG" for number in numbers])
+    assert evaluate_image_classification.load_real_labels(str(file), named_examples) == [[13], [10], [12, 2]]
+    assert evaluate_image_classification.load_real_labels(str(file), named_examples.select([2, 0])) == [[12, 2], [13]]
+    labels_in_order = evaluate_image_classification.load_real_labels(
         str(file), make_examples(["a.png", None, "c.png", "d.png", "e.png"])
     )
-    assert in_order == [[10], [], [12, 2], [13], [14]]
+    assert labels_in_order == [[10], [], [12, 2], [13], [14]]
     with pytest.raises(ValueError, match="labels of 5 images"):
         evaluate_image_classification.load_real_labels(str(file), make_examples(["a.png", "b.png"]))
 
 
-def test_real_accuracy_leaves_out_images_without_labels():
+def test_real_accuracy_ignores_images_without_labels():
     predictions = torch.tensor([[1, 0], [2, 0], [3, 0], [0, 1]])
     assert evaluate_image_classification.real_accuracy(predictions, [[1, 5], [], [4], [9, 0]]) == (2 / 3, 3)

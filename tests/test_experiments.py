@@ -1,4 +1,4 @@
-"""The benchmarks that train: their synthetic data is right, and each runs end to end at toy size and leaves records."""
+"""The benchmarks that train: their synthetic data, and that each runs at toy size and writes records."""
 
 import math
 import sys
@@ -29,7 +29,7 @@ TOY = ["--steps", "2", "--seeds", "0", "1", "--learning_rates", "1e-3"]
 COLUMNS = "task model parameters width layers steps batch context seed metric value".split()
 
 
-def records_of(folder: Path) -> list[dict[str, str]]:
+def read_checked_records(folder: Path) -> list[dict[str, str]]:
     records = read_records(folder / "results.csv")
     assert list(records[0]) == [*ORIGIN_COLUMNS, *COLUMNS]
     assert all(math.isfinite(float(record["value"])) for record in records)
@@ -37,23 +37,23 @@ def records_of(folder: Path) -> list[dict[str, str]]:
 
 
 def run(name: str, folder: Path, *args: str) -> list[dict[str, str]]:
-    """Runs a benchmark; the records of the folder."""
+    """Runs a benchmark and returns the records of the folder."""
     runner.main([name, *args, "--results", str(folder)])
-    return records_of(folder)
+    return read_checked_records(folder)
 
 
-def by_seed(records: list[dict[str, str]], model: str, seed: str) -> dict[str, float]:
-    """The metrics of a run."""
-    found = [(x["metric"], float(x["value"])) for x in records if (x["model"], x["seed"]) == (model, seed)]
-    assert len(dict(found)) == len(found)
-    return dict(found)
+def get_metrics(records: list[dict[str, str]], model: str, seed: str) -> dict[str, float]:
+    """The metrics of a model trained with one seed."""
+    metrics = [(x["metric"], float(x["value"])) for x in records if (x["model"], x["seed"]) == (model, seed)]
+    assert len(dict(metrics)) == len(metrics)
+    return dict(metrics)
 
 
 # Synthetic tasks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pairs", [1, 4, 20])
-def test_recall_labels_are_what_looking_up_finds(pairs):
+def test_recall_labels(pairs):
     batch = synthetic.make_recall_batch(np.random.default_rng(0), pairs, 50, vocab_size=64)
     for tokens, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist()):
         assert len(tokens) == 4 * pairs
@@ -61,10 +61,10 @@ def test_recall_labels_are_what_looking_up_finds(pairs):
         assert len(set(keys)) == len(set(values)) == pairs
         assert all(1 <= key < 32 for key in keys) and all(32 <= value < 64 for value in values)
         table = dict(zip(keys, values))
-        asked = list(range(2 * pairs, 4 * pairs, 2))
-        assert sorted(tokens[i] for i in asked) == sorted(keys)
-        for i, label in enumerate(labels):  # a label belongs to the token before it
-            assert label == (table[tokens[i - 1]] if i - 1 in asked else -100)
+        query_positions = list(range(2 * pairs, 4 * pairs, 2))
+        assert sorted(tokens[i] for i in query_positions) == sorted(keys)
+        for i, label in enumerate(labels):  # the label of the token before it
+            assert label == (table[tokens[i - 1]] if i - 1 in query_positions else -100)
 
 
 @pytest.mark.parametrize("distance", [0, 1, 5, 22])
@@ -86,8 +86,8 @@ def test_majority_labels():
             assert labels[i] == (-100 if low == high else int(high > low))
 
 
-def test_accuracy_is_of_the_label_one_place_later():
-    class Copies(torch.nn.Module):
+def test_label_accuracy_is_of_the_next_token():
+    class CopyModel(torch.nn.Module):
         """Predicts the current token."""
 
         device = torch.device("cpu")
@@ -95,27 +95,27 @@ def test_accuracy_is_of_the_label_one_place_later():
         def forward(self, input_ids, use_cache):
             return type("Output", (), {"logits": torch.nn.functional.one_hot(input_ids, synthetic.VOCAB_SIZE).float()})
 
-    def batches(task):
+    def make_batches(task):
         return training.Batches(lambda rng: synthetic.make_locality_batch(rng, task, 8, 64), 4, 0)
 
-    assert training.label_accuracy(Copies(), batches("copy 0")) == 1
-    assert training.label_accuracy(Copies(), batches("copy 1")) < 0.15
+    assert training.label_accuracy(CopyModel(), make_batches("copy 0")) == 1
+    assert training.label_accuracy(CopyModel(), make_batches("copy 1")) < 0.15
 
 
-# What the experiments share -------------------------------------------------------------------------------------------
+# Training with several seeds ------------------------------------------------------------------------------------------
 
 
-def test_the_best_learning_rate_of_the_first_seed_serves_the_others():
+def test_other_seeds_use_the_best_learning_rate_of_the_first():
     runs = []
 
     def run(seed, rate):
         runs.append((seed, rate))
         return f"model {seed}, {rate}", {"loss": {0.1: 3.0, 0.2: 2.0, 0.4: 5.0}[rate] + seed}
 
-    found = training.run_seeds(run, [0, 1, 2], [0.4, 0.1, 0.2], lambda metrics: -metrics["loss"], "a label")
+    results = training.run_seeds(run, [0, 1, 2], [0.4, 0.1, 0.2], lambda metrics: -metrics["loss"], "a label")
     assert runs == [(0, 0.4), (0, 0.1), (0, 0.2), (1, 0.2), (2, 0.2)]
     metrics = {seed: {"loss": 2.0 + seed, "learning_rate": 0.2} for seed in (0, 1, 2)}
-    assert found == {seed: (f"model {seed}, 0.2", metrics[seed]) for seed in (0, 1, 2)}
+    assert results == {seed: (f"model {seed}, 0.2", metrics[seed]) for seed in (0, 1, 2)}
 
 
 # Language -------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def test_reading_in_chunks_is_one_pass(monkeypatch):
+def test_reading_in_chunks_equals_one_pass(monkeypatch):
     monkeypatch.setattr(long_context, "CHUNK", 8)
     monkeypatch.setattr(long_context, "position_ranges", lambda length, first: [(0, 16), (16, 40)])
     torch.manual_seed(0)
@@ -138,16 +138,16 @@ def test_reading_in_chunks_is_one_pass(monkeypatch):
     with torch.no_grad():
         outputs = model(tokens[None, :-1], output_memberships=True)
         losses = torch.nn.functional.cross_entropy(outputs.logits[0], tokens[1:], reduction="none")
-        alone = torch.nn.functional.cross_entropy(model(tokens[None, 16:24]).logits[0], tokens[17:25], reduction="none")
+        reset_losses = torch.nn.functional.cross_entropy(model(tokens[None, 16:24]).logits[0], tokens[17:25], reduction="none")
     ranges = long_context.read(model, tokens)
     assert [(metrics["start"], metrics["stop"]) for metrics in ranges] == [(0, 16), (16, 40)]
     for metrics in ranges:
-        part = slice(metrics["start"], metrics["stop"])
-        assert metrics["loss"] == pytest.approx(losses[part].mean().item(), rel=1e-5)
-        entropy = torch.stack([torch.special.entr(m[0, :, part]).sum(0).mean() for m in outputs.memberships]) / math.log(4)
+        span = slice(metrics["start"], metrics["stop"])
+        assert metrics["loss"] == pytest.approx(losses[span].mean().item(), rel=1e-5)
+        entropy = torch.stack([torch.special.entr(m[0, :, span]).sum(0).mean() for m in outputs.memberships]) / math.log(4)
         assert metrics["entropy_shortfall"] == pytest.approx(1 - entropy.mean().item(), abs=1e-6)
     monkeypatch.setattr(long_context, "position_ranges", lambda length, first: [(16, 24)])
-    assert long_context.read(model, tokens)[0]["loss_with_state_reset"] == pytest.approx(alone.mean().item(), rel=1e-5)
+    assert long_context.read(model, tokens)[0]["loss_with_state_reset"] == pytest.approx(reset_losses.mean().item(), rel=1e-5)
 
 
 # Images ---------------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_reading_in_chunks_is_one_pass(monkeypatch):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """A CIFAR-10 of random pictures: 20 to train on, 6 to test, 2 classes."""
+    """Random pictures in the format of CIFAR-10: 20 for training, 6 for testing, 2 classes."""
     folder = tmp_path_factory.mktemp("cifar")
     rng = np.random.default_rng(0)
     features = Features({"img": Image(), "label": ClassLabel(names=["cat", "dog"])})
@@ -163,8 +163,8 @@ def images(tmp_path_factory) -> Path:
     for split, count in (("train", 20), ("test", 6)):
         pictures = list(rng.integers(256, size=(count, 8, 8, 3), dtype=np.uint8))
         splits[split] = Dataset.from_dict({"img": pictures, "label": [i % 2 for i in range(count)]}, features=features)
-    for split, part in DatasetDict(splits).items():
-        part.to_parquet(folder / f"{split}.parquet")
+    for split, dataset in DatasetDict(splits).items():
+        dataset.to_parquet(folder / f"{split}.parquet")
     return folder
 
 
@@ -175,20 +175,20 @@ def test_pictures_are_read_normalized_and_augmented(images):
 
     from tost_hf.image_processing import make_image_processor
 
-    processed = make_image_processor(8)(training.pixels[0], return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(compare_vision.normalize(training.pixels[:1]), processed)
+    expected = make_image_processor(8)(training.pixels[0], return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(compare_vision.normalize(training.pixels[:1]), expected)
     assert compare_vision.collate(training.examples()[:3])["labels"].tolist() == [0, 1, 0]
 
-    seen = set()
+    window_indices = set()
     padded = torch.nn.functional.pad(training.pixels[:1].float(), [4] * 4, mode="replicate")[0]
     windows = [padded[:, i : i + 8, j : j + 8] for i in range(9) for j in range(9)]
     windows = compare_vision.normalize(torch.stack(windows + [x.flip(-1) for x in windows]))
     for _ in range(200):
-        view = compare_vision.collate(training.examples()[:1])["pixel_values"]
-        distance = (windows - view).abs().amax((1, 2, 3))
+        augmented = compare_vision.collate(training.examples()[:1])["pixel_values"]
+        distance = (windows - augmented).abs().amax((1, 2, 3))
         assert distance.min() < 1e-5
-        seen.add(int(distance.argmin()))
-    assert len(seen) > 80 and min(seen) < 81 <= max(seen)
+        window_indices.add(int(distance.argmin()))
+    assert len(window_indices) > 80 and min(window_indices) < 81 <= max(window_indices)
 
 
 # Whole benchmarks -----------------------------------------------------------------------------------------------------
@@ -216,33 +216,33 @@ def test_locality_runs(tmp_path):
 
 def test_compare_lm_runs_and_resumes(tmp_path, capsys):
     file, models = tmp_path / "results.csv", ["GPT-2", "ToST conv"]
-    text = ["--text", str(write_text(tmp_path / "text")), "--name", "tiny text"]
-    arguments = ["--size", "toy", "--learning_rates", "1e-3", "1e-2", *text]
+    text_args = ["--text", str(write_text(tmp_path / "text")), "--name", "tiny text"]
+    arguments = ["--size", "toy", "--learning_rates", "1e-3", "1e-2", *text_args]
     run("compare_lm", tmp_path, *arguments, "--seeds", "0", "--models", models[0])
-    before = file.read_text()
+    first_records = file.read_text()
     records = run("compare_lm", tmp_path, *arguments, "--seeds", "0", "1", "--models", *models)
-    assert file.read_text().startswith(before)
+    assert file.read_text().startswith(first_records)
     losses = sorted((x["model"], x["layers"], x["seed"]) for x in records if x["metric"] == "loss")
     assert losses == [(name, layers, seed) for name, layers in zip(models, "56") for seed in "01"]
     rates = [f"loss with learning rate {rate}" for rate in ("0.001", "0.01")]
     metrics = {"loss", "loss at step 1", "loss at step 2", "bigram_loss", "learning_rate", "tokens/s", *rates}
     assert {x["metric"] for x in records if x["seed"] == "0"} == metrics
     for name in models:
-        first, second = (by_seed(records, name, seed) for seed in "01")
+        first, second = (get_metrics(records, name, seed) for seed in "01")
         assert first["learning_rate"] == second["learning_rate"]
         assert first["loss"] == min(first[rate] for rate in rates) == first["loss at step 2"]
     assert all("TEXT_FOLDER" in x["command"] and str(tmp_path) not in x["command"] for x in records)
     capsys.readouterr()
     assert run("compare_lm", tmp_path, *arguments, "--seeds", "0", "1", "--models", *models) == records
-    printed = capsys.readouterr().out
-    assert all(f"| tiny text | {name} | loss |" in printed for name in models) and "seed" not in printed
+    output = capsys.readouterr().out
+    assert all(f"| tiny text | {name} | loss |" in output for name in models) and "seed" not in output
 
 
 def test_long_context_runs(tmp_path, monkeypatch):
     for name, size in {"TRAINED_AT": 16, "CHUNK": 16, "FIRST_RANGE": 8}.items():
         monkeypatch.setattr(long_context, name, size)
-    text = ["--text", str(write_text(tmp_path / "text")), "--length", "64"]
-    records = run("long_context", tmp_path, *TOY, *text)
+    text_args = ["--text", str(write_text(tmp_path / "text")), "--length", "64"]
+    records = run("long_context", tmp_path, *TOY, *text_args)
     assert {(x["seed"], x["steps"], x["width"]) for x in records} == {("0", "2", "96"), ("1", "2", "96")}
     assert {"loss", "loss_with_state_reset", "entropy_shortfall"} <= {x["metric"] for x in records}
 
@@ -262,12 +262,12 @@ def test_compare_vision_and_ablations_run(tmp_path, images):
 def test_observations_run(tmp_path, images, capsys):
     data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_texts", "2"]
     records = run("observations", tmp_path, *TOY, "--test_images", "3", *data)
-    value = {(x["task"], x["model"], x["seed"], x["metric"]): float(x["value"]) for x in records}
-    assert len(value) == len(records)
+    values = {(x["task"], x["model"], x["seed"], x["metric"]): float(x["value"]) for x in records}
+    assert len(values) == len(records)
     assert {(x["task"], x["context"]) for x in records} == {("images", "4"), ("text", "256")}
-    assert {key[:3] for key in value} == set(product(("images", "text"), ("untrained", "trained"), "01"))
-    for (task, model, seed, metric), rate in value.items():
+    assert {key[:3] for key in values} == set(product(("images", "text"), ("untrained", "trained"), "01"))
+    for (task, model, seed, metric), value in values.items():
         if metric.startswith("coding rate"):
-            assert rate <= value[task, model, seed, metric.replace("coding rate", "variational")] + 1e-6
-    assert value["text", "untrained", "0", "distance from uniform, position 0 on, layer 1"] == pytest.approx(0, abs=1e-6)
+            assert value <= values[task, model, seed, metric.replace("coding rate", "variational")] + 1e-6
+    assert values["text", "untrained", "0", "distance from uniform, position 0 on, layer 1"] == pytest.approx(0, abs=1e-6)
     assert "| images | trained | mutual information, another image's, layer 2 |" in capsys.readouterr().out

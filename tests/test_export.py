@@ -1,4 +1,4 @@
-"""torch.export of language models with a cache: one program for every batch, length and number of cached tokens."""
+"""torch.export of language models with a cache: one program for all batch sizes, lengths and numbers of cached tokens."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ from exports import ALLOWED, FORMATS, try_case
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 CACHES = {
     "transformers": lambda config: DynamicCache(config=config),
-    "own": ToSTCache,
+    "tost": ToSTCache,
     "static": lambda config: StaticCache(config=config, max_cache_len=64),
 }
 MODELS = {
@@ -38,67 +38,67 @@ def language_model(**fields) -> ToSTForCausalLM:
 
 
 @torch.no_grad()
-def inputs(model, batch: int, tokens: int, cached: int, make_cache=None) -> dict:
-    """Tokens, and a cache of those before them; the last sequence starts with two tokens of padding."""
+def make_inputs(model, batch: int, tokens: int, cached: int, make_cache=None) -> dict:
+    """Tokens and a cache of earlier tokens; the last sequence starts with two tokens of padding."""
     mask = torch.ones(batch, cached + tokens, dtype=torch.long)
     mask[-1, : 2 if cached + tokens > 2 else 0] = 0
-    given = {"input_ids": torch.randint(1, 97, (batch, tokens)), "attention_mask": mask}
+    kwargs = {"input_ids": torch.randint(1, 97, (batch, tokens)), "attention_mask": mask}
     if make_cache is not None:
         cache = make_cache(model.config)
         model(torch.randint(1, 97, (batch, cached)), attention_mask=mask[:, :cached], past_key_values=cache)
-        given["past_key_values"] = cache
-    return given
+        kwargs["past_key_values"] = cache
+    return kwargs
 
 
-def exported(model, given: dict, dynamic: bool):
+def export(model, inputs: dict, dynamic: bool):
     register_cache_pytrees_for_model(model)
-    shapes = get_auto_dynamic_shapes(copy.deepcopy(given)) if dynamic else None
-    return torch.export.export(model, (), copy.deepcopy(given), dynamic_shapes=shapes, strict=False).module()
+    shapes = get_auto_dynamic_shapes(copy.deepcopy(inputs)) if dynamic else None
+    return torch.export.export(model, (), copy.deepcopy(inputs), dynamic_shapes=shapes, strict=False).module()
 
 
 @torch.no_grad()
-def assert_same(program, model, given: dict) -> None:
-    expected, got = model(**copy.deepcopy(given)), program(**copy.deepcopy(given))
-    torch.testing.assert_close(got.logits, expected.logits, **CLOSE)
-    if "past_key_values" in given:
-        for theirs, ours in zip(got.past_key_values.layers, expected.past_key_values.layers):
-            if hasattr(ours, "sum_sq"):
-                torch.testing.assert_close(theirs.tensors(), ours.tensors(), **CLOSE)
-                assert int(theirs.get_seq_length()) == int(ours.get_seq_length())
+def assert_same(program, model, inputs: dict) -> None:
+    expected, actual = model(**copy.deepcopy(inputs)), program(**copy.deepcopy(inputs))
+    torch.testing.assert_close(actual.logits, expected.logits, **CLOSE)
+    if "past_key_values" in inputs:
+        for actual_layer, expected_layer in zip(actual.past_key_values.layers, expected.past_key_values.layers):
+            if hasattr(expected_layer, "sum_sq"):
+                torch.testing.assert_close(actual_layer.tensors(), expected_layer.tensors(), **CLOSE)
+                assert int(actual_layer.get_seq_length()) == int(expected_layer.get_seq_length())
 
 
 @pytest.mark.parametrize(
     "name, kind, tokens",
     [
         ("published", "transformers", 1),
-        ("published", "own", 5),
+        ("published", "tost", 5),
         ("decay", "transformers", 2),
-        ("hybrid", "own", 1),
+        ("hybrid", "tost", 1),
     ],
 )
 def test_tokens_after_a_cache(name, kind, tokens):
-    """As many tokens as sequences among them; then other batch sizes, lengths and numbers of cached tokens."""
+    """Other batch sizes, lengths and numbers of cached tokens than at export, where batch size and length may be equal."""
     model = language_model(**MODELS[name])
-    program = exported(model, inputs(model, 2, tokens, 6, CACHES[kind]), dynamic=True)
-    more = tokens + 3 * (tokens > 1)
-    for batch, count, cached in ((2, tokens, 6), (3, more, 9), (2, tokens, 3)):
-        assert_same(program, model, inputs(model, batch, count, cached, CACHES[kind]))
+    program = export(model, make_inputs(model, 2, tokens, 6, CACHES[kind]), dynamic=True)
+    max_tokens = tokens + 3 * (tokens > 1)
+    for batch, count, cached in ((2, tokens, 6), (3, max_tokens, 9), (2, tokens, 3)):
+        assert_same(program, model, make_inputs(model, batch, count, cached, CACHES[kind]))
 
 
 @pytest.mark.parametrize("name, batch, tokens", [("published", 2, 2), ("decay", 1, 1)])
 def test_tokens_after_a_static_cache(name, batch, tokens):
     model = language_model(**MODELS[name])
-    program = exported(model, inputs(model, batch, tokens, 6, CACHES["static"]), dynamic=False)
-    assert_same(program, model, inputs(model, batch, tokens, 6, CACHES["static"]))
+    program = export(model, make_inputs(model, batch, tokens, 6, CACHES["static"]), dynamic=False)
+    assert_same(program, model, make_inputs(model, batch, tokens, 6, CACHES["static"]))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_prompts_with_as_many_tokens_as_sequences(name):
-    """The dimensions stay independent."""
+def test_prompts_with_equal_batch_size_and_length(name):
+    """Both dimensions stay dynamic and independent."""
     model = language_model(**MODELS[name], use_cache=False)
-    program = exported(model, inputs(model, 4, 4, 0), dynamic=True)
+    program = export(model, make_inputs(model, 4, 4, 0), dynamic=True)
     for shape in ((4, 4), (3, 9), (5, 40)):
-        assert_same(program, model, inputs(model, *shape, 0))
+        assert_same(program, model, make_inputs(model, *shape, 0))
 
 
 EXPORTED = [
@@ -113,9 +113,9 @@ TOLERANCES = {"openvino": ALLOWED}  # relative to the logits; OpenVINO computes 
 
 @pytest.fixture(scope="module")
 def pool():
-    """A separate process: transformers' exporters leave patched functions behind, which break torch.compile."""
-    with multiprocessing.get_context("spawn").Pool(1) as started:
-        yield started
+    """A separate process, because transformers' exporters leave patched functions that break torch.compile."""
+    with multiprocessing.get_context("spawn").Pool(1) as process_pool:
+        yield process_pool
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`tost-hf export`: programs that compute what their models compute and run without this package, and rejected models."""
+"""`tost-hf export`: programs with the outputs of their models that run without this package, and rejected models."""
 
 import json
 import os
@@ -36,15 +36,15 @@ def language_folder(folder: Path, **changes) -> Path:
 
 
 def run_script(folder: Path, *arguments: str) -> str:
-    """The output of a script of an exported folder, in an interpreter that ignores PYTHONPATH."""
+    """Runs a script of an exported folder in an interpreter that ignores PYTHONPATH, and returns its output."""
     command = [sys.executable, "-sE", str(folder / arguments[0]), *arguments[1:]]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
 
 
 def assert_same_text(source: Path, folder: Path) -> None:
-    """The script of an exported folder generates the text of `generate`."""
+    """Asserts that the script of an exported folder generates the same text as `generate`."""
     model, tokenizer = tost_hf.ToSTForCausalLM.from_pretrained(source), byte_tokenizer()
-    # without a limit of positions, longer than a program of fixed shapes reads at once
+    # without a position limit, longer than one chunk of a program with fixed shapes
     text = "To be" if model.config.max_position_embeddings else "To be, or not to be, that is the question:"
     prompt = tokenizer(text, return_tensors="pt")
     expected = tokenizer.decode(model.generate(**prompt, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True)
@@ -62,10 +62,10 @@ def assert_same_text(source: Path, folder: Path) -> None:
     ],
 )
 def test_language_models(tmp_path, name, dtype):
-    """`export_model` compares logits and greedy tokens itself."""
+    """`export_model` itself compares logits and greedy tokens."""
     source = language_folder(tmp_path / "model", **LANGUAGE[name])
-    done = export_model(source, tmp_path / "onnx", dtype=dtype)
-    assert done.agreement.difference < {"float32": 1e-5, "float16": 1e-2, "int8": 0.1}[dtype]
+    result = export_model(source, tmp_path / "onnx", dtype=dtype)
+    assert result.agreement.difference < {"float32": 1e-5, "float16": 1e-2, "int8": 0.1}[dtype]
     facts = json.loads((tmp_path / "onnx" / "export.json").read_text())
     assert [spec["name"] for spec in facts["inputs"]][:2] == ["input_ids", "attention_mask"]
     assert all(spec["dtype"] == "float32" and spec["shape"][0] == "batch" for spec in facts["state"])
@@ -80,7 +80,7 @@ def test_language_models(tmp_path, name, dtype):
     content = (tmp_path / "onnx" / "model.onnx").read_bytes()
     assert os.path.dirname(tost_hf.__file__).encode() not in content  # no local path
     if dtype == "float32":
-        assert done.agreement.equal_tokens == done.agreement.greedy_tokens > 20
+        assert result.agreement.equal_tokens == result.agreement.greedy_tokens > 20
         assert_same_text(source, tmp_path / "onnx")
 
 
@@ -89,8 +89,8 @@ def test_vision_models(tmp_path):
     model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
     model.save_pretrained(tmp_path / "model")
     save_image_processor(config, tmp_path / "model")
-    done = export_model(tmp_path / "model", tmp_path / "out")
-    assert done.agreement.difference < 1e-5
+    result = export_model(tmp_path / "model", tmp_path / "out")
+    assert result.agreement.difference < 1e-5
     from PIL import Image
     from transformers import ViTImageProcessorPil
 
@@ -98,23 +98,23 @@ def test_vision_models(tmp_path):
     picture.save(tmp_path / "picture.png")
     processor = ViTImageProcessorPil.from_pretrained(tmp_path / "model")
     with torch.no_grad():
-        weights = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
-    best = f"{weights.max().item():6.1%}  {config.id2label[int(weights.argmax())]}"
-    assert run_script(tmp_path / "out", "classify.py", str(tmp_path / "picture.png")).splitlines()[0] == best
+        probabilities = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
+    expected = f"{probabilities.max().item():6.1%}  {config.id2label[int(probabilities.argmax())]}"
+    assert run_script(tmp_path / "out", "classify.py", str(tmp_path / "picture.png")).splitlines()[0] == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, shapes",
+    "class_name, shapes",
     [
         ("ToSTForSequenceClassification", {"logits": ["batch", 2]}),
         ("ToSTForQuestionAnswering", {"start_logits": ["batch", "tokens"], "end_logits": ["batch", "tokens"]}),
         ("ToSTBackbone", {"feature_maps": ["batch", 1, 32, "rows", "columns"], "memberships": ["batch", 2, 4, "patches"]}),
     ],
 )
-def test_models_without_state(tmp_path, kind, shapes):
-    config = small_vision_config() if kind == "ToSTBackbone" else small_config(is_causal=False)
-    randomize(getattr(tost_hf, kind)(config)).save_pretrained(tmp_path / "model")
+def test_models_without_state(tmp_path, class_name, shapes):
+    config = small_vision_config() if class_name == "ToSTBackbone" else small_config(is_causal=False)
+    randomize(getattr(tost_hf, class_name)(config)).save_pretrained(tmp_path / "model")
     assert export_model(tmp_path / "model", tmp_path / "onnx").agreement.difference < 1e-5
     outputs = json.loads((tmp_path / "onnx" / "export.json").read_text())["outputs"]
     assert {spec["name"]: spec["shape"] for spec in outputs} == shapes
@@ -124,36 +124,36 @@ def save_nothing(program, path, dtype):
     pass
 
 
-def save_half(program, path, dtype):
+def save_partially(program, path, dtype):
     path.write_bytes(b"half")
     raise OSError(28, "No space left on device")
 
 
-def load_another_program(folder, facts):
-    return lambda given: (
-        {"logits": np.zeros((*given["input_ids"].shape, 97), np.float32)}
-        | {name.replace("past.", "present."): x for name, x in given.items()}
+def load_constant_program(folder, facts):
+    return lambda inputs: (
+        {"logits": np.zeros((*inputs["input_ids"].shape, 97), np.float32)}
+        | {name.replace("past.", "present."): x for name, x in inputs.items()}
     )
 
 
 @pytest.mark.parametrize(
-    "weight, dtype, save, word",
+    "weight, dtype, save, message",
     [
-        (1.0, "float32", save_half, "space"),
+        (1.0, "float32", save_partially, "space"),
         (1.0, "float32", save_nothing, "other"),
-        (3e4, "float16", save_nothing, "NaN"),  # finite in float16, with outputs that are not
+        (3e4, "float16", save_nothing, "NaN"),  # finite in float16, but its outputs are not
         (torch.nan, "float32", save_nothing, "NaN"),
     ],
 )
-def test_failures_leave_no_files(tmp_path, capsys, monkeypatch, weight, dtype, save, word):
+def test_failures_leave_no_files(tmp_path, capsys, monkeypatch, weight, dtype, save, message):
     model = randomize(tost_hf.ToSTForCausalLM(small_config()))
     if weight != 1:
         torch.nn.init.constant_(model.model.layers[1].mlp.up_proj.weight, weight)
     model.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(writing, "save_onnx", save)
-    monkeypatch.setattr(writing, "load", load_another_program)
+    monkeypatch.setattr(writing, "load", load_constant_program)
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--dtype", dtype]) == 1
-    assert word in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -164,7 +164,7 @@ def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes, options, word",
+    "changes, options, message",
     [
         (SLIDING, [], "full_attention"),
         ({}, ["--dtype", "int2"], "int2"),
@@ -172,11 +172,11 @@ def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):
         (None, [], "folder"),
     ],
 )
-def test_rejected_arguments(tmp_path, capsys, changes, options, word):
+def test_rejected_arguments(tmp_path, capsys, changes, options, message):
     if changes is not None:
         tost_hf.ToSTForCausalLM(small_config(**changes)).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "large")
     options = [option.format(large=tmp_path / "large") for option in options]
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), *options]) == 1
-    assert word in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
