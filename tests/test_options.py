@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from conftest import randomize, small_config
-from test_compile import counting_backend
+from test_compile import make_counting_backend
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from tost_hf import (
@@ -267,7 +267,7 @@ def test_config_file_of_a_default_model_has_no_option_or_encoder_field(tmp_path)
 def test_generate_compiles_decoding_once(model, tokens):
     """transformers' compiled decoding with the static cache, for prompts of two lengths."""
     torch._dynamo.reset()
-    counter = counting_backend("eager")
+    counter = make_counting_backend("eager")
     config = CompileConfig(fullgraph=True, backend=counter, mode=None)
     config._compile_all_devices = True  # else transformers compiles on accelerators only
     for length in (9, 23):
