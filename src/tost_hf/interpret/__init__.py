@@ -8,12 +8,12 @@ float64:
 >>> from tost_hf.interpret import compression_terms, membership_maps, trace_model
 
 >>> trace = trace_model(model, pixel_values=pixel_values)
->>> membership_maps(trace)  # (B, L, H, rows, columns): each head's share of each patch
+>>> membership_maps(trace)  # (B, L, H, rows, columns): membership of each patch in each head
 >>> compression_terms(trace).variational  # (B, L): the objective that each layer descends
 ```
 
-`inspect_model` and `inspect_path` compute all of it for one image or text, and write pictures with a page that explains them.
-The pictures alone are matplotlib figures of `tost_hf.interpret.plots`:
+`inspect_model` and `inspect_path` compute all of it for one image or text, and write plots with a page that explains them.
+The functions of `tost_hf.interpret.plots` return single plots as matplotlib figures:
 
 ```python
 >>> from tost_hf.interpret.plots import plot_membership_maps
@@ -31,12 +31,12 @@ from .quantities import (
     class_attention_maps,
     compression_terms,
     entropy_by_position,
-    token_decay,
     half_life,
     membership_clusters_score,
     membership_entropy,
     membership_maps,
     subspace_gram,
+    token_decay,
 )
 from .report import inspect_model, inspect_path
 from .trace import ModelTrace, trace_model
@@ -51,7 +51,6 @@ __all__ = [
     "class_attention_maps",
     "compression_terms",
     "entropy_by_position",
-    "token_decay",
     "half_life",
     "inspect_model",
     "inspect_path",
@@ -59,5 +58,6 @@ __all__ = [
     "membership_entropy",
     "membership_maps",
     "subspace_gram",
+    "token_decay",
     "trace_model",
 ]

@@ -33,11 +33,11 @@ def head_style(head: int) -> tuple[str, int]:
 def strongest_heads(memberships: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The strength of each token or patch, and its strongest head, from memberships (H, ...).
 
-    Strength is how far the largest membership exceeds an even share 1 / H, scaled so that the largest is 1.
+    Strength is how far the largest membership exceeds the uniform membership 1 / H, scaled to a maximum of 1.
     """
     largest, strongest = memberships.max(0)
-    above = (largest - 1 / memberships.shape[0]).clamp_min(0)
-    return above / above.max().clamp_min(1e-12), strongest
+    excess = (largest - 1 / memberships.shape[0]).clamp_min(0)
+    return excess / excess.max().clamp_min(1e-12), strongest
 
 
 def _make_figure(height: float) -> "Figure":
@@ -46,8 +46,8 @@ def _make_figure(height: float) -> "Figure":
     return Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
 
 
-def _add_colorbar(figure: "Figure", drawn: Any, axes: Any, label: str = "", aspect: float = 20, shrink: float = 1) -> None:
-    bar = figure.colorbar(drawn, ax=axes, aspect=aspect, shrink=shrink, pad=0.01)
+def _add_colorbar(figure: "Figure", mappable: Any, axes: Any, label: str = "", aspect: float = 20, shrink: float = 1) -> None:
+    bar = figure.colorbar(mappable, ax=axes, aspect=aspect, shrink=shrink, pad=0.01)
     bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=6)
     bar.ax.locator_params(nbins=4)
@@ -55,7 +55,7 @@ def _add_colorbar(figure: "Figure", drawn: Any, axes: Any, label: str = "", aspe
 
 
 def _show_picture(axis, picture: torch.Tensor, pale: bool = False) -> Any:
-    """A picture (height, width, 3) with values from 0 to 1; or, under a map, in light greys."""
+    """Shows a picture (height, width, 3) with values from 0 to 1; with `pale` in light greys, as background of a map."""
     axis.axis("on")
     axis.set(xticks=[], yticks=[])
     if pale:  # one byte per pixel: every layer and head has a copy
@@ -73,22 +73,22 @@ def plot_membership_maps(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
     heads = maps.shape[1]
     columns, lines = min(heads, HEADS_PER_LINE), math.ceil(heads / HEADS_PER_LINE)
     aspect = picture.shape[0] / picture.shape[1]
-    titles = 0.22 * (len(maps) * lines if lines > 1 else 1)
-    figure = _make_figure(0.3 + titles + len(maps) * lines * aspect * 0.92 * WIDTH / (columns + 2))
+    title_height = 0.22 * (len(maps) * lines if lines > 1 else 1)
+    figure = _make_figure(0.3 + title_height + len(maps) * lines * aspect * 0.92 * WIDTH / (columns + 2))
     axes = figure.subplots(len(maps) * lines, 1 + columns, squeeze=False).reshape(len(maps), lines, 1 + columns)
-    for i, (block, values, layer) in enumerate(zip(axes, maps, layers)):
-        for axis in block.flat:
+    for i, (panels, values, layer) in enumerate(zip(axes, maps, layers)):
+        for axis in panels.flat:
             axis.axis("off")
-        _show_picture(block[0, 0], picture)
-        block[0, 0].set_ylabel(f"layer {layer}", fontsize=8)
+        _show_picture(panels[0, 0], picture)
+        panels[0, 0].set_ylabel(f"layer {layer}", fontsize=8)
         low, high = float(values.min()), float(values.max())
-        for head, shares in enumerate(values):
-            axis = block[head // columns, 1 + head % columns]
+        for head, membership in enumerate(values):
+            axis = panels[head // columns, 1 + head % columns]
             extent = _show_picture(axis, picture, pale=True).get_extent()
-            drawn = axis.imshow(shares.numpy(), cmap="viridis", vmin=low, vmax=high, alpha=0.8, extent=extent)
+            image = axis.imshow(membership.numpy(), cmap="viridis", vmin=low, vmax=high, alpha=0.8, extent=extent)
             if lines > 1 or i == 0:
                 axis.set_title(f"head {head + 1}", fontsize=8)
-        _add_colorbar(figure, drawn, block.ravel().tolist(), aspect=10 * lines)
+        _add_colorbar(figure, image, panels.ravel().tolist(), aspect=10 * lines)
     return figure
 
 
@@ -119,8 +119,8 @@ def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
         axis.imshow(to_rgba_array(colors)[strongest.numpy()], alpha=(0.25 + 0.6 * strength).numpy(), extent=extent)
         edges = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
         for mark in set(marks) - {0}:
-            hatched = np.where(np.array(marks)[strongest.numpy()] == mark, 1.0, math.nan)
-            axis.pcolor(*edges, hatched, hatch=HATCHES[mark], facecolor="none", edgecolor="#333", linewidth=0)
+            hatch_mask = np.where(np.array(marks)[strongest.numpy()] == mark, 1.0, math.nan)
+            axis.pcolor(*edges, hatch_mask, hatch=HATCHES[mark], facecolor="none", edgecolor="#333", linewidth=0)
         axis.set_title(f"layer {layer}", fontsize=9)
     patches = [
         Patch(facecolor=color, hatch=HATCHES[mark], edgecolor="#333", linewidth=0.5, label=f"head {head + 1}")
@@ -134,10 +134,10 @@ def plot_entropy_maps(entropy: torch.Tensor, heads: int, layers: Sequence[int]) 
     """Entropy of each patch's membership (layers, rows, columns), in nats; one scale, up to ln H, for all layers."""
     figure, axes = _layer_grid(len(entropy), entropy.shape[1] / entropy.shape[2])
     for axis, values, layer in zip(axes, entropy, layers):
-        drawn = axis.imshow(values.numpy(), cmap="cividis", vmin=float(entropy.min()), vmax=math.log(heads))
+        image = axis.imshow(values.numpy(), cmap="cividis", vmin=float(entropy.min()), vmax=math.log(heads))
         axis.set(xticks=[], yticks=[])
         axis.set_title(f"layer {layer}\nmean {values.mean():.3f}", fontsize=8)
-    _add_colorbar(figure, drawn, axes, "nats", aspect=12)
+    _add_colorbar(figure, image, axes, "nats", aspect=12)
     return figure
 
 
@@ -147,32 +147,32 @@ def plot_entropy_by_position(buckets: "EntropyByPosition", heads: int) -> "Figur
 
     figure = _make_figure(3.6)
     axis = figure.subplots()
-    stops = [*(start - 1 for start in buckets.starts[1:]), None]
-    names = [str(a) if a == b else f"{a}+" if b is None else f"{a}-{b}" for a, b in zip(buckets.starts, stops)]
-    total = len(buckets.entropy)
+    ends = [*(start - 1 for start in buckets.starts[1:]), None]
+    names = [str(a) if a == b else f"{a}+" if b is None else f"{a}-{b}" for a, b in zip(buckets.starts, ends)]
+    num_layers = len(buckets.entropy)
     for i, values in enumerate(buckets.entropy):
-        color = colormaps["viridis"](0.9 * i / max(1, total - 1))
+        color = colormaps["viridis"](0.9 * i / max(1, num_layers - 1))
         axis.plot(names, values.numpy(), marker="o", markersize=4, color=color, label=f"layer {i + 1}")
     axis.axhline(math.log(heads), color="#555", linestyle="--", linewidth=1, label="ln H")
-    axis.set(xlabel="position in the text", ylabel="entropy of the membership, nats")
+    axis.set(xlabel="position in the sequence", ylabel="entropy of the membership, nats")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, ncols=1 + total // 16)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, ncols=1 + num_layers // 16)
     return figure
 
 
 def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int], line: float = 0.09) -> "Figure":
-    """Pi (layers, H, T) along a text: a strip for each layer, heads from top to bottom, each `line` inches high."""
-    count, heads, _ = maps.shape
-    figure = _make_figure(0.7 + count * max(0.7, line * heads))
-    axes = figure.subplots(count, 1, squeeze=False, sharex=True)[:, 0]
+    """Pi (layers, H, T) along a sequence: a strip for each layer, heads from top to bottom, each `line` inches high."""
+    num_layers, heads, _ = maps.shape
+    figure = _make_figure(0.7 + num_layers * max(0.7, line * heads))
+    axes = figure.subplots(num_layers, 1, squeeze=False, sharex=True)[:, 0]
     ticks = range(0, heads, 1 + heads // 8)
     for axis, values, layer in zip(axes, maps, layers):
-        drawn = axis.imshow(values.numpy(), cmap="viridis", aspect="auto", interpolation="nearest")
+        image = axis.imshow(values.numpy(), cmap="viridis", aspect="auto", interpolation="nearest")
         axis.set_yticks(ticks, [str(head + 1) for head in ticks], fontsize=6)
         axis.set_ylabel(f"layer {layer}\nhead", fontsize=8)
-        _add_colorbar(figure, drawn, axis)
+        _add_colorbar(figure, image, axis)
     axes[-1].tick_params(axis="x", labelsize=7)
-    axes[-1].set_xlabel("position in the text", fontsize=8)
+    axes[-1].set_xlabel("position in the sequence", fontsize=8)
     return figure
 
 
@@ -180,18 +180,21 @@ def plot_decay(decay: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[i
     """Decay (layers, H, T) along a sequence, as `plot_membership_tokens`, beside each head's half-life (layers, H)."""
     figure = plot_membership_tokens(decay, layers, line=0.12)
     for axis, half_life in zip(figure.axes, half_lives.tolist()):  # the strips come before their colour bars
-        right = axis.secondary_yaxis("right")
-        right.set_yticks(range(len(half_life)), [f"{tokens:.3g}" for tokens in half_life], fontsize=5)
-        right.set_ylabel("half-life,\ntokens", fontsize=7)
+        half_life_axis = axis.secondary_yaxis("right")
+        half_life_axis.set_yticks(range(len(half_life)), [f"{tokens:.3g}" for tokens in half_life], fontsize=5)
+        half_life_axis.set_ylabel("half-life,\ntokens", fontsize=7)
     return figure
 
 
 def plot_compression(terms: "dict[str, CompressionTerms]") -> "Figure":
     """Both compression terms by layer, a panel for each normalisation; of several images, mean and standard deviation."""
     figure = _make_figure(3.2)
-    for axis, (name, both) in zip(figure.subplots(1, len(terms), squeeze=False)[0], terms.items()):
-        numbers = range(1, both.variational.shape[1] + 1)
-        lines = (both.variational, "variational (R)", COLORS[4], "o"), (both.coding_rate, "coding rate", COLORS[5], "s")
+    for axis, (name, layer_terms) in zip(figure.subplots(1, len(terms), squeeze=False)[0], terms.items()):
+        numbers = range(1, layer_terms.variational.shape[1] + 1)
+        lines = (
+            (layer_terms.variational, "variational (R)", COLORS[4], "o"),
+            (layer_terms.coding_rate, "coding rate", COLORS[5], "s"),
+        )
         for values, label, color, marker in lines:
             mean, deviation = values.mean(0).numpy(), values.std(0, correction=0).numpy()
             axis.plot(numbers, mean, label=label, color=color, marker=marker, markersize=4)
@@ -210,15 +213,15 @@ def plot_subspace_grams(grams: list[torch.Tensor], heads: int, layers: Sequence[
     figure = _make_figure(0.7 + 0.92 * WIDTH / (len(grams) + 0.3) if len(grams) > 1 else 5)
     axes = figure.subplots(1, len(grams), squeeze=False)[0]
     for axis, gram, layer in zip(axes, grams, layers):
-        drawn = axis.imshow(gram.numpy(), cmap="viridis", vmin=0, vmax=1)
+        image = axis.imshow(gram.numpy(), cmap="viridis", vmin=0, vmax=1)
         p = gram.shape[0] // heads
         for boundary in range(p, gram.shape[0], p):
             axis.axhline(boundary - 0.5, color="white", linewidth=0.4)
             axis.axvline(boundary - 0.5, color="white", linewidth=0.4)
-        labelled = range(0, heads, 1 + heads // 9)
+        tick_heads = range(0, heads, 1 + heads // 9)
         for set_ticks in (axis.set_xticks, axis.set_yticks):
-            set_ticks([head * p + (p - 1) / 2 for head in labelled], [str(head + 1) for head in labelled], fontsize=7)
+            set_ticks([head * p + (p - 1) / 2 for head in tick_heads], [str(head + 1) for head in tick_heads], fontsize=7)
         axis.set_xlabel("head", fontsize=8)
         axis.set_title(f"layer {layer}", fontsize=9)
-    _add_colorbar(figure, drawn, axes.tolist(), "|cosine|", shrink=0.7)
+    _add_colorbar(figure, image, axes.tolist(), "|cosine|", shrink=0.7)
     return figure

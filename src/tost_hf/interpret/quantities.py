@@ -25,9 +25,9 @@ PRECISION = 0.01  # the squared epsilon of the published compression terms: c = 
 
 
 def membership_maps(trace: ModelTrace) -> torch.Tensor:
-    """Pi of every head (Fig. 4b, 9): (B, L, H, rows, columns) over the patches of images, (B, L, H, T) over a text's tokens.
+    """Pi of every head (Fig. 4b, 9): (B, L, H, rows, columns) over the patches of images, (B, L, H, T) over tokens.
 
-    The heads' shares of a token add up to 1; at padding they are 0.
+    The memberships of a token sum to 1 over the heads; at padding they are 0.
 
     ```python
     maps = membership_maps(trace_model(model, pixel_values=pixel_values))
@@ -40,7 +40,7 @@ def membership_maps(trace: ModelTrace) -> torch.Tensor:
 def class_attention_maps(trace: ModelTrace) -> torch.Tensor:
     """The class token's attention to the patches, (B, class-attention layers, H, rows, columns).
 
-    The weights of a head add up to 1 together with the one on the class token itself, which is left out. The paper shows the
+    The weights of a head sum to 1 together with the weight of the class token itself, which is omitted. The paper shows the
     last head of the first of two layers (Fig. 5, 10).
 
     ```python
@@ -69,7 +69,7 @@ def membership_entropy(trace: ModelTrace) -> torch.Tensor:
 
 
 class EntropyByPosition(NamedTuple):
-    """Mean entropy of the memberships of tokens from position `starts[i]` to the next start or the end of the text."""
+    """Mean entropy of the memberships of tokens from position `starts[i]` to the next start or the end of the sequence."""
 
     starts: list[int]
     entropy: torch.Tensor  # (L, buckets), nats
@@ -91,12 +91,10 @@ def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
 
 
 def token_decay(trace: ModelTrace) -> torch.Tensor:
-    """The decay that each token applies to the sums of its heads before it is added to them: (B, L, H, T), 0 to 1.
-
-    At padding, which does not change the sums, it is 1.
+    """The decay of each head's sums at each token, before the token is added: (B, L, H, T), 0 to 1; 1 at padding.
 
     ```python
-    token_decay(trace)[0, 0].argmin(-1)  # for each head of layer 1 the token with the strongest decay
+    token_decay(trace)[0, 0].argmin(-1)  # the token with the strongest decay for each head of layer 1
     ```
 
     Raises:
@@ -106,27 +104,27 @@ def token_decay(trace: ModelTrace) -> torch.Tensor:
 
 
 def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
-    """Tokens after which half of a head's sum is left, ln 2 / -ln(decay): (B, L, H) of a trace, (L, H) of a model.
+    """Tokens after which a head's sum has decayed to half, ln 2 / -ln(decay): (B, L, H) of a trace, (L, H) of a model.
 
     With forgetting="token" the logarithm is averaged over the real tokens of a sequence, so that a sum halves in this number
-    of tokens on average. With forgetting="head" the model itself can be given in place of a trace.
+    of tokens on average. With forgetting="head" the model can be passed in place of a trace.
 
     ```python
     half_life(trace)[0].amax(-1)  # (L,): tokens, of the head with the longest memory
     ```
 
     Raises:
-        ValueError: the model has no decay; or a model with forgetting="token" is given, whose decay depends on the tokens.
+        ValueError: the model has no decay; or a model with forgetting="token" is passed, whose decay depends on the tokens.
     """
     if isinstance(source, ModelTrace):
-        tokens = source.mask.sum(1)[:, None, None]
-        return math.log(2) * tokens / _log_decay(source).sum(-1).abs()
+        num_tokens = source.mask.sum(1)[:, None, None]
+        return math.log(2) * num_tokens / _log_decay(source).sum(-1).abs()
     layers = tssa_layers(source)
     biases = [layer.forget_bias for layer in layers if layer.forget_bias is not None]
     if not biases:
         raise ValueError(NO_DECAY)
     if layers[0].forget_proj is not None:
-        raise ValueError("This model computes its decay from each token (forgetting='token'): give a trace of a text.")
+        raise ValueError("This model computes its decay from each token (forgetting='token'): pass a trace of a sequence.")
     logits = torch.stack([bias.detach().cpu().double() for bias in biases])
     return math.log(2) / F.logsigmoid(logits).abs()
 
@@ -141,7 +139,7 @@ class CompressionTerms(NamedTuple):
     """The two compression terms of every layer, in nats, each (B, L)."""
 
     variational: torch.Tensor  # the objective that TSSA descends: second moments of single channels
-    coding_rate: torch.Tensor  # what it bounds: the log-determinant of the whole second-moment matrix
+    coding_rate: torch.Tensor  # lower bound of `variational`: log-determinant of the full second-moment matrix
 
     @property
     def gap(self) -> torch.Tensor:
@@ -158,13 +156,13 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float
         coding_rate = 1/2 sum_k (n_k / n) ln det(I + c M_k)
 
     The two are equal where every M_k is diagonal (Hadamard's inequality). Padding is excluded from both, and from n. All
-    tokens of a text have equal weight, also in a model with decay, whose layers give recent tokens more weight.
+    tokens of a sequence have equal weight, even if the decay of the model gives recent tokens more weight.
 
     Args:
-        normalization: the paper states neither it nor c; both of these give its plateau of 24 ln 101 = 110.76 at p = 48.
-            "tokens": each head's projected token at unit norm. "channels": each channel at unit norm over the tokens, as
-            inside Pi of the bidirectional form (for a text: over all its tokens).
-        c: the factor; p / 0.01 with "tokens" and n / 0.01 with "channels", n the tokens of the image or text, if None.
+        normalization: "tokens": each head's projected token at unit norm. "channels": each channel at unit norm over all
+            tokens, as inside Pi of the bidirectional form. The paper states neither the normalization nor c; both values
+            reproduce its plateau of 24 ln 101 = 110.76 at p = 48.
+        c: the factor; if None, p / 0.01 with "tokens" and n / 0.01 with "channels", n the tokens of the image or sequence.
 
     Raises:
         ValueError: an unknown normalization, or a `c` that is not above 0.
@@ -183,22 +181,22 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float
         w = w.double().transpose(1, 2).masked_fill(~trace.mask[:, None, :, None], 0)  # (B, H, T, p)
         p = w.shape[-1]
         w = F.normalize(w, dim=-1 if normalization == "tokens" else -2)
-        default = n.new_full(n.shape, p) if normalization == "tokens" else n
-        factor = (default / PRECISION if c is None else n.new_full(n.shape, c))[:, None, None, None]
+        numerator = n.new_full(n.shape, p) if normalization == "tokens" else n
+        factor = (numerator / PRECISION if c is None else n.new_full(n.shape, c))[:, None, None, None]
         count = membership.sum(-1)
-        # a head's share may underflow to 0, and its weight then is 0 as well
+        # n_k may underflow to 0; the head's weight is then 0, too
         moment = (w * membership[..., None]).transpose(-1, -2) @ w / count.clamp_min(1e-300)[..., None, None]
         variational = (factor * moment).diagonal(dim1=-2, dim2=-1).log1p().sum(-1)
         coding_rate = torch.linalg.slogdet(torch.eye(p, dtype=w.dtype) + factor * moment).logabsdet
-        share = count / n[:, None]
-        terms.append((0.5 * (share * variational).sum(-1), 0.5 * (share * coding_rate).sum(-1)))
+        weight = count / n[:, None]
+        terms.append((0.5 * (weight * variational).sum(-1), 0.5 * (weight * coding_rate).sum(-1)))
     return CompressionTerms(*(torch.stack(term, 1) for term in zip(*terms)))
 
 
 def subspace_gram(model: nn.Module, layer: int) -> torch.Tensor:
     """|U^T U| of a layer's input projections U = [U_1 ... U_H], every column at unit norm (Fig. 11): (H p, H p).
 
-    The identity where the subspaces are orthogonal to each other and their bases orthogonal. `layer` counts from 1.
+    The identity if the subspaces are orthogonal to each other and their bases are orthogonal. `layer` counts from 1.
 
     ```python
     gram = subspace_gram(model, 1)  # gram[:p, p : 2 * p]: |cosine| of each column of head 1 and of head 2
@@ -212,7 +210,7 @@ def subspace_gram(model: nn.Module, layer: int) -> torch.Tensor:
 
 
 class ClustersScore(NamedTuple):
-    """Adjusted mutual information between patch clusters and strongest heads, each (B, L); 1 if the same, 0 if unrelated."""
+    """Adjusted mutual information between patch clusters and strongest heads, each (B, L); 1 if equal, 0 if unrelated."""
 
     score: torch.Tensor  # with the image's own memberships
     shuffled: torch.Tensor  # with its memberships randomly permuted over its patches
@@ -233,7 +231,7 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
 
     Args:
         model: a vision model with TSSA.
-        pixel_values: (B, C, height, width), as the image processor makes them.
+        pixel_values: (B, C, height, width), as the image processor returns them.
         seed: of k-means and of the shuffles.
 
     Raises:
@@ -261,10 +259,10 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
 def cluster_patches(pixel_values: torch.Tensor, grid: tuple[int, int], clusters: int, seed: int = 0) -> torch.Tensor:
     """The k-means cluster of each patch by its mean colour, row and column, standardised over the image: (B, T)."""
     cluster = require_extra("sklearn.cluster")
-    places = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid))
+    positions = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid))
     colours = F.avg_pool2d(pixel_values.detach().cpu().double(), pixel_values.shape[-2] // grid[0]).flatten(2).transpose(1, 2)
-    features = torch.cat([colours, places.expand(len(colours), -1, -1)], -1)
+    features = torch.cat([colours, positions.expand(len(colours), -1, -1)], -1)
     features = features - features.mean(1, keepdim=True)
-    features = features / features.std(1, keepdim=True).clamp_min(1e-6)  # a constant column stays 0
+    features = features / features.std(1, keepdim=True).clamp_min(1e-6)  # a constant feature stays 0
     fits = (cluster.KMeans(clusters, n_init=4, random_state=seed).fit(image.numpy()) for image in features)
     return torch.stack([torch.from_numpy(fit.labels_) for fit in fits])

@@ -36,8 +36,8 @@ class ModelTrace:
         projections: w of each TSSA layer, (B, T, H, p), in the model's dtype.
         memberships: Pi, (B, L, H, T), float64; 0 at padding.
         mask: (B, T), true at real tokens.
-        grid: height and width of an image in patches; None for a text.
-        class_attentions: (B, class-attention layers, H, T), float64; None for a text.
+        grid: height and width of an image in patches; None for language models.
+        class_attentions: (B, class-attention layers, H, T), float64; None for language models.
         logits: (B, labels), float64, of a classifier.
         log_decay: (B, L, H, T), float64; 0 at padding; None without decay.
     """
@@ -79,8 +79,8 @@ def trace_model(
     """
     layers = tssa_layers(model)
     device = next(model.parameters()).device
-    named = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
-    inputs = {name: torch.as_tensor(x).to(device) for name, x in named.items() if x is not None}
+    arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
+    inputs = {name: torch.as_tensor(x).to(device) for name, x in arguments.items() if x is not None}
     patch_embeddings = find_modules(model, ToSTVisionPatchEmbeddings)
     if attention_mask is not None and not inputs["attention_mask"].bool().any(1).all():
         raise ValueError("attention_mask masks a whole sequence: each sequence needs at least one real token.")
@@ -100,7 +100,7 @@ def trace_model(
 
             def record_projection(in_proj, args, output, layer=layer):
                 projections.append(output.cpu())
-                if (log_decay := layer.log_decay(args[0])) is not None:  # a function of the tokens that are projected
+                if (log_decay := layer.log_decay(args[0])) is not None:  # depends on the projection's inputs
                     log_decays.append(log_decay.cpu().double())
 
             hooks.enter_context(layer.in_proj.register_forward_hook(record_projection))
@@ -134,22 +134,22 @@ def tssa_layers(model: nn.Module) -> list[TokenStatisticsSelfAttention]:
     """The TSSA layers of a model, first to last.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the model has none.
     """
     layers = find_modules(model, TokenStatisticsSelfAttention)
     if not layers:
-        raise ValueError(f"This {type(model).__name__} has no memberships, which only layers of TSSA have.")
+        raise ValueError(f"This {type(model).__name__} has no memberships, which only TSSA layers have.")
     return layers
 
 
-def find_modules(model: nn.Module, kind: type[Module]) -> list[Module]:
-    """The modules of a class, in the model's order."""
-    return [module for module in model.modules() if isinstance(module, kind)]
+def find_modules(model: nn.Module, module_class: type[Module]) -> list[Module]:
+    """The modules of this class, in the model's order."""
+    return [module for module in model.modules() if isinstance(module, module_class)]
 
 
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module's own flag, as parts may be frozen in evaluation mode."""
+    """Switches to evaluation mode; restores the flag of each module, as some may be frozen in evaluation mode."""
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -160,7 +160,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def pick_layer(layers: list, layer: int):
-    """The layer with this number, counted from 1; ValueError if there is none."""
+    """Returns the layer with this number, counted from 1; raises a ValueError if there is none."""
     if not 1 <= layer <= len(layers):
         raise ValueError(f"There is no layer {layer}: the model's TSSA layers count from 1 to {len(layers)}.")
     return layers[layer - 1]

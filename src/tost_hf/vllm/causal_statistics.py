@@ -190,8 +190,8 @@ class CausalStatistics(MambaBase, nn.Module):
     def conv_state(self) -> torch.Tensor:
         """The last inputs of the convolution in all blocks, (blocks, kernel_size - 1, D)."""
         assert self.convolution is not None
-        length, conv_state = self.convolution.kernel_size - 1, self._split_state()[-1].view(self.dtype)
-        return conv_state[:, : length * self.config.hidden_size].unflatten(1, (length, -1))
+        state_len, conv_state = self.convolution.kernel_size - 1, self._split_state()[-1].view(self.dtype)
+        return conv_state[:, : state_len * self.config.hidden_size].unflatten(1, (state_len, -1))
 
     # Tokens
 
