@@ -190,7 +190,7 @@ def find_drift(name: str) -> dict[int, float]:
         export_model(source, target)
         facts = json.loads((target / EXPORT_DESCRIPTION).read_text(encoding="utf-8"))
         exported = LanguageModel(load(target, facts), facts)
-        found = torch.cat([torch.from_numpy(exported.read(token.numpy())[0]) for token in ids.split(1, 1)])
+        found = torch.cat([torch.from_numpy(exported.forward(token.numpy())[0]) for token in ids.split(1, 1)])
     errors = (found - expected).abs().amax(-1) / expected.std()
     return {n: errors[n - COMPARED : n].max().item() for n in POSITIONS}
 

@@ -11,7 +11,7 @@ from runtime import load
 
 
 FOLDER = Path(__file__).parent
-DEFAULTS = {  # of ViTImageProcessor in transformers, whose settings these are
+DEFAULTS = {  # of transformers' ViTImageProcessor
     "do_resize": True,
     "resample": Image.Resampling.BILINEAR,
     "do_rescale": True,
@@ -22,23 +22,23 @@ DEFAULTS = {  # of ViTImageProcessor in transformers, whose settings these are
 }
 
 
-def prepare(picture: Image.Image, facts: dict, settings: dict) -> np.ndarray:
-    """Pixel values (1, channels, height, width), by the settings of the image processor and as that computes them.
+def preprocess(image: Image.Image, metadata: dict, settings: dict) -> np.ndarray:
+    """Pixel values (1, channels, height, width), computed like the image processor with these settings.
 
-    The picture may have any mode: it is converted to the channels of the program, transparent parts becoming white.
+    The image may have any mode: it is converted to the channels of the program, with a white background.
     """
     settings = DEFAULTS | {name: value for name, value in settings.items() if value is not None}
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
-    picture = picture.convert("L" if facts["inputs"][0]["shape"][1] == 1 else "RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    image = image.convert("L" if metadata["inputs"][0]["shape"][1] == 1 else "RGB")
     if settings["do_resize"]:
-        picture = picture.resize(_sides(settings.get("size", facts["image_size"]), picture), settings["resample"])
+        image = image.resize(_output_size(settings.get("size", metadata["image_size"]), image), settings["resample"])
     if settings.get("do_center_crop"):
-        width, height = _sides(settings["crop_size"], picture)
-        left, top = (picture.width - width) // 2, (picture.height - height) // 2
-        picture = picture.crop((left, top, left + width, top + height))  # black where the picture is smaller
-    pixels = np.atleast_3d(np.asarray(picture)).transpose(2, 0, 1)
+        width, height = _output_size(settings["crop_size"], image)
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))  # pads smaller images with black
+    pixels = np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)
     if settings["do_rescale"]:
         pixels = pixels.astype(np.float64) * settings["rescale_factor"]
     pixels = pixels.astype(np.float32)
@@ -48,10 +48,10 @@ def prepare(picture: Image.Image, facts: dict, settings: dict) -> np.ndarray:
     return pixels[None]
 
 
-def _sides(size: dict | list[int] | int, picture: Image.Image) -> tuple[int, int]:
-    """Width and height that a setting asks for: a side, height and width, or the shortest edge of the picture resized."""
+def _output_size(size: dict | list[int] | int, image: Image.Image) -> tuple[int, int]:
+    """Width and height for a `size` setting: a number, [height, width], or a dict of height and width or shortest edge."""
     if isinstance(size, dict) and size.get("shortest_edge"):
-        width, height = (int(size["shortest_edge"] * side / min(picture.size)) for side in picture.size)
+        width, height = (int(size["shortest_edge"] * side / min(image.size)) for side in image.size)
     elif isinstance(size, dict):
         height, width = size["height"], size["width"]
     else:
@@ -63,13 +63,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("picture")
     args = parser.parse_args()
-    facts = json.loads((FOLDER / "export.json").read_text(encoding="utf-8"))
+    metadata = json.loads((FOLDER / "export.json").read_text(encoding="utf-8"))
     processor = FOLDER / "preprocessor_config.json"
     settings = json.loads(processor.read_text(encoding="utf-8")) if processor.is_file() else {}
-    logits = load(FOLDER, facts)({"pixel_values": prepare(Image.open(args.picture), facts, settings)})["logits"][0]
+    pixel_values = preprocess(Image.open(args.picture), metadata, settings)
+    logits = load(FOLDER, metadata)({"pixel_values": pixel_values})["logits"][0]
     weights = np.exp(logits - logits.max())
     for label in np.argsort(-weights)[:5]:
-        print(f"{weights[label] / weights.sum():6.1%}  {facts['labels'][label]}")
+        print(f"{weights[label] / weights.sum():6.1%}  {metadata['labels'][label]}")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 FOLDER = Path(__file__).parent
 
 
-def choose(logits: np.ndarray, temperature: float, random: np.random.Generator) -> int:
-    """The most probable token, or a sampled one if the temperature is not 0."""
+def sample_token(logits: np.ndarray, temperature: float, rng: np.random.Generator) -> int:
+    """The most probable token at temperature 0, otherwise a sampled one."""
     if temperature == 0:
         return int(logits.argmax())
     weights = np.exp((logits - logits.max()) / temperature, dtype=np.float64)
-    return int(random.choice(len(weights), p=weights / weights.sum()))
+    return int(rng.choice(len(weights), p=weights / weights.sum()))
 
 
 def main() -> None:
@@ -29,23 +29,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not (FOLDER / "tokenizer.json").is_file():
-        parser.exit(1, "There is no tokenizer.json here: put the model's beside this script.\n")
-    facts = json.loads((FOLDER / "export.json").read_text(encoding="utf-8"))
-    tokenizer, model = Tokenizer.from_file(str(FOLDER / "tokenizer.json")), LanguageModel(load(FOLDER, facts), facts)
-    tokens, random = tokenizer.encode(args.prompt).ids, np.random.default_rng(args.seed)
-    if not tokens:
+        parser.exit(1, "There is no tokenizer.json: copy the model's tokenizer.json to the folder of this script.\n")
+    metadata = json.loads((FOLDER / "export.json").read_text(encoding="utf-8"))
+    tokenizer, model = Tokenizer.from_file(str(FOLDER / "tokenizer.json")), LanguageModel(load(FOLDER, metadata), metadata)
+    ids, rng = tokenizer.encode(args.prompt).ids, np.random.default_rng(args.seed)
+    if not ids:
         parser.exit(1, "The prompt is empty.\n")
-    limit = facts["max_position_embeddings"] or len(tokens) + args.tokens
-    if len(tokens) > limit:
-        parser.exit(1, f"The prompt has {len(tokens)} tokens; the model has positions for {limit}.\n")
-    end, logits = facts["eos_token_id"], model.read(np.array([tokens], np.int64))
-    for _ in range(min(args.tokens, limit - len(tokens))):
-        token = choose(logits[0, -1], args.temperature, random)
-        if token in (end if isinstance(end, list) else [end]):
+    max_length = metadata["max_position_embeddings"] or len(ids) + args.tokens
+    if len(ids) > max_length:
+        parser.exit(1, f"The prompt has {len(ids)} tokens; the model has positions for {max_length}.\n")
+    eos_token_id, logits = metadata["eos_token_id"], model.forward(np.array([ids], np.int64))
+    for _ in range(min(args.tokens, max_length - len(ids))):
+        token = sample_token(logits[0, -1], args.temperature, rng)
+        if token in (eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]):
             break
-        tokens.append(token)
-        logits = model.read(np.array([[token]], np.int64))
-    print(tokenizer.decode(tokens))
+        ids.append(token)
+        logits = model.forward(np.array([[token]], np.int64))
+    print(tokenizer.decode(ids))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Writing a program as ONNX, by way of torch.export."""
+"""Writes a program as ONNX, with torch.export and torch.onnx."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from .programs import HEIGHT, MASKED, WIDTH, ModelProgram
+from .programs import HEIGHT, KV_LENGTH, WIDTH, ModelProgram
 
 
 ONNX_OPSET = 18
@@ -21,15 +21,15 @@ ONNX_OPSET = 18
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Hides what the exporters print, warn and log."""
-    disabled = logging.root.manager.disable
+    """Suppresses output, warnings and log messages of the exporters."""
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
-            logging.disable(disabled)
+            logging.disable(disabled_level)
 
 
 # torch.export ---------------------------------------------------------------------------------------------------------
@@ -40,49 +40,49 @@ def _trace(program: ModelProgram) -> torch.export.ExportedProgram:
     with _silence(), torch.no_grad():
         traced = torch.export.export(
             program,
-            program.sample(),
-            dynamic_shapes=(_dynamic_shapes(program),),  # one tuple, of the parameter *inputs
+            program.sample_inputs(),
+            dynamic_shapes=(_dynamic_shapes(program),),  # a tuple for the parameter *inputs
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
-    # such as that the batch is not the number of tokens: true of the traced sample, and without effect on what is computed
+    # remove assertions that hold for the traced sample only, such as batch != tokens; the graph does not depend on them
     for node in list(traced.graph.nodes):
         if node.target is torch.ops.aten._assert_scalar.default:
             traced.graph.erase_node(node)
     traced.graph_module.recompile()
-    for size, bounds in traced.range_constraints.items():  # nor that there are as many tokens as the sample has
-        traced.range_constraints[size] = ValueRanges(0, bounds.upper)
+    for symbol, bounds in traced.range_constraints.items():  # and lower bounds that the sample implies
+        traced.range_constraints[symbol] = ValueRanges(0, bounds.upper)
     return traced
 
 
 def _dynamic_shapes(program: ModelProgram) -> tuple[dict[int, Any], ...]:
-    """The `dynamic_shapes` of torch.export, by input."""
-    dims: dict[str, Any] = {MASKED: torch.export.Dim.AUTO}
+    """The `dynamic_shapes` of torch.export for each input."""
+    dims: dict[str, Any] = {KV_LENGTH: torch.export.Dim.AUTO}
     patch_size = getattr(program.model.config, "patch_size", 1)
-    for name in (HEIGHT, WIDTH):  # in whole patches
+    for name in (HEIGHT, WIDTH):  # multiples of the patch size
         dims[name] = torch.export.Dim.AUTO if patch_size == 1 else patch_size * torch.export.Dim(f"{name}_in_patches")
-    named = {name for spec in program.inputs for name in spec.shape if isinstance(name, str)} - set(dims)
-    dims |= {name: torch.export.Dim(name) for name in named}
+    other_names = {name for spec in program.inputs for name in spec.shape if isinstance(name, str)} - set(dims)
+    dims |= {name: torch.export.Dim(name) for name in other_names}
     return tuple({d: dims[name] for d, name in enumerate(spec.shape) if isinstance(name, str)} for spec in program.inputs)
 
 
 def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """aten.cummax of (batch, n) along dimension 1: at each position the maximum of all up to it."""
+    """aten.cummax of (batch, n) along dimension 1: the cumulative maximum and its indices."""
     assert dim in (1, -1)
-    position = torch.arange(x.shape[1])
-    later = position[None] > position[:, None]
-    seen = torch.where(later, x.amin((0, 1)), x[:, None])
-    return seen.amax(2), seen.argmax(2)
+    positions = torch.arange(x.shape[1])
+    is_later = positions[None] > positions[:, None]
+    prefixes = torch.where(is_later, x.amin((0, 1)), x[:, None])
+    return prefixes.amax(2), prefixes.argmax(2)
 
 
 # ONNX -----------------------------------------------------------------------------------------------------------------
 
 
 def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
-    """Writes the program, and a file `*.data` beside it where one file would be too large."""
+    """Writes the program, and its weights to a file `*.data` beside it if one file would be too large."""
     from onnxscript.optimizer import fold_constants
 
-    # in core ATen operators, without aten.cummax, which ONNX does not have
+    # core ATen operators, with a replacement for aten.cummax, which ONNX does not have
     traced = _trace(program).run_decompositions({torch.ops.aten.cummax.default: _cummax})
     with _silence():
         exported = torch.onnx.export(
@@ -91,7 +91,7 @@ def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
             input_names=[spec.name for spec in program.inputs],
             output_names=[spec.name for spec in program.outputs],
             opset_version=ONNX_OPSET,
-            optimize=False,  # its rule for x + 0 drops EPS_MEMBERSHIP as well, and leading padding would divide 0 by 0
+            optimize=False,  # its rule for x + 0 also removes EPS_MEMBERSHIP, so that leading padding would compute 0 / 0
         )
     assert exported is not None
     fold_constants(exported.model)
@@ -105,9 +105,10 @@ def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
 
 
 def _clean_onnx(model: Any, program: ModelProgram) -> None:
-    """Names the dynamic dimensions, and removes float64 and the names of local files.
+    """Names the dynamic dimensions, and removes float64 and paths of local files.
 
-    The state is float32 outside and in computations: its casts to float64 and back, in a cache's layers, change nothing.
+    The program's state and computations are in float32: the casts of the state to float64 and back, in the layers of a cache,
+    have no effect.
     """
     import onnx_ir as ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
@@ -127,13 +128,13 @@ def _clean_onnx(model: Any, program: ModelProgram) -> None:
 
 
 def _quantize(source: Path, target: Path) -> None:
-    """Weights of matrix products and of embeddings in int8, by ONNX Runtime's dynamic quantiser."""
+    """Quantises the weights of matrix products and embeddings to int8 with ONNX Runtime's dynamic quantiser."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    folded = source.with_name("folded.onnx")
+    preprocessed = source.with_name("preprocessed.onnx")
     with _silence():
-        quant_pre_process(source, folded, skip_symbolic_shape=True)
+        quant_pre_process(source, preprocessed, skip_symbolic_shape=True)
         quantize_dynamic(
-            folded, target, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"]
+            preprocessed, target, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"]
         )

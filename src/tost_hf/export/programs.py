@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Models as functions from tensors to tensors, which exporters trace; inputs and outputs include a text's state.
+"""Models as functions from tensors to tensors, for tracing; inputs and outputs of language models include the state.
 
-One program of a language model starts and continues a text: the state before the first token is zeros (and keys and values of
-no tokens). The whole state is float32 outside the program.
+One program starts and continues a sequence: before the first token, the state is zeros (and keys and values of length 0). All
+tensors of the state are float32 inputs and outputs.
 """
 
 from typing import Any, NamedTuple, cast
@@ -20,27 +20,27 @@ from ..model.tssa_reference import TSSAState
 
 
 BATCH, TOKENS, CACHED, HEIGHT, WIDTH = "batch", "tokens", "cached", "height", "width"  # dynamic dimensions
-MASKED = f"{CACHED}+{TOKENS}"
+KV_LENGTH = f"{CACHED}+{TOKENS}"
 PAST, PRESENT = "past.", "present."  # prefixes of the state's tensors as inputs and outputs
 Sizes = dict[str, int]  # of dynamic dimensions, by name
-SAMPLE_SIZES = {BATCH: 2, TOKENS: 5, CACHED: 3, MASKED: 8}
+SAMPLE_SIZES = {BATCH: 2, TOKENS: 5, CACHED: 3, KV_LENGTH: 8}
 
 
 class TensorSpec(NamedTuple):
-    """An input or output; in `shape`, dynamic dimensions are names."""
+    """An input or output; dynamic dimensions of `shape` are names."""
 
     name: str
-    dtype: str  # numpy's name
+    dtype: str  # name of the NumPy dtype
     shape: tuple[int | str, ...]
 
 
 class ModelProgram(nn.Module):
-    """A model from a flat tuple of tensors to another.
+    """A model as a function from tensors to a tuple of tensors.
 
     Attributes:
-        inputs, outputs: their descriptions, in order.
-        state: the tensors of a text's state, without prefixes; empty except in language models.
-        sample_sizes: dynamic dimensions of the traced inputs, no two equal.
+        inputs, outputs: the specs of inputs and outputs, in order.
+        state: the specs of the state's tensors, without prefixes; empty except for language models.
+        sample_sizes: dynamic dimensions of the traced inputs, all different.
     """
 
     inputs: list[TensorSpec]
@@ -54,10 +54,10 @@ class ModelProgram(nn.Module):
         self.sample_sizes = SAMPLE_SIZES
 
     @property
-    def takes_images(self) -> bool:
+    def is_vision(self) -> bool:
         return self.inputs[0].name == "pixel_values"
 
-    def sample(self, sizes: Sizes | None = None) -> tuple[torch.Tensor, ...]:
+    def sample_inputs(self, sizes: Sizes | None = None) -> tuple[torch.Tensor, ...]:
         """Inputs of these dynamic sizes, by default `sample_sizes`."""
         sizes = self.sample_sizes if sizes is None else sizes
         shapes = [[sizes[n] if isinstance(n, str) else n for n in spec.shape] for spec in self.inputs]
@@ -65,15 +65,15 @@ class ModelProgram(nn.Module):
 
 
 class LanguageProgram(ModelProgram):
-    """Logits, memberships and the new state of tokens that follow a state.
+    """A language model with its state.
 
-    Inputs: `input_ids` (batch, tokens); `attention_mask`, 1 at real tokens, (batch, tokens), or with layers of attention
-    (batch, cached+tokens); `position_ids` (batch, tokens) where the model has positions; the state.
+    Inputs: `input_ids` (batch, tokens); `attention_mask` (batch, tokens), or (batch, cached+tokens) if the model has attention
+    layers; `position_ids` (batch, tokens) if the model has positions; the state.
     Outputs: `logits` (batch, tokens, vocabulary), `memberships` (batch, layers, heads, tokens) of the statistics layers, and
-    the state.
+    the new state.
 
     Raises:
-        ValueError: the model has sliding windows, whose state depends on how many tokens were seen.
+        ValueError: the model has sliding windows, whose state depends on the number of processed tokens.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -81,75 +81,75 @@ class LanguageProgram(ModelProgram):
         config: Any = model.config
         self.config = config
         if SLIDING_ATTENTION in config.layer_types:
-            raise ValueError("Layers of sliding_attention cannot be exported yet; give the model full_attention.")
-        self.attends = set(config.layer_types) != {CAUSAL_STATISTICS}
-        self.has_positions = config.max_position_embeddings is not None or self.attends
-        for i, kind in enumerate(config.layer_types):
-            for name, shape in layer_shapes(config, kind, SAMPLE_SIZES[CACHED]).items():
+            raise ValueError("Layers of sliding_attention cannot be exported yet; use full_attention.")
+        self.has_attention = set(config.layer_types) != {CAUSAL_STATISTICS}
+        self.has_positions = config.max_position_embeddings is not None or self.has_attention
+        for i, layer_type in enumerate(config.layer_types):
+            for name, shape in layer_shapes(config, layer_type, SAMPLE_SIZES[CACHED]).items():
                 sizes = [CACHED if name in ("keys", "values") and d == 1 else n for d, n in enumerate(shape)]
                 self.state.append(TensorSpec(f"layers.{i}.{name}", "float32", (BATCH, *sizes)))
-        tokens = (BATCH, TOKENS)
-        self.inputs = [TensorSpec("input_ids", "int64", tokens)]
-        self.inputs.append(TensorSpec("attention_mask", "int64", (BATCH, MASKED) if self.attends else tokens))
+        token_shape = (BATCH, TOKENS)
+        self.inputs = [TensorSpec("input_ids", "int64", token_shape)]
+        self.inputs.append(TensorSpec("attention_mask", "int64", (BATCH, KV_LENGTH) if self.has_attention else token_shape))
         if self.has_positions:
-            self.inputs.append(TensorSpec("position_ids", "int64", tokens))
+            self.inputs.append(TensorSpec("position_ids", "int64", token_shape))
         self.inputs += [spec._replace(name=PAST + spec.name) for spec in self.state]
-        layers = config.layer_types.count(CAUSAL_STATISTICS)
+        num_statistics_layers = config.layer_types.count(CAUSAL_STATISTICS)
         self.outputs = [
-            TensorSpec("logits", "float32", (*tokens, config.vocab_size)),
-            TensorSpec("memberships", "float32", (BATCH, layers, config.num_attention_heads, TOKENS)),
+            TensorSpec("logits", "float32", (*token_shape, config.vocab_size)),
+            TensorSpec("memberships", "float32", (BATCH, num_statistics_layers, config.num_attention_heads, TOKENS)),
         ]
         self.outputs += [
-            spec._replace(name=PRESENT + spec.name, shape=tuple(MASKED if n == CACHED else n for n in spec.shape))
+            spec._replace(name=PRESENT + spec.name, shape=tuple(KV_LENGTH if n == CACHED else n for n in spec.shape))
             for spec in self.state
         ]
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = dict(zip((spec.name for spec in self.inputs), inputs))
-        tokens = given["input_ids"]
-        cache = self._cache([given[PAST + spec.name] for spec in self.state])
+        named_inputs = dict(zip((spec.name for spec in self.inputs), inputs))
+        input_ids = named_inputs["input_ids"]
+        cache = self._make_cache([named_inputs[PAST + spec.name] for spec in self.state])
         outputs = self.model(
-            tokens,
-            attention_mask=given["attention_mask"],
-            position_ids=given.get("position_ids", torch.zeros_like(tokens)),
+            input_ids,
+            attention_mask=named_inputs["attention_mask"],
+            position_ids=named_inputs.get("position_ids", torch.zeros_like(input_ids)),
             past_key_values=cache,
             use_cache=True,
             output_memberships=True,
         )
         memberships = torch.stack([x for x in outputs.memberships if x is not None], 1)
-        return outputs.logits.float(), memberships.float(), *(x.float() for x in _tensors(outputs.past_key_values))
+        return outputs.logits.float(), memberships.float(), *(x.float() for x in _state_tensors(outputs.past_key_values))
 
-    def _cache(self, state: list[torch.Tensor]) -> Cache:
+    def _make_cache(self, state: list[torch.Tensor]) -> Cache:
         cache, tensors = ToSTCache(self.config), iter(state)
-        cached = next((x.shape[2] for x in state if x.ndim == 4), 0)
+        cached_length = next((x.shape[2] for x in state if x.ndim == 4), 0)  # keys and values have 4 dimensions
         for layer in cast(list[Any], cache.layers):
             if layer_type_of(layer) == CAUSAL_STATISTICS:
-                sums = TSSAState(next(tensors), next(tensors), next(tensors))
-                layer.lazy_initialization(sums)
-                layer.set_state(sums)
+                tssa_state = TSSAState(next(tensors), next(tensors), next(tensors))
+                layer.lazy_initialization(tssa_state)
+                layer.set_state(tssa_state)
                 if self.config.conv_kernel is not None:
                     layer.set_conv_state(next(tensors).to(self.model.dtype))
-                layer.cumulative_length = layer.cumulative_length + cached
+                layer.cumulative_length = layer.cumulative_length + cached_length
             else:
                 layer.update(next(tensors).to(self.model.dtype), next(tensors).to(self.model.dtype))
         return cache
 
 
-def _tensors(cache: Cache) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _state_tensors(cache: Cache) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
     for layer in cast(list[Any], cache.layers):
         is_statistics = layer_type_of(layer) == CAUSAL_STATISTICS
-        found += layer.tensors().values() if is_statistics else (layer.keys, layer.values)
-    return found
+        tensors += layer.tensors().values() if is_statistics else (layer.keys, layer.values)
+    return tensors
 
 
 class StatelessProgram(ModelProgram):
-    """Outputs of image models, of encoders and of text classifiers, which have no state.
+    """A model without state: an image model, an encoder or a text classifier.
 
-    Inputs: `pixel_values` (batch, channels, height, width), the sides multiples of the patch size; or `input_ids` and
+    Inputs: `pixel_values` (batch, channels, height, width), the sides being multiples of the patch size; or `input_ids` and
     `attention_mask`, each (batch, tokens).
-    Outputs: those that the model returns, such as `logits` (batch, classes); of image models with TSSA also `memberships`
-    (batch, layers, heads, patches). A tuple is stacked along dimension 1, such as a backbone's `feature_maps`.
+    Outputs: those of the model, such as `logits` (batch, classes), and of image models with TSSA also `memberships` (batch,
+    layers, heads, patches). Tuples, such as a backbone's `feature_maps`, are stacked along dimension 1.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -158,32 +158,34 @@ class StatelessProgram(ModelProgram):
         other_sizes = {BATCH: 3, TOKENS: 7}
         self.options = {"use_cache": False} if getattr(config, "is_causal", False) else {}
         self.inputs = [TensorSpec(name, "int64", (BATCH, TOKENS)) for name in ("input_ids", "attention_mask")]
-        names = {(2, 3): BATCH, (5, 7): TOKENS}  # dimensions of the two samples, which tell the dynamic ones of the outputs
+        # from the sizes of an output's dimension for the two samples to the dimension's name
+        dim_names = {(2, 3): BATCH, (5, 7): TOKENS}
         if isinstance(model, ToSTVisionPreTrainedModel):
             p = config.patch_size
             self.sample_sizes, other_sizes = ({BATCH: b, HEIGHT: y * p, WIDTH: x * p} for b, y, x in ((2, 3, 5), (3, 4, 7)))
             self.options = {"output_memberships": True} if config.attention_type == "tssa" else {}
             self.inputs = [TensorSpec("pixel_values", "float32", (BATCH, config.num_channels, HEIGHT, WIDTH))]
-            names = {(2, 3): BATCH, (3, 4): "rows", (5, 7): "columns", (15, 28): "patches", (16, 29): "1+patches"}
+            dim_names = {(2, 3): BATCH, (3, 4): "rows", (5, 7): "columns", (15, 28): "patches", (16, 29): "1+patches"}
         with torch.no_grad():
-            sample, other = self._outputs(*self.sample()), self._outputs(*self.sample(other_sizes))
+            outputs = self._named_outputs(*self.sample_inputs())
+            other_outputs = self._named_outputs(*self.sample_inputs(other_sizes))
         self.outputs = [
-            TensorSpec(name, "float32", tuple(names.get(sizes, sizes[0]) for sizes in zip(x.shape, other[name].shape)))
-            for name, x in sample.items()
+            TensorSpec(name, "float32", tuple(dim_names.get(n, n[0]) for n in zip(x.shape, other_outputs[name].shape)))
+            for name, x in outputs.items()
         ]
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self._outputs(*inputs).values())
+        return tuple(self._named_outputs(*inputs).values())
 
-    def _outputs(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _named_outputs(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         outputs = self.model(**{spec.name: x for spec, x in zip(self.inputs, inputs)}, **self.options)
         return {name: (torch.stack(x, 1) if isinstance(x, tuple) else x).float() for name, x in outputs.items()}
 
 
 def make_program(model: PreTrainedModel) -> ModelProgram:
-    """The program of a ToST model.
+    """Makes the program of a ToST model.
 
     Raises:
-        ValueError: it cannot be exported; the message says why.
+        ValueError: the model cannot be exported; the message says why.
     """
     return (LanguageProgram if model.can_generate() else StatelessProgram)(model).eval()

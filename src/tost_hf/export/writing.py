@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""`tost-hf export`: a model as an ONNX program, compared with the model, with all files that run it."""
+"""`tost-hf export`: writes a model as an ONNX program, compares the two, and adds the files that run it."""
 
 import importlib.util
 import json
@@ -22,15 +22,14 @@ from .programs import PAST, PRESENT, LanguageProgram, ModelProgram, TensorSpec, 
 from .runtime import load
 
 
-FACTS = EXPORT_DESCRIPTION
-README = Path(__file__).with_name("readme_template.md")
-PROGRAM = "model.onnx"
+README_TEMPLATE = Path(__file__).with_name("readme_template.md")
+PROGRAM_NAME = "model.onnx"
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.2}  # by dtype of the weights; see `compare`
-NEEDED = ("onnx", "onnxscript", "onnxruntime")
+REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
-class Exported(NamedTuple):
-    """What `export_model` wrote."""
+class ExportResult(NamedTuple):
+    """Result of `export_model`."""
 
     folder: Path
     agreement: Agreement
@@ -44,13 +43,13 @@ def export_model(
     tokenizer: str | os.PathLike | None = None,
     revision: str | None = None,
     overwrite: bool = False,
-) -> Exported:
-    """Exports a model to ONNX, after checking that the program computes the same as the model.
+) -> ExportResult:
+    """Exports a model to ONNX and checks that the program computes the same outputs as the model.
 
-    Shapes are dynamic: one program for all batches, lengths and image sizes. A language model's reads whole prompts, chunks of
-    them and single tokens; its state is an input and an output in float32.
+    Shapes are dynamic: one program serves all batch sizes, lengths and image sizes. That of a language model has its state as
+    a float32 input and output, for prefill, chunked prefill and decoding.
 
-    The folder gets the program, `export.json` (inputs, outputs, the state of a language model, and how closely the program
+    The folder contains the program, `export.json` (inputs, outputs, the state of a language model, and how closely the program
     agrees with the model), the tokenizer or image processor, a script that runs it without this package, and a README.md.
 
     ```python
@@ -61,25 +60,25 @@ def export_model(
     Args:
         source: a model folder, or a repository of the Hub.
         output_dir: the folder to write to.
-        dtype: "float32", "float16" (statistics stay in float32) or "int8" (weights of matrix products, by ONNX Runtime's
+        dtype: "float32", "float16" (statistics stay in float32) or "int8" (weights of matrix products, with ONNX Runtime's
             quantiser).
         tokenizer: a folder or repository with the tokenizer; by default that of the model, if it has one.
         revision: branch, tag or commit of the repository.
-        overwrite: write into a folder that is not empty. Files of the same names are replaced, the program of an earlier
-            export is removed, and other files stay.
+        overwrite: write to a folder that is not empty. Files of the same names are replaced, the program of an earlier export
+            is removed, and other files stay.
 
     Returns:
         The folder and the `Agreement` of program and model.
 
     Raises:
-        ValueError: the model has sliding windows, or the program gives other outputs; the tokenizer does not fit it; or the
-            output is the folder of the model or tokenizer, contains it or lies in it.
+        ValueError: the model has sliding windows; the program returns other outputs; the tokenizer does not fit the model; or
+            the output folder is, contains or is inside the folder of the model or tokenizer.
         ImportError: the packages of the extra `export` are not installed.
         OSError: the model does not exist, or the folder cannot be written.
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"ONNX programs are written in {', '.join(TOLERANCES)}, not in {dtype!r}.")
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
         raise ImportError(f"Exporting needs {missing[0]}, which is missing: pip install 'tost-hf[export]'.")
     target = Path(output_dir)
     check_folder(target, overwrite, sources=[source, *([] if tokenizer is None else [tokenizer])])
@@ -88,19 +87,19 @@ def export_model(
     loaded_tokenizer = _load_tokenizer(folder, config, tokenizer)
     model = load_model(folder, config)
     program = make_program(model.half() if dtype == "float16" else model.float())
-    facts = describe(program, dtype)
+    metadata = make_metadata(program, dtype)
     with staged_folder(target) as staged:
-        save_onnx(program, staged / PROGRAM, dtype)
-        agreement = compare(program, load(staged, facts), facts, TOLERANCES[dtype])
-        facts["agreement"] = agreement._asdict()
-        (staged / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        save_onnx(program, staged / PROGRAM_NAME, dtype)
+        agreement = compare(program, load(staged, metadata), metadata, TOLERANCES[dtype])
+        metadata["agreement"] = agreement._asdict()
+        (staged / EXPORT_DESCRIPTION).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
         if loaded_tokenizer is not None:
             loaded_tokenizer.save_pretrained(staged)
         for name in IMAGE_PROCESSOR_FILES:
-            if program.takes_images and (folder / name).is_file():
+            if program.is_vision and (folder / name).is_file():
                 shutil.copyfile(folder / name, staged / name)
-        _write_scripts_and_readme(staged, program, facts, agreement)
-    return Exported(target, agreement)
+        _write_scripts_and_readme(staged, program, metadata, agreement)
+    return ExportResult(target, agreement)
 
 
 def _load_tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.PathLike | None) -> Any:
@@ -113,46 +112,51 @@ def _load_tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.Pat
     return load_fitting_tokenizer(os.fspath(folder if source is None else source), config)
 
 
-def describe(program: ModelProgram, dtype: str) -> dict:
-    """The contents of `export.json` besides the agreement.
+def make_metadata(program: ModelProgram, dtype: str) -> dict:
+    """The content of `export.json`, without the agreement.
 
     `state` lists the tensors of a language model's state with the names of their inputs and outputs. Before the first token
     they are zeros, and a dimension "cached" is 0.
     """
     config: Any = program.model.config
 
-    def tensor(spec: TensorSpec) -> dict:
+    def to_dict(spec: TensorSpec) -> dict:
         return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
 
-    facts: dict[str, Any] = {
-        "model": PROGRAM,
+    metadata: dict[str, Any] = {
+        "model": PROGRAM_NAME,
         "dtype": dtype,
         "architecture": type(program.model).__name__,
-        "inputs": [tensor(spec) for spec in program.inputs],
-        "outputs": [tensor(spec) for spec in program.outputs],
+        "inputs": [to_dict(spec) for spec in program.inputs],
+        "outputs": [to_dict(spec) for spec in program.outputs],
     }
     if isinstance(program, LanguageProgram):
-        names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-        facts |= {name: getattr(config, name) for name in names}
-        facts["statistics_layers"] = [i for i, kind in enumerate(config.all_layer_types) if "statistics" in kind]
-        facts["num_attention_heads"] = config.num_attention_heads
+        fields = ["vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"]
+        metadata |= {name: getattr(config, name) for name in fields}
+        metadata["statistics_layers"] = [
+            i for i, layer_type in enumerate(config.all_layer_types) if "statistics" in layer_type
+        ]
+        metadata["num_attention_heads"] = config.num_attention_heads
         size = state_bytes(config)
-        facts |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}
-        facts["state"] = [tensor(spec) | {"input": PAST + spec.name, "output": PRESENT + spec.name} for spec in program.state]
-    elif program.takes_images:
-        facts |= {name: getattr(config, name) for name in ("image_size", "patch_size", "num_attention_heads", "num_labels")}
-        facts["labels"] = [config.id2label[i] for i in range(config.num_labels)]
-    return facts
+        metadata |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}
+        metadata["state"] = [
+            to_dict(spec) | {"input": PAST + spec.name, "output": PRESENT + spec.name} for spec in program.state
+        ]
+    elif program.is_vision:
+        fields = ["image_size", "patch_size", "num_attention_heads", "num_labels"]
+        metadata |= {name: getattr(config, name) for name in fields}
+        metadata["labels"] = [config.id2label[i] for i in range(config.num_labels)]
+    return metadata
 
 
-def _write_scripts_and_readme(folder: Path, program: ModelProgram, facts: dict, agreement: Agreement) -> None:
+def _write_scripts_and_readme(folder: Path, program: ModelProgram, metadata: dict, agreement: Agreement) -> None:
     script, package = "", ""
     if isinstance(program, LanguageProgram):
         script, package = 'generate.py "Once upon a time"', "tokenizers"
-    elif "num_labels" in facts and program.outputs[0].name == "logits":
+    elif "num_labels" in metadata and program.outputs[0].name == "logits":
         script, package = "classify.py picture.png", "pillow"
     for name in ("runtime.py", *script.split()[:1]):
         shutil.copyfile(Path(__file__).with_name(name), folder / name)
-    template = jinja2.Template(README.read_text(encoding="utf-8"), keep_trailing_newline=True)
-    readme = template.render(facts, package=package, script=script, comparison=agreement)
+    template = jinja2.Template(README_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
+    readme = template.render(metadata, package=package, script=script, comparison=agreement)
     (folder / "README.md").write_text(readme, encoding="utf-8")
