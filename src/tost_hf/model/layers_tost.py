@@ -26,7 +26,7 @@ class ShortConvolution(nn.Module):
     `t - j` counts the real tokens of one sequence: padding is skipped, packed sequences are independent, and there are zeros
     before the first token. The state of a sequence is its last `kernel_size - 1` inputs.
 
-    `weight` (D, kernel_size) is initialised to 0, where the output equals the input.
+    `weight` (D, kernel_size) is initialised to 0, so that the output equals the input.
     """
 
     def __init__(self, hidden_size: int, kernel_size: int):
@@ -47,48 +47,49 @@ class ShortConvolution(nn.Module):
             hidden_states: (B, T, D).
             mask: (B, T), true or 1 at real tokens; None if all are.
             seq_idx: (B, T), sequence numbers of packed sequences.
-            conv_state: the `kernel_size - 1` inputs before these tokens, (B, kernel_size - 1, D); None at the start of a sequence.
+            conv_state: the last `kernel_size - 1` inputs before these tokens, (B, kernel_size - 1, D); None at the start of
+                a sequence.
 
         Returns:
             The convolved tokens (B, T, D), and the last `kernel_size - 1` real inputs (B, kernel_size - 1, D), oldest first.
         """
-        past, T = self.kernel_size - 1, hidden_states.shape[1]
-        # unique numbers, even if given ones repeat
-        seq_idx = None if seq_idx is None else F.pad(sequence_starts(seq_idx).cumsum(1), (past, 0))
-        window = F.pad(hidden_states, (0, 0, past, 0))
+        state_len, T = self.kernel_size - 1, hidden_states.shape[1]
+        # renumber the sequences, as numbers may repeat
+        seq_idx = None if seq_idx is None else F.pad(sequence_starts(seq_idx).cumsum(1), (state_len, 0))
+        window = F.pad(hidden_states, (0, 0, state_len, 0))
         if conv_state is not None:
             window = torch.cat([conv_state.to(hidden_states.dtype), hidden_states], 1)
         indices = None
         if mask is not None:
-            indices = left_padding_indices(F.pad(mask.bool(), (past, 0), value=True))
+            indices = left_padding_indices(F.pad(mask.bool(), (state_len, 0), value=True))
             window = permute_tokens(window, indices)
             seq_idx = None if seq_idx is None else permute_tokens(seq_idx, indices)
         weights = self.weight.unbind(1)
-        out = window[:, past:] * (1 + weights[0])
+        output = window[:, state_len:] * (1 + weights[0])
         for j in range(1, self.kernel_size):
-            earlier = window[:, past - j : past - j + T]
+            earlier = window[:, state_len - j : state_len - j + T]
             if seq_idx is not None:
-                other = seq_idx[:, past - j : past - j + T] != seq_idx[:, past:]
-                earlier = earlier.masked_fill(other.unsqueeze(-1), 0)
-            out = torch.addcmul(out, earlier, weights[j])
-        if indices is not None:  # restore the given order; the output at padding is arbitrary
-            indices = (indices[:, past:] - past).clamp_min(0)
-            out = out.gather(1, indices.unsqueeze(-1).expand_as(out))
-        # a copy: a view in a cache would keep the whole window in memory
-        return out, window[:, -past:].clone()
+                is_other_sequence = seq_idx[:, state_len - j : state_len - j + T] != seq_idx[:, state_len:]
+                earlier = earlier.masked_fill(is_other_sequence.unsqueeze(-1), 0)
+            output = torch.addcmul(output, earlier, weights[j])
+        if indices is not None:  # restore the original order; the output at padding is arbitrary
+            indices = (indices[:, state_len:] - state_len).clamp_min(0)
+            output = output.gather(1, indices.unsqueeze(-1).expand_as(output))
+        # a copy, as a view would keep the whole window in memory
+        return output, window[:, -state_len:].clone()
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kernel_size={self.kernel_size}"
 
 
 def left_padding_indices(mask: torch.Tensor) -> torch.Tensor:
-    """The index (B, N) of each token once all padding is moved to the left, by a boolean mask (B, N) of real tokens."""
+    """The index (B, N) of each token after all padding is moved to the left; `mask` (B, N) is true at real tokens."""
     padding = ~mask
     return torch.where(mask, padding.sum(1, keepdim=True) + mask.cumsum(1), padding.cumsum(1)) - 1
 
 
 def permute_tokens(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The tokens of x (B, N, ...), each moved to its index in `indices` (B, N), a permutation."""
+    """Moves each token of x (B, N, ...) to its index in `indices` (B, N), a permutation."""
     return torch.zeros_like(x).scatter(1, indices.view(*indices.shape, *[1] * (x.ndim - 2)).expand_as(x), x)
 
 
@@ -96,7 +97,7 @@ def permute_tokens(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """Two Linear layers with the activation of `config` between them; `inner_dropout` acts on the wide features."""
+    """Two linear layers with the activation of `config` between them; `inner_dropout` acts on the intermediate features."""
 
     def __init__(self, config: PreTrainedConfig, bias: bool = True, inner_dropout: float = 0.0):
         super().__init__()
@@ -107,8 +108,8 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        wide = self.inner_dropout(self.act_fn(self.up_proj(hidden_states)))
-        return self.dropout(self.down_proj(wide))
+        intermediate = self.inner_dropout(self.act_fn(self.up_proj(hidden_states)))
+        return self.dropout(self.down_proj(intermediate))
 
 
 class ISTAStep(nn.Module):
@@ -116,9 +117,9 @@ class ISTAStep(nn.Module):
 
         code = relu(x + step_size * dictionary^T (x - dictionary x) - step_size * threshold)
 
-    This is a proximal gradient step on 1/2 |x - dictionary code|^2 + threshold |code|_1, code >= 0, that starts at the token
-    itself. The code replaces the token: there is no residual connection and no LayerScale. The one parameter is `dictionary`
-    (D, D); an MLP of width 4 D has 8 D^2 weights.
+    This is a proximal gradient step on 1/2 |x - dictionary code|^2 + threshold |code|_1, code >= 0, from code = x. The code
+    replaces the token: there is no residual connection and no LayerScale. The only parameter is `dictionary` (D, D); an MLP
+    of width 4 D has 8 D^2 weights.
     """
 
     def __init__(self, hidden_size: int, step_size: float, threshold: float):
@@ -129,8 +130,8 @@ class ISTAStep(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The codes of tokens (B, T, D), of the same shape and non-negative."""
-        rest = hidden_states - F.linear(hidden_states, self.dictionary)
-        return F.relu(hidden_states + self.step_size * (F.linear(rest, self.dictionary.t()) - self.threshold))
+        residual = hidden_states - F.linear(hidden_states, self.dictionary)
+        return F.relu(hidden_states + self.step_size * (F.linear(residual, self.dictionary.t()) - self.threshold))
 
     def extra_repr(self) -> str:
         return f"{len(self.dictionary)}, step_size={self.step_size}, threshold={self.threshold}"
@@ -139,18 +140,18 @@ class ISTAStep(nn.Module):
 # TSSA -----------------------------------------------------------------------------------------------------------------
 
 
-KEPT_IN_FLOAT32 = ("temp", "denom_bias", "forget_bias")
+FLOAT32_PARAMETERS = ("temp", "denom_bias", "forget_bias")
 MIN_MEMORY, MAX_MEMORY = 4, 1024  # tokens
 
 
 def initial_forget_bias(num_heads: int) -> torch.Tensor:
-    """The logits (H,) of decays 1 - 1 / tau, tau from 4 to 1,024 tokens, spaced evenly in log over the heads."""
+    """Logits (H,) of the decays 1 - 1 / tau, where tau is log-spaced over the heads from 4 to 1,024 tokens."""
     tau = torch.logspace(math.log2(MIN_MEMORY), math.log2(MAX_MEMORY), num_heads, base=2)
     return torch.log(tau - 1)
 
 
 class LayerOperators(NamedTuple):
-    """The functions that a layer calls; tensor and context parallelism replace them by others with the same signatures."""
+    """The functions that a layer calls; tensor and context parallelism replace them by functions of the same signatures."""
 
     tssa: Callable[..., TSSAOutput] = tssa
     step: Callable[..., TSSAOutput] = tssa_step
@@ -163,24 +164,25 @@ class TokenStatisticsSelfAttention(nn.Module):
     Args:
         hidden_size: width D of the tokens.
         num_attention_heads: number of heads H; divides `hidden_size`.
-        causal: whether a token sees only itself and the tokens before it.
+        causal: whether a token depends only on itself and the tokens before it.
         layer_idx: the layer's index in a cache; needed for `past_key_values`.
-        max_position_embeddings: length of the learned score bias `denom_bias`; None for none (bidirectional, position-free).
+        max_position_embeddings: length of the learned score bias `denom_bias`; None for no bias (bidirectional form, or a
+            causal form without positions).
         in_bias, out_bias: whether the input and the output projection have a bias.
         attention_dropout: dropout on 1 / (1 + moment), as in the paper's code.
         hidden_dropout: dropout after the output projection.
-        forgetting: decay of the running sums: "none", "head" (learned, per head) or "token" (computed from each token, per
-            head); causal form only.
+        forgetting: decay of the running sums: "none", "head" (learned for each head) or "token" (computed for each head from
+            each token); causal form only.
         conv_kernel: kernel size of the `ShortConvolution` on the layer's input; None for none. Causal form only.
-        normalize_scores: whether the squares that memberships are made from are divided by their sums. Without that (the
-            paper's ablation) the backend "torch" runs, whatever `backend` says.
-        backend: as in `tssa`; may be set later as well.
+        normalize_scores: whether the squares in the scores are divided by their sums. Without it (the paper's ablation) the
+            backend "torch" runs whatever `backend` says.
+        backend: as in `tssa`; can be changed later.
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
-    module is moved to.
+    module is cast to.
 
     Raises:
-        ValueError: forgetting or a convolution in the bidirectional form.
+        ValueError: the bidirectional form has `forgetting` or `conv_kernel`.
 
     Example:
 
@@ -224,7 +226,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         self.in_proj = nn.Linear(hidden_size, hidden_size, bias=in_bias)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=out_bias)
         self.out_dropout = nn.Dropout(hidden_dropout)
-        dtype = compute_dtype(torch.get_default_dtype())  # whatever dtype the other weights are built in
+        dtype = compute_dtype(torch.get_default_dtype())  # not the dtype of the other weights
         self.temp = nn.Parameter(torch.ones(num_attention_heads, 1, dtype=dtype))
         self.denom_bias = None
         if max_position_embeddings is not None:
@@ -238,22 +240,22 @@ class TokenStatisticsSelfAttention(nn.Module):
 
     @property
     def float32_parameters(self) -> list[str]:
-        """Names of the parameters that stay in float32 whatever dtype the module is moved to."""
-        return [name for name in KEPT_IN_FLOAT32 if getattr(self, name) is not None]
+        """Names of the parameters that stay in float32 whatever dtype the module is cast to."""
+        return [name for name in FLOAT32_PARAMETERS if getattr(self, name) is not None]
 
     def _apply(self, fn, recurse=True):
-        # model.to(dtype) and model.half() come through here; float32 parameters keep their values
-        kept = {name: getattr(self, name).data for name in self.float32_parameters}
-        kept = {name: data for name, data in kept.items() if data.dtype in (torch.float32, torch.float64)}
+        # called by model.to(dtype) and model.half(): restores the float32 values that a cast would round
+        float32_data = {name: getattr(self, name).data for name in self.float32_parameters}
+        float32_data = {name: data for name, data in float32_data.items() if data.dtype in (torch.float32, torch.float64)}
         super()._apply(fn, recurse)
-        for name, data in kept.items():
+        for name, data in float32_data.items():
             param = getattr(self, name)
             if param.dtype in (torch.float16, torch.bfloat16):
                 param.data = data.to(device=param.device)
         return self
 
     def log_decay(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Logarithm of the decay (B, T, H) at convolved tokens (B, T, D); None without forgetting."""
+        """The forget gate: the log decay (B, T, H) at convolved tokens (B, T, D); None without decay."""
         if self.forget_bias is None:
             return None
         dtype = compute_dtype(hidden_states.dtype)
@@ -274,20 +276,20 @@ class TokenStatisticsSelfAttention(nn.Module):
 
         Args:
             hidden_states: (B, T, D).
-            attention_mask: (B, T), true or 1 at real tokens; of these tokens only, not those in the cache.
+            attention_mask: (B, T), true or 1 at real tokens; does not include tokens in the cache.
             position_ids: (B, T), indices into `denom_bias`; required if the layer has one.
             seq_idx: (B, T), packed sequences; see `tssa`.
-            past_key_values: a cache of `CausalStatisticsLayer`s; read, then updated.
+            past_key_values: a cache of `CausalStatisticsLayer`s, which is read and updated.
 
         Returns:
-            The attended tokens (B, T, D) and the membership (B, H, T).
+            The output (B, T, D) and the membership (B, H, T).
         """
         B, T, _ = hidden_states.shape
-        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        cache_layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         inputs, conv_state = hidden_states, None
-        if layer is not None:
-            layer.prefetch()
-            conv_state = layer.conv_state
+        if cache_layer is not None:
+            cache_layer.prefetch()
+            conv_state = cache_layer.conv_state
         if self.convolution is not None:
             args = inputs, attention_mask, seq_idx, conv_state
             hidden_states, conv_state = self.operators.convolve(self.convolution, *args)
@@ -297,20 +299,22 @@ class TokenStatisticsSelfAttention(nn.Module):
             position_ids = None
         else:
             assert position_ids is not None
-        out, membership, state = self._statistics(w, position_ids, log_decay, attention_mask, seq_idx, layer)
-        if layer is not None:
+        output, membership, state = self._compute_statistics(w, position_ids, log_decay, attention_mask, seq_idx, cache_layer)
+        if cache_layer is not None:
             assert state is not None  # only causal layers have a cache
-            layer.update_state(TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, conv_state=conv_state)
+            cache_layer.update_state(
+                TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, conv_state=conv_state
+            )
         if self.training and self.attention_dropout > 0:
-            keep = torch.ones_like(out) if self.causal else out.new_ones(B, 1, self.num_heads, self.head_dim)
-            out = out * F.dropout(keep, self.attention_dropout)
-        return self.out_dropout(self.out_proj(out.reshape(B, T, -1))), membership
+            ones = torch.ones_like(output) if self.causal else output.new_ones(B, 1, self.num_heads, self.head_dim)
+            output = output * F.dropout(ones, self.attention_dropout)
+        return self.out_dropout(self.out_proj(output.reshape(B, T, -1))), membership
 
-    def _statistics(self, w, positions, log_decay, mask, seq_idx, layer) -> TSSAOutput:
-        """The operator, or its one-token step for decoding with a cache layer."""
-        state = None if layer is None else layer.state
+    def _compute_statistics(self, w, positions, log_decay, mask, seq_idx, cache_layer) -> TSSAOutput:
+        """Runs the operator, or its one-token step when decoding with a cache layer."""
+        state = None if cache_layer is None else cache_layer.state
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
-        if layer is None or w.shape[1] > 1:
+        if cache_layer is None or w.shape[1] > 1:
             return self.operators.tssa(
                 w,
                 self.temp,
@@ -325,7 +329,7 @@ class TokenStatisticsSelfAttention(nn.Module):
                 backend=self.backend,
             )
         positions, log_decay, mask = (None if x is None else x[:, 0] for x in (positions, log_decay, mask))
-        out, membership, state = self.operators.step(
+        output, membership, state = self.operators.step(
             w[:, 0],
             self.temp,
             bias,
@@ -335,9 +339,9 @@ class TokenStatisticsSelfAttention(nn.Module):
             log_decay=log_decay,
             normalize_scores=self.normalize_scores,
             backend=self.backend,
-            in_place=layer.may_be_overwritten,
+            in_place=cache_layer.may_be_overwritten,
         )
-        return TSSAOutput(out.unsqueeze(1), membership.unsqueeze(-1), state)
+        return TSSAOutput(output.unsqueeze(1), membership.unsqueeze(-1), state)
 
 
 __all__ = ["ISTAStep", "ShortConvolution", "TokenStatisticsSelfAttention"]

@@ -1,14 +1,13 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Token Statistics Self-Attention (TSSA, arXiv 2412.17810): the operator. layers_tost.py builds the layer on it.
 
-No token is ever compared with another one: time is linear in the number of tokens, and the causal form needs only three
-running sums (`TSSAState`). tssa_reference.py says what is computed. Everything inside runs in float32, or in float64 for
-float64 inputs, whatever comes in.
+TSSA compares no pairs of tokens: time is linear in the number of tokens, and the causal form needs only three running sums
+(`TSSAState`). tssa_reference.py defines what is computed. All computation is in float32, or in float64 for float64 inputs.
 
-`backend=` or, without it, the environment variable TOST_HF_BACKEND chooses: "torch" for PyTorch, on every device and for
-every dtype, "triton" for the kernels of tssa_triton.py, "auto" for the kernels on a GPU where they can run. In PyTorch the
-causal form is computed by chunks (tssa_chunked.py); the bidirectional form, a single token, torch.export and compilers for
-devices other than the CPU run the reference implementation (tssa_reference.py).
+The argument `backend` or, without it, the environment variable TOST_HF_BACKEND chooses "torch" (PyTorch, on every device and
+for every dtype), "triton" (the kernels of tssa_triton.py) or "auto" (the kernels on a GPU where they can run, else PyTorch).
+In PyTorch the causal form is computed in chunks (tssa_chunked.py); the bidirectional form, single tokens, torch.export and
+compilers for devices other than the CPU run the reference implementation (tssa_reference.py).
 """
 
 import functools
@@ -23,11 +22,11 @@ from .tssa_chunked import causal as causal_chunked
 from .tssa_reference import (
     TSSAState,
     as_state,
-    bias_of_tokens,
     bidirectional,
     compute_dtype,
-    membership_of,
     reset_at_starts,
+    select_bias,
+    softmax_over_heads,
     state_shapes,
     step,
     zero_state,
@@ -39,7 +38,7 @@ BACKENDS = ("auto", "torch", "triton")
 
 
 class TSSAOutput(NamedTuple):
-    """What `tssa` and `tssa_step` return; of a single token without the dimension T.
+    """What `tssa` and `tssa_step` return; for `tssa_step` without the dimension T.
 
     Example:
 
@@ -73,21 +72,22 @@ def tssa(
     """Token Statistics Self-Attention between the two projections (paper, section 3; causal form of the authors' code).
 
     Args:
-        w: projected tokens, (B, T, H, p), as the input projection leaves them (no transpose needed).
+        w: projected tokens, (B, T, H, p), in the layout of the input projection's output (no transpose needed).
         temp: one learned scalar per head, H numbers of any shape.
-        denom_bias: learned score bias of the tokens, (T, H) or (B, T, H), or of positions, (positions, H); causal form only.
-        positions: (B, T) or (1, T) integers, the tokens' indices into `denom_bias`, where it is one of positions.
+        denom_bias: learned score bias of each token, (T, H) or (B, T, H), or of each position, (positions, H); causal form
+            only.
+        positions: (B, T) or (1, T) integers, the tokens' indices into a `denom_bias` of positions.
         causal: prefix sums over positions (language) or sums over all tokens (vision, encoders).
         mask: (B, T), true or 1 at real tokens. Padding adds nothing to any sum and its output is 0.
-        seq_idx: (B, T) integers, packed sequences: the tokens of one are adjacent and share a number, and each is computed
-            as if it were alone.
-        initial_state: running sums of the tokens before these; causal form only.
-        log_decay: logarithm, at most 0, of the factor by which a head's sums are multiplied before a token is added to them,
-            (H,), (T, H) or (B, T, H); causal form only. None, as 0, for no decay. There is none at padding.
-        normalize_scores: whether the squares in the scores are divided by their sums; without (the paper's ablation), and
-            for packed sequences in the bidirectional form, the backend "torch" runs, whatever is asked for.
-        softmax: computes the memberships in place of `tssa_reference.membership_of`, with its arguments, where these are not
-            all heads (tensor parallelism), by the reference implementation; None for that function and any backend.
+        seq_idx: (B, T) integers, the sequence numbers of packed sequences, whose tokens are adjacent. Packed sequences are
+            independent.
+        initial_state: running sums over the tokens before the first; causal form only.
+        log_decay: logarithm of the decay, at most 0: a head's sums are multiplied by the decay before a token is added. (H,),
+            (T, H) or (B, T, H); causal form only. None, like 0, for no decay. Padding has no decay.
+        normalize_scores: whether the squares in the scores are divided by their sums. Without it (the paper's ablation), and
+            for packed sequences in the bidirectional form, the backend "torch" runs whatever `backend` says.
+        softmax: a function that replaces `tssa_reference.softmax_over_heads` where w contains only some of the heads (tensor
+            parallelism); the reference implementation runs. None for all heads.
         backend: "auto", "torch" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
 
     Returns:
@@ -95,9 +95,9 @@ def tssa(
         sums after the last token (of each batch element's last packed sequence). All three are differentiable once.
 
     Raises:
-        ValueError: shapes disagree, `initial_state` / `denom_bias` / `log_decay` is given to the bidirectional form,
-            `log_decay` is above 0, or the backend is unknown or cannot take these tokens.
-        RuntimeError: the backend "triton" is asked for, and its kernels fail or are wrong on this device.
+        ValueError: shapes disagree, `initial_state` / `denom_bias` / `log_decay` is passed to the bidirectional form,
+            `log_decay` is above 0, or the backend is unknown or does not support these tokens.
+        RuntimeError: the requested backend is "triton", and its kernels fail or are wrong on this device.
 
     Example:
 
@@ -117,32 +117,32 @@ def tssa(
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(initial_state or ()))
     if causal and seq_idx is not None:
         log_decay = reset_at_starts(log_decay, seq_idx, dtype)
-    has_kernel = softmax is None and normalize_scores and (causal or seq_idx is None)
-    temp, bias = temp.to(dtype), bias_of_tokens(denom_bias, positions, dtype)
+    supports_kernels = softmax is None and normalize_scores and (causal or seq_idx is None)
+    temp, bias = temp.to(dtype), select_bias(denom_bias, positions, dtype)
     form = "causal" if causal else "bidirectional"
-    if has_kernel and _runs_on_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad):
+    if supports_kernels and _runs_on_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad):
         from .tssa_triton import tssa_triton
 
-        output, membership, final = tssa_triton(w, temp, bias, mask, log_decay, initial_state, causal)
-        return TSSAOutput(output, membership.transpose(1, 2), final)
-    padding, softmax = None if mask is None else ~mask, softmax or membership_of
+        output, membership, final_state = tssa_triton(w, temp, bias, mask, log_decay, initial_state, causal)
+        return TSSAOutput(output, membership.transpose(1, 2), final_state)
+    padding, softmax = None if mask is None else ~mask, softmax or softmax_over_heads
     if not causal:
         output, membership = bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores)
         return TSSAOutput(output, membership.transpose(1, 2), None)
     state = None if initial_state is None else as_state(initial_state, w)
-    if softmax is not membership_of or _is_traced(w):
-        args = w, temp, bias, padding, state, log_decay
-        output, membership, final = causal_reference(*args, softmax, normalize_scores)
+    if softmax is not softmax_over_heads or _needs_reference(w):
+        inputs = w, temp, bias, padding, state, log_decay
+        output, membership, final_state = causal_reference(*inputs, softmax, normalize_scores)
     else:
         bias = w.new_zeros(1, 1, 1, dtype=dtype) if bias is None else bias
         state = zero_state(w) if state is None else state
-        args = w, temp, bias.expand(w.shape[:3]), padding, state, log_decay
-        output, membership, final = causal_chunked(*args, normalize_scores)
-    return TSSAOutput(output, membership.transpose(1, 2), final)
+        inputs = w, temp, bias.expand(w.shape[:3]), padding, state, log_decay
+        output, membership, final_state = causal_chunked(*inputs, normalize_scores)
+    return TSSAOutput(output, membership.transpose(1, 2), final_state)
 
 
-def _is_traced(w: torch.Tensor) -> bool:
-    """Whether the reference implementation runs: under torch.export, jit.trace, and compilers for devices other than CPUs."""
+def _needs_reference(w: torch.Tensor) -> bool:
+    """Whether to run the reference: under torch.export and jit.trace, and compiled for devices other than the CPU."""
     traced = torch.compiler.is_exporting() or torch.jit.is_tracing()
     return traced or (torch.compiler.is_compiling() and w.device.type != "cpu")
 
@@ -167,21 +167,21 @@ def tssa_step(
         w: the projected token, (B, H, p).
         temp: H numbers of any shape.
         denom_bias: score bias of the token, (H,) or (B, H), or of each position, (positions, H), or None.
-        state: the running sums before the token; None at the start of a sequence. Left as they are unless `in_place`.
+        state: the running sums before the token; None at the start of a sequence. Not modified unless `in_place`.
         positions: (B,) integers; as in `tssa`.
-        mask: (B,), true or 1 where the token is real; a padding token leaves the state as it was.
+        mask: (B,), true or 1 where the token is real; padding leaves the state unchanged.
         log_decay: (H,) or (B, H); as in `tssa`.
         normalize_scores, softmax: as in `tssa`.
         backend: as in `tssa`. The kernel has no gradient: where one is needed, the reference runs.
-        in_place: whether the token is added to the tensors of `state` themselves, as decoding wants it. They must have the
-            dtypes of a `TSSAState`, and nothing may need a gradient.
+        in_place: whether the tensors of `state` are updated in place, as in decoding. They must have the dtypes of a
+            `TSSAState`, and nothing may need a gradient.
 
     Returns:
         `TSSAOutput` with the output (B, H, p), the membership (B, H) and the new state.
 
     Raises:
-        ValueError: `log_decay` has another shape or is above 0, or the backend is unknown or cannot take these tokens; `state`
-            cannot be updated in place.
+        ValueError: `log_decay` has another shape or is above 0, the backend is unknown or does not support these tokens, or
+            `state` cannot be updated in place.
         RuntimeError: as in `tssa`.
 
     Example:
@@ -195,21 +195,25 @@ def tssa_step(
     _check_log_decay(log_decay, w, causal=True)
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(state or ()))
     if in_place and state is not None and (needs_grad or any(x is not y for x, y in zip(as_state(state, w), state))):
-        raise ValueError("tssa_step cannot update a state in place that needs a gradient or has other dtypes than its own.")
-    has_kernel = softmax is None and normalize_scores
+        raise ValueError(
+            "tssa_step cannot update a state in place if a gradient is needed or if it has other dtypes than a TSSAState."
+        )
+    supports_kernels = softmax is None and normalize_scores
     dtype, mask = compute_dtype(w.dtype), None if mask is None else mask.bool()
-    temp, bias = temp.reshape(-1).to(dtype), bias_of_tokens(denom_bias, positions, dtype)
+    temp, bias = temp.reshape(-1).to(dtype), select_bias(denom_bias, positions, dtype)
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
     state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
-    if has_kernel and _runs_on_kernels(w, backend, "step", decay=log_decay is not None) and not needs_grad:
+    if supports_kernels and _runs_on_kernels(w, backend, "step", decay=log_decay is not None) and not needs_grad:
         from .tssa_triton import tssa_step_triton
 
         if not in_place:
-            state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))  # the kernel adds in place
+            state = TSSAState(
+                *(x.clone(memory_format=torch.contiguous_format) for x in state)
+            )  # the kernel updates it in place
         bias = None if bias is None else bias.expand(w.shape[:2])
         output, membership = tssa_step_triton(w, temp, bias, mask, log_decay, *state)
         return TSSAOutput(output, membership, state)
-    padding, softmax = None if mask is None else ~mask, softmax or membership_of
+    padding, softmax = None if mask is None else ~mask, softmax or softmax_over_heads
     return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, softmax, normalize_scores, in_place))
 
 
@@ -217,23 +221,23 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
 
 
-def _runs_on_kernels(w: torch.Tensor, backend: str | None, form: str, **parts: bool) -> bool:
-    """Whether the kernels are chosen for tokens w (..., H, p), can run, and compute there what they should."""
+def _runs_on_kernels(w: torch.Tensor, backend: str | None, form: str, **options: bool) -> bool:
+    """Whether the kernels are chosen for tokens w (..., H, p), can run on their device, and passed their self-check."""
     if _choose_backend(backend, w.device.type, w.dtype) == "torch":
         return False
-    from .tssa_triton import kernel_problem
+    from .tssa_triton import find_kernel_problem
 
-    problem = kernel_problem(w, form, **parts)
+    problem = find_kernel_problem(w, form, **options)
     return problem is None or _fall_back(problem, backend, RuntimeError)
 
 
 @torch.compiler.assume_constant_result
 def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str:
-    """The backend, "torch" or "triton", for tokens of a dtype on a kind of device; see `tssa`."""
-    wanted = backend or os.environ.get("TOST_HF_BACKEND") or "auto"
-    if wanted not in BACKENDS:
-        raise ValueError(f"There is no TSSA backend {wanted!r}; choose one of {', '.join(BACKENDS)}.")
-    if wanted == "torch" or (wanted == "auto" and (device != "cuda" or dtype == torch.float64)):
+    """The backend, "torch" or "triton", for a dtype and a device type; see `tssa`."""
+    requested_backend = backend or os.environ.get("TOST_HF_BACKEND") or "auto"
+    if requested_backend not in BACKENDS:
+        raise ValueError(f"There is no TSSA backend {requested_backend!r}; choose one of {', '.join(BACKENDS)}.")
+    if requested_backend == "torch" or (requested_backend == "auto" and (device != "cuda" or dtype == torch.float64)):
         return "torch"
     from .tssa_triton import find_unsupported
 
@@ -242,7 +246,7 @@ def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str
 
 
 def _fall_back(problem: str, backend: str | None, error: type[Exception]) -> bool:
-    """False, with one warning per process, where the kernels cannot run; raises where they were asked for."""
+    """Returns False, with one warning per process, as the kernels cannot run; raises if they were requested."""
     if (backend or os.environ.get("TOST_HF_BACKEND")) == "triton":
         raise error(f"The TSSA backend 'triton' cannot run: {problem}; choose 'auto' or 'torch'.")
     _warn_of_fallback(problem)
@@ -261,35 +265,35 @@ def _warn_of_fallback(reason: str) -> None:
 def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state) -> torch.Tensor:
     """Raises for shapes that disagree; returns `temp` as (H,)."""
     if w.ndim != 4:
-        raise ValueError(f"tssa takes projected tokens of shape (batch, tokens, heads, head_dim), got {tuple(w.shape)}.")
+        raise ValueError(f"tssa expects projected tokens of shape (batch, tokens, heads, head_dim), got {tuple(w.shape)}.")
     if not w.is_floating_point():
-        raise ValueError(f"tssa takes floating-point tokens, got {w.dtype}.")
+        raise ValueError(f"tssa expects floating-point tokens, got {w.dtype}.")
     B, T, H, _ = w.shape
     if temp.numel() != H:
-        raise ValueError(f"temp must hold one number per head ({H}), got shape {tuple(temp.shape)}.")
+        raise ValueError(f"temp must contain one number per head ({H}), got shape {tuple(temp.shape)}.")
     for name, tensor in (("mask", mask), ("seq_idx", seq_idx)):
         if tensor is not None and tensor.shape != (B, T):
             raise ValueError(f"{name} must have shape (batch, tokens) = ({B}, {T}), got {tuple(tensor.shape)}.")
     if seq_idx is not None and (seq_idx.is_floating_point() or seq_idx.is_complex()):
-        raise ValueError(f"seq_idx must hold integers, got {seq_idx.dtype}.")
+        raise ValueError(f"seq_idx must contain integers, got {seq_idx.dtype}.")
     _check_mask(mask)
-    # dimension by dimension: two shapes compared as a whole would have an exporter compare the batch with the tokens
+    # dimension by dimension, as exporters would compare batch sizes with numbers of tokens in whole shapes
     if positions is not None:
         _check_positions(w, denom_bias, positions)
     elif denom_bias is not None and (
         denom_bias.ndim > 3 or denom_bias.shape[-2:] != (T, H) or (denom_bias.ndim == 3 and denom_bias.shape[0] not in (B, 1))
     ):
         raise ValueError(
-            f"denom_bias must have shape (tokens, heads) = ({T}, {H}), with or without the batch in front, got "
+            f"denom_bias must have shape (tokens, heads) = ({T}, {H}) or (batch, tokens, heads), got "
             f"{tuple(denom_bias.shape)}."
         )
     if not causal and (denom_bias is not None or initial_state is not None):
         raise ValueError("denom_bias and initial_state belong to the causal form; bidirectional TSSA has neither.")
     if initial_state is not None:
         expected = tuple(state_shapes(w))
-        shapes = tuple(tuple(x.shape) for x in initial_state)
-        if shapes != expected:
-            raise ValueError(f"initial_state must hold tensors of shapes {expected}, got {shapes}.")
+        actual = tuple(tuple(x.shape) for x in initial_state)
+        if actual != expected:
+            raise ValueError(f"initial_state must contain tensors of shapes {expected}, got {actual}.")
     return temp.reshape(-1)
 
 
@@ -297,31 +301,32 @@ def _check_positions(w: torch.Tensor, denom_bias: torch.Tensor | None, positions
     """Raises for positions that are not indices into a `denom_bias`."""
     B, T, H, _ = w.shape
     if denom_bias is None or denom_bias.ndim != 2 or denom_bias.shape[1] != H:
-        found = None if denom_bias is None else tuple(denom_bias.shape)
-        raise ValueError(f"With positions, denom_bias must have shape (positions, heads = {H}), got {found}.")
+        shape = None if denom_bias is None else tuple(denom_bias.shape)
+        raise ValueError(f"With positions, denom_bias must have shape (positions, heads = {H}), got {shape}.")
     if (
         positions.dtype not in (torch.int32, torch.int64)
         or positions.ndim != 2
         or positions.shape[1] != T
         or positions.shape[0] not in (B, 1)
     ):
-        given = f"{positions.dtype} of shape {tuple(positions.shape)}"
-        raise ValueError(f"positions must be int32 or int64 of shape (batch, tokens) = ({B}, {T}), got {given}.")
+        actual = f"{positions.dtype} of shape {tuple(positions.shape)}"
+        raise ValueError(f"positions must be int32 or int64 of shape (batch, tokens) = ({B}, {T}), got {actual}.")
 
 
 def _check_mask(mask: torch.Tensor | None) -> None:
-    """Raises for a mask of anything but 0 and 1, such as one to be added to scores; looks only where that costs nothing."""
+    """Raises for a mask with other values than 0 and 1, such as an additive one. On a GPU, which would synchronise, checks
+    the dtype only."""
     if mask is None or mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
     if not ((mask == 0) | (mask == 1)).all() if mask.device.type == "cpu" else mask.is_floating_point():
         raise ValueError(
-            f"mask must hold 1 or true at real tokens and 0 or false at padding, got another {mask.dtype} mask; TSSA has no "
-            "mask that is added to scores."
+            f"mask must be 1 or true at real tokens and 0 or false at padding, got another {mask.dtype} mask; TSSA has no "
+            "additive mask."
         )
 
 
 def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bool) -> None:
-    """Raises for decays that do not fit the tokens w (B, T, H, p) or (B, H, p), or that are above 0 (checked on the CPU)."""
+    """Raises if `log_decay` does not fit the tokens w, (B, T, H, p) or (B, H, p), or is above 0 (checked on the CPU only)."""
     if log_decay is None:
         return
     if not causal:
@@ -332,11 +337,11 @@ def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bo
         shapes = [tuple(tokens[start:]) for start in reversed(range(len(tokens)))]
         raise ValueError(f"log_decay must have one of the shapes {', '.join(map(str, shapes))}, got {tuple(log_decay.shape)}.")
     if log_decay.device.type == "cpu" and not torch.compiler.is_compiling() and bool((log_decay > 0).any()):
-        raise ValueError(f"log_decay must be at most 0, or the sums grow without end; got {log_decay.max().item():.3g}.")
+        raise ValueError(f"log_decay must be at most 0, or the sums grow without bound; got {log_decay.max().item():.3g}.")
 
 
 def _expand_log_decay(log_decay: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype):
-    """`log_decay` for each token and head, of shape `shape`; 0 at padding."""
+    """Expands `log_decay` to `shape`, with a value for each token and head; 0 at padding."""
     if log_decay is None:
         return None
     log_decay = log_decay.to(dtype).expand(shape)

@@ -2,25 +2,25 @@
 """The GPU backend of TSSA: Triton kernels, forward and backward, causal and bidirectional, and the one-token decoding step.
 
 The operator is two chained sums over tokens with a softmax over heads between them. As in Mamba-2's chunked scan, tokens are
-split into chunks; only chunk totals cross a chunk's border, and totals add. Each direction is three kernels that process all
-chunks in parallel, with a scan over the chunk totals ("state passing") after the first and the second:
+split into chunks, and only the totals of chunks cross their boundaries. Forward and backward run three kernels each, which
+process all chunks in parallel, with a scan over the chunk totals ("state passing") after the first and the second:
 
     forward    totals of S          -> scan -> membership, totals of N and D -> scan -> output
     backward   totals of dN and dD  -> scan -> score gradient, totals of dS  -> scan -> dw
 
 with S = sum w^2, N = sum Pi w^2, D = sum Pi: prefix sums in the causal form, totals in the bidirectional one (`CAUSAL`). The
 gradient of a prefix sum is a suffix sum, so the backward scans run in reverse. With decay (`log_decay`), the causal sums are
-multiplied by a factor before each token is added: chunk totals are then decayed to the chunk's end (those of gradients to its
-start), and the scans take each chunk's sum of log factors. The backward processes a chunk from its end and needs the forward's
-sums on the way: its first kernel stores them before every span of 8 tokens.
+multiplied by the decay before each token is added: chunk totals are decayed to the chunk's end (those of gradients to its
+start), and the scans read each chunk's sum of log decays. The backward processes a chunk from its end and needs the forward's
+sums before each token: its first kernel stores them before every span of 8 tokens.
 
-The three sums of a sequence, a chunk or a span are one record of a float32 tensor (records, 2 C + H), C = H p: S, N, then D;
-gradients dS, dN, dD likewise. No sum is formed by subtraction, and there are no atomics: two runs agree bit for bit. Chunks
-are 64 tokens from the sequence's start, so an output never depends on later tokens. Packed sequences are a log factor of minus
-infinity at the first token of each.
+A state consists of the three sums of a sequence, a chunk or a span, and is stored in a float32 tensor (states, 2 C + H),
+C = H p, as S, N, D; gradients are stored as dS, dN, dD. No sum is formed by subtraction, and there are no atomics: results are
+bitwise reproducible. Chunks are 64 tokens from the sequence's start, so an output never depends on later tokens. Packed
+sequences have a log decay of minus infinity at their first tokens.
 
-The kernels are bound as custom operators, opaque to compilers, in a namespace named after the package that this file is loaded
-into: an installed package and a model's remote code can both be loaded. Nothing here needs Triton until it is called.
+The kernels are registered as custom operators, which are opaque to compilers, in a namespace named after the package that
+contains this file: an installed package and remote code can both be loaded. This file can be imported without Triton.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ except ImportError:
 _jit = (lambda fn: fn) if triton is None else triton.jit
 _jit_any_length = (lambda fn: fn) if triton is None else triton.jit(do_not_specialize=["T"])
 _constexpr = (lambda x: x) if triton is None else tl.constexpr
-# whether the kernels are compiled for NVIDIA devices, and may use one of their instructions
+# whether the kernels are compiled for NVIDIA devices and may contain PTX
 _NVIDIA = _constexpr(triton is not None and not triton.knobs.runtime.interpret and torch.version.hip is None)
 
-# Tokens of a chunk; of a span, before which the backward stores the forward's sums; of a tile, which a thread holds at once.
+# Tokens of a chunk, of a span (the backward stores the forward's sums before each), and of a tile (in a thread's registers).
 CHUNK, SPAN, TILE = 64, 8, 4
 SCAN_CHUNKS, SCAN_COLUMNS = 64, 32  # block of the scans over chunk totals
 _CHUNK, _SPAN, _TILE = _constexpr(CHUNK), _constexpr(SPAN), _constexpr(TILE)
@@ -64,102 +64,103 @@ _EPS_SUM_SQ, _EPS_SQUARED_NORM, _EPS_MEMBERSHIP = map(_constexpr, (EPS_SUM_SQ, E
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loads, stores and masks. Tensors are contiguous: w, grad, output, dw (B, T, H, p); membership, bias, dscore, log_decay and
-# dlog_decay (B, T, H). Carries have one record per chunk in the causal form, one per sequence otherwise.
+# dlog_decay (B, T, H). Carries are the states before each chunk in the causal form, and of each sequence otherwise.
 #
-# A program takes one chunk and HEADS heads, and loops over the chunk in tiles of TILE tokens x HEADS heads x BLOCK_P >= P
-# channels. A thread has 8 neighbouring channels of all of a tile's tokens, so running sums are plain additions in its
-# registers. Chunks are addressed with 64 bits, what is inside them with 32.
+# A program processes one chunk and HEADS heads, and loops over the chunk in tiles of TILE tokens x HEADS heads x BLOCK_P >= P
+# channels. A thread has 8 neighbouring channels of all tokens of a tile, so running sums are additions in its registers.
+# Offsets of chunks have 64 bits, offsets within them 32.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @_jit
-def _program(T, H: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr):
-    """The program's chunk and heads (HEADS,); the chunk's first token in the flattened batch, its length, its carry."""
-    groups: tl.constexpr = (H + HEADS - 1) // HEADS
-    chunk = tl.program_id(0).to(tl.int64) // groups
-    heads = tl.program_id(0) % groups * HEADS + tl.arange(0, HEADS)
-    per_sequence = tl.cdiv(T, _CHUNK)
-    sequence = chunk // per_sequence
-    start = chunk % per_sequence * _CHUNK
-    count = tl.minimum(T - start, _CHUNK).to(tl.int32)
+def _locate_program(T, H: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr):
+    """The program's chunk and heads (HEADS,); the chunk's first token in the flattened batch, its length and carry index."""
+    head_blocks: tl.constexpr = (H + HEADS - 1) // HEADS
+    chunk = tl.program_id(0).to(tl.int64) // head_blocks
+    heads = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
+    chunks_per_sequence = tl.cdiv(T, _CHUNK)
+    sequence = chunk // chunks_per_sequence
+    start = chunk % chunks_per_sequence * _CHUNK
+    length = tl.minimum(T - start, _CHUNK).to(tl.int32)
     if CAUSAL:
-        return chunk, heads, sequence * T + start, count, chunk
+        return chunk, heads, sequence * T + start, length, chunk
     else:
-        return chunk, heads, sequence * T + start, count, sequence
+        return chunk, heads, sequence * T + start, length, sequence
 
 
 @_jit
-def _tile(mask, first, start, count, heads, H: tl.constexpr):
-    """A tile's tokens from `start` on: places in the chunk, whether they exist and whether they are real, (TILE, HEADS)."""
+def _tile_offsets(mask, first_token, start, length, heads, H: tl.constexpr):
+    """A tile that begins at token `start`: offsets in the chunk, whether these are in bounds, and whether the tokens are real;
+    each (TILE, HEADS)."""
     t = start + tl.arange(0, _TILE)
-    exists = t < count
-    real = exists
+    in_bounds = t < length
+    is_real = in_bounds
     if mask is not None:
-        real = real & (tl.load(mask + first + t, mask=real, other=0) != 0)
+        is_real = is_real & (tl.load(mask + first_token + t, mask=is_real, other=0) != 0)
     if tl.constexpr(H) % heads.shape[0] == 0:
         is_head = tl.full(heads.shape, True, tl.int1)
     else:
         is_head = heads < H
-    return t[:, None] * H + heads[None, :], exists[:, None] & is_head[None, :], real[:, None] & is_head[None, :]
+    return t[:, None] * H + heads[None, :], in_bounds[:, None] & is_head[None, :], is_real[:, None] & is_head[None, :]
 
 
 @_jit
-def _channels(places, mask, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Offsets (..., HEADS, BLOCK_P) of the channels of heads at `places` (..., HEADS), and which of them exist."""
+def _channel_offsets(head_offsets, mask, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Offsets (..., HEADS, BLOCK_P) of the channels of heads at `head_offsets` (..., HEADS), and their mask."""
     channel = tl.arange(0, BLOCK_P)
-    offsets, mask = tl.expand_dims(places, -1) * P + channel, tl.expand_dims(mask, -1)
+    channel_offsets, mask = tl.expand_dims(head_offsets, -1) * P + channel, tl.expand_dims(mask, -1)
     if P == BLOCK_P:
-        return offsets, mask
+        return channel_offsets, mask
     else:
-        return offsets, mask & (channel < P)
+        return channel_offsets, mask & (channel < P)
 
 
 @_jit
-def _load(pointer, first, places, mask, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """A tile (TILE, HEADS, BLOCK_P) in float32; 0, and not read, where the mask is false."""
-    offsets, mask = _channels(places, mask, P, BLOCK_P)
-    return tl.load(pointer + first * (H * P) + offsets, mask=mask, other=0.0).to(tl.float32)
+def _load_tile(pointer, first_token, head_offsets, mask, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """A tile (TILE, HEADS, BLOCK_P) in float32; 0 and not read where the mask is false."""
+    channel_offsets, mask = _channel_offsets(head_offsets, mask, P, BLOCK_P)
+    return tl.load(pointer + first_token * (H * P) + channel_offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @_jit
-def _store(pointer, value, first, places, mask, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    offsets, mask = _channels(places, mask, P, BLOCK_P)
-    tl.store(pointer + first * (H * P) + offsets, value, mask=mask)
+def _store_tile(pointer, value, first_token, head_offsets, mask, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    channel_offsets, mask = _channel_offsets(head_offsets, mask, P, BLOCK_P)
+    tl.store(pointer + first_token * (H * P) + channel_offsets, value, mask=mask)
 
 
 @_jit
-def _load_heads(pointer, first, places, mask, H: tl.constexpr):
-    """One number per token and head, (TILE, HEADS); 0, and not read, where the mask is false. None of None."""
+def _load_heads(pointer, first_token, head_offsets, mask, H: tl.constexpr):
+    """One number per token and head, (TILE, HEADS); 0 and not read where the mask is false. None if `pointer` is None."""
     if pointer is None:
         return None
     else:
-        return tl.load(pointer + first * H + places, mask=mask, other=0.0)
+        return tl.load(pointer + first_token * H + head_offsets, mask=mask, other=0.0)
 
 
 @_jit
-def _store_heads(pointer, value, first, places, mask, H: tl.constexpr):
-    tl.store(pointer + first * H + places, value, mask=mask)
+def _store_heads(pointer, value, first_token, head_offsets, mask, H: tl.constexpr):
+    tl.store(pointer + first_token * H + head_offsets, value, mask=mask)
 
 
 @_jit
-def _load_state(states, record, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The three sums of a record: (HEADS, BLOCK_P) twice, and (HEADS,)."""
-    states += record * (2 * H * P + H)
-    offsets, mask = _channels(heads, heads < H, P, BLOCK_P)
-    S = tl.load(states + offsets, mask=mask, other=0.0)
-    N = tl.load(states + H * P + offsets, mask=mask, other=0.0)
+def _load_state(states, index, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The three sums of a state: S and N (HEADS, BLOCK_P), and D (HEADS,)."""
+    states += index * (2 * H * P + H)
+    channel_offsets, mask = _channel_offsets(heads, heads < H, P, BLOCK_P)
+    S = tl.load(states + channel_offsets, mask=mask, other=0.0)
+    N = tl.load(states + H * P + channel_offsets, mask=mask, other=0.0)
     return S, N, tl.load(states + 2 * H * P + heads, mask=heads < H, other=0.0)
 
 
 @_jit
-def _store_state(states, record, S, N, D, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+def _store_state(states, index, S, N, D, heads, H: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
     """Stores S, or N and D, or all three."""
-    states += record * (2 * H * P + H)
-    offsets, mask = _channels(heads, heads < H, P, BLOCK_P)
+    states += index * (2 * H * P + H)
+    channel_offsets, mask = _channel_offsets(heads, heads < H, P, BLOCK_P)
     if S is not None:
-        tl.store(states + offsets, S, mask=mask)
+        tl.store(states + channel_offsets, S, mask=mask)
     if N is not None:
-        tl.store(states + H * P + offsets, N, mask=mask)
+        tl.store(states + H * P + channel_offsets, N, mask=mask)
         tl.store(states + 2 * H * P + heads, D, mask=heads < H)
 
 
@@ -170,7 +171,7 @@ def _store_state(states, record, S, N, D, heads, H: tl.constexpr, P: tl.constexp
 
 @_jit
 def _reciprocal(x):
-    """1 / x of a normal number: one instruction where it can be named, eight for a quotient."""
+    """1 / x of a normal number: one instruction in PTX, where a division takes eight."""
     if _NVIDIA:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -179,107 +180,107 @@ def _reciprocal(x):
 
 @_jit
 def _clamp(S, CAUSAL: tl.constexpr):
-    """S, at least its epsilon, and where it is smaller; NaN stays NaN."""
+    """S clamped to its epsilon (NaN stays NaN), and where it was clamped."""
     epsilon: tl.constexpr = _EPS_SUM_SQ if CAUSAL else _EPS_SQUARED_NORM
     return tl.maximum(S, epsilon, propagate_nan=tl.PropagateNan.ALL), S < epsilon
 
 
 @_jit
 def _expm1_poly(x):
-    """exp(x) - 1 for -0.1 < x <= 0, exact to float32, where exp(x) - 1 would keep few digits."""
+    """exp(x) - 1 for -0.1 < x <= 0, exact to float32; the difference itself would have few correct digits."""
     return x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))))
 
 
 @_jit
-def _decay_factor(decay):
-    """exp(decay), rounded once: the hardware's is off by 2e-7, and the factors of a chunk multiply."""
-    return tl.where(decay > -0.1, 1.0 + _expm1_poly(decay), tl.exp(decay))
+def _compute_decay(log_decay):
+    """exp(log_decay), rounded once. The hardware's exp has an error of 2e-7, which products of decays would multiply."""
+    return tl.where(log_decay > -0.1, 1.0 + _expm1_poly(log_decay), tl.exp(log_decay))
 
 
 @_jit
-def _apply_decay(total, decay):
-    """total * exp(decay). A factor close to 1 would be rounded the same way at each of thousands of steps."""
-    return tl.where(decay > -0.1, total + total * _expm1_poly(decay), total * tl.exp(decay))
+def _apply_decay(total, log_decay):
+    """total * exp(log_decay). A decay close to 1 is not rounded first, which would add the same error at every step."""
+    return tl.where(log_decay > -0.1, total + total * _expm1_poly(log_decay), total * tl.exp(log_decay))
 
 
 @_jit
-def _scan_combine(factor, total, decayed, next_factor, next_total, next_decayed):
-    """Two neighbouring spans of tokens as one: the product of the factors, the decayed total, and that of all but the last
-    token's value."""
-    return factor * next_factor, total * next_factor + next_total, total * next_factor + next_decayed
+def _scan_combine(decay, total, decayed_prev, next_decay, next_total, next_decayed_prev):
+    """Combines two neighbouring ranges of tokens: the product of the decays, the decayed sum, and the decayed sum without
+    the last token."""
+    return decay * next_decay, total * next_decay + next_total, total * next_decay + next_decayed_prev
 
 
 @_jit
-def _scan_combine_log(decay, total, next_decay, next_total):
-    """The same with log factors: of many chunks, each close to 1, a product would lose digits."""
-    return decay + next_decay, total * tl.exp(next_decay) + next_total
+def _scan_combine_log(log_decay, total, next_log_decay, next_total):
+    """Combines two neighbouring ranges of chunks. Sums log decays, as products of many decays close to 1 lose digits."""
+    return log_decay + next_log_decay, total * tl.exp(next_log_decay) + next_total
 
 
 @_jit
-def _per_token(x, values):
-    """(TILE,) or (TILE, HEADS) with as many dimensions as `values`."""
-    missing: tl.constexpr = len(values.shape) - len(x.shape)
-    if missing == 2:
+def _unsqueeze_like(x, like):
+    """Appends dimensions to x, (TILE,) or (TILE, HEADS), up to the number of dimensions of `like`."""
+    num_missing: tl.constexpr = len(like.shape) - len(x.shape)
+    if num_missing == 2:
         return x[:, None, None]
-    elif missing == 1:
+    elif num_missing == 1:
         return tl.expand_dims(x, -1)
     else:
         return x
 
 
 @_jit
-def _decayed_scan(values, carry, decay):
-    """Prefix sums with decay on top of `carry`; the sum before each token times its factor, exact where it is small."""
-    is_first = _per_token(tl.arange(0, values.shape[0]) == 0, values)
-    factor = tl.broadcast_to(_per_token(_decay_factor(decay), values), values.shape)
-    decayed = tl.where(is_first, factor * tl.expand_dims(carry, 0), 0.0)
-    _, values, decayed = tl.associative_scan((factor, decayed + values, decayed), 0, _scan_combine)
-    return values, decayed
+def _decayed_scan(values, carry, log_decay):
+    """Prefix sums with decay, continued from `carry`, and the decayed sum before each token, not computed as a difference."""
+    is_first = _unsqueeze_like(tl.arange(0, values.shape[0]) == 0, values)
+    decay = tl.broadcast_to(_unsqueeze_like(_compute_decay(log_decay), values), values.shape)
+    decayed_prev = tl.where(is_first, decay * tl.expand_dims(carry, 0), 0.0)
+    _, values, decayed_prev = tl.associative_scan((decay, decayed_prev + values, decayed_prev), 0, _scan_combine)
+    return values, decayed_prev
 
 
 @_jit
-def _running_sum(values, carry, decay, CAUSAL: tl.constexpr):
-    """Prefix sums over a tile's tokens (axis 0) on top of `carry`; in the bidirectional form `carry`, which is the total.
+def _running_sum(values, carry, log_decay, CAUSAL: tl.constexpr):
+    """Prefix sums over a tile's tokens (axis 0), continued from `carry`; in the bidirectional form `carry`, the total.
 
-    With `decay`, a sum is multiplied by exp(decay) before the token's own value is added.
+    With `log_decay`, a sum is multiplied by exp(log_decay) before the token is added.
     """
     if not CAUSAL:
         return tl.broadcast_to(tl.expand_dims(carry, 0), values.shape)
-    elif decay is None:
-        is_first = _per_token(tl.arange(0, values.shape[0]) == 0, values)
+    elif log_decay is None:
+        is_first = _unsqueeze_like(tl.arange(0, values.shape[0]) == 0, values)
         return tl.cumsum(tl.where(is_first, tl.expand_dims(carry, 0) + values, values), 0)
     else:
-        return _decayed_scan(values, carry, decay)[0]
+        return _decayed_scan(values, carry, log_decay)[0]
 
 
 @_jit
-def _select(values, token: tl.constexpr):
-    """One token's values, selected as integers: adding an integer 0 compiles to nothing, adding a float 0 does not."""
-    is_token = _per_token(tl.arange(0, values.shape[0]) == token, values)
+def _select_token(values, token: tl.constexpr):
+    """The values of one token, selected as integers: adding an integer 0 compiles to no instruction, unlike a float 0."""
+    is_token = _unsqueeze_like(tl.arange(0, values.shape[0]) == token, values)
     bits = tl.where(is_token, values.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits, 0).to(tl.float32, bitcast=True)
 
 
 @_jit
-def _last(values):
-    return _select(values, _TILE - 1)
+def _select_last_token(values):
+    return _select_token(values, _TILE - 1)
 
 
 @_jit
-def _total(values, carry, decay):
-    """The sum after the tile's last token."""
-    return _last(_running_sum(values, carry, decay, True))
+def _sum_tile(values, carry, log_decay):
+    """The decayed sum over a tile, continued from `carry`."""
+    return _select_last_token(_running_sum(values, carry, log_decay, True))
 
 
 @_jit
 def _flip(x):
     """A tile with its tokens in reverse order.
 
-    As integers, where a + b - b is b: that compiles to no instruction at all, while a scan in reverse would shuffle values
-    between threads.
+    In integers, where a + b - a is b, this compiles to no instructions, while a reversed scan would shuffle values between
+    threads.
     """
     tl.static_assert(_TILE == 4)
-    # x.shape[:0]: a shape joins a list of sizes on its right only
+    # x.shape[:0], as the left operand of + must be a shape and not a list
     bits = tl.reshape(x.to(tl.int32, bitcast=True), x.shape[:0] + [2, 2] + x.shape[1:])  # noqa: RUF005
     for axis in tl.static_range(2):
         bits = tl.sum(bits, axis, keep_dims=True) - bits
@@ -287,47 +288,47 @@ def _flip(x):
 
 
 @_jit
-def _suffix_sum(values, carry, next_decay, CAUSAL: tl.constexpr):
-    """`_running_sum` over the tokens in reverse; `next_decay` is the log decay of the token after each."""
+def _suffix_sum(values, carry, next_log_decay, CAUSAL: tl.constexpr):
+    """`_running_sum` over the tokens in reverse; `next_log_decay` is the log decay of the token after each."""
     if not CAUSAL:
         return _running_sum(values, carry, None, False)
-    elif next_decay is None:
+    elif next_log_decay is None:
         return _flip(_running_sum(_flip(values), carry, None, True))
     else:
-        return _flip(_running_sum(_flip(values), carry, _flip(next_decay), True))
+        return _flip(_running_sum(_flip(values), carry, _flip(next_log_decay), True))
 
 
 @_jit
-def _score(x, inverse_S, bias, first, places, real, H: tl.constexpr, P: tl.constexpr):
-    """The score (TILE, HEADS) of tokens from 1 / S."""
+def _compute_score(x, inverse_S, bias, first_token, head_offsets, is_real, H: tl.constexpr, P: tl.constexpr):
+    """The scores (TILE, HEADS), from 1 / S."""
     score = tl.sum(x * x * inverse_S, 2)
     if bias is not None:
-        score += P * _load_heads(bias, first, places, real, H)
+        score += P * _load_heads(bias, first_token, head_offsets, is_real, H)
     return score
 
 
 @_jit
-def _membership(score, temp, heads, real, H: tl.constexpr):
-    """The softmax over the heads, (TILE, HEADS); 0 at padding and where there is no such head."""
+def _softmax_over_heads(score, temp, heads, is_real, H: tl.constexpr):
+    """The membership (TILE, HEADS); 0 at padding and for heads out of bounds."""
     score *= tl.load(temp + heads, mask=heads < H, other=0.0)[None, :]
     score = tl.where((heads < H)[None, :], score, float("-inf"))
     pi = tl.exp(score - tl.max(score, 1)[:, None])
-    return tl.where(real, pi * (1.0 / tl.sum(pi, 1))[:, None], 0.0)
+    return tl.where(is_real, pi * (1.0 / tl.sum(pi, 1))[:, None], 0.0)
 
 
 @_jit
-def _output_grad(x, g, N, D):
-    """From the output's gradient g: the gradient of -w Pi times Pi, and that of N, both still without the factor Pi D.
+def _bwd_output(x, g, N, D):
+    """g / (N + D) and u = g w / (N + D)^2, from the output's gradient g. The output is -w Pi D / (N + D).
 
-    The output is -w Pi D / (N + D). The gradient of D is -Pi times the sum over channels of N times the second.
+    The gradient of N is Pi D u. The gradient of D is -Pi times the sum of N u over the channels.
     """
     inverse = _reciprocal(N + D[:, :, None])
-    of_w = g * inverse
-    return of_w, of_w * x * inverse
+    g_scaled = g * inverse
+    return g_scaled, g_scaled * x * inverse
 
 
 @_jit
-def _score_grad(x, S, q, CAUSAL: tl.constexpr):
+def _bwd_score(x, S, q, CAUSAL: tl.constexpr):
     """1 / S, and the gradient of S through the score, from the score's gradient q (TILE, HEADS)."""
     S, is_clamped = _clamp(S, CAUSAL)
     inverse = _reciprocal(S)
@@ -342,72 +343,72 @@ def _score_grad(x, S, q, CAUSAL: tl.constexpr):
 @_jit_any_length
 def chunk_state_kernel(
     w, log_decay, mask, T,
-    totals, total_decay,
+    totals, chunk_log_decay,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Chunk totals of S and of the log factors."""
-    chunk, heads, first, count, _carry = _program(T, H, HEADS, CAUSAL)
+    """Chunk totals of S and of the log decays."""
+    chunk, heads, first_token, length, _carry_index = _locate_program(T, H, HEADS, CAUSAL)
     S = tl.zeros([HEADS, BLOCK_P], tl.float32)
-    decay_sum = tl.zeros([HEADS], tl.float32)
-    for start in range(0, count, _TILE):
-        places, exists, real = _tile(mask, first, start, count, heads, H)
-        x = _load(w, first, places, real, H, P, BLOCK_P)
-        decay = _load_heads(log_decay, first, places, exists, H)
-        S = _total(x * x, S, decay)
+    log_a_sum = tl.zeros([HEADS], tl.float32)
+    for start in range(0, length, _TILE):
+        head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
+        x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+        S = _sum_tile(x * x, S, log_a)
         if log_decay is not None:
-            decay_sum += tl.sum(decay, 0)
+            log_a_sum += tl.sum(log_a, 0)
     _store_state(totals, chunk, S, None, None, heads, H, P, BLOCK_P)
     if log_decay is not None:
-        tl.store(total_decay + chunk * H + heads, decay_sum, mask=heads < H)
+        tl.store(chunk_log_decay + chunk * H + heads, log_a_sum, mask=heads < H)
 
 
 @_jit_any_length
 def state_passing_kernel(
     totals, carries,
-    initial, final,  # (B, 2 H P + H), or None
-    total_decay, T,
-    FROM: tl.constexpr, TO: tl.constexpr,  # columns of the 2 H P + H
+    initial_state, final_state,  # (B, 2 H P + H), or None
+    chunk_log_decay, T,
+    COLUMN_START: tl.constexpr, COLUMN_END: tl.constexpr,  # columns of the 2 H P + H
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Carries: exclusive prefix sums of chunk totals over each sequence's chunks, or its total (bidirectional).
+    """Carries: exclusive prefix sums of chunk totals over each sequence's chunks, or their total (bidirectional).
 
-    Carry j is the sum of the j chunks before it: the totals are read shifted by one, so that nothing is subtracted. One
-    program per sequence and block of columns.
+    Carry j is the sum of the first j chunks: the totals are read shifted by one, which avoids differences. One program per
+    sequence and block of columns.
     """
-    width: tl.constexpr = 2 * H * P + H
-    blocks: tl.constexpr = (TO - FROM + BLOCK_C - 1) // BLOCK_C
-    sequence = tl.program_id(0).to(tl.int64) // blocks
-    column = FROM + tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = column < TO
-    count = tl.cdiv(T, _CHUNK).to(tl.int64)
-    first = sequence * count
+    state_size: tl.constexpr = 2 * H * P + H
+    column_blocks: tl.constexpr = (COLUMN_END - COLUMN_START + BLOCK_C - 1) // BLOCK_C
+    sequence = tl.program_id(0).to(tl.int64) // column_blocks
+    column = COLUMN_START + tl.program_id(0) % column_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_bounds = column < COLUMN_END
+    num_chunks = tl.cdiv(T, _CHUNK).to(tl.int64)
+    first_chunk = sequence * num_chunks
     carry = tl.zeros([BLOCK_C], tl.float32)
-    if initial is not None:
-        carry = tl.load(initial + sequence * width + column, mask=inside, other=0.0)
-    for j0 in range(0, count + 1, BLOCK_N):
+    if initial_state is not None:
+        carry = tl.load(initial_state + sequence * state_size + column, mask=in_bounds, other=0.0)
+    for j0 in range(0, num_chunks + 1, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
-        chunk = first + (count - 1 - j if REVERSE else j)
-        previous = chunk + (1 if REVERSE else -1)
-        known = ((j > 0) & (j <= count))[:, None] & inside[None, :]
-        offsets = chunk[:, None] * width + column[None, :]
-        x = tl.load(totals + (width if REVERSE else -width) + offsets, mask=known, other=0.0)
-        is_carry = (j < count)[:, None] & inside[None, :]
-        if total_decay is not None:
+        chunk = first_chunk + (num_chunks - 1 - j if REVERSE else j)
+        previous_chunk = chunk + (1 if REVERSE else -1)
+        load_mask = ((j > 0) & (j <= num_chunks))[:, None] & in_bounds[None, :]
+        offsets = chunk[:, None] * state_size + column[None, :]
+        x = tl.load(totals + (state_size if REVERSE else -state_size) + offsets, mask=load_mask, other=0.0)
+        store_mask = (j < num_chunks)[:, None] & in_bounds[None, :]
+        if chunk_log_decay is not None:
             head = tl.where(column < 2 * H * P, column // P % H, column - 2 * H * P)
-            decay = tl.load(total_decay + previous[:, None] * H + head[None, :], mask=known, other=0.0)
-            decay, x = tl.associative_scan((decay, x), 0, _scan_combine_log)
-            x += tl.exp(decay) * carry[None, :]
-            tl.store(carries + offsets, x, mask=is_carry)
+            log_decay = tl.load(chunk_log_decay + previous_chunk[:, None] * H + head[None, :], mask=load_mask, other=0.0)
+            log_decay, x = tl.associative_scan((log_decay, x), 0, _scan_combine_log)
+            x += tl.exp(log_decay) * carry[None, :]
+            tl.store(carries + offsets, x, mask=store_mask)
             carry = tl.sum(tl.where((j == j0 + BLOCK_N - 1)[:, None], x, 0.0), 0)
         else:
             if CAUSAL:
-                tl.store(carries + offsets, carry[None, :] + tl.cumsum(x, 0), mask=is_carry)
+                tl.store(carries + offsets, carry[None, :] + tl.cumsum(x, 0), mask=store_mask)
             carry += tl.sum(x, 0)
     if not CAUSAL:
-        tl.store(carries + sequence * width + column, carry, mask=inside)
-    if final is not None:
-        tl.store(final + sequence * width + column, carry, mask=inside)
+        tl.store(carries + sequence * state_size + column, carry, mask=in_bounds)
+    if final_state is not None:
+        tl.store(final_state + sequence * state_size + column, carry, mask=in_bounds)
 
 
 @_jit_any_length
@@ -418,23 +419,23 @@ def chunk_fwd_membership_kernel(
     carries, membership, totals,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the heads, and the chunk totals of N and D, which need it. All heads in one program."""
-    chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
-    S, _N, _D = _load_state(carries, carry, heads, H, P, BLOCK_P)
+    """The memberships, and the chunk totals of N and D, which depend on them. All heads in one program."""
+    chunk, heads, first_token, length, carry_index = _locate_program(T, H, HEADS, CAUSAL)
+    S, _N, _D = _load_state(carries, carry_index, heads, H, P, BLOCK_P)
     total_N = tl.zeros([HEADS, BLOCK_P], tl.float32)
     total_D = tl.zeros([HEADS], tl.float32)
-    for start in range(0, count, _TILE):
-        places, exists, real = _tile(mask, first, start, count, heads, H)
-        x = _load(w, first, places, real, H, P, BLOCK_P)
-        decay = _load_heads(log_decay, first, places, exists, H)
-        running_S = _running_sum(x * x, S, decay, CAUSAL)
-        score = _score(x, _reciprocal(_clamp(running_S, CAUSAL)[0]), bias, first, places, real, H, P)
-        pi = _membership(score, temp, heads, real, H)
-        _store_heads(membership, pi, first, places, exists, H)
-        total_N = _total(x * x * pi[:, :, None], total_N, decay)
-        total_D = _total(pi, total_D, decay)
+    for start in range(0, length, _TILE):
+        head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
+        x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+        running_S = _running_sum(x * x, S, log_a, CAUSAL)
+        score = _compute_score(x, _reciprocal(_clamp(running_S, CAUSAL)[0]), bias, first_token, head_offsets, is_real, H, P)
+        pi = _softmax_over_heads(score, temp, heads, is_real, H)
+        _store_heads(membership, pi, first_token, head_offsets, in_bounds, H)
+        total_N = _sum_tile(x * x * pi[:, :, None], total_N, log_a)
+        total_D = _sum_tile(pi, total_D, log_a)
         if CAUSAL:
-            S = _last(running_S)
+            S = _select_last_token(running_S)
     _store_state(totals, chunk, None, total_N, total_D, heads, H, P, BLOCK_P)
 
 
@@ -445,90 +446,90 @@ def chunk_fwd_output_kernel(
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The output -w Pi / (1 + N / D), as -w Pi D / (D + N)."""
-    _chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
-    _S, N, D = _load_state(carries, carry, heads, H, P, BLOCK_P)
-    for start in range(0, count, _TILE):
-        places, exists, real = _tile(mask, first, start, count, heads, H)
-        x = _load(w, first, places, real, H, P, BLOCK_P)
-        pi = _load_heads(membership, first, places, real, H)
-        decay = _load_heads(log_decay, first, places, exists, H)
-        running_N = _running_sum(x * x * pi[:, :, None], N, decay, CAUSAL)
-        running_D = _running_sum(pi, D, decay, CAUSAL)
-        count_D = running_D + _EPS_MEMBERSHIP
-        value = x * (-pi * count_D)[:, :, None] * _reciprocal(running_N + count_D[:, :, None])
-        _store(output, value, first, places, exists, H, P, BLOCK_P)
+    _chunk, heads, first_token, length, carry_index = _locate_program(T, H, HEADS, CAUSAL)
+    _S, N, D = _load_state(carries, carry_index, heads, H, P, BLOCK_P)
+    for start in range(0, length, _TILE):
+        head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
+        x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        pi = _load_heads(membership, first_token, head_offsets, is_real, H)
+        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+        running_N = _running_sum(x * x * pi[:, :, None], N, log_a, CAUSAL)
+        running_D = _running_sum(pi, D, log_a, CAUSAL)
+        D_eps = running_D + _EPS_MEMBERSHIP
+        value = x * (-pi * D_eps)[:, :, None] * _reciprocal(running_N + D_eps[:, :, None])
+        _store_tile(output, value, first_token, head_offsets, in_bounds, H, P, BLOCK_P)
         if CAUSAL:
-            N = _last(running_N)
-            D = _last(running_D)
+            N = _select_last_token(running_N)
+            D = _select_last_token(running_D)
 
 
 @_jit_any_length
 def chunk_bwd_state_kernel(
     w, log_decay, mask, T,
-    grad, membership, carries, spans, totals, total_decay,
+    grad, membership, carries, span_states, totals, chunk_log_decay,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Chunk totals of dN and dD; the forward's sums before each span, for the two kernels that process chunks in reverse."""
-    chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
-    S, N, D = _load_state(carries, carry, heads, H, P, BLOCK_P)
+    chunk, heads, first_token, length, carry_index = _locate_program(T, H, HEADS, CAUSAL)
+    S, N, D = _load_state(carries, carry_index, heads, H, P, BLOCK_P)
     dN_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
     dD_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
-    decay_sum = tl.zeros([HEADS], tl.float32)
-    for start in range(0, count, _TILE):
-        places, exists, real = _tile(mask, first, start, count, heads, H)
-        x = _load(w, first, places, real, H, P, BLOCK_P)
-        pi = _load_heads(membership, first, places, real, H)
-        decay = _load_heads(log_decay, first, places, exists, H)
-        g = _load(grad, first, places, real, H, P, BLOCK_P)
-        running_N = _running_sum(x * x * pi[:, :, None], N, decay, CAUSAL)
-        running_D = _running_sum(pi, D, decay, CAUSAL)
-        count_D = running_D + _EPS_MEMBERSHIP
-        _of_w, dmoment = _output_grad(x, g, running_N, count_D)
-        dN = dmoment * (pi * count_D)[:, :, None]
-        dD = dmoment * pi[:, :, None] * running_N
-        if log_decay is not None:  # last: with a strong decay, those of small memberships would be no normal numbers
-            factor = tl.exp(decay_sum[None, :] + tl.cumsum(decay, 0))[:, :, None]
-            dN, dD = dN * factor, dD * factor
-            decay_sum += tl.sum(decay, 0)
+    log_a_sum = tl.zeros([HEADS], tl.float32)
+    for start in range(0, length, _TILE):
+        head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
+        x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        pi = _load_heads(membership, first_token, head_offsets, is_real, H)
+        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+        g = _load_tile(grad, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        running_N = _running_sum(x * x * pi[:, :, None], N, log_a, CAUSAL)
+        running_D = _running_sum(pi, D, log_a, CAUSAL)
+        D_eps = running_D + _EPS_MEMBERSHIP
+        _g_scaled, u = _bwd_output(x, g, running_N, D_eps)
+        dN = u * (pi * D_eps)[:, :, None]
+        dD = u * pi[:, :, None] * running_N
+        if log_decay is not None:  # multiplied last: strong decays times small memberships would be subnormal
+            decay_to_tokens = tl.exp(log_a_sum[None, :] + tl.cumsum(log_a, 0))[:, :, None]
+            dN, dD = dN * decay_to_tokens, dD * decay_to_tokens
+            log_a_sum += tl.sum(log_a, 0)
         dN_sum += tl.sum(dN, 0)
         dD_sum -= tl.sum(dD, 0)
         if CAUSAL:
             if start // _SPAN * _SPAN == start:
-                _store_state(spans, chunk * (_CHUNK // _SPAN) + start // _SPAN, S, N, D, heads, H, P, BLOCK_P)
-            S = _total(x * x, S, decay)
-            N = _last(running_N)
-            D = _last(running_D)
+                _store_state(span_states, chunk * (_CHUNK // _SPAN) + start // _SPAN, S, N, D, heads, H, P, BLOCK_P)
+            S = _sum_tile(x * x, S, log_a)
+            N = _select_last_token(running_N)
+            D = _select_last_token(running_D)
     _store_state(totals, chunk, None, dN_sum, tl.sum(dD_sum, 1), heads, H, P, BLOCK_P)
     if log_decay is not None:
-        tl.store(total_decay + chunk * H + heads, decay_sum, mask=heads < H)
+        tl.store(chunk_log_decay + chunk * H + heads, log_a_sum, mask=heads < H)
 
 
 @_jit
-def _state_before(
-    w, log_decay, mask, membership, spans, chunk, first, start, carry, heads,
+def _recompute_state(
+    w, log_decay, mask, membership, span_states, chunk, first_token, start, carry_index, heads,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The forward's sums before a tile: those before its span plus the tiles between, never later sums minus tokens."""
+    """The forward's sums before a tile, recomputed from those before its span; later sums minus tokens would cancel digits."""
     if CAUSAL:
-        S, N, D = _load_state(spans, chunk * (_CHUNK // _SPAN) + start // _SPAN, heads, H, P, BLOCK_P)
-        for place in range(start // _SPAN * _SPAN, start, _TILE):
-            places, exists, real = _tile(mask, first, place, start, heads, H)
-            x = _load(w, first, places, real, H, P, BLOCK_P)
-            pi = _load_heads(membership, first, places, real, H)
-            decay = _load_heads(log_decay, first, places, exists, H)
-            S = _total(x * x, S, decay)
-            N = _total(x * x * pi[:, :, None], N, decay)
-            D = _total(pi, D, decay)
+        S, N, D = _load_state(span_states, chunk * (_CHUNK // _SPAN) + start // _SPAN, heads, H, P, BLOCK_P)
+        for tile_start in range(start // _SPAN * _SPAN, start, _TILE):
+            head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, tile_start, start, heads, H)
+            x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
+            pi = _load_heads(membership, first_token, head_offsets, is_real, H)
+            log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+            S = _sum_tile(x * x, S, log_a)
+            N = _sum_tile(x * x * pi[:, :, None], N, log_a)
+            D = _sum_tile(pi, D, log_a)
     else:
-        S, N, D = _load_state(spans, carry, heads, H, P, BLOCK_P)
+        S, N, D = _load_state(span_states, carry_index, heads, H, P, BLOCK_P)
     return S, N, D
 
 
 @_jit
-def _load_next_decay(log_decay, first, start, count, heads, H: tl.constexpr):
-    """The log decay of the token after each; 0 after the chunk, whose carries are decayed already."""
-    places, exists, _real = _tile(None, first, start + 1, count, heads, H)
-    return _load_heads(log_decay, first, places, exists, H)
+def _load_next_log_decay(log_decay, first_token, start, length, heads, H: tl.constexpr):
+    """The log decay of the token after each; 0 after the chunk, as its carry is already decayed."""
+    head_offsets, in_bounds, _is_real = _tile_offsets(None, first_token, start + 1, length, heads, H)
+    return _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
 
 
 @_jit_any_length
@@ -538,45 +539,45 @@ def chunk_bwd_score_kernel(
     grad_membership,  # or None
     temp,
     bias,  # or None
-    membership, spans, grad_carries, dscore, dtemp, totals,
+    membership, span_states, grad_carries, dscore, dtemp, totals,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Backward of the softmax over the heads, and the chunk totals of dS, which need it. All heads in one program."""
-    chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
-    _after_dS, after_dN, after_dD = _load_state(grad_carries, carry, heads, H, P, BLOCK_P)
+    """Backward of the softmax over the heads, and the chunk totals of dS, which depend on it. All heads in one program."""
+    chunk, heads, first_token, length, carry_index = _locate_program(T, H, HEADS, CAUSAL)
+    _carry_dS, carry_dN, carry_dD = _load_state(grad_carries, carry_index, heads, H, P, BLOCK_P)
     dS_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
     dtemp_sum = tl.zeros([HEADS], tl.float32)
     scale = tl.load(temp + heads, mask=heads < H, other=0.0)
-    for back in range(0, tl.cdiv(count, _TILE)):
-        start = (tl.cdiv(count, _TILE) - 1 - back) * _TILE
-        S, N, D = _state_before(
-            w, log_decay, mask, membership, spans, chunk, first, start, carry, heads, H, P, CAUSAL, BLOCK_P
+    for reverse_index in range(0, tl.cdiv(length, _TILE)):
+        start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
+        S, N, D = _recompute_state(
+            w, log_decay, mask, membership, span_states, chunk, first_token, start, carry_index, heads, H, P, CAUSAL, BLOCK_P
         )
-        places, exists, real = _tile(mask, first, start, count, heads, H)
-        x = _load(w, first, places, real, H, P, BLOCK_P)
-        pi = _load_heads(membership, first, places, real, H)
-        decay = _load_heads(log_decay, first, places, exists, H)
-        next_decay = _load_next_decay(log_decay, first, start, count, heads, H)
-        g = _load(grad, first, places, real, H, P, BLOCK_P)
-        N = _running_sum(x * x * pi[:, :, None], N, decay, CAUSAL)
-        D = _running_sum(pi, D, decay, CAUSAL) + _EPS_MEMBERSHIP
-        of_w, dmoment = _output_grad(x, g, N, D)
-        dN = _suffix_sum(dmoment * (pi * D)[:, :, None], after_dN, next_decay, CAUSAL)
-        dD = _suffix_sum(-pi * tl.sum(dmoment * N, 2), after_dD, next_decay, CAUSAL)
-        dpi = tl.sum(x * (x * dN - of_w * D[:, :, None]), 2) + dD
+        head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
+        x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        pi = _load_heads(membership, first_token, head_offsets, is_real, H)
+        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+        next_log_a = _load_next_log_decay(log_decay, first_token, start, length, heads, H)
+        g = _load_tile(grad, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        N = _running_sum(x * x * pi[:, :, None], N, log_a, CAUSAL)
+        D = _running_sum(pi, D, log_a, CAUSAL) + _EPS_MEMBERSHIP
+        g_scaled, u = _bwd_output(x, g, N, D)
+        dN = _suffix_sum(u * (pi * D)[:, :, None], carry_dN, next_log_a, CAUSAL)
+        dD = _suffix_sum(-pi * tl.sum(u * N, 2), carry_dD, next_log_a, CAUSAL)
+        dpi = tl.sum(x * (x * dN - g_scaled * D[:, :, None]), 2) + dD
         if grad_membership is not None:
-            dpi += _load_heads(grad_membership, first, places, real, H)
+            dpi += _load_heads(grad_membership, first_token, head_offsets, is_real, H)
         dlogit = pi * (dpi - tl.sum(pi * dpi, 1)[:, None])
-        _store_heads(dscore, dlogit * scale[None, :], first, places, exists, H)
-        S = _running_sum(x * x, S, decay, CAUSAL)
-        inverse, dS = _score_grad(x, S, dlogit * scale[None, :], CAUSAL)
-        dtemp_sum += tl.sum(dlogit * _score(x, inverse, bias, first, places, real, H, P), 0)
+        _store_heads(dscore, dlogit * scale[None, :], first_token, head_offsets, in_bounds, H)
+        S = _running_sum(x * x, S, log_a, CAUSAL)
+        inverse, dS = _bwd_score(x, S, dlogit * scale[None, :], CAUSAL)
+        dtemp_sum += tl.sum(dlogit * _compute_score(x, inverse, bias, first_token, head_offsets, is_real, H, P), 0)
         if CAUSAL:
-            after_dN = _select(dN, 0)
-            after_dD = _select(dD, 0)
-        dS_sum = _select(_suffix_sum(dS, dS_sum, next_decay, True), 0)
+            carry_dN = _select_token(dN, 0)
+            carry_dD = _select_token(dD, 0)
+        dS_sum = _select_token(_suffix_sum(dS, dS_sum, next_log_a, True), 0)
     if log_decay is not None:
-        dS_sum *= _decay_factor(tl.load(log_decay + first * H + heads, mask=heads < H, other=0.0))[:, None]
+        dS_sum *= _compute_decay(tl.load(log_decay + first_token * H + heads, mask=heads < H, other=0.0))[:, None]
     tl.store(dtemp + chunk * H + heads, dtemp_sum, mask=heads < H)
     _store_state(totals, chunk, dS_sum, None, None, heads, H, P, BLOCK_P)
 
@@ -584,43 +585,43 @@ def chunk_bwd_score_kernel(
 @_jit_any_length
 def chunk_bwd_input_kernel(
     w, log_decay, mask, T,
-    grad, membership, dscore, spans, grad_carries, dw, dlog_decay,
+    grad, membership, dscore, span_states, grad_carries, dw, dlog_decay,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The gradients of w and of the log decay."""
-    chunk, heads, first, count, carry = _program(T, H, HEADS, CAUSAL)
-    after_dS, after_dN, after_dD = _load_state(grad_carries, carry, heads, H, P, BLOCK_P)
-    for back in range(0, tl.cdiv(count, _TILE)):
-        start = (tl.cdiv(count, _TILE) - 1 - back) * _TILE
-        before_S, before_N, before_D = _state_before(
-            w, log_decay, mask, membership, spans, chunk, first, start, carry, heads, H, P, CAUSAL, BLOCK_P
+    chunk, heads, first_token, length, carry_index = _locate_program(T, H, HEADS, CAUSAL)
+    carry_dS, carry_dN, carry_dD = _load_state(grad_carries, carry_index, heads, H, P, BLOCK_P)
+    for reverse_index in range(0, tl.cdiv(length, _TILE)):
+        start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
+        carry_S, carry_N, carry_D = _recompute_state(
+            w, log_decay, mask, membership, span_states, chunk, first_token, start, carry_index, heads, H, P, CAUSAL, BLOCK_P
         )
-        places, exists, real = _tile(mask, first, start, count, heads, H)
-        x = _load(w, first, places, real, H, P, BLOCK_P)
-        pi = _load_heads(membership, first, places, real, H)
-        decay = _load_heads(log_decay, first, places, exists, H)
-        next_decay = _load_next_decay(log_decay, first, start, count, heads, H)
-        g = _load(grad, first, places, real, H, P, BLOCK_P)
-        q = _load_heads(dscore, first, places, real, H)
-        N = _running_sum(x * x * pi[:, :, None], before_N, decay, CAUSAL)
-        D = _running_sum(pi, before_D, decay, CAUSAL)
-        of_w, dmoment = _output_grad(x, g, N, D + _EPS_MEMBERSHIP)
+        head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
+        x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        pi = _load_heads(membership, first_token, head_offsets, is_real, H)
+        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+        next_log_a = _load_next_log_decay(log_decay, first_token, start, length, heads, H)
+        g = _load_tile(grad, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        q = _load_heads(dscore, first_token, head_offsets, is_real, H)
+        N = _running_sum(x * x * pi[:, :, None], carry_N, log_a, CAUSAL)
+        D = _running_sum(pi, carry_D, log_a, CAUSAL)
+        g_scaled, u = _bwd_output(x, g, N, D + _EPS_MEMBERSHIP)
         pi_D = (pi * (D + _EPS_MEMBERSHIP))[:, :, None]
-        dN = _suffix_sum(dmoment * pi_D, after_dN, next_decay, CAUSAL)
-        inverse, dS = _score_grad(x, _running_sum(x * x, before_S, decay, CAUSAL), q, CAUSAL)
-        dS = _suffix_sum(dS, after_dS, next_decay, CAUSAL)
+        dN = _suffix_sum(u * pi_D, carry_dN, next_log_a, CAUSAL)
+        inverse, dS = _bwd_score(x, _running_sum(x * x, carry_S, log_a, CAUSAL), q, CAUSAL)
+        dS = _suffix_sum(dS, carry_dS, next_log_a, CAUSAL)
         dsq = q[:, :, None] * inverse + dS + pi[:, :, None] * dN
-        _store(dw, 2.0 * x * dsq - of_w * pi_D, first, places, exists, H, P, BLOCK_P)
+        _store_tile(dw, 2.0 * x * dsq - g_scaled * pi_D, first_token, head_offsets, in_bounds, H, P, BLOCK_P)
         if dlog_decay is not None:
-            dD = _suffix_sum(-pi * tl.sum(dmoment * N, 2), after_dD, next_decay, CAUSAL)
-            by_N = dN * _decayed_scan(x * x * pi[:, :, None], before_N, decay)[1]
-            by_S = dS * _decayed_scan(x * x, before_S, decay)[1]
-            ddecay = tl.sum(by_N + by_S, 2) + dD * _decayed_scan(pi, before_D, decay)[1]
-            _store_heads(dlog_decay, ddecay, first, places, exists, H)
-            after_dD = _select(dD, 0)
+            dD = _suffix_sum(-pi * tl.sum(u * N, 2), carry_dD, next_log_a, CAUSAL)
+            dlog_a_N = dN * _decayed_scan(x * x * pi[:, :, None], carry_N, log_a)[1]
+            dlog_a_S = dS * _decayed_scan(x * x, carry_S, log_a)[1]
+            dlog_a = tl.sum(dlog_a_N + dlog_a_S, 2) + dD * _decayed_scan(pi, carry_D, log_a)[1]
+            _store_heads(dlog_decay, dlog_a, first_token, head_offsets, in_bounds, H)
+            carry_dD = _select_token(dD, 0)
         if CAUSAL:
-            after_dN = _select(dN, 0)
-            after_dS = _select(dS, 0)
+            carry_dN = _select_token(dN, 0)
+            carry_dS = _select_token(dS, 0)
 
 
 @_jit
@@ -630,38 +631,38 @@ def step_kernel(
     sum_sq, sum_weighted_sq, sum_membership, output, membership,
     H: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One token: updates the sums in place. One program per batch element."""
+    """One decoding step: updates the sums in place. One program per batch element."""
     element = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS)
     is_head = heads < H
-    places = element * H + heads
-    offsets, is_channel = _channels(places, is_head, P, BLOCK_P)
-    real = is_head
+    head_offsets = element * H + heads
+    channel_offsets, is_channel = _channel_offsets(head_offsets, is_head, P, BLOCK_P)
+    is_real = is_head
     if mask is not None:
-        real = is_head & (tl.load(mask + element + 0 * heads) != 0)
-    x = tl.load(w + offsets, mask=is_channel & real[:, None], other=0.0).to(tl.float32)
-    S = tl.load(sum_sq + offsets, mask=is_channel, other=0.0)
-    N = tl.load(sum_weighted_sq + offsets, mask=is_channel, other=0.0)
-    D = tl.load(sum_membership + places, mask=is_head, other=0.0)
+        is_real = is_head & (tl.load(mask + element + 0 * heads) != 0)
+    x = tl.load(w + channel_offsets, mask=is_channel & is_real[:, None], other=0.0).to(tl.float32)
+    S = tl.load(sum_sq + channel_offsets, mask=is_channel, other=0.0)
+    N = tl.load(sum_weighted_sq + channel_offsets, mask=is_channel, other=0.0)
+    D = tl.load(sum_membership + head_offsets, mask=is_head, other=0.0)
     if log_decay is not None:
-        decay = tl.load(log_decay + places, mask=real, other=0.0)
-        S, N, D = _apply_decay(S, decay[:, None]), _apply_decay(N, decay[:, None]), _apply_decay(D, decay)
+        log_a = tl.load(log_decay + head_offsets, mask=is_real, other=0.0)
+        S, N, D = _apply_decay(S, log_a[:, None]), _apply_decay(N, log_a[:, None]), _apply_decay(D, log_a)
     S += x * x
     score = tl.sum(x * x / _clamp(S, True)[0], 1)
     if bias is not None:
-        score += P * tl.load(bias + places, mask=is_head, other=0.0)
+        score += P * tl.load(bias + head_offsets, mask=is_head, other=0.0)
     score = tl.where(is_head, score * tl.load(temp + heads, mask=is_head, other=0.0), float("-inf"))
     pi = tl.exp(score - tl.max(score, 0))
-    pi = tl.where(real, pi / tl.sum(pi, 0), 0.0)
+    pi = tl.where(is_real, pi / tl.sum(pi, 0), 0.0)
     N += x * x * pi[:, None]
     D += pi
-    tl.debug_barrier()  # in small tiles several threads read the same number: all must have, before one writes
-    tl.store(sum_sq + offsets, S, mask=is_channel)
-    tl.store(sum_weighted_sq + offsets, N, mask=is_channel)
-    tl.store(sum_membership + places, D, mask=is_head)
-    tl.store(membership + places, pi, mask=is_head)
+    tl.debug_barrier()  # in small tiles several threads load the same number, which must precede any store
+    tl.store(sum_sq + channel_offsets, S, mask=is_channel)
+    tl.store(sum_weighted_sq + channel_offsets, N, mask=is_channel)
+    tl.store(sum_membership + head_offsets, D, mask=is_head)
+    tl.store(membership + head_offsets, pi, mask=is_head)
     moment = (N / (D + _EPS_MEMBERSHIP)[:, None]).to(tl.float32)
-    tl.store(output + offsets, -(x * pi[:, None]) / (1.0 + moment), mask=is_channel)
+    tl.store(output + channel_offsets, -(x * pi[:, None]) / (1.0 + moment), mask=is_channel)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -669,28 +670,28 @@ def step_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Blocks(NamedTuple):
+class _BlockSizes(NamedTuple):
     heads: int  # of a program: a power of 2
     channels: int  # a power of 2, at least p
     warps: int
 
 
-def _blocks(H: int, p: int, all_heads: bool) -> _Blocks:
-    """Block sizes, from the shape of a token alone: if they depended on T, outputs would depend on later tokens.
+def _choose_block_sizes(H: int, p: int, all_heads: bool) -> _BlockSizes:
+    """Block sizes. They do not depend on T, as rounding, and so the outputs, would then depend on later tokens.
 
-    A warp takes 256 channels, 8 per thread: in bfloat16 those are the 16 bytes that a thread reads at once. With fewer,
-    threads would share a tile's tokens.
+    A warp processes 256 channels, 8 per thread: 16 bytes in bfloat16, the widest load of a thread. With fewer channels, the
+    tokens of a tile would be distributed over threads.
     """
     channels = triton.next_power_of_2(p)
     heads = max(1, 256 // channels, triton.next_power_of_2(H) if all_heads else 1)
-    return _Blocks(heads, channels, min(16, heads * channels // 256))
+    return _BlockSizes(heads, channels, min(16, heads * channels // 256))
 
 
 def _cdiv(n, m):
     return (n + m - 1) // m
 
 
-def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+def _make_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
@@ -699,38 +700,38 @@ def _as_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Launcher:
-    """What the launches of one forward or backward share."""
+    """Arguments and buffers that the kernel launches of one forward or backward share."""
 
     def __init__(self, w, log_decay, mask, causal):
         self.w, self.causal = w.contiguous(), causal
         self.B, self.T, self.H, self.p = w.shape
-        self.chunks = self.B * _cdiv(self.T, CHUNK)
-        self.tokens = (self.w, _contiguous(log_decay), _as_bytes(mask), self.T)
-        self.total_decay = None if log_decay is None else self.empty(self.chunks, self.H)
-        self.totals = self.empty_states(self.chunks)
+        self.num_chunks = self.B * _cdiv(self.T, CHUNK)
+        self.token_args = (self.w, _make_contiguous(log_decay), _as_bytes(mask), self.T)
+        self.chunk_log_decay = None if log_decay is None else self.empty(self.num_chunks, self.H)
+        self.totals = self.empty_states(self.num_chunks)
 
     def empty(self, *shape: int) -> torch.Tensor:
         return self.w.new_empty(shape, dtype=torch.float32)
 
-    def empty_states(self, records: int) -> torch.Tensor:
-        return self.empty(records, 2 * self.H * self.p + self.H)
+    def empty_states(self, count: int) -> torch.Tensor:
+        return self.empty(count, 2 * self.H * self.p + self.H)
 
     def empty_carries(self) -> torch.Tensor:
-        return self.empty_states(self.chunks if self.causal else self.B)
+        return self.empty_states(self.num_chunks if self.causal else self.B)
 
     def launch(self, kernel, *args, all_heads: bool = False) -> None:
-        """Launches a kernel over all chunks; its programs take all heads or as many as a program should have."""
-        heads, channels, warps = _blocks(self.H, self.p, all_heads)
-        grid = (self.chunks * _cdiv(self.H, heads),)
+        """Launches a kernel over all chunks, with all heads or a block of heads in each program."""
+        heads, channels, warps = _choose_block_sizes(self.H, self.p, all_heads)
+        grid = (self.num_chunks * _cdiv(self.H, heads),)
         sizes = {"H": self.H, "P": self.p, "CAUSAL": self.causal, "HEADS": heads, "BLOCK_P": channels}
-        kernel[grid](*self.tokens, *args, **sizes, num_warps=warps)
+        kernel[grid](*self.token_args, *args, **sizes, num_warps=warps)
 
-    def pass_states(self, carries, sums, initial=None, final=None, reverse: bool = False) -> None:
-        """Fills the carries of the `sums`, "S" or "ND", from chunk totals, from `initial` on; writes `final`."""
+    def pass_states(self, carries, sums, initial_state=None, final_state=None, reverse: bool = False) -> None:
+        """Scans the chunk totals of the `sums`, "S" or "ND", from `initial_state`; writes `carries` and `final_state`."""
         C = self.H * self.p
-        first, last = (0, C) if sums == "S" else (C, 2 * C + self.H)
-        state_passing_kernel[(self.B * _cdiv(last - first, SCAN_COLUMNS),)](
-            *(self.totals, carries, initial, final, self.total_decay, self.T, first, last),
+        column_start, column_end = (0, C) if sums == "S" else (C, 2 * C + self.H)
+        state_passing_kernel[(self.B * _cdiv(column_end - column_start, SCAN_COLUMNS),)](
+            *(self.totals, carries, initial_state, final_state, self.chunk_log_decay, self.T, column_start, column_end),
             H=self.H,
             P=self.p,
             CAUSAL=self.causal,
@@ -741,7 +742,7 @@ class _Launcher:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Custom operators. They cannot return None: what does not exist is an empty tensor.
+# Custom operators. They cannot return None: outputs that are not needed are empty tensors.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -757,26 +758,27 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, membership, the sums after the last token (B, 2 C + H), and the carries for the backward.
 
-    The carries are flat, since a compiler would ask of a dimension whether it is 1, and specialise the number of tokens.
+    The carries are flattened, as compilers would specialise on whether the number of chunks is 1.
     """
     with torch.cuda.device_of(w):
-        run = _Launcher(w, log_decay, mask, causal)
-        output, membership, carries = torch.empty_like(run.w), run.empty(run.B, run.T, run.H), run.empty_carries()
-        final = run.empty_states(run.B) if causal else None
-        run.launch(chunk_state_kernel, run.totals, run.total_decay)
-        run.pass_states(carries, "S", initial, final)
-        args = temp, _contiguous(bias), carries, membership, run.totals
-        run.launch(chunk_fwd_membership_kernel, *args, all_heads=True)
-        run.pass_states(carries, "ND", initial, final)
-        run.launch(chunk_fwd_output_kernel, membership, carries, output)
-    return output, membership, run.empty(0) if final is None else final, carries.flatten()
+        launcher = _Launcher(w, log_decay, mask, causal)
+        output, carries = torch.empty_like(launcher.w), launcher.empty_carries()
+        membership = launcher.empty(launcher.B, launcher.T, launcher.H)
+        final_state = launcher.empty_states(launcher.B) if causal else None
+        launcher.launch(chunk_state_kernel, launcher.totals, launcher.chunk_log_decay)
+        launcher.pass_states(carries, "S", initial, final_state)
+        args = temp, _make_contiguous(bias), carries, membership, launcher.totals
+        launcher.launch(chunk_fwd_membership_kernel, *args, all_heads=True)
+        launcher.pass_states(carries, "ND", initial, final_state)
+        launcher.launch(chunk_fwd_output_kernel, membership, carries, output)
+    return output, membership, launcher.empty(0) if final_state is None else final_state, carries.flatten()
 
 
 @_forward.register_fake
 def _(w, temp, bias, mask, log_decay, initial, causal):
     B, T, H, p = w.shape
-    chunks = B * _cdiv(T, CHUNK) if causal else B
-    sizes = (B, T, H), (B, 2 * H * p + H) if causal else (0,), chunks * (2 * H * p + H)
+    num_carries = B * _cdiv(T, CHUNK) if causal else B
+    sizes = (B, T, H), (B, 2 * H * p + H) if causal else (0,), num_carries * (2 * H * p + H)
     return w.new_empty(w.shape), *(w.new_empty(size, dtype=torch.float32) for size in sizes)
 
 
@@ -798,26 +800,28 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of w, temp, the score, the log decay and the initial sums."""
     with torch.cuda.device_of(w):
-        run = _Launcher(w, log_decay, mask, causal)
-        grad = torch.zeros_like(run.w) if grad_output is None else grad_output.contiguous()
-        after = _contiguous(grad_final), None if initial is None else torch.empty_like(initial)
-        grad_carries = run.empty_carries()
-        spans = run.empty_states(run.chunks * (CHUNK // SPAN)) if causal else carries
-        run.launch(chunk_bwd_state_kernel, grad, membership, carries, spans, run.totals, run.total_decay)
-        run.pass_states(grad_carries, "ND", *after, reverse=True)
-        dscore, dtemp = torch.empty_like(membership), run.empty(run.chunks, run.H)
-        args = grad, _contiguous(grad_membership), temp, _contiguous(bias), membership, spans, grad_carries
-        run.launch(chunk_bwd_score_kernel, *args, dscore, dtemp, run.totals, all_heads=True)
-        run.pass_states(grad_carries, "S", *after, reverse=True)
-        dw, dlog_decay = torch.empty_like(run.w), torch.empty_like(membership) if needs_decay_grad else None
-        run.launch(chunk_bwd_input_kernel, grad, membership, dscore, spans, grad_carries, dw, dlog_decay)
-    dlog_decay, dinitial = (run.empty(0) if x is None else x for x in (dlog_decay, after[1]))
+        launcher = _Launcher(w, log_decay, mask, causal)
+        grad = torch.zeros_like(launcher.w) if grad_output is None else grad_output.contiguous()
+        boundary_grads = _make_contiguous(grad_final), None if initial is None else torch.empty_like(initial)
+        grad_carries = launcher.empty_carries()
+        span_states = launcher.empty_states(launcher.num_chunks * (CHUNK // SPAN)) if causal else carries
+        launcher.launch(
+            chunk_bwd_state_kernel, grad, membership, carries, span_states, launcher.totals, launcher.chunk_log_decay
+        )
+        launcher.pass_states(grad_carries, "ND", *boundary_grads, reverse=True)
+        dscore, dtemp = torch.empty_like(membership), launcher.empty(launcher.num_chunks, launcher.H)
+        args = grad, _make_contiguous(grad_membership), temp, _make_contiguous(bias), membership, span_states, grad_carries
+        launcher.launch(chunk_bwd_score_kernel, *args, dscore, dtemp, launcher.totals, all_heads=True)
+        launcher.pass_states(grad_carries, "S", *boundary_grads, reverse=True)
+        dw, dlog_decay = torch.empty_like(launcher.w), torch.empty_like(membership) if needs_decay_grad else None
+        launcher.launch(chunk_bwd_input_kernel, grad, membership, dscore, span_states, grad_carries, dw, dlog_decay)
+    dlog_decay, dinitial = (launcher.empty(0) if x is None else x for x in (dlog_decay, boundary_grads[1]))
     return dw, dtemp.sum(0), dscore, dlog_decay, dinitial
 
 
 @_backward.register_fake
-def _(grad_output, grad_membership, grad_final, w, temp, bias, mask, log_decay, initial, membership, *rest):
-    inputs = w, temp, membership, membership if rest[-1] else None, initial
+def _(grad_output, grad_membership, grad_final, w, temp, bias, mask, log_decay, initial, membership, *other_args):
+    inputs = w, temp, membership, membership if other_args[-1] else None, initial
     return tuple(temp.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
@@ -829,7 +833,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, *grads):
-    saved = ctx.saved_tensors  # once: checkpointing recomputes them at each access
+    saved = ctx.saved_tensors  # accessed once, as activation checkpointing recomputes them at each access
     needs_decay_grad = ctx.needs_input_grad[4]
     dw, dtemp, dscore, dlog_decay, dinitial = _backward(*grads[:3], *saved, ctx.causal, needs_decay_grad)
     bias, initial = saved[2], saved[5]
@@ -852,16 +856,16 @@ def tssa_step_triton(
     sum_weighted_sq: torch.Tensor,
     sum_membership: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal TSSA of one new token. Has no gradient: a backward through it raises an error.
+    """Causal TSSA of one new token. Not differentiable: a backward through it raises an error.
 
     Args:
         w: (B, H, p), of a dtype and device that `find_unsupported` accepts.
         temp: (H,), float32.
         bias: (B, H), float32, or None.
-        mask: (B,), bool, or None; a padding token leaves the sums as they were.
+        mask: (B,), bool, or None; padding leaves the sums unchanged.
         log_decay: (B, H), float32, or None.
         sum_sq, sum_weighted_sq, sum_membership: (B, H, p), (B, H, p) and (B, H), float32 or float64 and contiguous; updated
-            in place. A million terms added one by one need float64 in the last two.
+            in place. For long sequences the last two should be float64.
 
     Returns:
         The output (B, H, p) in `w`'s dtype and the membership (B, H).
@@ -873,9 +877,9 @@ def tssa_step_triton(
     state = sum_sq, sum_weighted_sq, sum_membership
     if not all(x.is_contiguous() for x in state):
         raise ValueError(f"The sums are updated in place: they must be contiguous, got strides {[x.stride() for x in state]}.")
-    w, temp, bias, log_decay = w.contiguous(), temp.contiguous(), _contiguous(bias), _contiguous(log_decay)
+    w, temp, bias, log_decay = w.contiguous(), temp.contiguous(), _make_contiguous(bias), _make_contiguous(log_decay)
     output, membership = torch.empty_like(w), w.new_empty((B, H), dtype=torch.float32)
-    heads, channels, warps = _blocks(H, p, all_heads=True)
+    heads, channels, warps = _choose_block_sizes(H, p, all_heads=True)
     with torch.cuda.device_of(w):
         args = w, temp, bias, log_decay, _as_bytes(mask), *state, output, membership
         step_kernel[(B,)](*args, H=H, P=p, HEADS=heads, BLOCK_P=channels, num_warps=warps)
@@ -883,12 +887,12 @@ def tssa_step_triton(
 
 
 @tssa_step_triton.register_fake
-def _(w, *rest):
+def _(w, *other_args):
     return w.new_empty(w.shape), w.new_empty(w.shape[:2], dtype=torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What tssa.py calls
+# Functions that tssa.py calls
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -898,13 +902,13 @@ def is_available() -> bool:
 
 
 def find_unsupported(dtype: torch.dtype, device: str) -> str | None:
-    """Why the kernels do not accept tokens of a dtype on a kind of device; on a CPU they run under TRITON_INTERPRET=1 only."""
+    """Why the kernels do not accept a dtype on a device type, or None; on a CPU they run under TRITON_INTERPRET=1 only."""
     if triton is None:
         return "Triton is not installed (pip install triton)"
     on_device = device == "cuda" or not isinstance(chunk_fwd_output_kernel, triton.JITFunction)
     if on_device and dtype in CHECK_TOLERANCES:
         return None
-    return f"the Triton kernels do not take {dtype} tokens on {device}"
+    return f"the Triton kernels do not support {dtype} tokens on {device}"
 
 
 def tssa_triton(
@@ -916,7 +920,7 @@ def tssa_triton(
     state: TSSAState | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState | None]:
-    """`tssa.tssa` by the kernels, without its checks.
+    """`tssa.tssa` with the kernels, without its checks.
 
     Args:
         w: (B, T, H, p), of a dtype and device that `find_unsupported` accepts.
@@ -933,38 +937,39 @@ def tssa_triton(
     """
     B, T, H, p = w.shape
     bias, log_decay = (None if x is None else x.expand(B, T, H) for x in (bias, log_decay))
-    initial = None if state is None else torch.cat([x.float().flatten(1) for x in state], 1)
-    output, membership, final, _ = _forward(w, temp.contiguous(), bias, mask, log_decay, initial, causal)
+    initial_state = None if state is None else torch.cat([x.float().flatten(1) for x in state], 1)
+    output, membership, final_state, _ = _forward(w, temp.contiguous(), bias, mask, log_decay, initial_state, causal)
     if not causal:
         return output, membership, None
-    S, N, D = final.split([H * p, H * p, H], 1)
+    S, N, D = final_state.split([H * p, H * p, H], 1)
     return output, membership, as_state((x.contiguous() for x in (S.view(B, H, p), N.view(B, H, p), D)), w)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Self-check: on each device, for each token shape and dtype, the kernels are compared once with the float64 reference
-# before they are used.
+# Self-check: before their first use, for each device, token shape and dtype, the kernels are compared with the float64
+# reference.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 CHECK_TOKENS = 70  # more than one chunk, and not a whole number of tiles
 CHECK_STEPS = 3
-CHECK_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative RMS, ten times the rounding
+CHECK_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative RMS, ten times rounding errors
 
-_problems: dict[tuple, str | None] = {}  # what was found, for the life of the process
+_problems: dict[tuple, str | None] = {}  # results of the self-checks of this process
 
 
-def kernel_problem(w: torch.Tensor, form: str, *, decay: bool = False, gradients: bool = False) -> str | None:
-    """What is wrong with the kernels for tokens like `w`, as the end of an error message.
+def find_kernel_problem(w: torch.Tensor, form: str, *, decay: bool = False, gradients: bool = False) -> str | None:
+    """Checks the kernels for tokens like `w`, once per process.
 
     Args:
-        w: (..., H, p); only its device, dtype, H and p count.
+        w: (..., H, p); only its device, dtype, H and p matter.
         form: "bidirectional", "causal", or "step" for one-token steps.
         decay: whether there is a `log_decay`.
-        gradients: whether the backward kernels are checked as well.
+        gradients: whether to check the backward kernels as well.
 
     Returns:
-        None where nothing is wrong, and where nothing can be checked: while a compiler traces or a CUDA graph is captured.
+        The end of an error message, or None if the kernels are correct or cannot be checked now: while a compiler traces or a
+        CUDA graph is captured.
     """
     if torch.compiler.is_compiling() or type(w) is not torch.Tensor:
         return None
@@ -979,51 +984,51 @@ def kernel_problem(w: torch.Tensor, form: str, *, decay: bool = False, gradients
 def _find_problem(device, dtype, H, p, form, decay, gradients) -> str | None:
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(device.type, enabled=False):
-            errors = _relative_errors(device, dtype, H, p, form, decay, gradients)
+            errors = _compute_relative_errors(device, dtype, H, p, form, decay, gradients)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # a compiler, a driver or a launch: whatever it raises, the reference still runs
-        found = f"failed with {type(error).__name__}: {str(error)[:500]}"
+    except Exception as error:  # any failure of the compiler, the driver or a launch: the reference still runs
+        problem = f"failed with {type(error).__name__}: {str(error)[:500]}"
     else:
-        wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error < CHECK_TOLERANCES[dtype]]
-        if not wrong:
+        mismatches = [f"{name} by {error:.1e}" for name, error in errors.items() if not error < CHECK_TOLERANCES[dtype]]
+        if not mismatches:
             return None
-        found = f"differ from the reference ({', '.join(wrong)})"
-    place = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        problem = f"differ from the reference ({', '.join(mismatches)})"
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return (
-        f"on {place} the Triton kernels {found}. Please report this message to the authors of tost_hf (heads {H}, "
+        f"on {device_name} the Triton kernels {problem}. Please report this message to the authors of tost_hf (heads {H}, "
         f"head_dim {p}, {dtype}, {form}{', decay' * decay}{', gradients' * gradients}, torch {torch.__version__})"
     )
 
 
-def _relative_errors(device, dtype, H, p, form, decay, gradients) -> dict[str, float]:
+def _compute_relative_errors(device, dtype, H, p, form, decay, gradients) -> dict[str, float]:
     """Relative RMS errors of the kernels' output, membership and gradients on random tokens, by name."""
-    draw = torch.Generator().manual_seed(0)  # not the global generator
-    size = 1, CHECK_TOKENS, H
+    generator = torch.Generator().manual_seed(0)  # not the global generator
+    head_shape = 1, CHECK_TOKENS, H
     inputs: dict[str, Any] = {
-        "w": torch.randn(*size, p, generator=draw).to(dtype),
-        "temp": torch.rand(H, generator=draw) + 0.5,
+        "w": torch.randn(*head_shape, p, generator=generator).to(dtype),
+        "temp": torch.rand(H, generator=generator) + 0.5,
     }
     if form != "bidirectional":
-        inputs["bias"] = 0.3 * torch.rand(size, generator=draw)
+        inputs["bias"] = 0.3 * torch.rand(head_shape, generator=generator)
     if decay:
-        inputs["log_decay"] = -0.5 * torch.rand(size, generator=draw)
+        inputs["log_decay"] = -0.5 * torch.rand(head_shape, generator=generator)
     inputs = {name: x.to(device).requires_grad_(gradients) for name, x in inputs.items()}
-    exact: dict[str, Any] = {name: x.detach().double().requires_grad_(gradients) for name, x in inputs.items()}
+    reference_inputs: dict[str, Any] = {name: x.detach().double().requires_grad_(gradients) for name, x in inputs.items()}
     w, temp, bias, log_decay = inputs["w"], inputs["temp"], inputs.get("bias"), inputs.get("log_decay")
     if form == "step":
         state = zero_state(w)
-        at = [[None if x is None else x[:, t] for x in (w, bias, log_decay)] for t in range(CHECK_STEPS)]
-        steps = [tssa_step_triton(x, temp, b, None, d, *state) for x, b, d in at]
-        got = tuple(torch.stack(x, 1) for x in zip(*steps))
+        step_inputs = [[None if x is None else x[:, t] for x in (w, bias, log_decay)] for t in range(CHECK_STEPS)]
+        step_outputs = [tssa_step_triton(x, temp, b, None, d, *state) for x, b, d in step_inputs]
+        actual = tuple(torch.stack(x, 1) for x in zip(*step_outputs))
     else:
-        got = tssa_triton(w, temp, bias, None, log_decay, None, form == "causal")[:2]
-    wanted = (bidirectional if form == "bidirectional" else causal)(**exact)[:2]
-    pairs = {name: (x, y[:, : x.shape[1]]) for name, x, y in zip(("output", "membership"), got, wanted)}
+        actual = tssa_triton(w, temp, bias, None, log_decay, None, form == "causal")[:2]
+    expected = (bidirectional if form == "bidirectional" else causal)(**reference_inputs)[:2]
+    pairs = {name: (x, y[:, : x.shape[1]]) for name, x, y in zip(("output", "membership"), actual, expected)}
     if gradients:
         grads = [
-            torch.autograd.grad([x.double().square().sum() for x in out], list(leaves.values()))
-            for out, leaves in ((got, inputs), (wanted, exact))
+            torch.autograd.grad([x.double().square().sum() for x in outputs], list(leaves.values()))
+            for outputs, leaves in ((actual, inputs), (expected, reference_inputs))
         ]
         pairs |= {f"gradient of {name}": pair for name, pair in zip(inputs, zip(*grads))}
     return {name: ((x.double() - y).square().mean() / y.square().mean()).sqrt().item() for name, (x, y) in pairs.items()}

@@ -6,15 +6,15 @@ from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 
-# by its new name, or by that of before torch 2.13
+# renamed in torch 2.13
 _all_gather = getattr(_functional_collectives, "all_gather_single_autograd", None) or (
     _functional_collectives.all_gather_tensor_autograd
 )
 
 
 def gather(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The tensors of all processes, (processes, ...); the gradient is the sum of those of all processes.
+    """Gathers the tensors of all processes, (processes, ...); the gradient is the sum over the processes.
 
-    Every process has to take part in the backward pass: a result that only some of them use would make the others wait.
+    All processes have to take part in the backward pass: a result that only some of them use would cause a deadlock.
     """
     return _all_gather(x.unsqueeze(0).contiguous(), 0, mesh)

@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Tensor parallelism: each process holds some of the heads of every layer, by transformers' `tp_plan="auto"`.
+"""Tensor parallelism: each process computes some of the heads of every layer, by transformers' `tp_plan="auto"`.
 
-The statistics of a head are independent of other heads; only the softmax over heads is shared. For it, each process sends one
-number per token, the log-sum-exp over its own heads.
+The statistics of a head are independent of other heads, except for the softmax over heads. For it, the processes gather one
+number per token, the log-sum-exp over the heads of each process.
 """
 
 import functools
@@ -20,26 +20,26 @@ from .collectives import gather
 
 
 class HeadwiseParallel(TensorParallelLayer):
-    """transformers' parallel style of an attention layer: shards its parameters by heads, shares the softmax over heads."""
+    """A tensor-parallel style of transformers for attention layers: shards parameters by heads, softmax over all heads."""
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         return True
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        whole = module._parameters.get(param)
-        if whole is not None:
-            sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-            module._parameters[param] = nn.Parameter(sharded, requires_grad=whole.requires_grad)
+        param_tensor = module._parameters.get(param)
+        if param_tensor is not None:
+            sharded = distribute_tensor(param_tensor, mesh, [Shard(0)], src_data_rank=None)
+            module._parameters[param] = nn.Parameter(sharded, requires_grad=param_tensor.requires_grad)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Raises a ValueError where the processes cannot hold the same number of heads each."""
-        layer = cast(Any, module)  # of this package, or of the same code loaded from a model's folder
-        if not hasattr(layer, "operators"):  # softmax attention, of which only the projections are sharded
+        """Raises a ValueError if the heads cannot be divided evenly among the processes."""
+        layer = cast(Any, module)  # of this package or of remote code
+        if not hasattr(layer, "operators"):  # softmax attention, where only the projections are sharded
             _check_heads("num_attention_heads", layer.config.num_attention_heads, mesh)
             _check_heads("num_key_value_heads", layer.config.num_attention_heads // layer.num_key_value_groups, mesh)
             return module
         _check_heads("num_attention_heads", layer.num_heads, mesh)
-        softmax = functools.partial(membership_over_all_heads, mesh)
+        softmax = functools.partial(softmax_over_heads_tensor_parallel, mesh)
         layer.operators = layer.operators._replace(
             tssa=functools.partial(tssa, softmax=softmax), step=functools.partial(tssa_step, softmax=softmax)
         )
@@ -49,19 +49,19 @@ class HeadwiseParallel(TensorParallelLayer):
 def _check_heads(name: str, heads: int, mesh: DeviceMesh) -> None:
     if heads % mesh.size():
         raise ValueError(
-            f"{name} {heads} cannot be sharded over {mesh.size()} processes: start a number that divides it, or train "
-            "with fully_shard or DistributedDataParallel."
+            f"{name} {heads} cannot be sharded over {mesh.size()} processes: use a number of processes that divides it, or "
+            "train with fully_shard or DistributedDataParallel."
         )
 
 
-def membership_over_all_heads(
+def softmax_over_heads_tensor_parallel(
     mesh: DeviceMesh, score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None
 ) -> torch.Tensor:
-    """`membership_of` this process's heads, (..., own heads), in a softmax over those of all processes."""
-    wide = state_dtypes(score)[1]  # a logarithm of float32 would cost digits
-    logit = (score * temp).to(wide)
-    total = gather(logit.logsumexp(-1, keepdim=True), mesh).logsumexp(0)
-    membership = (logit - total).exp().to(score.dtype)
+    """`tssa_reference.softmax_over_heads` for scores (..., local heads): the softmax is over the heads of all processes."""
+    dtype = state_dtypes(score)[1]  # float32 logarithms would lose digits
+    logit = (score * temp).to(dtype)
+    log_normalizer = gather(logit.logsumexp(-1, keepdim=True), mesh).logsumexp(0)
+    membership = (logit - log_normalizer).exp().to(score.dtype)
     return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
 
 
