@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 
-POSITION = "stream_position"  # key of a batch for its worker's position after it
+POSITION = "stream_position"  # batch key of the worker's position after the batch
 RECORDS_PER_BATCH = 256  # tokenized together
 BLOCKS_PER_BUFFER = 64  # without shuffling
 

@@ -169,7 +169,7 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
         if getattr(self.args, "context_parallel_size", 1) > 1 and self.context_mesh is None:
             raise ValueError(
                 "context_parallel_size is for tost_hf.ContextParallelTrainer; a "
-                f"{type(self).__name__} gives each process other sequences."
+                f"{type(self).__name__} assigns each process other sequences."
             )
         if self.model_init is None:
             self.model = self.model_wrapped = self.prepare_model(self.model)
