@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from .training.trainer_tensor_parallel import TensorParallelTrainer
     from .training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
-# imported when first used: the Trainer alone takes longer to import than everything else here
-_TRAINERS = {
+# imported lazily: importing Trainer takes longer than everything else here
+_TRAINER_MODULES = {
     "ContextParallelTrainer": "trainer_context_parallel",
     "StreamingTrainer": "trainer_stream",
     "TensorParallelTrainer": "trainer_tensor_parallel",
@@ -71,21 +71,21 @@ for config_class in (ToSTConfig, ToSTVisionConfig):
             auto_class.register(config_class, model_class, exist_ok=True)
             add_class_name(auto_class, config_class.model_type, model_class)
             add_class(model_class)
-# by name, as transformers' own, though it declares classes: this one needs Pillow, and is imported when it is first used
+# by name, as transformers registers its own, although classes are declared: importing the class needs Pillow
 IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)  # type: ignore[arg-type]
 
-if torch.distributed.is_available():  # which not every build of PyTorch has
-    from .parallel import tensor as _tensor_parallel  # noqa: F401  the style of transformers' tp_plan
+if torch.distributed.is_available():  # not in every build of PyTorch
+    from .parallel import tensor as _tensor_parallel  # noqa: F401  registers a style for transformers' tp_plan
 
 
 def __getattr__(name: str):
-    if name in _TRAINERS:
-        return getattr(importlib.import_module(f".training.{_TRAINERS[name]}", __name__), name)
+    if name in _TRAINER_MODULES:
+        return getattr(importlib.import_module(f".training.{_TRAINER_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_TRAINERS})
+    return sorted({*globals(), *_TRAINER_MODULES})
 
 
 __all__ = [

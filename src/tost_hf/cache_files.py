@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Caches of ToST language models: prefill in chunks, files, and the size of what they hold."""
+"""Caches of ToST language models: chunked prefill, saving and loading, and the size of the state."""
 
 import os
 from pathlib import Path
@@ -15,9 +15,9 @@ from .files import open_safetensors, staged_file
 from .model.cache_tost import (
     STATE_NAMES,
     ToSTCache,
-    cached_length,
-    check_cache_kind,
-    layer_type_of,
+    check_layer_types,
+    get_cached_length,
+    get_layer_type,
     set_cached_length,
 )
 from .model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
@@ -29,24 +29,24 @@ FILE_FORMAT = "tost_causal_statistics/1"
 
 
 class StateBytes(NamedTuple):
-    """Size of what a sequence is remembered by: running sums, last inputs of convolutions, keys and values of attention."""
+    """Size of a sequence's state: running sums, last inputs of convolutions, keys and values of softmax attention."""
 
-    saved: int  # at every length, as `save_cache` writes it, in float32; with sliding windows once they are full
-    in_memory: int  # the same where two of the three sums are float64
-    per_token: int = 0  # what each token adds, in layers of full attention
+    saved: int  # at any length, as `save_cache` writes it, in float32; with full sliding windows
+    in_memory: int  # at any length, in a cache, where two of the three sums are float64
+    per_token: int = 0  # of each token in addition, in layers of full attention
 
 
 def state_bytes(config: PreTrainedConfig) -> StateBytes:
     """Bytes of the state of one sequence, for a float32 model of this configuration."""
-    width, heads = config.hidden_size, config.num_attention_heads
-    layers = config.layer_types.count(CAUSAL_STATISTICS)
-    conv_state = width * ((config.conv_kernel or 1) - 1)
-    key_value = 4 * 2 * config.num_key_value_heads * config.head_dim  # of a token in a layer
-    windows = config.layer_types.count(SLIDING_ATTENTION) * ((config.sliding_window or 1) - 1) * key_value
+    hidden_size, num_heads = config.hidden_size, config.num_attention_heads
+    num_layers = config.layer_types.count(CAUSAL_STATISTICS)
+    conv_size = hidden_size * ((config.conv_kernel or 1) - 1)
+    key_value_bytes = 4 * 2 * config.num_key_value_heads * config.head_dim  # per token and layer
+    window_bytes = config.layer_types.count(SLIDING_ATTENTION) * ((config.sliding_window or 1) - 1) * key_value_bytes
     return StateBytes(
-        saved=4 * layers * (2 * width + heads + conv_state) + windows,
-        in_memory=4 * layers * (3 * width + 2 * heads + conv_state) + windows,
-        per_token=config.layer_types.count(FULL_ATTENTION) * key_value,
+        saved=4 * num_layers * (2 * hidden_size + num_heads + conv_size) + window_bytes,
+        in_memory=4 * num_layers * (3 * hidden_size + 2 * num_heads + conv_size) + window_bytes,
+        per_token=config.layer_types.count(FULL_ATTENTION) * key_value_bytes,
     )
 
 
@@ -54,10 +54,10 @@ def state_bytes(config: PreTrainedConfig) -> StateBytes:
 def prefill_cache(
     model: Any, input_ids: torch.Tensor, *, chunk_size: int = PREFILL_CHUNK_SIZE, progress_bar: bool = False
 ) -> ToSTCache:
-    """Reads a text of any length, (1, T), by chunked prefill: activations take the memory of `chunk_size` tokens.
+    """Processes a prompt (1, T) of any length by chunked prefill: activations take the memory of `chunk_size` tokens.
 
     Raises:
-        ValueError: the text is empty, not one sequence, or longer than the model's position table.
+        ValueError: the prompt is empty, not one sequence, or longer than the model's position table.
 
     Example:
         >>> cache = prefill_cache(model, input_ids, progress_bar=True)
@@ -65,11 +65,11 @@ def prefill_cache(
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or not input_ids.numel() or chunk_size < 1:
         raise ValueError(f"input_ids must be (1, T) with at least one token, got {tuple(input_ids.shape)}.")
-    positions = model.config.max_position_embeddings
-    if positions is not None and input_ids.shape[1] > positions:
+    max_length = model.config.max_position_embeddings
+    if max_length is not None and input_ids.shape[1] > max_length:
         raise ValueError(
-            f"The text has {input_ids.shape[1]:,} tokens, the model positions for {positions:,}: use a shorter text, or a "
-            "model without a position table."
+            f"The prompt has {input_ids.shape[1]:,} tokens, the model positions for {max_length:,}: use a shorter prompt, or "
+            "a model without a position table."
         )
     cache = ToSTCache(model.config)
     with logging.tqdm(total=input_ids.shape[1], unit="token", disable=not progress_bar) as bar:
@@ -80,9 +80,9 @@ def prefill_cache(
 
 
 def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
-    """Writes a cache of a ToST model (from `generate`, a forward pass, or your own) to a safetensors file.
+    """Writes a cache of a ToST model (from `generate`, a forward pass or `prefill_cache`) to a safetensors file.
 
-    An interrupted call leaves an older file whole.
+    The write is atomic: an interrupted call leaves an existing file intact.
 
     Raises:
         ValueError: the cache is empty, or not a ToST model's.
@@ -92,14 +92,14 @@ def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
         >>> outputs = model(input_ids, use_cache=True)
         >>> save_cache(outputs.past_key_values, "prompt.safetensors")
     """
-    check_cache_kind(cache)
+    check_layer_types(cache)
     if not cache.layers or not all(cast(Any, layer).is_initialized for layer in cache.layers):
-        raise ValueError("The cache is empty: run the model on the text that is to be cached first.")
-    length = int(cached_length(cache))
+        raise ValueError("The cache is empty: run the model on the tokens to be cached first.")
+    length = int(get_cached_length(cache))
     tensors = {
         f"layers.{i}.{name}": x.detach().cpu().contiguous()
         for i, layer in enumerate(cache.layers)
-        for name, x in _tensors_of(layer, length).items()
+        for name, x in _collect_tensors(layer, length).items()
     }
     with staged_file(Path(filename)) as staged:
         save_file(tensors, staged, metadata={"format": FILE_FORMAT, "seq_length": str(length)})
@@ -111,9 +111,9 @@ def load_cache(
     device: torch.device | str = "cpu",
     static: bool = False,
 ) -> ToSTCache:
-    """Reads a cache that `save_cache` wrote, for a model of configuration `config`.
+    """Reads a cache that `save_cache` wrote, for a model with configuration `config`.
 
-    Only the sizes of the model are compared, not its weights.
+    Only the model's sizes are compared, not its weights.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -121,19 +121,19 @@ def load_cache(
 
     Example:
         >>> cache = load_cache("prompt.safetensors", model.config)
-        >>> model.generate(torch.cat([input_ids, more], 1), past_key_values=cache)
+        >>> model.generate(torch.cat([input_ids, new_input_ids], 1), past_key_values=cache)
     """
     if not os.path.isfile(filename):
         raise FileNotFoundError(f"There is no cache file {os.fspath(filename)!r}.")
     with open_safetensors(filename, str(device)) as file:
         metadata = file.metadata() or {}
-        # 0.2.0 wrote the state of a convolution as recent_inputs
+        # version 0.2.0 wrote conv_state as recent_inputs
         tensors = {key.replace("recent_inputs", "conv_state"): file.get_tensor(key) for key in file.keys()}
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
     length = int(metadata["seq_length"])
-    layers = [layer_shapes(config, kind, length) for kind in config.layer_types]
-    expected = {f"layers.{i}.{name}": shape for i, shapes in enumerate(layers) for name, shape in shapes.items()}
+    shapes_by_layer = [layer_shapes(config, layer_type, length) for layer_type in config.layer_types]
+    expected = {f"layers.{i}.{name}": shape for i, shapes in enumerate(shapes_by_layer) for name, shape in shapes.items()}
     if {key: tuple(x.shape[1:]) for key, x in tensors.items()} != expected:
         raise ValueError(
             f"{os.fspath(filename)!r} belongs to another model: this one has {config.num_hidden_layers} layers of "
@@ -141,36 +141,37 @@ def load_cache(
         )
     cache = ToSTCache(config, static=static)
     for i, layer in enumerate(cache.layers):
-        _fill_layer(layer, {name: tensors[f"layers.{i}.{name}"] for name in layers[i]}, length)
+        _fill_layer(layer, {name: tensors[f"layers.{i}.{name}"] for name in shapes_by_layer[i]}, length)
     return cache
 
 
-def _tensors_of(layer: Any, length: int) -> dict[str, torch.Tensor]:
-    """What is written of a layer that has seen `length` tokens."""
-    kind = layer_type_of(layer)
-    if kind == CAUSAL_STATISTICS:
-        # the sums in the narrower one of their dtypes, inputs as they are
+def _collect_tensors(layer: Any, length: int) -> dict[str, torch.Tensor]:
+    """The tensors to save of a layer after `length` tokens."""
+    layer_type = get_layer_type(layer)
+    if layer_type == CAUSAL_STATISTICS:
+        # sums are saved in the dtype of sum_sq, although the other two are float64 in memory
         return {name: x.to(layer.sum_sq.dtype) if name in STATE_NAMES else x for name, x in layer.tensors().items()}
-    first = 0
-    if kind == SLIDING_ATTENTION:  # a static one keeps one token more
+    start, end = 0, length
+    if layer_type == SLIDING_ATTENTION:  # a static layer stores one more token than a dynamic one
         window = getattr(layer, "sliding_window", None) or layer.max_cache_len
-        first, length = max(min(length, layer.keys.shape[2]) - window + 1, 0), min(length, layer.keys.shape[2])
-    return {"keys": layer.keys[:, :, first:length], "values": layer.values[:, :, first:length]}
+        end = min(length, layer.keys.shape[2])
+        start = max(end - window + 1, 0)
+    return {"keys": layer.keys[:, :, start:end], "values": layer.values[:, :, start:end]}
 
 
-def layer_shapes(config: PreTrainedConfig, kind: str, length: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes, without the batch, of what a layer holds after `length` tokens."""
-    heads, width = config.num_attention_heads, config.head_dim
-    if kind == CAUSAL_STATISTICS:
+def layer_shapes(config: PreTrainedConfig, layer_type: str, length: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, without the batch dimension, of a layer's tensors after `length` tokens."""
+    num_heads, head_dim = config.num_attention_heads, config.head_dim
+    if layer_type == CAUSAL_STATISTICS:
         conv_state = {} if config.conv_kernel is None else {"conv_state": (config.conv_kernel - 1, config.hidden_size)}
-        return dict(zip(STATE_NAMES, ((heads, width), (heads, width), (heads,)))) | conv_state
-    kept = min(length, config.sliding_window - 1) if kind == SLIDING_ATTENTION else length
-    return dict.fromkeys(("keys", "values"), (config.num_key_value_heads, kept, width))
+        return dict(zip(STATE_NAMES, ((num_heads, head_dim), (num_heads, head_dim), (num_heads,)))) | conv_state
+    num_tokens = min(length, config.sliding_window - 1) if layer_type == SLIDING_ATTENTION else length
+    return dict.fromkeys(("keys", "values"), (config.num_key_value_heads, num_tokens, head_dim))
 
 
 def _fill_layer(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
-    """Sets the tensors of an empty layer, by the names in `layer_shapes`, after `length` tokens."""
-    if layer_type_of(layer) == CAUSAL_STATISTICS:
+    """Sets the tensors of an empty layer, named as in `layer_shapes`, and its number of tokens."""
+    if get_layer_type(layer) == CAUSAL_STATISTICS:
         state = TSSAState(*(tensors[name] for name in STATE_NAMES))
         layer.lazy_initialization(state)
         layer.set_state(state)

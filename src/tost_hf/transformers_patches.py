@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""All that importing tost_hf changes in transformers beyond what its `register` functions and base classes do.
+"""All changes that importing tost_hf makes in transformers beyond those of its `register` functions and base classes.
 
-tests/test_transformers_patches.py compares transformers before and after the import, and tells when a patch can go.
+tests/test_transformers_patches.py compares transformers before and after the import, and shows when a patch is obsolete.
 """
 
 import sys
@@ -11,20 +11,20 @@ from transformers import PreTrainedModel
 
 
 def add_class_name(auto_class: Any, model_type: str, model_class: type[PreTrainedModel]) -> None:
-    """Adds the class to the table of class names of an Auto class, as those of transformers' own models are.
+    """Adds the class to an Auto class's table of class names, which lists transformers' own models.
 
-    `auto_class.register` leaves this table out, though by it Trainer's label smoothing tells that labels are to be shifted,
-    pipelines that a model suits their task, and lm-evaluation-harness that a model generates text.
+    `auto_class.register` does not update this table. Trainer's label smoothing looks in it whether to shift labels, pipelines
+    whether a model supports their task, and lm-evaluation-harness whether a model generates text.
     """
     auto_class._model_mapping._model_mapping[model_type] = model_class.__name__
 
 
 def add_class(model_class: type[PreTrainedModel]) -> None:
-    """Makes `transformers.ToSTModel` of a class, unless transformers has something of that name.
+    """Adds the class to the module transformers, as `transformers.ToSTModel`, unless it has an attribute of that name.
 
-    Trainers of TRL that are given the name of a model, and `transformers serve`, look in transformers for the class that its
-    configuration names.
+    TRL's trainers, if they load a model by its name, and `transformers serve` get the class that the configuration names from
+    there.
     """
-    transformers = sys.modules["transformers"]  # which replaces itself while it is imported
+    transformers = sys.modules["transformers"]  # the module replaces itself during its import
     if not hasattr(transformers, model_class.__name__):
         setattr(transformers, model_class.__name__, model_class)

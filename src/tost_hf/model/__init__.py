@@ -1,1 +1,4 @@
-"""Remote code, published with the weights: flat siblings that import nothing else of the package. Start with `tssa.py`."""
+"""Remote code, published with the weights: flat modules that import nothing else of the package.
+
+Start with `tssa_reference.py`.
+"""

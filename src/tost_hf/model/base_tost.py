@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""What all ToST models share: base configuration and model, source files published with the weights, checks of fields."""
+"""Base classes of ToST configurations and models, source files published with the weights, validation of fields."""
 
 import functools
 import os
@@ -57,11 +57,11 @@ def code_files(model_type: str, origin: str | os.PathLike | None = None) -> dict
     """Name and path of each source file that is published with a model of this type.
 
     Args:
-        origin: folder or repository that has the files which are not beside this one: transformers copies the code of a local
-            folder into one folder per class, with only the files that the class imports.
+        origin: folder or repository with the files that are not beside this one: transformers copies remote code of a local
+            folder into one module folder per class, and only the files that this class imports.
 
     Raises:
-        OSError: a file is in neither place.
+        OSError: a file is neither beside this one nor in `origin`.
     """
     files = {}
     for name in CODE_FILES[model_type]:
@@ -73,12 +73,12 @@ def code_files(model_type: str, origin: str | os.PathLike | None = None) -> dict
 # Configurations -------------------------------------------------------------------------------------------------------
 
 
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # and the fields that they are for
+FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # rule: (check, names of fields)
     "be at least 1": (
         lambda x: x >= 1,
         "vocab_size max_position_embeddings num_hidden_layers num_class_attention_layers num_attention_heads num_channels",
     ),
-    # 0 too: transformers' tools create such configurations to test the fields
+    # 0 is valid: transformers' tools create such configurations to test the fields
     "be at least 0": (lambda x: x >= 0, "hidden_size intermediate_size"),
     "be at least 0 and below 1": (
         lambda x: 0 <= x < 1,
@@ -92,9 +92,9 @@ ABLATIONS = {"mlp_type": "mlp", "ista_step_size": 0.1, "ista_threshold": 0.1, "n
 
 
 class ToSTBaseConfig(PreTrainedConfig):
-    """A configuration that is saved with the source files of its models where its `auto_map` is set."""
+    """Base configuration; saved with the source files of its models if its `auto_map` is set."""
 
-    attribute_map = {  # dropout under its names in BERT, ViT and GPT-2
+    attribute_map = {  # names of dropout in BERT, ViT and GPT-2
         "attention_probs_dropout_prob": "attention_dropout",
         "attn_pdrop": "attention_dropout",
         "dropout": "hidden_dropout",
@@ -102,16 +102,16 @@ class ToSTBaseConfig(PreTrainedConfig):
         "hidden_dropout_prob": "hidden_dropout",
         "resid_pdrop": "hidden_dropout",
     }
-    option_defaults: ClassVar[dict[str, Any]] = ABLATIONS  # options and their values in the published models
+    option_defaults: ClassVar[dict[str, Any]] = ABLATIONS  # options and their values in published models
 
     def __post_init__(self, **kwargs):
         for alias, name in self.attribute_map.items():
-            if alias in kwargs:  # set under the field's name, so that its type is checked
+            if alias in kwargs:  # set by the field's name, so that its type is checked
                 setattr(self, name, kwargs.pop(alias))
         super().__post_init__(**kwargs)
 
     def options(self) -> dict[str, object]:
-        """The options that differ from the published model."""
+        """The options whose values differ from those of the published models."""
         return {name: value for name, value in self.to_dict().items() if name in self.option_defaults}
 
     def to_dict(self) -> dict:
@@ -126,7 +126,7 @@ class ToSTBaseConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """As `PreTrainedConfig.save_pretrained`, with the source files beside `config.json` where `auto_map` is set."""
         if getattr(self, "auto_map", None):
-            self.auto_map = dict(AUTO_MAPS[self.model_type])  # a loaded one may name older files, or their repository
+            self.auto_map = dict(AUTO_MAPS[self.model_type])  # a loaded auto_map may name older files, or their repository
             os.makedirs(save_directory, exist_ok=True)
             for name, source in code_files(self.model_type, self._name_or_path).items():
                 target = Path(save_directory, name)
@@ -138,8 +138,8 @@ class ToSTBaseConfig(PreTrainedConfig):
 
 
 def check_fields(config: PreTrainedConfig) -> None:
-    """Rejects (ValueError) impossible values in fields that text and vision configurations share, or one of them has."""
-    for rule, (is_valid, names) in RULES.items():
+    """Raises ValueError for an invalid value in a field of a text or vision configuration."""
+    for rule, (is_valid, names) in FIELD_RULES.items():
         for name in names.split():
             value = getattr(config, name, None)
             if value is not None and not is_valid(value):
@@ -174,30 +174,30 @@ def _register_adapter_targets(model_type: str) -> None:
 class ToSTBaseModel(PreTrainedModel):
     """Checks configurations, loads weights from safetensors files only, and saves source files with them on request."""
 
-    _save_code = False  # by default
+    _save_code = False  # default of `with_code`
 
     def __init__(self, config, *inputs, **kwargs):
-        wanted = type(self).config_class
-        assert wanted is not None  # transformers takes it from the annotation of `config`
-        if getattr(config, "model_type", None) != wanted.model_type:
+        config_class = type(self).config_class
+        assert config_class is not None  # transformers sets it from the annotation of `config`
+        if getattr(config, "model_type", None) != config_class.model_type:
             raise ValueError(
-                f"{type(self).__name__} needs a {wanted.__name__} (model type {wanted.model_type!r}), got a "
+                f"{type(self).__name__} needs a {config_class.__name__} (model type {config_class.model_type!r}), got a "
                 f"{type(config).__name__} of model type {getattr(config, 'model_type', None)!r}."
             )
         super().__init__(config, *inputs, **kwargs)
-        _register_adapter_targets(wanted.model_type)
+        _register_adapter_targets(config_class.model_type)
 
     def post_init(self):
-        # only parameters that this model has: transformers' shared tests look for each
+        # only parameters that this model has: transformers' common tests look up each name
         names = (getattr(module, "float32_parameters", ()) for module in self.modules())
         self._keep_in_fp32_modules_strict = set(chain(*names))
         super().post_init()
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """From now on models of this class are saved with their source files, unless `with_code=False`.
+        """Makes `save_pretrained` of this class write the source files by default.
 
-        transformers calls it for models that it loads by remote code. All of ToST's Auto classes are named in `auto_map`.
+        transformers calls it for models that it loads by remote code. `auto_map` names all of ToST's Auto classes.
         """
         cls._save_code = True
 
@@ -219,26 +219,26 @@ class ToSTBaseModel(PreTrainedModel):
 
         Args:
             with_code: whether source files and `auto_map` are saved with the weights, so that the folder loads with
-                `trust_remote_code=True` where this package is not installed. None: if the model was loaded from a folder that
-                has them.
+                `trust_remote_code=True` where this package is not installed. None: only if the model was loaded from a folder
+                that has them.
         """
         fields = self.config.__dict__
         auto_map, origin = fields.pop("auto_map", None), fields["_name_or_path"]
         if with_code if with_code is not None else (auto_map or self._save_code):
             fields["auto_map"] = AUTO_MAPS[self.config.model_type]
-            fields["_name_or_path"] = str(Path(__file__).parent)  # has every file; that of the configuration's class may not
+            fields["_name_or_path"] = str(Path(__file__).parent)  # this folder has every file, the configuration's may not
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
-            fields.pop("auto_map", None)  # transformers does not expect None as its value
+            fields.pop("auto_map", None)  # removed, not set to None, which transformers does not expect
             fields |= {"_name_or_path": origin} | ({"auto_map": auto_map} if auto_map else {})
 
     def push_to_hub(self, repo_id: str, *, with_code: bool | None = None, **kwargs) -> str:  # type: ignore[override]
         """As `PreTrainedModel.push_to_hub`, in one commit, with `with_code` as in `save_pretrained`.
 
-        The repository's card is kept. `tost-hf publish` checks what it uploads; this does not.
+        The repository's model card is preserved. `tost-hf publish` checks what it uploads; this does not.
         """
-        # transformers calls it without options of ours
+        # transformers calls save_pretrained without `with_code`
         self.save_pretrained = functools.partial(self.save_pretrained, with_code=with_code)  # type: ignore[method-assign]
         try:
             return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]  # its decorator hides `self`
@@ -247,13 +247,13 @@ class ToSTBaseModel(PreTrainedModel):
 
 
 def _reject_pipeline_parallelism(distributed_config) -> None:
-    """Rejects transformers' pipeline parallelism: its later stages would embed hidden states, and add positions."""
-    is_dict = isinstance(distributed_config, dict)  # which transformers accepts, too
+    """Rejects transformers' pipeline parallelism: later stages would embed hidden states and add positions to them."""
+    is_dict = isinstance(distributed_config, dict)  # transformers accepts both
     size = distributed_config.get("pp_size") if is_dict else getattr(distributed_config, "pp_size", None)
     if (size or 1) > 1:
         raise ValueError(
-            "A ToST model cannot be cut by layers, that is, by pipeline parallelism (pp_size of distributed_config): use "
-            "tp_size, which shards the heads, or fully_shard."
+            "ToST models do not support pipeline parallelism (pp_size of distributed_config): use tp_size, which shards the "
+            "heads, or fully_shard."
         )
 
 

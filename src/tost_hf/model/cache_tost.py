@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The cache of ToST language models: the layer of causal TSSA, three running sums of constant size; checks; files."""
+"""The cache of ToST language models: a layer of three running sums of constant size, with rollback; checks of caches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -19,22 +19,22 @@ from .tssa_reference import TSSAState, as_state
 
 Tensors = TypeVar("Tensors", bound=tuple)
 
-RECORDED_TAIL = 64  # tokens that can still be removed after a crop
+RECORDED_TAIL = 64  # recorded tokens that a crop leaves for later crops
 STATE_NAMES = TSSAState._fields
 TENSOR_NAMES = (*STATE_NAMES, "conv_state")  # of a layer, in memory and in files; the last only with a convolution
 
 
 class RecordedTokens(NamedTuple):
-    """What a layer records of tokens that a rollback may remove."""
+    """Tensors recorded for tokens that a rollback may remove."""
 
     w: torch.Tensor  # projected, (B, t, H, p)
     membership: torch.Tensor  # (B, t, H), 0 at padding
-    log_decay: torch.Tensor | None  # (B, t, H), with forgetting
-    inputs: torch.Tensor | None  # of the layer, (B, t, D), with a convolution
+    log_decay: torch.Tensor | None  # (B, t, H); None without decay
+    inputs: torch.Tensor | None  # of the layer, (B, t, D); None without a convolution
 
 
 class LayerState(NamedTuple):
-    """The state of a layer after some token."""
+    """The running sums of a layer, and the state of its convolution."""
 
     sums: TSSAState
     conv_state: torch.Tensor | None
@@ -45,17 +45,18 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     `sum_sq` and `sum_weighted_sq` are (B, H, p), `sum_membership` is (B, H); None until the first update. They have the dtypes
     of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost. In a layer with
-    a convolution `conv_state` (B, conv_kernel - 1, D) holds the layer's last inputs, oldest first; otherwise None.
+    a convolution `conv_state` (B, conv_kernel - 1, D) stores the layer's last inputs, oldest first; otherwise None.
 
-    With `max_cache_len` (as `StaticCache` passes it) or `static=True` the tensors keep their addresses, and so does the number
-    of tokens: a compiled decoding step is neither recompiled nor skipped by CUDA graphs. The cached sums then have no
-    gradient. `max_cache_len` is no limit: the state has the same size at any length.
+    With `max_cache_len` (which `StaticCache` passes) or `static=True` the addresses of all tensors are static, including the
+    token count: a compiled decoding step is neither recompiled nor skipped by CUDA graphs. The cached sums then have no
+    gradient. `max_cache_len` does not limit the sequence: the state has the same size at any length.
 
     While recording is on (`activate_past_recording`), the tokens since the last `crop`, and up to 64 before it, can be rolled
-    back exactly: the sums are recomputed from those before the recorded tokens, nothing is subtracted.
+    back exactly: the sums are recomputed from the state before the recorded tokens, never by subtraction.
 
     Raises:
-        ValueError, RuntimeError: `crop` is called with a number of tokens, or at a time, that it cannot remove.
+        ValueError: `crop` is called with a positive number, or to remove more tokens than were recorded.
+        RuntimeError: `crop` is called while recording is off.
 
     Example:
 
@@ -69,7 +70,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     _layer_type = CAUSAL_STATISTICS
     is_croppable = True
-    supports_early_init = False  # it is for the shapes of keys and values
+    supports_early_init = False  # early initialisation assumes the shapes of keys and values
 
     def __init__(self, max_cache_len: int | None = None, static: bool = False, **kwargs):
         super().__init__(max_cache_len=max_cache_len)
@@ -80,12 +81,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
         self.sum_weighted_sq: torch.Tensor | None = None
         self.sum_membership: torch.Tensor | None = None
         self.conv_state: torch.Tensor | None = None
-        # a tensor: a number would be a constant of an exported program
+        # a tensor, since an int would become a constant of an exported program
         self.cumulative_length: Any = torch.zeros((), dtype=torch.long, device="cpu")
         self.device: torch.device | None = None
         self.record_past = False
-        self._base: LayerState | None = None  # before the first recorded token
-        self._recorded: list[RecordedTokens] = []
+        self._base_state: LayerState | None = None  # before the first recorded token
+        self._recorded_tokens: list[RecordedTokens] = []
 
     @property
     def state(self) -> TSSAState | None:
@@ -100,42 +101,42 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def may_be_overwritten(self) -> bool:
-        """Whether a step may update the tensors of `state` in place: nothing else uses them, nor will a backward pass."""
+        """Whether a step may update the tensors of `state` in place: neither other tensors nor a backward pass use them."""
         if not self.is_initialized or self.record_past or torch.is_grad_enabled():
             return False
         state = self._stored_state()
         if any(x is not y for x, y in zip(as_state(state, state.sum_sq), state)):  # cast, for example by an exporter
             return False
-        return self.static if torch.compiler.is_compiling() else all(map(_is_unshared, state))
+        return self.static if torch.compiler.is_compiling() else all(map(_can_update_in_place, state))
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences; AttributeError before the first token, as in transformers' own lazy layers."""
+        """Number of sequences; AttributeError before the first token, as in transformers' lazily initialised layers."""
         if self.sum_sq is None:
-            raise AttributeError("The layer has seen no token yet, so its batch size is unknown.")
+            raise AttributeError("The layer is empty, so its batch size is unknown.")
         return self.sum_sq.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the layer's sums and convolution inputs in memory, without recorded tokens."""
+        """Bytes of the layer's sums and convolution state in memory, without recorded tokens."""
         return sum(x.nbytes for x in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The layer's tensors by name; empty before the first token."""
         return {name: x for name in TENSOR_NAMES if (x := getattr(self, name)) is not None}
 
-    # float64 sums take the bytes of float32 sums with float32 remainders, and need no adding and splitting at every step
+    # float64 sums are as large as compensated float32 sums (sum and remainder), without the extra operations of every step
     def _stored_state(self) -> TSSAState:
         assert self.sum_sq is not None and self.sum_weighted_sq is not None and self.sum_membership is not None
         return TSSAState(self.sum_sq, self.sum_weighted_sq, self.sum_membership)
 
     def set_state(self, state: TSSAState) -> None:
-        """Stores new sums: in place if addresses are static and the batch size is the same."""
+        """Stores new sums: in place if addresses are static and the batch size does not change."""
         for name, new in zip(STATE_NAMES, as_state(state, state.sum_sq)):
             self._store(name, new)
 
     def set_conv_state(self, conv_state: torch.Tensor | None) -> None:
-        """Stores the last inputs of the convolution, as `set_state` stores sums."""
+        """Stores the last inputs of the convolution in the same manner as `set_state`."""
         if conv_state is not None:
             self._store("conv_state", conv_state)
 
@@ -153,8 +154,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
         if self.static and not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(tensor)
 
-    def lazy_initialization(self, state: TSSAState) -> None:  # type: ignore[override]  # declared for keys and values alone
-        """Allocates sums of the given state's shapes, dtypes and device."""
+    def lazy_initialization(self, state: TSSAState) -> None:  # type: ignore[override]  # declared for keys and values
+        """Allocates zero sums with the shapes, dtypes and device of `state`."""
         self.device = state.sum_sq.device
         if self.static or torch.compiler.is_compiling():  # else on the CPU, where reading it does not synchronize
             self.cumulative_length = self.cumulative_length.to(self.device)
@@ -178,9 +179,9 @@ class CausalStatisticsLayer(CacheLayerMixin):
             state: the sums after these tokens.
             w: the projected tokens, (B, T, H, p).
             membership: their membership, (B, H, T), 0 at padding.
-            log_decay: logarithm of their decay, (B, T, H), with forgetting.
-            inputs: of the layer, (B, T, D), with a convolution.
-            conv_state: the last of them, (B, conv_kernel - 1, D).
+            log_decay: logarithm of their decay, (B, T, H); None without decay.
+            inputs: the layer's inputs, (B, T, D); required with a convolution.
+            conv_state: the last of the inputs, (B, conv_kernel - 1, D); None without a convolution.
         """
         if not self.is_initialized:
             self.lazy_initialization(state)
@@ -189,9 +190,9 @@ class CausalStatisticsLayer(CacheLayerMixin):
                 inputs = None
             elif self.conv_state is None:
                 self.set_conv_state(torch.zeros_like(conv_state))
-            if not self._recorded:
-                self._base = _map_tensors(torch.clone, LayerState(self._stored_state(), self.conv_state))
-            self._recorded.append(RecordedTokens(w, membership.transpose(1, 2), log_decay, inputs))
+            if not self._recorded_tokens:
+                self._base_state = _map_tensors(torch.clone, LayerState(self._stored_state(), self.conv_state))
+            self._recorded_tokens.append(RecordedTokens(w, membership.transpose(1, 2), log_decay, inputs))
         self.set_state(state)
         self.set_conv_state(conv_state)
         if self.static:
@@ -205,7 +206,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         )
 
     def get_seq_length(self) -> Any:
-        """Tokens seen, padding included: a number; a 0-dimensional tensor where static or compiled."""
+        """Number of tokens, padding included: an int, or a 0-dimensional tensor if static or compiled."""
         if not self.is_initialized:
             return 0
         return self.cumulative_length if self.static or torch.compiler.is_compiling() else int(self.cumulative_length)
@@ -219,41 +220,43 @@ class CausalStatisticsLayer(CacheLayerMixin):
     # Rollback ---------------------------------------------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Starts to record what `crop` needs. Memory grows with the tokens between two calls of `crop`."""
+        """Starts to record tokens for `crop`. Memory grows with the tokens between two calls of `crop`."""
         if not self.record_past:
             self._clear_records()
         self.record_past = True
 
     def _clear_records(self) -> None:
-        self._base, self._recorded = None, []
+        self._base_state, self._recorded_tokens = None, []
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens, padding counted (0 removes none, and frees old records).
+        """Removes the last `-tokens_to_remove` tokens, padding included (0 removes none, and frees old records).
 
         Raises:
-            ValueError: the number is positive, or more tokens than were recorded.
-            RuntimeError: recording is not on.
+            ValueError: the number is positive, or more tokens would be removed than were recorded.
+            RuntimeError: recording is off.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}.")
+            raise ValueError(f"crop expects the number of tokens to remove as a negative number, got {tokens_to_remove}.")
         if not self.record_past:
-            raise RuntimeError("Call activate_past_recording() on the cache before the tokens that crop is to remove.")
-        recorded = sum(tokens.w.shape[1] for tokens in self._recorded)
-        keep = recorded + tokens_to_remove
-        if keep < 0:
-            raise ValueError(f"Cannot remove {-tokens_to_remove} tokens: only the last {recorded} are recorded.")
-        if not recorded:
+            raise RuntimeError(
+                "Call activate_past_recording() on the cache before the model processes tokens that crop removes."
+            )
+        num_recorded = sum(tokens.w.shape[1] for tokens in self._recorded_tokens)
+        num_remaining = num_recorded + tokens_to_remove
+        if num_remaining < 0:
+            raise ValueError(f"Cannot remove {-tokens_to_remove} tokens: only the last {num_recorded} are recorded.")
+        if not num_recorded:
             return
-        tokens = RecordedTokens._make(None if x[0] is None else torch.cat(x, 1) for x in zip(*self._recorded))
-        assert self._base is not None  # stored with the first record
-        merged = max(keep - RECORDED_TAIL, 0)
-        self._base = _add_tokens(self._base, _map_tensors(lambda x: x[:, :merged], tokens))
-        tokens = _map_tensors(lambda x: x[:, merged:keep], tokens)
-        self._recorded = [tokens] if keep else []
+        tokens = RecordedTokens._make(None if x[0] is None else torch.cat(x, 1) for x in zip(*self._recorded_tokens))
+        assert self._base_state is not None  # stored with the first record
+        num_merged = max(num_remaining - RECORDED_TAIL, 0)
+        self._base_state = _add_tokens(self._base_state, _map_tensors(lambda x: x[:, :num_merged], tokens))
+        tokens = _map_tensors(lambda x: x[:, num_merged:num_remaining], tokens)
+        self._recorded_tokens = [tokens] if num_remaining else []
         if tokens_to_remove:
-            new = _add_tokens(self._base, tokens)
-            self.set_state(new.sums)
-            self.set_conv_state(new.conv_state)
+            layer_state = _add_tokens(self._base_state, tokens)
+            self.set_state(layer_state.sums)
+            self.set_conv_state(layer_state.conv_state)
             self.cumulative_length += tokens_to_remove
 
     # Batch ------------------------------------------------------------------------------------------------------------
@@ -262,12 +265,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
         """Applies `fn` to every tensor with a batch dimension."""
         if not self.is_initialized:
             return
-        new = _map_tensors(fn, LayerState(self._stored_state(), self.conv_state))
-        self.set_state(new.sums)
-        self.set_conv_state(new.conv_state)
-        if self._base is not None:
-            self._base = _map_tensors(fn, self._base)
-        self._recorded = [_map_tensors(fn, tokens) for tokens in self._recorded]
+        layer_state = _map_tensors(fn, LayerState(self._stored_state(), self.conv_state))
+        self.set_state(layer_state.sums)
+        self.set_conv_state(layer_state.conv_state)
+        if self._base_state is not None:
+            self._base_state = _map_tensors(fn, self._base_state)
+        self._recorded_tokens = [_map_tensors(fn, tokens) for tokens in self._recorded_tokens]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -279,7 +282,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         self._map_batch(lambda x: x[indices.to(x.device)])
 
     def reset(self) -> None:
-        """Returns to the start of a sequence; tensors keep their addresses."""
+        """Resets the state to the start of a sequence, in place."""
         for x in self.tensors().values():
             x.detach().zero_()
         self._clear_records()
@@ -293,55 +296,55 @@ class CausalStatisticsLayer(CacheLayerMixin):
                 setattr(self, name, x.to(device, non_blocking=True))
 
     def offload(self) -> None:
-        """Moves the sums to the CPU until they are used next."""
+        """Moves the tensors to the CPU until they are used next."""
         self._move(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        """Moves the sums back to the device that computed them."""
+        """Moves the tensors back to the device that computed them."""
         if self.device is not None:
             self._move(self.device)
 
 
 class StaticCausalStatisticsLayer(CausalStatisticsLayer, StaticLayer):  # type: ignore[override, misc]
-    """`CausalStatisticsLayer` in a `StaticCache`, with every method of `StaticLayer` overridden.
+    """`CausalStatisticsLayer` in a `StaticCache`; no method of `StaticLayer` is used.
 
-    `CacheLayerMixin` registers subclasses that have a `_layer_type`: those of `StaticLayer` for static caches, others for
-    dynamic ones.
+    `CacheLayerMixin` registers subclasses that have a `_layer_type`: subclasses of `StaticLayer` for static caches, others for
+    dynamic caches.
     """
 
 
-def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], values: Tensors) -> Tensors:
-    """Applies `fn` to every tensor of a NamedTuple of tensors, None and more such tuples."""
-    kind: Any = type(values)
-    return kind(*(x if x is None else _map_tensors(fn, x) if isinstance(x, tuple) else fn(x) for x in values))
+def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Tensors) -> Tensors:
+    """Applies `fn` to every tensor of a NamedTuple of tensors, None and nested NamedTuples."""
+    tuple_type: Any = type(tensors)
+    return tuple_type(*(x if x is None else _map_tensors(fn, x) if isinstance(x, tuple) else fn(x) for x in tensors))
 
 
-def _is_unshared(x: torch.Tensor) -> bool:
-    """Whether a tensor may be updated in place, without a change to another one."""
+def _can_update_in_place(x: torch.Tensor) -> bool:
+    """Whether autograd allows an in-place update, and no other tensor shares the storage."""
     if x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled()):
         return False
     return x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
 
 
-def _add_tokens(before: LayerState, tokens: RecordedTokens) -> LayerState:
+def _add_tokens(layer_state: LayerState, tokens: RecordedTokens) -> LayerState:
     """The state of a layer after more tokens."""
-    state, membership, conv_state = before.sums, tokens.membership, before.conv_state
+    state, membership, conv_state = layer_state.sums, tokens.membership, layer_state.conv_state
     # the membership is 0 in every head at padding, and only there
-    real = membership.sum(-1) != 0
-    x = tokens.w.to(state.sum_sq.dtype).masked_fill(~real[..., None, None], 0)
+    mask = membership.sum(-1) != 0
+    x = tokens.w.to(state.sum_sq.dtype).masked_fill(~mask[..., None, None], 0)
     terms = TSSAState(sq := x * x, sq * membership.unsqueeze(-1), membership)
     if tokens.log_decay is not None:
-        log_decay = tokens.log_decay.masked_fill(~real.unsqueeze(-1), 0)
-        up_to = log_decay.flip(1).cumsum(1).flip(1)  # of each token and all later ones
-        later = (up_to - log_decay).exp()  # decay of each token's terms by later ones
-        terms = TSSAState(*(term * later.view(*later.shape, *[1] * (term.ndim - 3)) for term in terms))
-        total = up_to[:, :1].sum(1).exp()  # 1 where there are no tokens
-        state = TSSAState(*(old * total.view(*total.shape, *[1] * (old.ndim - 2)) for old in state))
+        log_decay = tokens.log_decay.masked_fill(~mask.unsqueeze(-1), 0)
+        reverse_cumsum = log_decay.flip(1).cumsum(1).flip(1)  # of each token and all later ones
+        decay = (reverse_cumsum - log_decay).exp()  # of each token's terms, by all later tokens
+        terms = TSSAState(*(term * decay.view(*decay.shape, *[1] * (term.ndim - 3)) for term in terms))
+        total_decay = reverse_cumsum[:, :1].sum(1).exp()  # 1 if there are no tokens
+        state = TSSAState(*(old * total_decay.view(*total_decay.shape, *[1] * (old.ndim - 2)) for old in state))
     sums = TSSAState(*(old + term.sum(1) for old, term in zip(state, terms)))
     if conv_state is not None:
         assert tokens.inputs is not None  # recorded with the state of the convolution
         length = conv_state.shape[1]
-        indices = left_padding_indices(F.pad(real, (length, 0), value=True))
+        indices = left_padding_indices(F.pad(mask, (length, 0), value=True))
         conv_state = permute_tokens(torch.cat([conv_state, tokens.inputs], 1), indices)[:, -length:]
     return LayerState(sums, conv_state)
 
@@ -350,11 +353,12 @@ def _add_tokens(before: LayerState, tokens: RecordedTokens) -> LayerState:
 
 
 class ToSTCache(Cache):
-    """The running statistics of all layers of a ToST language model; keys and values of softmax attention layers.
+    """The running statistics of all TSSA layers of a ToST language model; in hybrid models, keys and values as well.
 
     Args:
         config: the model's configuration.
-        static: keep the tensors' addresses, for `torch.compile` and CUDA graphs; for hybrid models use `StaticCache`.
+        static: whether the addresses of tensors are static, for `torch.compile` and CUDA graphs; hybrid models need a
+            `StaticCache` instead.
 
     Size: num_hidden_layers * (2 * hidden_size + num_attention_heads) numbers per sequence, at any length: for tost-base
     74,304 bytes in files, in float32, and 111,744 in memory, where two of the three sums are float64.
@@ -376,18 +380,18 @@ class ToSTCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, static: bool = False):
         if not config.is_causal:
-            raise ValueError("An encoder (is_causal=False) sees the whole text at once, so it has no cache.")
+            raise ValueError("An encoder (is_causal=False) processes the whole sequence at once, so it has no cache.")
         layers = DynamicCache(config=config).layers
-        if static and any(layer_type_of(layer) != CAUSAL_STATISTICS for layer in layers):
+        is_tssa = [get_layer_type(layer) == CAUSAL_STATISTICS for layer in layers]
+        if static and not all(is_tssa):
             raise ValueError(
-                "Keys and values need a length to be static: use StaticCache(config=model.config, max_cache_len=...)."
+                "Static keys and values need a maximum length: use StaticCache(config=model.config, max_cache_len=...)."
             )
-        own = [layer_type_of(layer) == CAUSAL_STATISTICS for layer in layers]
-        super().__init__([CausalStatisticsLayer(static=static) if is_own else x for x, is_own in zip(layers, own)])
+        super().__init__([CausalStatisticsLayer(static=static) if tssa else layer for layer, tssa in zip(layers, is_tssa)])
 
 
-def layer_type_of(layer: object) -> str | None:
-    """The type in a configuration's `layer_types` that a cache layer is for; None for any other layer."""
+def get_layer_type(layer: object) -> str | None:
+    """The type of a cache layer as in a configuration's `layer_types`; None for layers of other models."""
     if getattr(layer, "_layer_type", None) == CAUSAL_STATISTICS:
         return CAUSAL_STATISTICS
     if isinstance(layer, DynamicLayer | StaticLayer):
@@ -395,76 +399,76 @@ def layer_type_of(layer: object) -> str | None:
     return None
 
 
-def cached_length(cache: Cache) -> int | torch.Tensor:
-    """Tokens seen by a cache of a ToST model, padding included (a 0-dimensional tensor where static or compiled)."""
+def get_cached_length(cache: Cache) -> int | torch.Tensor:
+    """Number of tokens in a ToST model's cache, padding included (a 0-dimensional tensor if static or compiled)."""
     return _first_statistics_layer(cache).get_seq_length()
 
 
 def _first_statistics_layer(cache: Cache) -> CausalStatisticsLayer:
-    return cast(CausalStatisticsLayer, next(layer for layer in cache.layers if layer_type_of(layer) == CAUSAL_STATISTICS))
+    return cast(CausalStatisticsLayer, next(layer for layer in cache.layers if get_layer_type(layer) == CAUSAL_STATISTICS))
 
 
-def check_cache_kind(cache: Cache) -> list[str | None]:
-    """Rejects a cache that is not for ToST models; returns the `layer_type_of` its layers.
+def check_layer_types(cache: Cache) -> list[str | None]:
+    """Rejects a cache that is not for ToST models; returns the types of its layers (`get_layer_type`).
 
-    Layers are compared by their type's name: remote code has another class of the same name.
+    Types are compared, not classes: remote code has a different class of the same name.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values must be a transformers Cache such as ToSTCache, got {type(cache).__name__}.")
-    kinds = [layer_type_of(layer) for layer in cache.layers]
-    for kind, layer in zip(kinds, cache.layers):
-        if kind is None or CAUSAL_STATISTICS not in kinds:
+    layer_types = [get_layer_type(layer) for layer in cache.layers]
+    for layer_type, layer in zip(layer_types, cache.layers):
+        if layer_type is None or CAUSAL_STATISTICS not in layer_types:
             raise ValueError(
-                f"past_key_values holds {type(layer).__name__}s of another kind of model; a ToST model needs "
+                f"past_key_values contains {type(layer).__name__}s of another kind of model; a ToST model needs "
                 "ToSTCache(config) or DynamicCache(config=model.config)."
             )
-    return kinds
+    return layer_types
 
 
 def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None:
     """Rejects a cache that does not fit the model or the batch; adds the layers to an empty `DynamicCache()`.
 
     Raises:
-        TypeError: it is no transformers Cache.
-        ValueError: it is of another model or another batch size.
+        TypeError: it is not a transformers Cache.
+        ValueError: it belongs to another model, or has another batch size.
     """
     if isinstance(cache, Cache) and cache.layer_class_to_replicate is not None and not cache.layers:
         # an empty DynamicCache() without a configuration
         cache.layers = ToSTCache(config).layers
         cache.layer_class_to_replicate = None
-    kinds = check_cache_kind(cache)
+    layer_types = check_layer_types(cache)
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
             f"The cache is another model's: it has {len(cache.layers)} layers, this model {config.num_hidden_layers}."
         )
-    if kinds != config.layer_types:
+    if layer_types != config.layer_types:
         raise ValueError(
-            f"The cache is another model's: its layers are {', '.join(map(str, kinds))}, "
+            f"The cache is another model's: its layers are {', '.join(map(str, layer_types))}, "
             f"this model's {', '.join(config.layer_types)}."
         )
     layer = _first_statistics_layer(cache)
     if not layer.is_initialized:
         return
-    batch, *heads = layer.tensors()["sum_sq"].shape
-    expected = [config.num_attention_heads // _processes_sharing_heads(config), config.head_dim]
-    if heads != expected:
-        raise ValueError(f"The cache is another model's: its heads have shape {heads}, this model's {expected}.")
-    conv_inputs = 0 if layer.conv_state is None else layer.conv_state.shape[1]
-    if conv_inputs != (config.conv_kernel or 1) - 1:
+    cached_batch_size, *actual = layer.tensors()["sum_sq"].shape
+    expected = [config.num_attention_heads // _tensor_parallel_size(config), config.head_dim]
+    if actual != expected:
+        raise ValueError(f"The cache is another model's: its heads have shape {actual}, this model's {expected}.")
+    num_conv_inputs = 0 if layer.conv_state is None else layer.conv_state.shape[1]
+    if num_conv_inputs != (config.conv_kernel or 1) - 1:
         raise ValueError(
-            f"The cache is another model's: it holds {conv_inputs} inputs of a convolution per layer, this model's has "
+            f"The cache is another model's: it stores {num_conv_inputs} inputs of a convolution per layer, this model's has "
             f"conv_kernel={config.conv_kernel}."
         )
-    if batch != batch_size:
-        raise ValueError(f"The cache holds {batch} sequences, the batch {batch_size}; they must be the same.")
+    if cached_batch_size != batch_size:
+        raise ValueError(f"The cache holds {cached_batch_size} sequences, the batch {batch_size}; they must be the same.")
 
 
-def _processes_sharing_heads(config: PreTrainedConfig) -> int:
+def _tensor_parallel_size(config: PreTrainedConfig) -> int:
     """Number of processes over which transformers' tensor parallelism shards the heads."""
     return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
 
 def set_cached_length(layer: Any, length: int) -> None:
-    """Sets the number of tokens that a layer has seen, if it stores that in a number or a tensor."""
+    """Sets the number of tokens of a cache layer, if the layer counts them."""
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length += length - int(layer.cumulative_length)

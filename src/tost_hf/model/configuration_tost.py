@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Configuration of ToST text models, and the sizes of the paper."""
+"""Configuration of ToST text models, and presets of the paper's sizes."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from huggingface_hub.dataclasses import strict
 from .base_tost import ABLATIONS, ToSTBaseConfig, check_fields
 
 
-# Layer types, by which transformers' caches choose the layers they consist of. The first is ours although transformers has
-# "linear_attention": the cache layer of that type cannot crop a recurrent state, has no sequence length, and is the same for
-# every model. transformers registers cache layers of further types (`CausalStatisticsLayer._layer_type`), but has no
-# registration of their names: `ToSTConfig.validate_layer_type` checks them, as that of transformers' own DeepSeek-V4 does.
+# Layer types, by which transformers' caches choose their layer classes. CAUSAL_STATISTICS is not "linear_attention", because
+# the cache layer of that type cannot crop a recurrent state, has no sequence length, and is the same for every model.
+# transformers registers cache layers of new types (`CausalStatisticsLayer._layer_type`), but not the names of the types:
+# `ToSTConfig.validate_layer_type` checks them, as that of transformers' own DeepSeek-V4 does.
 CAUSAL_STATISTICS = "tost_causal_statistics"
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
@@ -20,24 +20,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tost-medium": {"num_hidden_layers": 24, "num_attention_heads": 16, "hidden_size": 1024},
     "tost-large": {"num_hidden_layers": 36, "num_attention_heads": 20, "hidden_size": 1280},
 }
-_PLUS = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
+_PLUS_FIELDS = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
 PRESETS |= {
-    "tost-plus-base": PRESETS["tost-base"] | _PLUS,
-    "tost-plus-medium": PRESETS["tost-medium"] | _PLUS,
-    "tost-hybrid-base": PRESETS["tost-base"] | _PLUS | {"layer_types": ([CAUSAL_STATISTICS] * 3 + [FULL_ATTENTION]) * 3},
+    "tost-plus-base": PRESETS["tost-base"] | _PLUS_FIELDS,
+    "tost-plus-medium": PRESETS["tost-medium"] | _PLUS_FIELDS,
+    "tost-hybrid-base": PRESETS["tost-base"]
+    | _PLUS_FIELDS
+    | {"layer_types": ([CAUSAL_STATISTICS] * 3 + [FULL_ATTENTION]) * 3},
 }
 
 
-# Of the Long Range Arena models the paper gives layers, widths, heads, dropout and the place of the norms. All else is ours:
-# one token per byte or grey level and four special ones, the task's longest text, biases, LayerScale at 1, mean pooling.
-_ENCODER = {"is_causal": False, "pooling": "mean", "use_bias": True, "layer_scale_init_value": 1.0, "hidden_dropout": 0.1}
-_ENCODER |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+# The paper specifies layers, widths, heads, dropout and norm placement of its Long Range Arena models. The rest is our choice:
+# one token per byte or grey level and four special ones, the task's longest sequence, biases, LayerScale at 1, mean pooling.
+_LRA_FIELDS = {"is_causal": False, "pooling": "mean", "use_bias": True, "layer_scale_init_value": 1.0, "hidden_dropout": 0.1}
+_LRA_FIELDS |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 LRA_PRESETS: dict[str, dict[str, Any]] = {
-    f"tost-lra-{task}": _ENCODER
+    f"tost-lra-{task}": _LRA_FIELDS
     | dict(zip(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), sizes))
-    | {"vocab_size": vocabulary, "max_position_embeddings": tokens, "num_labels": classes}
+    | {"vocab_size": vocab_size, "max_position_embeddings": max_length, "num_labels": num_labels}
     | {"architectures": ["ToSTForSequenceClassification"]}
-    for task, sizes, vocabulary, tokens, classes in (
+    for task, sizes, vocab_size, max_length, num_labels in (
         ("listops", (6, 512, 8, 2048), 32, 2048, 10),
         ("text", (4, 256, 4, 1024), 260, 4096, 2),
         ("retrieval", (6, 128, 4, 512), 260, 4096, 2),
@@ -45,24 +47,24 @@ LRA_PRESETS: dict[str, dict[str, Any]] = {
         ("pathfinder", (2, 64, 2, 128), 260, 1024, 2),
     )
 }
-LRA_PRESETS["tost-lra-retrieval"]["architectures"] = ["ToSTModel"]  # of pairs of texts, whose head is the task's own
+LRA_PRESETS["tost-lra-retrieval"]["architectures"] = ["ToSTModel"]  # the head for pairs of documents is not in this package
 LRA_PRESETS["tost-lra-image"]["hidden_dropout"] = 0.0
 LRA_PRESETS["tost-lra-pathfinder"]["pre_norm"] = False
 
 OPTION_DEFAULTS = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
 OPTION_DEFAULTS["forgetting"] = "none"
 BEYOND_PAPER = tuple(OPTION_DEFAULTS)
-# all options, with the published model's values
+# all options, with the values of the published models
 OPTION_DEFAULTS |= ABLATIONS | {"is_causal": True, "pooling": None, "pre_norm": True}
 
-FORGETTING = ("none", "head", "token")
-POOLING = ("mean", "first", "last")
-MAX_KERNEL = 64
+FORGETTING_TYPES = ("none", "head", "token")
+POOLING_TYPES = ("mean", "first", "last")
+MAX_CONV_KERNEL = 64
 
 
 @strict
 class ToSTConfig(ToSTBaseConfig):
-    r"""Configuration of a ToST text model. The defaults are the language model tost-base (110,384,016 parameters).
+    r"""Configuration of a ToST text model. The defaults are those of tost-base (110,384,016 parameters).
 
     Args:
         vocab_size: number of token ids; 50,304 is GPT-2's 50,257 padded to a multiple of 64.
@@ -73,47 +75,47 @@ class ToSTConfig(ToSTBaseConfig):
         intermediate_size: width of the MLP; 4 * `hidden_size` if None.
         hidden_act: activation of the MLP; "gelu" is the exact (erf) one.
         max_position_embeddings: length of the learned position tables (`embed_positions`, and `denom_bias` in each layer),
-            which is the longest text. None for the position-free variant, which has neither table and no limit.
+            which is the maximum sequence length. None for the position-free variant, which has neither table and no limit.
             Also `n_positions`.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of both LayerScale vectors of a block.
         use_bias: whether the Linear and LayerNorm layers of the blocks and the final norm have a bias. `lm_head` has none.
-        hidden_dropout: dropout after the attention's and the MLP's output projection. Also `hidden_dropout_prob`,
+        hidden_dropout: dropout after the output projections of the attention and the MLP. Also `hidden_dropout_prob`,
             `resid_pdrop`, `dropout`.
         attention_dropout: dropout on TSSA's 1 / (1 + moment). Also `attention_probs_dropout_prob`, `attn_pdrop`.
         embedding_dropout: dropout on the embedded tokens. Also `embd_pdrop`.
-        initializer_range: standard deviation of initial weights; the two output projections of a block get it divided by
-            sqrt(2 * `num_hidden_layers`).
+        initializer_range: standard deviation of initial weights; divided by sqrt(2 * `num_hidden_layers`) for the two output
+            projections of a block.
         forgetting: decay of the running sums: "none", as published, "head" (learned, per head) or "token" (computed from each
             token, per head).
-        conv_kernel: kernel size of the short causal convolution on each attention layer's normalised input; None for none, as
-            published.
-        layer_types: of each layer "tost_causal_statistics", "full_attention" or "sliding_attention"; None for the first
-            throughout, as published. At least one layer must be of the first type.
-        sliding_window: tokens that a "sliding_attention" layer sees, including the current one.
-        num_key_value_heads: heads of the attention layers' keys and values; must divide `num_attention_heads`, its default.
-        rope_parameters: of rotary positions, which attention layers have in a position-free model: "rope_theta" and
-            "rope_type", "default" or "linear" (with "factor"). None in other models.
-        is_causal: whether a token sees only itself and the tokens before it, as in a language model. False makes an encoder:
-            each layer's sums run over the whole text, there is no `denom_bias`, no cache and no generation. The order of the
-            tokens then comes from `embed_positions` alone: without it (`max_position_embeddings=None`) an encoder takes a
-            text for a set of tokens.
+        conv_kernel: kernel size of the short causal convolution on each attention layer's normalised input; None for no
+            convolution, as published.
+        layer_types: type of each layer: "tost_causal_statistics", "full_attention" or "sliding_attention". At least one layer
+            must be of the first type. None if all are, as published.
+        sliding_window: number of tokens that a "sliding_attention" layer attends to, including the current one.
+        num_key_value_heads: number of key and value heads of the attention layers; must divide `num_attention_heads`, which
+            is the default.
+        rope_parameters: parameters of the rotary position embeddings that attention layers have in a position-free model:
+            "rope_theta" and "rope_type", "default" or "linear" (with "factor"). None in other models.
+        is_causal: whether a token depends only on itself and the preceding tokens, as in a language model. False for an
+            encoder: each layer sums over the whole sequence, and there is no `denom_bias`, no cache and no generation. The
+            order of the tokens is then known from `embed_positions` alone: without it (`max_position_embeddings=None`) an
+            encoder treats a sequence as a set of tokens.
         pooling: features that a sequence classifier computes its logits from: those of the "first" or the "last" real token,
-            or their "mean". None for "last" in causal models, as published, and "mean" in encoders.
+            or the "mean" over real tokens. None for "last" in causal models, as published, and "mean" in encoders.
         mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
-            ablation; `ISTAStep`), which replaces the MLP with its residual branch and LayerScale.
-        ista_step_size, ista_threshold: of that step.
-        normalize_scores: whether memberships are made from squares that are normalised per channel over the tokens, as
-            published, or from the squares themselves (the paper's ablation). Without normalisation the backend "torch" runs,
-            on every device.
-        pre_norm: whether LayerNorm stands before the attention and the MLP, as published, with another one after the last
-            block; or, if False, after each of the two sums.
+            ablation; `ISTAStep`), which replaces the MLP together with its residual connection and LayerScale.
+        ista_step_size, ista_threshold: step size and threshold of the ISTA step.
+        normalize_scores: whether memberships are computed from squares that are normalised per channel over the tokens, as
+            published, or from unnormalised squares (the paper's ablation), for which the backend "torch" runs on every device.
+        pre_norm: whether LayerNorm is applied before the attention and the MLP, as published, and after the last block; if
+            False, it is applied after each of the two residual connections instead.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
         use_cache: whether forward returns the running statistics; always False in an encoder.
         bos_token_id, eos_token_id, pad_token_id: special token ids; 50256 is GPT-2's end-of-text.
 
     Raises:
-        ValueError: a value is impossible.
+        ValueError: a value is invalid.
 
     Example:
 
@@ -174,16 +176,16 @@ class ToSTConfig(ToSTBaseConfig):
         if name not in presets:
             raise ValueError(f"There is no preset {name!r}; choose one of {', '.join(presets)}.")
         fields = presets[name] | overrides
-        if "layer_types" in presets[name] and "layer_types" not in overrides:  # the pattern, for any number of layers
+        if "layer_types" in presets[name] and "layer_types" not in overrides:  # repeats the pattern
             layers = fields.get("n_layer", fields["num_hidden_layers"])
             fields["layer_types"] = (fields["layer_types"] * layers)[:layers]
         return cls(**fields)
 
     def __post_init__(self, **kwargs):
-        given_rope = self.rope_parameters
-        super().__post_init__(**kwargs)  # also sets what came under a GPT-2 name
+        rope_parameters = self.rope_parameters
+        super().__post_init__(**kwargs)  # also sets fields that were passed by their GPT-2 names
         if not self.rotates:
-            if given_rope is not None:
+            if rope_parameters is not None:
                 raise ValueError(
                     "rope_parameters are for attention layers of position-free models (max_position_embeddings=None)."
                 )
@@ -192,15 +194,15 @@ class ToSTConfig(ToSTBaseConfig):
             self.intermediate_size = 4 * self.hidden_size
         if not self.is_causal:
             self.use_cache = False
-        # @strict runs the validators as well, but wraps their message in another error
+        # @strict runs the validators as well, but wraps their error in another one
         self.validate_architecture()
 
     def validate_architecture(self):
         check_fields(self)
-        if self.forgetting not in FORGETTING:
-            raise ValueError(f"forgetting must be one of {', '.join(FORGETTING)}, got {self.forgetting!r}.")
-        if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_KERNEL:
-            raise ValueError(f"conv_kernel must be from 2 to {MAX_KERNEL}, or None for none, got {self.conv_kernel}.")
+        if self.forgetting not in FORGETTING_TYPES:
+            raise ValueError(f"forgetting must be one of {', '.join(FORGETTING_TYPES)}, got {self.forgetting!r}.")
+        if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_CONV_KERNEL:
+            raise ValueError(f"conv_kernel must be from 2 to {MAX_CONV_KERNEL}, or None for none, got {self.conv_kernel}.")
         self.validate_layer_type()
         self._check_attention_layers()
         self._check_encoder()
@@ -214,44 +216,44 @@ class ToSTConfig(ToSTBaseConfig):
         return fields
 
     def _check_encoder(self):
-        if self.pooling is not None and self.pooling not in POOLING:
-            raise ValueError(f"pooling must be one of {', '.join(POOLING)}, or None, got {self.pooling!r}.")
+        if self.pooling is not None and self.pooling not in POOLING_TYPES:
+            raise ValueError(f"pooling must be one of {', '.join(POOLING_TYPES)}, or None, got {self.pooling!r}.")
         if self.is_causal:
             if self.pooling == "first":
-                raise ValueError("pooling='first' needs is_causal=False: a causal model's first token sees no other token.")
+                raise ValueError("pooling='first' needs is_causal=False: a causal model's first token depends only on itself.")
             return
-        if causal := [name for name in self.options() if name in BEYOND_PAPER]:
-            raise ValueError(f"{causal[0]} is for causal models; an encoder (is_causal=False) does not have it.")
+        if causal_options := [name for name in self.options() if name in BEYOND_PAPER]:
+            raise ValueError(f"{causal_options[0]} is for causal models; an encoder (is_causal=False) does not have it.")
 
     def validate_layer_type(self):
         """As in transformers, for the types of this model."""
-        types = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
-        given = self.__dict__.get("_layer_types") or self.all_layer_types  # however many
-        if unknown := [layer_type for layer_type in given if layer_type not in types]:
-            raise ValueError(f"layer_types must hold {', '.join(types)} and nothing else, got {unknown[0]!r}.")
-        if len(given) != self.num_hidden_layers:
-            raise ValueError(f"layer_types must name every layer: it names {len(given)} of {self.num_hidden_layers}.")
-        if CAUSAL_STATISTICS not in given:
-            raise ValueError(f"layer_types must hold {CAUSAL_STATISTICS} at least once.")
+        supported = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
+        layer_types = self.__dict__.get("_layer_types") or self.all_layer_types  # `_layer_types` is not truncated
+        if unknown := [layer_type for layer_type in layer_types if layer_type not in supported]:
+            raise ValueError(f"layer_types must be among {', '.join(supported)}, got {unknown[0]!r}.")
+        if len(layer_types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types must name every layer: it names {len(layer_types)} of {self.num_hidden_layers}.")
+        if CAUSAL_STATISTICS not in layer_types:
+            raise ValueError(f"layer_types must contain {CAUSAL_STATISTICS} at least once.")
 
     def _check_attention_layers(self):
         if SLIDING_ATTENTION in self.all_layer_types and (self.sliding_window is None or self.sliding_window < 2):
             raise ValueError(
                 f"sliding_attention layers need a sliding_window of at least 2 tokens, got {self.sliding_window}."
             )
-        groups = self.num_key_value_heads
-        assert groups is not None  # when it is read
-        if groups < 1 or self.num_attention_heads % groups:
+        num_key_value_heads = self.num_key_value_heads
+        assert num_key_value_heads is not None  # its property returns the default instead
+        if num_key_value_heads < 1 or self.num_attention_heads % num_key_value_heads:
             raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {groups}."
+                f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {num_key_value_heads}."
             )
         if self.rotates and (self.rope_parameters or {}).get("rope_type") not in ("default", "linear"):
             raise ValueError(
-                "rope_parameters must have rope_type 'default' or 'linear', for all layers alike: other types stretch from "
-                "a limit that a position-free model does not have."
+                "rope_parameters must have rope_type 'default' or 'linear', the same for all layers: other types scale from a "
+                "maximum length, which a position-free model does not have."
             )
         if self.rotates and self.head_dim % 2:
-            raise ValueError(f"Rotary positions need an even width of heads, got {self.head_dim}.")
+            raise ValueError(f"Rotary positions need an even head_dim, got {self.head_dim}.")
 
     @property
     def pooling_in_use(self) -> str:
@@ -261,13 +263,13 @@ class ToSTConfig(ToSTBaseConfig):
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
         """How transformers' tensor parallelism shards the heads; "tost_heads" is a style of tost_hf.parallel."""
-        has_mlp = self.mlp_type == "mlp"  # every process computes the whole of an ISTA step
-        columns = ["self_attn.in_proj", "mlp.up_proj"] if has_mlp else ["self_attn.in_proj"]
+        has_mlp = self.mlp_type == "mlp"  # an ISTA step is not sharded: every process computes all of it
+        colwise = ["self_attn.in_proj", "mlp.up_proj"] if has_mlp else ["self_attn.in_proj"]
         if self.forgetting == "token":
-            columns.append("self_attn.forget_proj")
+            colwise.append("self_attn.forget_proj")
         if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
-            columns += [f"self_attn.{name}_proj" for name in "qkv"]
-        styles = dict.fromkeys(columns, "colwise") | {"self_attn.out_proj": "rowwise"}
+            colwise += [f"self_attn.{name}_proj" for name in "qkv"]
+        styles = dict.fromkeys(colwise, "colwise") | {"self_attn.out_proj": "rowwise"}
         if has_mlp:
             styles["mlp.down_proj"] = "rowwise"
         styles["self_attn"] = "tost_heads"
@@ -284,19 +286,19 @@ class ToSTConfig(ToSTBaseConfig):
 
     @property
     def all_layer_types(self) -> list[str]:
-        """The type of every layer: `layer_types`, which is never None when read."""
+        """The type of every layer: `layer_types`, whose property never returns None."""
         assert self.layer_types is not None
         return self.layer_types
 
     @property
     def head_dim(self) -> int:
-        """Width p of one head."""
+        """Number of channels p of one head."""
         return self.hidden_size // self.num_attention_heads
 
 
 def _get_layer_types(config: ToSTConfig) -> list[str]:
-    given = config.__dict__.get("_layer_types")
-    return [CAUSAL_STATISTICS] * config.num_hidden_layers if given is None else given[: config.num_hidden_layers]
+    layer_types = config.__dict__.get("_layer_types")
+    return [CAUSAL_STATISTICS] * config.num_hidden_layers if layer_types is None else layer_types[: config.num_hidden_layers]
 
 
 def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
@@ -306,17 +308,17 @@ def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
 
 
 def _get_num_key_value_heads(config: ToSTConfig) -> int:
-    given = config.__dict__.get("_num_key_value_heads")
-    return config.num_attention_heads if given is None else given
+    num_heads = config.__dict__.get("_num_key_value_heads")
+    return config.num_attention_heads if num_heads is None else num_heads
 
 
-def _set_num_key_value_heads(config: ToSTConfig, heads: int | None) -> None:
-    config.__dict__["_num_key_value_heads"] = None if heads == config.num_attention_heads else heads
+def _set_num_key_value_heads(config: ToSTConfig, num_heads: int | None) -> None:
+    config.__dict__["_num_key_value_heads"] = None if num_heads == config.num_attention_heads else num_heads
 
 
-# Properties over the fields, so that their defaults follow `num_hidden_layers` and `num_attention_heads` at any time.
-# transformers' caches read the first, vLLM's the second.
-ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]  # replaces the field
+# Properties replace the fields, so that their defaults follow `num_hidden_layers` and `num_attention_heads` at any time.
+# transformers' caches read `layer_types`, vLLM's `num_key_value_heads`.
+ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]
 ToSTConfig.num_key_value_heads = property(_get_num_key_value_heads, _set_num_key_value_heads)  # type: ignore[assignment]
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Configuration of ToST vision models, and the sizes of the paper."""
+"""Configuration of ToST vision models, and presets of the paper's sizes."""
 
 from huggingface_hub.dataclasses import strict
 from transformers.backbone_utils import BackboneConfigMixin
@@ -7,10 +7,10 @@ from transformers.backbone_utils import BackboneConfigMixin
 from .base_tost import ToSTBaseConfig, check_fields
 
 
-FEATURES = ("out_features", "out_indices")
+FEATURE_FIELDS = ("out_features", "out_indices")
 ATTENTION_TYPES = ("tssa", "xca", "softmax")
 
-_SIZES = {  # width, layers, heads, initial LayerScale
+_SIZES = {  # hidden size, layers, heads, initial LayerScale
     "tiny": (192, 12, 4, 1.0),
     "small": (384, 12, 8, 1.0),
     "tiny-24": (192, 24, 4, 1e-5),
@@ -20,20 +20,20 @@ _SIZES = {  # width, layers, heads, initial LayerScale
 }
 VISION_PRESETS = {
     f"tost-vision-{size}-patch{patch_size}": {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
         "layer_scale_init_value": layer_scale,
         "patch_size": patch_size,
     }
-    for size, (width, layers, heads, layer_scale) in _SIZES.items()
+    for size, (hidden_size, num_layers, num_heads, layer_scale) in _SIZES.items()
     for patch_size in (16, 8)
 }
 
 
 @strict
 class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
-    r"""Configuration of a ToST vision model. The defaults are the paper's ToST-S with 16-pixel patches.
+    r"""Configuration of a ToST vision model. The defaults are those of the paper's ToST-S with 16-pixel patches.
 
     Args:
         hidden_size: width D.
@@ -42,21 +42,20 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         num_attention_heads: number of heads; must divide `hidden_size`.
         intermediate_size: width of the MLPs; 4 * `hidden_size` if None.
         hidden_act: activation of the stem and the MLPs; "gelu" is the exact (erf) one.
-        image_size: side of the images the model is meant for. It is no limit: positions are computed for each image.
-        patch_size: side of a patch, a power of two from 2 to 32: the stem halves the image once for each factor of two, its
-            channels doubling up to `hidden_size`.
+        image_size: side of the images that the model is meant for. Other sizes work: positions are computed for each image.
+        patch_size: side of a patch, a power of two from 2 to 32: the stem halves the image once for each factor of two and
+            doubles its channels, up to `hidden_size`.
         num_channels: channels of an image.
         attention_type: "tssa", or one of the paper's baselines on the same trunk: "xca" (cross-covariance attention, XCiT) or
             "softmax" (plain attention).
         normalize_patch_tokens: whether a class-attention block normalises the patch tokens as well as the class token before
-            its MLP, as all released models do (their `tokens_norm`).
+            its MLP, as all released models do (`tokens_norm` in the authors' code).
         mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
-            ablation; `ISTAStep`), which replaces the MLP with its residual branch and LayerScale in the blocks over the
-            patches; class-attention blocks keep their MLPs.
-        ista_step_size, ista_threshold: of that step.
-        normalize_scores: whether memberships are made from squares that are normalised per channel over the patches, as
-            published, or from the squares themselves (the paper's ablation). Without normalisation the backend "torch" runs,
-            on every device.
+            ablation; `ISTAStep`), which replaces the MLP together with its residual connection and LayerScale in the blocks
+            over the patches; class-attention blocks have MLPs in both cases.
+        ista_step_size, ista_threshold: step size and threshold of the ISTA step.
+        normalize_scores: whether memberships are computed from squares that are normalised per channel over the patches, as
+            published, or from unnormalised squares (the paper's ablation), for which the backend "torch" runs on every device.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of the LayerScale vectors (the authors' eta).
         qkv_bias: whether the attentions' input projections have a bias.
@@ -64,14 +63,14 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         attention_dropout: dropout on TSSA's 1 / (1 + moment), or on the baselines' attention weights. Also
             `attention_probs_dropout_prob`, `attn_pdrop`.
         embedding_dropout: dropout on the embedded patches.
-        drop_path_rate: probability of leaving out a residual branch for an image in training, the same in every block.
-        initializer_range: standard deviation of the truncated normal that Linear weights and the class token start from.
+        drop_path_rate: probability of dropping a residual branch for an image during training, the same in every block.
+        initializer_range: standard deviation of the truncated normal distribution of initial Linear weights and class token.
         initializer_factor: factor on the stem's initial weights, which are PyTorch's default for convolutions; leave it at 1.
-        out_features, out_indices: which of `stage_names` a `ToSTBackbone` gives as feature maps, by name or by number; the
-            last if neither is given.
+        out_features, out_indices: which of `stage_names` a `ToSTBackbone` returns as feature maps, by name or by index; the
+            last one by default.
 
     Raises:
-        ValueError: a value is impossible.
+        ValueError: a value is invalid.
 
     Example:
 
@@ -125,13 +124,13 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         return cls(**(VISION_PRESETS[name] | overrides))
 
     def __post_init__(self, **kwargs):
-        wanted = {name: kwargs.pop(name, getattr(self, f"_{name}")) for name in FEATURES}
+        features = {name: kwargs.pop(name, getattr(self, f"_{name}")) for name in FEATURE_FIELDS}
         super().__post_init__(**kwargs)
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         self.validate_architecture()  # as in ToSTConfig
-        if any(value is not None for value in wanted.values()):  # else a backbone takes the last of as many as it has
-            self.set_output_features_output_indices(**wanted)
+        if any(value is not None for value in features.values()):  # otherwise `ToSTBackbone` sets the last stage
+            self.set_output_features_output_indices(**features)
 
     def validate_architecture(self):
         check_fields(self)
@@ -140,7 +139,7 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         if self.hidden_size % (self.patch_size // 2):
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of half the patch_size ({self.patch_size}): the stem "
-                "doubles its channels up to it."
+                "doubles its channels up to hidden_size."
             )
         sides = [self.image_size] if isinstance(self.image_size, int) else list(self.image_size)
         if len(sides) not in (1, 2) or min(sides) < 1:
@@ -153,12 +152,12 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
     def set_output_features_output_indices(self, out_features: list | None, out_indices: list | None):
         """As in transformers; rejects empty lists."""
         if any(value is not None and not value for value in (out_features, out_indices)):
-            raise ValueError("out_features and out_indices must name at least one of stage_names, or be left out.")
+            raise ValueError("out_features and out_indices must name at least one of stage_names, or be omitted.")
         super().set_output_features_output_indices(out_features, out_indices)
 
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
-        return {name: value for name, value in super().to_dict().items() if name not in FEATURES or value is not None}
+        return {name: value for name, value in super().to_dict().items() if name not in FEATURE_FIELDS or value is not None}
 
 
 __all__ = ["ATTENTION_TYPES", "VISION_PRESETS", "ToSTVisionConfig"]

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ToST text models: the trunk, causal or bidirectional, the language model and the other heads."""
+"""ToST text models: the trunk (causal or bidirectional), the language model and the other heads."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .base_tost import ToSTBaseModel
-from .cache_tost import cached_length
+from .cache_tost import get_cached_length
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .inputs_tost import build_attention_masks, check_prompt, resolve_inputs
 from .layers_tost import MLP, ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias
@@ -34,13 +34,13 @@ from .tssa_reference import compute_dtype
 
 logger = logging.get_logger(__name__)
 
-PREFILL_CHUNK_SIZE = 1024  # of prompts in `generate`
-PROGRESS_DELAY = 5  # seconds of a prefill before it shows a progress bar
+PREFILL_CHUNK_SIZE = 1024  # tokens per forward pass over a prompt in `generate`
+PROGRESS_DELAY = 5  # seconds before a prefill shows a progress bar
 
 
 @dataclass
 class ToSTModelOutputWithPast(BaseModelOutputWithPast):
-    """Output of `ToSTModel`; the fields of the base class, and `memberships`.
+    """Output of `ToSTModel`: the fields of the base class, and `memberships`.
 
     `memberships`: with `output_memberships=True`, Pi of every TSSA layer, each (B, H, T) in float32, 0 at padding.
     `attentions`: with `output_attentions=True` and attn_implementation="eager", the weights of every softmax attention layer
@@ -61,7 +61,7 @@ class ToSTModelOutputWithPast(BaseModelOutputWithPast):
 
 @dataclass
 class ToSTCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """Output of `ToSTForCausalLM`: logits (B, T, vocab_size), the loss, and what `ToSTModelOutputWithPast` has.
+    """Output of `ToSTForCausalLM`: logits (B, T, vocab_size), the loss, and the fields of `ToSTModelOutputWithPast`.
 
     Example:
 
@@ -81,29 +81,29 @@ class ToSTCausalLMOutputWithPast(CausalLMOutputWithPast):
 def rotary_embedding(
     config: PreTrainedConfig, x: torch.Tensor, position_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of rotary positions (RoFormer, arXiv 2104.09864), each (B, T, head_dim), computed in float32.
+    """Cosines and sines of rotary position embeddings (RoFormer, arXiv 2104.09864), each (B, T, head_dim).
 
     Args:
         config: its `rope_parameters` have rope_type "default", or "linear", which divides the frequencies by "factor".
-        x: a tensor of the dtype and device of the result.
+        x: a tensor whose dtype and device the result gets; the computation is in float32.
         position_ids: (B, T).
     """
     rope = config.rope_parameters
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=x.device) / config.head_dim
-    frequency = 1.0 / rope["rope_theta"] ** exponent
+    inv_freq = 1.0 / rope["rope_theta"] ** exponent
     if rope["rope_type"] == "linear":
-        frequency = frequency / rope["factor"]
-    angle = position_ids[..., None].float() * frequency
+        inv_freq = inv_freq / rope["factor"]
+    angle = position_ids[..., None].float() * inv_freq
     angle = torch.cat([angle, angle], -1)
     return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
 
 def apply_rotary_pos_emb(query, key, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys (B, heads, T, head_dim), rotated."""
+    """Applies rotary position embeddings to queries and keys (B, heads, T, head_dim)."""
 
     def rotate(x):
-        left, right = x.chunk(2, -1)
-        return x * cos.unsqueeze(1) + torch.cat([-right, left], -1) * sin.unsqueeze(1)
+        x1, x2 = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat([-x2, x1], -1) * sin.unsqueeze(1)
 
     return rotate(query), rotate(key)
 
@@ -111,14 +111,14 @@ def apply_rotary_pos_emb(query, key, cos: torch.Tensor, sin: torch.Tensor) -> tu
 def eager_attention_forward(
     module: nn.Module, query, key, value, attention_mask: torch.Tensor | None, scaling: float, dropout: float = 0.0, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' attention interface, in plain PyTorch: the attended tokens (B, T, heads, head_dim), and the weights."""
+    """transformers' attention interface in plain PyTorch: the output (B, T, heads, head_dim) and the attention weights."""
     key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = scores.softmax(-1, dtype=compute_dtype(query.dtype)).to(query.dtype)
-    weights = nn.functional.dropout(weights, dropout, module.training)
-    return (weights @ value).transpose(1, 2), weights
+    attn_weights = scores.softmax(-1, dtype=compute_dtype(query.dtype)).to(query.dtype)
+    attn_weights = nn.functional.dropout(attn_weights, dropout, module.training)
+    return (attn_weights @ value).transpose(1, 2), attn_weights
 
 
 class ToSTAttention(nn.Module):
@@ -135,17 +135,17 @@ class ToSTAttention(nn.Module):
         self.layer_idx = layer_idx
         self.layer_type = config.layer_types[layer_idx]
         self.head_dim = config.head_dim
-        groups = config.num_key_value_heads
-        self.num_key_value_groups = config.num_attention_heads // groups
+        num_key_value_heads = config.num_key_value_heads
+        self.num_key_value_groups = config.num_attention_heads // num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = config.sliding_window if self.layer_type == SLIDING_ATTENTION else None
-        width, bias = config.hidden_size, config.use_bias
-        self.q_proj = nn.Linear(width, width, bias=bias)
-        self.k_proj = nn.Linear(width, groups * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, groups * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(width, width, bias=bias)
+        hidden_size, bias = config.hidden_size, config.use_bias
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, num_key_value_heads * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.out_dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
@@ -161,17 +161,17 @@ class ToSTAttention(nn.Module):
 
         Args:
             hidden_states: (B, T, D).
-            attention_mask: (B, T), true at real tokens; of these tokens only, not those in the cache.
+            attention_mask: (B, T), true at real tokens; without the cached tokens.
             attention_masks: from `build_attention_masks`.
             position_ids: (B, T).
-            position_embeddings: from `rotary_embedding`; None where the embedded tokens contain their positions.
-            past_key_values: a cache with an attention layer at `layer_idx`; updated.
+            position_embeddings: from `rotary_embedding`; None in models with learned positions.
+            past_key_values: a cache with an attention layer at `layer_idx`; updated in place.
 
         Returns:
-            The attended tokens (B, T, D), and the attention weights if the attention function returns them.
+            The output (B, T, D), and the attention weights if the attention implementation returns them.
         """
         B, T, _ = hidden_states.shape
-        if attention_mask is not None:  # in addition to the mask of scores: padding may hold NaN, and 0 times NaN is NaN
+        if attention_mask is not None:  # masked scores do not suffice: padding may contain NaN, and 0 * NaN is NaN
             hidden_states = hidden_states.masked_fill(~attention_mask.bool().unsqueeze(-1), 0)
         query, key, value = (
             projection(hidden_states).view(B, T, -1, self.head_dim).transpose(1, 2)
@@ -181,8 +181,8 @@ class ToSTAttention(nn.Module):
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        attended, weights = attend(
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attn_output, attn_weights = attention_interface(
             self,
             query,
             key,
@@ -193,7 +193,7 @@ class ToSTAttention(nn.Module):
             sliding_window=self.sliding_window,
             position_ids=position_ids,
         )
-        return self.out_dropout(self.out_proj(attended.reshape(B, T, -1))), weights
+        return self.out_dropout(self.out_proj(attn_output.reshape(B, T, -1))), attn_weights
 
 
 # Blocks ----------------------------------------------------------------------------------------------------------------
@@ -220,27 +220,27 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
     """x + scale * TSSA(norm(x)), then x + scale * MLP(norm(x)); both scales are vectors (LayerScale).
 
     With `pre_norm=False` norm(x + scale * TSSA(x)), then norm(x + scale * MLP(x)). With `mlp_type="ista"` the second half is
-    ISTA(norm(x)), or norm(ISTA(x)). Some layers of hybrid models have softmax attention instead of TSSA.
+    ISTA(norm(x)), or norm(ISTA(x)). In hybrid models some layers have softmax attention instead of TSSA.
     """
 
     def __init__(self, config: ToSTConfig, layer_idx: int):
         super().__init__()
-        width, bias = config.hidden_size, config.use_bias
+        hidden_size, bias = config.hidden_size, config.use_bias
         self.pre_norm = config.pre_norm
-        self.input_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
+        self.input_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps, bias=bias)
         self.attends = config.all_layer_types[layer_idx] != CAUSAL_STATISTICS
         self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _make_tssa(config, layer_idx)
-        self.attention_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
-        self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps, bias=bias)
+        self.attention_layer_scale = nn.Parameter(torch.full((hidden_size,), float(config.layer_scale_init_value)))
+        self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps, bias=bias)
         self.mlp: nn.Module
         self.mlp_layer_scale = None
         if config.mlp_type == "ista":
-            self.mlp = ISTAStep(width, config.ista_step_size, config.ista_threshold)
+            self.mlp = ISTAStep(hidden_size, config.ista_step_size, config.ista_threshold)
         else:
             self.mlp = MLP(config, bias=config.use_bias)
-            self.mlp_layer_scale = nn.Parameter(torch.full((width,), float(config.layer_scale_init_value)))
+            self.mlp_layer_scale = nn.Parameter(torch.full((hidden_size,), float(config.layer_scale_init_value)))
         for projection in (self.self_attn.out_proj, getattr(self.mlp, "down_proj", None)):
-            if projection is not None:  # has smaller initial weights, see _init_weights
+            if projection is not None:  # initialised with a smaller standard deviation, see _init_weights
                 projection._writes_to_residual = True
 
     def forward(
@@ -257,29 +257,29 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
             options: dict[str, Any] = {"attention_masks": attention_masks, "position_embeddings": position_embeddings}
         else:
             options = {"seq_idx": seq_idx}
-        attended, _ = self.self_attn(
+        attn_output, _ = self.self_attn(
             self.input_layernorm(hidden_states) if self.pre_norm else hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             **options,
         )
-        return add_attended(self, hidden_states, attended)
+        return add_attention_and_mlp(self, hidden_states, attn_output)
 
 
-def add_attended(layer: Any, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """What follows the attention in a `ToSTDecoderLayer`, or a module with its attributes: both residuals, the MLP."""
-    hidden_states = hidden_states + layer.attention_layer_scale * attended
+def add_attention_and_mlp(layer: Any, hidden_states: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
+    """The rest of a `ToSTDecoderLayer` (or a module with its attributes) after the attention: both residuals and the MLP."""
+    hidden_states = hidden_states + layer.attention_layer_scale * attn_output
     if not layer.pre_norm:
         hidden_states = layer.input_layernorm(hidden_states)
-    transformed = layer.mlp(layer.post_attention_layernorm(hidden_states) if layer.pre_norm else hidden_states)
+    output = layer.mlp(layer.post_attention_layernorm(hidden_states) if layer.pre_norm else hidden_states)
     if layer.mlp_layer_scale is not None:
-        transformed = hidden_states + layer.mlp_layer_scale * transformed
-    return transformed if layer.pre_norm else layer.post_attention_layernorm(transformed)
+        output = hidden_states + layer.mlp_layer_scale * output
+    return output if layer.pre_norm else layer.post_attention_layernorm(output)
 
 
 class ToSTPreTrainedModel(ToSTBaseModel):
-    """Weight initialisation, loading and saving of all ToST text models; isinstance tells them from vision models.
+    """Base class of all ToST text models, and of no vision model: weight initialisation, loading and saving.
 
     Example:
 
@@ -329,14 +329,14 @@ class ToSTPreTrainedModel(ToSTBaseModel):
 
     # transformers does not declare None, and raises for models without a table
     def get_position_embeddings(self) -> nn.Embedding | None:  # type: ignore[override]
-        """The learned table of positions, or None in the position-free variant."""
+        """The learned position table, or None in the position-free variant."""
         return cast("ToSTModel", self.base_model).embed_positions
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Resizes the learned tables `embed_positions` and `denom_bias` (one per layer).
 
-        A smaller size keeps the first positions. A larger size *stretches* each table by linear interpolation: the first and
-        last position keep their values, and the new position t is read at the old position t * (old - 1) / (new - 1). Every
+        A smaller size truncates each table. A larger size *stretches* it by linear interpolation: the first and the last
+        position do not change, and the new position t is interpolated at the old position t * (old - 1) / (new - 1). Every
         position but the first changes its meaning, so fine-tune afterwards.
 
         Raises:
@@ -348,7 +348,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             raise ValueError(f"The number of positions must be a positive integer, got {new_num_position_embeddings!r}.")
         trunk = cast("ToSTModel", self.base_model)
         table = trunk.embed_positions
-        assert table is not None  # as the model has positions
+        assert table is not None  # the model has positions
         table.weight = _resize_positions(cast(nn.Parameter, table.weight), 0, new_num_position_embeddings)
         table.num_embeddings = new_num_position_embeddings
         for layer in trunk.modules():
@@ -358,15 +358,15 @@ class ToSTPreTrainedModel(ToSTBaseModel):
 
 
 def _resize_positions(table: nn.Parameter, dim: int, size: int) -> nn.Parameter:
-    """Truncates the table along `dim`, or stretches it by linear interpolation with the ends fixed."""
+    """Truncates the table along `dim`, or stretches it by linear interpolation between fixed ends."""
     if size <= table.shape[dim]:
         data = table.data.narrow(dim, 0, size).clone()
     else:
-        columns = table.data.movedim(dim, -1)
-        stretched = F.interpolate(
-            columns.reshape(1, -1, columns.shape[-1]).float(), size=size, mode="linear", align_corners=True
+        values = table.data.movedim(dim, -1)
+        interpolated = F.interpolate(
+            values.reshape(1, -1, values.shape[-1]).float(), size=size, mode="linear", align_corners=True
         )
-        data = stretched.view(*columns.shape[:-1], size).movedim(-1, dim).to(table.dtype).contiguous()
+        data = interpolated.view(*values.shape[:-1], size).movedim(-1, dim).to(table.dtype).contiguous()
     return nn.Parameter(data, requires_grad=table.requires_grad)
 
 
@@ -413,27 +413,28 @@ class ToSTModel(ToSTPreTrainedModel):
         """Runs the trunk.
 
         Args:
-            input_ids: (B, T) token ids; or give `inputs_embeds`.
+            input_ids: (B, T) token ids; required without `inputs_embeds`.
             attention_mask: (B, T), or (B, cached + T) with a cache: 1 at real tokens, 0 at padding, on either side.
             position_ids: (B, T) or (1, T). By default they count the real tokens. Where they restart at 0, another packed
                 sequence begins (`DataCollatorWithFlattening`).
-            past_key_values: running statistics of the tokens before these; updated.
+            past_key_values: running statistics of the preceding tokens; updated in place.
             inputs_embeds: (B, T, D) embedded tokens instead of `input_ids`.
-            use_cache: whether to return the running statistics. Packed sequences and encoders have none; on devices other than
-                the CPU, where `position_ids` are not read, sequences packed by these alone return those of the last one.
+            use_cache: whether to return the running statistics. Packed sequences and encoders have none. On devices other than
+                the CPU the values of `position_ids` are not read: sequences packed by these alone return the statistics of the
+                last one.
             seq_idx: (B, T) sequence number of each token of packed sequences.
             cu_seq_lens_q: (sequences + 1,) cumulative lengths of the sequences packed into a batch of size 1.
 
         Raises:
             TypeError: an input is not a tensor.
-            ValueError: inputs disagree in shape or meaning.
-            IndexError: a token id outside the vocabulary (checked on the CPU), or a position past the learned tables.
+            ValueError: inputs contradict each other in shape or meaning.
+            IndexError: a token id is outside the vocabulary (checked on the CPU), or a position beyond the learned tables.
         """
         self._check_tokens(input_ids, inputs_embeds)
         if not self.config.is_causal and (past_key_values is not None or use_cache):
             raise ValueError(
-                "An encoder (is_causal=False) sees the whole text at once, so it has no cache: leave out past_key_values and "
-                "use_cache."
+                "An encoder (is_causal=False) processes the whole sequence at once, so it has no cache: omit past_key_values "
+                "and use_cache."
             )
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
@@ -455,23 +456,25 @@ class ToSTModel(ToSTPreTrainedModel):
         )
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
-        rotations = rotary_embedding(self.config, hidden_states, inputs.position_ids) if self.config.rotates else None
+        position_embeddings = None
+        if self.config.rotates:
+            position_embeddings = rotary_embedding(self.config, hidden_states, inputs.position_ids)
         hidden_states = self.embedding_dropout(hidden_states)
         for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers it temporarily
-            hidden_states = layer(hidden_states, position_embeddings=rotations, **inputs._asdict())
+            hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **inputs._asdict())
         return ToSTModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
             past_key_values=inputs.past_key_values if use_cache else None,
         )
 
     def _check_tokens(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
-        """Rejects tokens of a wrong shape, dtype or value."""
+        """Raises an error for tokens of a wrong shape, dtype or value."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is not None:
             if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
-                wanted, got = f"(batch, tokens, {self.config.hidden_size})", tuple(inputs_embeds.shape)
-                raise ValueError(f"inputs_embeds must have shape {wanted}, got {got}.")
+                expected, actual = f"(batch, tokens, {self.config.hidden_size})", tuple(inputs_embeds.shape)
+                raise ValueError(f"inputs_embeds must have shape {expected}, got {actual}.")
             return
         assert input_ids is not None
         if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
@@ -479,7 +482,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 f"input_ids must be integers of shape (batch, tokens), int64 or int32, got {input_ids.dtype} "
                 f"{tuple(input_ids.shape)}."
             )
-        # on other devices the check would synchronize, and they have their own assertion
+        # on other devices the check would synchronize, and their embedding kernels have an assertion
         if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
             low, high, size = int(input_ids.min()), int(input_ids.max()), self.config.vocab_size
             if low < 0 or high >= size:
@@ -489,8 +492,8 @@ class ToSTModel(ToSTPreTrainedModel):
 class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     """ToST with a language-model head, tied to the token embedding by default.
 
-    With the attribute `fuse_linear_cross_entropy` set (see `ToSTTrainingArguments`), training with labels gives the loss and
-    no logits, unless `lm_head` is wrapped (by an adapter, quantisation, hooks): then the loss is that of its logits.
+    With the attribute `fuse_linear_cross_entropy` set (see `ToSTTrainingArguments`), training with labels returns the loss and
+    no logits, unless `lm_head` is wrapped (by an adapter, quantisation or hooks): then the logits are computed as usual.
 
     Raises:
         ValueError: the configuration is an encoder's (`is_causal=False`).
@@ -511,7 +514,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         if not getattr(config, "is_causal", True):
             raise ValueError(
                 "This is the configuration of an encoder (is_causal=False), which cannot generate text: load it with "
-                "AutoModelForMaskedLM or AutoModel, or make a causal model of it with is_causal=True and train it."
+                "AutoModelForMaskedLM or AutoModel, or set is_causal=True and train a causal model."
             )
         super().__init__(config)
         self.model = ToSTModel(config)
@@ -533,11 +536,11 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTCausalLMOutputWithPast:
-        """Next-token logits, and the loss where labels are given. Arguments not named here are `ToSTModel.forward`'s.
+        """Next-token logits, and the loss if labels are given. The other arguments are those of `ToSTModel.forward`.
 
         Args:
-            labels: (B, T) token ids, -100 where there is no target; shifted inside.
-            logits_to_keep: how many of the last tokens get logits (0 for all), or the indices of those that do.
+            labels: (B, T) token ids, -100 where there is no target; shifted by the loss.
+            logits_to_keep: number of last tokens to compute logits for (0 for all), or indices of tokens.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -553,8 +556,8 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             options = {name: kwargs[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in kwargs}
             loss = self._fused_loss(outputs.last_hidden_state, labels, **options)
         else:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(outputs.last_hidden_state[:, kept])
+            slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(outputs.last_hidden_state[:, slice_indices])
         if labels is not None and logits is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return ToSTCausalLMOutputWithPast(
@@ -567,16 +570,16 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         )
 
     def _can_fuse_loss(self) -> bool:
-        """Whether the logits are a product with `lm_head.weight` and nothing else; warns once where they are not."""
+        """Whether `lm_head` is a plain Linear layer without hooks, as the fused loss requires; warns once if not."""
         head = self.lm_head
-        wrapped = type(head) is not nn.Linear or type(head.weight) not in (nn.Parameter, torch.Tensor)
-        hooked = bool(head._forward_hooks or head._forward_pre_hooks) or "forward" in head.__dict__  # Accelerate replaces it
-        if (wrapped or hooked) and not torch.compiler.is_compiling():
+        is_wrapped = type(head) is not nn.Linear or type(head.weight) not in (nn.Parameter, torch.Tensor)
+        has_hooks = bool(head._forward_hooks or head._forward_pre_hooks) or "forward" in head.__dict__  # set by Accelerate
+        if (is_wrapped or has_hooks) and not torch.compiler.is_compiling():
             logger.warning_once(
-                f"fuse_linear_cross_entropy is ignored: lm_head is a {type(head).__name__}, or has hooks, and not a plain "
-                "Linear layer whose weight alone gives the logits."
+                f"fuse_linear_cross_entropy is ignored: lm_head is a {type(head).__name__} or has hooks, but the fused loss "
+                "needs a plain Linear layer, whose weight alone determines the logits."
             )
-        return not (wrapped or hooked)
+        return not (is_wrapped or has_hooks)
 
     def _fused_loss(
         self,
@@ -586,7 +589,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """transformers' ForCausalLM loss, in chunks of tokens, so that logits (B, T, vocabulary) never exist as a whole."""
+        """transformers' ForCausalLM loss in chunks of tokens: the full logits (B, T, vocab_size) are never materialised."""
         if shift_labels is None:
             hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
         loss = F.linear_cross_entropy(
@@ -604,47 +607,48 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         """As `GenerationMixin.generate`.
 
         Raises:
-            ValueError: `past_key_values` holds the whole prompt already, so that no token is left to continue from.
+            ValueError: `past_key_values` already covers the whole prompt, so there is no new token to process.
         """
         check_prompt(inputs, kwargs)
-        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # its self is declared as another class
+        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # declares another class for self
 
     def _prefill(self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs):
-        """transformers' prefill, of prompts over 1,024 tokens in chunks of this size, with a progress bar.
+        """transformers' prefill, chunked and with a progress bar for prompts of more than 1,024 tokens.
 
-        Activations then take the same memory for every length. `prefill_chunk_size` sets another size.
+        The memory of the activations then does not grow with the prompt. `prefill_chunk_size` sets another chunk size.
         """
         cache, config = model_kwargs.get("past_key_values"), generation_config
-        cached = int(cache.get_seq_length()) if isinstance(cache, Cache) and not cache.is_compileable else None
+        num_cached = int(cache.get_seq_length()) if isinstance(cache, Cache) and not cache.is_compileable else None
         if (
-            cached is None
-            or input_ids.shape[1] - cached <= PREFILL_CHUNK_SIZE
+            num_cached is None
+            or input_ids.shape[1] - num_cached <= PREFILL_CHUNK_SIZE
             or model_kwargs.get("inputs_embeds") is not None
         ):
             return super()._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         if config.prefill_chunk_size is None and not (config.output_hidden_states or config.output_attentions):
             config = copy.copy(config)
             config.prefill_chunk_size = PREFILL_CHUNK_SIZE
-        with logging.tqdm(total=input_ids.shape[1] - cached, unit="token", desc="Prefill", delay=PROGRESS_DELAY) as bar:
+        num_tokens = input_ids.shape[1] - num_cached
+        with logging.tqdm(total=num_tokens, unit="token", desc="Prefill", delay=PROGRESS_DELAY) as progress_bar:
 
-            def advance(module, inputs, output) -> None:  # None: what a hook returns replaces the output
-                bar.update(output.shape[1])
+            def update_progress(module, inputs, output) -> None:  # a return value would replace the output
+                progress_bar.update(output.shape[1])
 
-            hook = self.model.embed_tokens.register_forward_hook(advance)
+            handle = self.model.embed_tokens.register_forward_hook(update_progress)
             try:
                 return super()._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
             finally:
-                hook.remove()
+                handle.remove()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Not available: `generate_batch` and `continuous_batching_context_manager`, which call this, page keys and values.
+        """Not supported: `generate_batch` and `continuous_batching_context_manager`, which call this, page keys and values.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "ToST models have no generate_batch (continuous batching): call generate with a padded batch, where padding "
-            "changes no result, or serve many requests with vLLM (`vllm serve MODEL`, where tost-hf is installed)."
+            "ToST models do not support generate_batch (continuous batching): call generate with a padded batch (padding does "
+            "not change the results), or serve many requests with vLLM (`vllm serve MODEL`, with tost-hf installed)."
         )
 
     @staticmethod
@@ -655,14 +659,14 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None,
         **kwargs,
     ) -> torch.Tensor | dict | None:
-        """The padding mask (B, T) of the new tokens; for hybrid models the masks of all layer types.
+        """The padding mask (B, T) of the new tokens; for hybrid models a dict with the masks of all layer types.
 
-        `generate` calls this for compiled decoding, where a mask that grows with the text would recompile every step.
+        `generate` calls this for compiled decoding, where a mask that grows with the sequence would recompile every step.
         """
         new_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
         if set(config.all_layer_types) == {CAUSAL_STATISTICS}:
             return new_mask
-        past_length = 0 if past_key_values is None else int(cached_length(past_key_values))
+        past_length = 0 if past_key_values is None else int(get_cached_length(past_key_values))
         mask = None if attention_mask is None else attention_mask.bool()
         masks = build_attention_masks(config, inputs_embeds, mask, None, past_key_values, past_length)
         return {CAUSAL_STATISTICS: new_mask, **masks}
@@ -673,7 +677,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
 @dataclass
 class ToSTSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """Output of `ToSTForSequenceClassification`: logits (B, num_labels), and what `ToSTModelOutputWithPast` has.
+    """Output of `ToSTForSequenceClassification`: logits (B, num_labels), and the fields of `ToSTModelOutputWithPast`.
 
     Example:
 
@@ -704,7 +708,7 @@ class ToSTMaskedLMOutput(MaskedLMOutput):
 
 
 class ToSTForSequenceClassification(ToSTPreTrainedModel):
-    """ToST with a linear head on the features of each sequence, pooled as `config.pooling` says.
+    """ToST with a linear head on the features of each sequence, pooled according to `config.pooling`.
 
     Example:
 
@@ -735,10 +739,10 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTSequenceClassifierOutputWithPast:
-        """Logits (B, num_labels), and the loss of `config.problem_type` where labels are given.
+        """Logits (B, num_labels), and the loss of `config.problem_type` if labels are given.
 
-        Real tokens are those of the attention mask. Without a mask they are all tokens or, in a causal model, those other than
-        `config.pad_token_id`; an encoder needs the mask, since its sums would include padding.
+        The attention mask determines which tokens are pooled. Without it a causal model pools all tokens that are not
+        `config.pad_token_id`, an encoder all tokens: it needs the mask, since its sums would include padding as well.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -750,12 +754,12 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
             **kwargs,
         )
         logits = self.score(outputs.last_hidden_state)
-        real = None
+        mask = None
         if attention_mask is not None:
-            real = attention_mask[:, -logits.shape[1] :] != 0
+            mask = attention_mask[:, -logits.shape[1] :] != 0
         elif self.config.is_causal and input_ids is not None and self.config.pad_token_id is not None:
-            real = input_ids != self.config.pad_token_id
-        pooled_logits = _pool(logits, real, self.config.pooling_in_use)
+            mask = input_ids != self.config.pad_token_id
+        pooled_logits = _pool(logits, mask, self.config.pooling_in_use)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=pooled_logits, config=self.config, logits=logits)
@@ -769,15 +773,15 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         )
 
 
-def _pool(x: torch.Tensor, real: torch.Tensor | None, pooling: str) -> torch.Tensor:
-    """The first or the last of the real tokens of x (B, T, C), or their mean, (B, C); `real` (B, T), None if all are."""
+def _pool(x: torch.Tensor, mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
+    """Pools x (B, T, C) to (B, C): the first, last or mean of its real tokens, where `mask` (B, T) is true (None: all)."""
     B, T, _ = x.shape
-    real = x.new_ones(B, T, dtype=torch.bool) if real is None else real.to(x.device)
+    mask = x.new_ones(B, T, dtype=torch.bool) if mask is None else mask.to(x.device)
     if pooling == "mean":
-        count = real.sum(1, keepdim=True).clamp_min(1)
-        return x.masked_fill(~real.unsqueeze(-1), 0).sum(1) / count
-    place = torch.arange(T, device=x.device)
-    index = (place * real).argmax(-1) if pooling == "last" else real.long().argmax(-1)
+        num_tokens = mask.sum(1, keepdim=True).clamp_min(1)
+        return x.masked_fill(~mask.unsqueeze(-1), 0).sum(1) / num_tokens
+    position = torch.arange(T, device=x.device)
+    index = (position * mask).argmax(-1) if pooling == "last" else mask.long().argmax(-1)
     return x[torch.arange(B, device=x.device), index]
 
 
@@ -785,7 +789,7 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
     """A ToST encoder with a language-model head, tied to the token embedding by default, that fills in masked tokens.
 
     Raises:
-        ValueError: the configuration is a causal model's.
+        ValueError: the configuration is a causal model's (`is_causal=True`).
 
     Example:
 
@@ -802,8 +806,8 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
     def __init__(self, config: ToSTConfig):
         if getattr(config, "is_causal", False):
             raise ValueError(
-                "A masked language model sees the whole text, and this configuration is of a causal model: set "
-                "is_causal=False, or load it with AutoModelForCausalLM."
+                "A masked language model is an encoder, and this is the configuration of a causal model: set is_causal=False, "
+                "or load it with AutoModelForCausalLM."
             )
         super().__init__(config)
         self.model = ToSTModel(config)
@@ -821,10 +825,10 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTMaskedLMOutput:
-        """Logits (B, T, vocab_size), and the loss where labels are given. Other arguments are `ToSTModel.forward`'s.
+        """Logits (B, T, vocab_size), and the loss if labels are given. The other arguments are those of `ToSTModel.forward`.
 
         Args:
-            labels: (B, T), the tokens before masking; -100 at positions without a target.
+            labels: (B, T), the original ids of masked tokens; -100 where there is no target.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -842,11 +846,11 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
         )
 
 
-# transformers' generic heads, except for their `__init__`: it creates the trunk by AutoModel, which does not find remote code
+# transformers' generic heads with another `__init__`: theirs creates the trunk by AutoModel, which does not find remote code
 
 
 class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedModel):
-    """ToST with a linear head on each token: transformers' own, which does not return memberships (`self.model` does).
+    """ToST with transformers' linear head on each token, which does not return memberships (`self.model` does).
 
     Example:
 
@@ -868,7 +872,7 @@ class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedMo
 
 
 class ToSTForQuestionAnswering(GenericForQuestionAnswering, ToSTPreTrainedModel):
-    """ToST with logits (B, T) of an answer's start and end: transformers' own head, as in `ToSTForTokenClassification`.
+    """ToST with transformers' head for an answer's start and end, logits (B, T); returns no memberships.
 
     Example:
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ToST vision models: XCiT's trunk with TSSA in place of cross-covariance attention, and its two baselines."""
+"""ToST vision models: XCiT's trunk with TSSA in place of cross-covariance attention, and the paper's two baselines."""
 
 import itertools
 import math
@@ -26,11 +26,11 @@ from .tssa_reference import compute_dtype
 
 @dataclass
 class ToSTVisionModelOutput(BaseModelOutputWithPooling):
-    """Output of `ToSTVisionModel`; the fields of the base class, and two on request.
+    """Output of `ToSTVisionModel`: the fields of the base class, and two on request.
 
     `memberships`: with `output_memberships=True`, Pi of every TSSA block, each (B, H, N). `class_attentions`: with
-    `output_class_attentions=True`, the class token's weights over itself and the patches, of every class-attention block, each
-    (B, H, 1, 1 + N).
+    `output_class_attentions=True`, the class token's attention weights over itself and the patches, of every class-attention
+    block, each (B, H, 1, 1 + N).
 
     Example:
 
@@ -48,7 +48,7 @@ class ToSTVisionModelOutput(BaseModelOutputWithPooling):
 
 @dataclass
 class ToSTImageClassifierOutput(ImageClassifierOutput):
-    """Output of `ToSTForImageClassification`: logits (B, num_labels), the loss, and what `ToSTVisionModelOutput` has.
+    """Output of `ToSTForImageClassification`: logits (B, num_labels), the loss, and the fields of `ToSTVisionModelOutput`.
 
     Example:
 
@@ -73,25 +73,25 @@ class ToSTVisionPatchEmbeddings(nn.Module):
     def __init__(self, config: ToSTVisionConfig):
         super().__init__()
         self.patch_size, self.num_channels = config.patch_size, config.num_channels
-        halvings = config.patch_size.bit_length() - 1
-        widths = [config.num_channels, *(config.hidden_size >> (halvings - 1 - i) for i in range(halvings))]
+        num_convolutions = config.patch_size.bit_length() - 1
+        channels = [config.num_channels, *(config.hidden_size >> i for i in reversed(range(num_convolutions)))]
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(narrow, wide, kernel_size=3, stride=2, padding=1, bias=False)
-            for narrow, wide in itertools.pairwise(widths)
+            nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=2, padding=1, bias=False)
+            for in_channels, out_channels in itertools.pairwise(channels)
         )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(wide) for wide in widths[1:])
+        self.norms = nn.ModuleList(nn.BatchNorm2d(out_channels) for out_channels in channels[1:])
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """(B, C, height, width) to (B, D, height / patch size, width / patch size)."""
-        self._check(pixel_values)
-        # faster convolutions; their output is (B, N, D) in memory
+        self._check_pixel_values(pixel_values)
+        # convolutions are faster, and their output is (B, N, D) in memory
         x = pixel_values.contiguous(memory_format=torch.channels_last)
         for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
             x = norm(convolution(x if i == 0 else self.act_fn(x)))
         return x
 
-    def _check(self, pixel_values: torch.Tensor) -> None:
+    def _check_pixel_values(self, pixel_values: torch.Tensor) -> None:
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.num_channels:
             raise ValueError(
                 f"pixel_values must have shape (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}."
@@ -99,8 +99,8 @@ class ToSTVisionPatchEmbeddings(nn.Module):
         batch, _, height, width = pixel_values.shape
         if batch == 0 or height < self.patch_size or width < self.patch_size:
             raise ValueError(
-                f"pixel_values must hold at least one image, with sides of at least one patch ({self.patch_size} pixels), got "
-                f"{batch} of {height} x {width} pixels."
+                f"pixel_values must contain at least one image, with sides of at least one patch ({self.patch_size} pixels), "
+                f"got {batch} of {height} x {width} pixels."
             )
         if height % self.patch_size or width % self.patch_size:
             raise ValueError(
@@ -110,7 +110,7 @@ class ToSTVisionPatchEmbeddings(nn.Module):
 
 
 class ToSTVisionPositionEmbeddings(nn.Module):
-    """Fourier encoding of a patch's two coordinates in a grid of any size, projected to the model's width."""
+    """Fourier encoding of a patch's two coordinates in a grid of any size, projected to `hidden_size`."""
 
     features = 32  # sines and cosines of one axis
     temperature = 10000
@@ -124,14 +124,14 @@ class ToSTVisionPositionEmbeddings(nn.Module):
         vertical = self._encode(height, device)[:, None].expand(height, width, -1)
         horizontal = self._encode(width, device)[None].expand(height, width, -1)
         encoding = torch.cat([vertical, horizontal], -1).flatten(0, 1)
-        return self.projection(encoding.to(dtype))  # the weight's dtype may be that of a quantized one
+        return self.projection(encoding.to(dtype))  # not the weight's dtype: it may be quantized
 
     def _encode(self, length: int, device: torch.device) -> torch.Tensor:
-        """Sines and cosines, interleaved, of positions 1 to `length` as fractions of a turn, (length, 32)."""
+        """Interleaved sines and cosines of positions 1 to `length`, scaled to one turn, (length, 32)."""
         position = torch.arange(1, length + 1, dtype=torch.float32, device=device)
         angle = position / (length + 1e-6) * (2 * math.pi)
-        wave = torch.arange(self.features // 2, dtype=torch.float32, device=device)
-        angle = angle[:, None] / self.temperature ** (2 * wave / self.features)
+        index = torch.arange(self.features // 2, dtype=torch.float32, device=device)
+        angle = angle[:, None] / self.temperature ** (2 * index / self.features)
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
 
 
@@ -146,8 +146,8 @@ class ToSTVisionEmbeddings(nn.Module):
         """The patches of images (B, C, height, width) in row-major order, (B, N, D)."""
         if pixel_values is None:
             raise ValueError("Give pixel_values, of shape (batch, channels, height, width).")
-        first = cast(nn.Conv2d, self.patch_embeddings.convolutions[0])
-        patches = self.patch_embeddings(pixel_values.to(first.weight.dtype))
+        convolution = cast(nn.Conv2d, self.patch_embeddings.convolutions[0])
+        patches = self.patch_embeddings(pixel_values.to(convolution.weight.dtype))
         positions = self.position_embeddings(*patches.shape[-2:], patches.device, patches.dtype)
         patches = patches.flatten(2).transpose(1, 2).contiguous()
         return self.dropout(patches + positions)
@@ -174,12 +174,12 @@ class _QKVAttention(nn.Module):
         return query, key, value
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, H, N, p) to (B, N, D), projected."""
+        """Concatenates the heads (B, H, N, p) and applies the output projection, to (B, N, D)."""
         return self.out_dropout(self.out_proj(x.transpose(1, 2).flatten(2)))
 
 
 class ToSTVisionSoftmaxAttention(_QKVAttention):
-    """The ViT baseline: plain attention between all patches."""
+    """The ViT baseline: softmax attention between all patches."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
         dropout = self.dropout if self.training else 0.0
@@ -196,21 +196,20 @@ class ToSTVisionCrossCovarianceAttention(_QKVAttention):
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
         query, key, value = self.split(hidden_states)
         query, key = F.normalize(query, dim=-2), F.normalize(key, dim=-2)
-        weights = (
-            ((query.transpose(-2, -1) @ key).to(compute_dtype(value.dtype)) * self.temperature).softmax(-1).to(value.dtype)
-        )
-        weights = F.dropout(weights, self.dropout, self.training)
-        return self.merge(value @ weights.transpose(-2, -1)), None
+        scores = (query.transpose(-2, -1) @ key).to(compute_dtype(value.dtype)) * self.temperature
+        attn_weights = scores.softmax(-1).to(value.dtype)
+        attn_weights = F.dropout(attn_weights, self.dropout, self.training)
+        return self.merge(value @ attn_weights.transpose(-2, -1)), None
 
 
 class ToSTVisionClassAttention(_QKVAttention):
     """Attention with the class token, the first one, as the only query (CaiT)."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The class token (B, 1, D) and its weights over all tokens (B, H, 1, 1 + N)."""
+        """The class token (B, 1, D) and its attention weights over all tokens (B, H, 1, 1 + N)."""
         query, key, value = self.split(hidden_states)
-        weights = (query[:, :, :1] @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(-1)
-        return self.merge(F.dropout(weights, self.dropout, self.training) @ value), weights
+        attn_weights = (query[:, :, :1] @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(-1)
+        return self.merge(F.dropout(attn_weights, self.dropout, self.training) @ value), attn_weights
 
 
 def _make_attention(config: ToSTVisionConfig) -> nn.Module:
@@ -242,22 +241,22 @@ def _make_mlp(config: ToSTVisionConfig) -> nn.Module:
 class _ToSTVisionBlock(GradientCheckpointingLayer):
     """Base of both kinds of block: two normalised residual branches with LayerScale and stochastic depth.
 
-    An `ISTAStep` instead of the MLP is no residual branch: it has neither.
+    An `ISTAStep` in place of the MLP has no residual connection, LayerScale or stochastic depth.
     """
 
     def __init__(self, config: ToSTVisionConfig, attention: nn.Module, mlp: nn.Module):
         super().__init__()
-        width, scale = config.hidden_size, float(config.layer_scale_init_value)
+        hidden_size, layer_scale = config.hidden_size, float(config.layer_scale_init_value)
         self.drop_path_rate = float(config.drop_path_rate)
-        self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.attention_norm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
         self.attention = attention
-        self.attention_layer_scale = nn.Parameter(torch.full((width,), scale))
-        self.mlp_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.attention_layer_scale = nn.Parameter(torch.full((hidden_size,), layer_scale))
+        self.mlp_norm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
         self.mlp = mlp
-        self.mlp_layer_scale = None if isinstance(mlp, ISTAStep) else nn.Parameter(torch.full((width,), scale))
+        self.mlp_layer_scale = None if isinstance(mlp, ISTAStep) else nn.Parameter(torch.full((hidden_size,), layer_scale))
 
     def drop_path(self, branch: torch.Tensor) -> torch.Tensor:
-        """Stochastic depth: zero for some images, the others scaled up by as much."""
+        """Stochastic depth: zeroes the branch of random images, and scales up the others to the same mean."""
         if not self.training or self.drop_path_rate == 0:
             return branch
         return branch * F.dropout(branch.new_ones(branch.shape[0], 1, 1), self.drop_path_rate)
@@ -268,16 +267,16 @@ class ToSTVisionLayer(_ToSTVisionBlock):
         super().__init__(config, _make_attention(config), _make_mlp(config))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        attended, _ = self.attention(self.attention_norm(hidden_states))
-        hidden_states = hidden_states + self.drop_path(self.attention_layer_scale * attended)
-        transformed = self.mlp(self.mlp_norm(hidden_states))
+        attn_output, _ = self.attention(self.attention_norm(hidden_states))
+        hidden_states = hidden_states + self.drop_path(self.attention_layer_scale * attn_output)
+        mlp_output = self.mlp(self.mlp_norm(hidden_states))
         if self.mlp_layer_scale is None:
-            return transformed
-        return hidden_states + self.drop_path(self.mlp_layer_scale * transformed)
+            return mlp_output
+        return hidden_states + self.drop_path(self.mlp_layer_scale * mlp_output)
 
 
 class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
-    """A class-attention block as the authors compute it: the patch tokens' branches are not zero but the normalised tokens."""
+    """A class-attention block as in the authors' code: the residual branches of patch tokens are the normalised tokens."""
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config, ToSTVisionClassAttention(config), MLP(config, inner_dropout=config.hidden_dropout))
@@ -285,8 +284,8 @@ class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         normed = self.attention_norm(hidden_states)
-        attended, _ = self.attention(normed)
-        branch = torch.cat([attended, normed[:, 1:]], 1)
+        attn_output, _ = self.attention(normed)
+        branch = torch.cat([attn_output, normed[:, 1:]], 1)
         hidden_states = hidden_states + self.drop_path(self.attention_layer_scale * branch)
         if self.normalize_patch_tokens:
             hidden_states = self.mlp_norm(hidden_states)
@@ -300,7 +299,7 @@ class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
 
 
 class ToSTVisionPreTrainedModel(ToSTBaseModel):
-    """Weight initialisation, loading and saving of all ToST vision models; isinstance tells them from text models.
+    """Base class of all ToST vision models, and of no text model: weight initialisation, loading and saving.
 
     Example:
 
@@ -311,8 +310,8 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
     """
 
     config: ToSTVisionConfig
-    # modules are named as parameters in checkpoints: here as in transformers' ViT (`attention`, `classifier`, the trunk named
-    # after the model), in text models as in its decoders (`self_attn`, `score`, `lm_head`, the trunk named `model`)
+    # names of modules are part of checkpoints: here they are those of transformers' ViT (`attention`, `classifier`, the trunk
+    # named after the model), in text models those of its decoders (`self_attn`, `score`, `lm_head`, the trunk named `model`)
     base_model_prefix = "tost"
     main_input_name = "pixel_values"
     input_modalities = ("image",)  # type: ignore[assignment]  # a tuple as in transformers' own models
@@ -387,11 +386,11 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
 
         Args:
             pixel_values: (B, C, height, width), both sides multiples of the patch size; the image need not be square.
-            interpolate_pos_encoding: accepted for compatibility; positions are always computed for the given image.
+            interpolate_pos_encoding: accepted for compatibility; positions are always computed for the size of the image.
 
         Returns:
-            `last_hidden_state` (B, 1 + N, D), the class token first, then the patches in row-major order, all after the final
-            norm; `pooler_output` (B, D), the class token.
+            `last_hidden_state` (B, 1 + N, D), the class token, then the patches in row-major order, all after the final norm;
+            `pooler_output` (B, D), the class token.
         """
         hidden_states = self.embeddings(pixel_values)
         for layer in self.layers:
@@ -432,7 +431,7 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
         interpolate_pos_encoding: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTImageClassifierOutput:
-        """Logits (B, num_labels), and the loss of `config.problem_type` where labels are given."""
+        """Logits (B, num_labels), and the loss of `config.problem_type` if labels are given."""
         outputs = self.tost(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
@@ -467,7 +466,7 @@ class ToSTBackboneOutput(BackboneOutput):
 
 
 class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
-    """Stem and TSSA blocks as a backbone: feature maps have the width of the model and a pixel per patch, and no final norm.
+    """Stem and TSSA blocks as a backbone: feature maps have `hidden_size` channels, one pixel per patch, and no final norm.
 
     Loads the weights of any ToST vision model, without its class token, class-attention blocks and head.
 
@@ -480,7 +479,7 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
     ```
     """
 
-    has_attentions = False  # of the kind that `output_attentions` asks for
+    has_attentions = False  # in the sense of `output_attentions`
     _keys_to_ignore_on_load_unexpected = [r"class_token$", r"class_attention_layers\.", r"(^|tost\.)norm\.", r"^classifier\."]
 
     def __init__(self, config: ToSTVisionConfig):
@@ -495,7 +494,7 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> ToSTBackboneOutput:
-        """Runs the blocks up to the last wanted one.
+        """Runs the blocks up to the last requested stage.
 
         Args:
             pixel_values: (B, C, height, width), both sides multiples of the patch size; the image need not be square.
@@ -506,12 +505,13 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
         """
         patches = self.embeddings(pixel_values)
         grid = [side // self.config.patch_size for side in pixel_values.shape[-2:]]
-        *before, last = (self.stage_names.index(name) for name in self.out_features)
+        *earlier_stages, last_stage = (self.stage_names.index(name) for name in self.out_features)
         stages = [patches]
-        for layer in self.layers[:last]:
+        for layer in self.layers[:last_stage]:
             stages.append(layer(stages[-1]))
-        maps = (stages[stage].transpose(1, 2).unflatten(2, grid).contiguous() for stage in (*before, last))
-        return ToSTBackboneOutput(feature_maps=tuple(maps))
+        out_stages = (stages[index] for index in (*earlier_stages, last_stage))
+        feature_maps = tuple(x.transpose(1, 2).unflatten(2, grid).contiguous() for x in out_stages)
+        return ToSTBackboneOutput(feature_maps=feature_maps)
 
 
 __all__ = ["ToSTBackbone", "ToSTBackboneOutput", "ToSTForImageClassification", "ToSTVisionModel", "ToSTVisionPreTrainedModel"]
