@@ -147,13 +147,13 @@ def test_script_of_exported_programs_equals_the_processor(monkeypatch, settings)
     for width, height in ((500, 375), (375, 500), (57, 400), (400, 57), (224, 224)):
         picture = PILImage.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
         expected = processor(picture, return_tensors="np")["pixel_values"]
-        pixels = classify.prepare(picture, facts, json.loads(processor.to_json_string()))
+        pixels = classify.preprocess(picture, facts, json.loads(processor.to_json_string()))
         assert pixels.dtype == np.float32
         np.testing.assert_allclose(pixels, expected, rtol=1e-6, atol=1e-6)
     transparent, white = PILImage.new("RGBA", (9, 9)), PILImage.new("RGB", (9, 9), "white")  # as in recent transformers
-    np.testing.assert_array_equal(*(classify.prepare(picture, facts, settings) for picture in (transparent, white)))
+    np.testing.assert_array_equal(*(classify.preprocess(picture, facts, settings) for picture in (transparent, white)))
     facts = {"inputs": [{"shape": ["batch", 1, "height", "width"]}], "image_size": 224}
     processor = ViTImageProcessorPil(**settings | {"do_convert_rgb": False, "image_mean": [0.4], "image_std": [0.2]})
     expected = processor(picture.convert("L"), return_tensors="np")["pixel_values"]
-    pixels = classify.prepare(picture, facts, json.loads(processor.to_json_string()))
+    pixels = classify.preprocess(picture, facts, json.loads(processor.to_json_string()))
     np.testing.assert_allclose(pixels, expected, rtol=1e-6, atol=1e-6)
