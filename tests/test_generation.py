@@ -277,7 +277,7 @@ def test_generate_from_a_saved_document(long_model, tokens, tmp_path):
 def test_prefill_cache_rejects_bad_documents(long_model, tokens):
     with pytest.raises(ValueError, match="at least one token"):
         prefill_cache(long_model, tokens[:, :0])
-    with pytest.raises(ValueError, match="positions for 16: use a shorter text"):
+    with pytest.raises(ValueError, match="positions for 16: use a shorter prompt"):
         prefill_cache(ToSTForCausalLM(small_config(vocab_size=320, max_position_embeddings=16)), tokens)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache_files import layer_shapes
-from ..model.cache_tost import ToSTCache, layer_type_of
+from ..model.cache_tost import ToSTCache, get_layer_type
 from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION
 from ..model.modeling_tost_vision import ToSTVisionPreTrainedModel
 from ..model.tssa_reference import TSSAState
@@ -123,7 +123,7 @@ class LanguageProgram(ModelProgram):
         cache, tensors = ToSTCache(self.config), iter(state)
         cached_length = next((x.shape[2] for x in state if x.ndim == 4), 0)  # keys and values have 4 dimensions
         for layer in cast(list[Any], cache.layers):
-            if layer_type_of(layer) == CAUSAL_STATISTICS:
+            if get_layer_type(layer) == CAUSAL_STATISTICS:
                 tssa_state = TSSAState(next(tensors), next(tensors), next(tensors))
                 layer.lazy_initialization(tssa_state)
                 layer.set_state(tssa_state)
@@ -138,7 +138,7 @@ class LanguageProgram(ModelProgram):
 def _state_tensors(cache: Cache) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for layer in cast(list[Any], cache.layers):
-        is_statistics = layer_type_of(layer) == CAUSAL_STATISTICS
+        is_statistics = get_layer_type(layer) == CAUSAL_STATISTICS
         tensors += layer.tensors().values() if is_statistics else (layer.keys, layer.values)
     return tensors
 
