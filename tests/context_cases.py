@@ -232,23 +232,23 @@ def get_misuse_errors():
     hybrid_layers = ["tost_causal_statistics", "full_attention"]
     encoder = tost_hf.ToSTModel(small_config(is_causal=False))
     classifier = tost_hf.ToSTForSequenceClassification(small_config())
-    different_batches = "ValueError: The processes that share a text were given different batches"
+    different_batches = "ValueError: The processes that share a sequence received different batches"
     cases = [
         (
             lambda: parallelize(make_model(layer_types=hybrid_layers), mesh),
             "ValueError: parallelize does not support layers of full",
         ),
         (lambda: parallelize(encoder, mesh), "ValueError: parallelize does not support encoders"),
-        (lambda: parallelize(classifier, mesh), "TypeError: parallelize takes"),
+        (lambda: parallelize(classifier, mesh), "TypeError: parallelize expects"),
         (lambda: parallelize(model, mesh), "ValueError: The model is context-parallel"),
         (lambda: parallelize(make_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))), "ValueError: "),
-        (lambda: model(ids[:, :3]), "ValueError: A text of 3 tokens cannot be sharded"),
+        (lambda: model(ids[:, :3]), "ValueError: A sequence of 3 tokens cannot be sharded"),
         (lambda: model(ids, past_key_values=tost_hf.ToSTCache(model.config)), "ValueError: A context-parallel model has no"),
         (lambda: model.generate(ids, max_new_tokens=2), "ValueError: A context-parallel model has no cache"),
         (lambda: model(ids, logits_to_keep=1), "ValueError: A context-parallel model computes the logits of all tokens"),
         (lambda: model(torch.zeros(1, 129, dtype=torch.long)), "IndexError: Position 128 is past the end"),
         (lambda: model(ids, labels=ids[:, :5]), "ValueError: labels must have the shape of the tokens"),
-        (lambda: parallelize(make_model(), None), "TypeError: parallelize takes a torch DeviceMesh"),
+        (lambda: parallelize(make_model(), None), "TypeError: parallelize expects a torch DeviceMesh"),
         (
             lambda: unused_model(ids.index_fill(1, torch.tensor(5), dist.get_rank() // 3)),
             f"{different_batches}: input_ids differ",
@@ -259,7 +259,7 @@ def get_misuse_errors():
             f"{different_batches}: attention_mask differ",
         ),
         (lambda: model.eval()(ids + dist.get_rank()), f"{different_batches}: input_ids differ"),  # the first evaluation step
-        (run_torch_context_parallel, "ValueError: torch's context_parallel shards texts for softmax attention"),
+        (run_torch_context_parallel, "ValueError: torch's context_parallel shards sequences for softmax attention"),
     ]
     return [(get_error(call), message) for call, message in cases]
 

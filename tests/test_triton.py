@@ -384,4 +384,4 @@ def test_loads_without_triton(monkeypatch):
 @needs_triton
 def test_unsupported_devices_and_dtypes():
     assert (tssa_triton.find_unsupported(torch.float32, DEVICE) is None) is (INTERPRETED or ON_GPU)
-    assert "do not take torch.float64 tokens" in tssa_triton.find_unsupported(torch.float64, DEVICE)
+    assert "do not support torch.float64 tokens" in tssa_triton.find_unsupported(torch.float64, DEVICE)
