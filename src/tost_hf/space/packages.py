@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The JavaScript libraries of the page: npm packages, pinned and checked by their hashes."""
+"""The JavaScript libraries of the page: npm packages with pinned versions and hashes."""
 
 import base64
 import hashlib
@@ -16,16 +16,16 @@ from huggingface_hub import constants
 
 
 class Package(NamedTuple):
-    """One version of an npm package, and the files of it that the page needs."""
+    """A version of an npm package, and its files that the page needs."""
 
     name: str
     version: str
-    integrity: str  # in npm's form: "sha512-" and the hash of the tarball in base64
-    files: dict[str, str]  # path in the tarball -> name beside the page
+    integrity: str  # in npm's format: "sha512-" and the hash of the tarball in base64
+    files: dict[str, str]  # path in the tarball -> file name in the folder of libraries
 
     @property
     def tarball(self) -> str:
-        """The file's name, as `npm pack` writes it."""
+        """The file name that `npm pack` writes."""
         return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"
 
     @property
@@ -41,7 +41,7 @@ RUNTIME = Package(
     files={
         "package/dist/ort.wasm.bundle.min.mjs": "ort.wasm.bundle.min.mjs",
         "package/dist/ort-wasm-simd-threaded.wasm": "ort-wasm-simd-threaded.wasm",
-        "package/package.json": "onnxruntime-web.package.json",  # names its licence
+        "package/package.json": "onnxruntime-web.package.json",  # states the licence
     },
 )
 TOKENIZERS = Package(
@@ -57,34 +57,34 @@ TOKENIZERS = Package(
 
 
 def unpack(packages: Sequence[Package], folder: Path, npm: str | os.PathLike | None = None) -> None:
-    """Writes the packages' files into a folder.
+    """Extracts the packages' files to a folder.
 
     ```python
     unpack([RUNTIME, TOKENIZERS], Path("vendor"))
     ```
 
     Args:
-        npm: a folder with the tarballs, as `npm pack` writes them; if None, `npm pack` fetches them, with the user's settings
-            (.npmrc, proxies, mirrors) and cache, and without the network where HF_HUB_OFFLINE is set.
+        npm: a folder with the tarballs of `npm pack`; if None, `npm pack` downloads them with the user's settings (.npmrc,
+            proxies, mirrors) and cache, and without network access if HF_HUB_OFFLINE is set.
 
     Raises:
-        OSError: the folder lacks a tarball; or there is no npm, or it cannot fetch them.
-        ValueError: a tarball is not the one that was published under this version.
+        OSError: the folder lacks a tarball; or npm is not installed or cannot download them.
+        ValueError: a tarball does not have the expected hash.
     """
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as temporary:
         if npm is None:
-            _npm_pack(packages, scratch)
+            _npm_pack(packages, temporary)
         for package in packages:
-            content = _read(package, Path(scratch if npm is None else npm))
+            content = _read_tarball(package, Path(temporary if npm is None else npm))
             with tarfile.open(fileobj=io.BytesIO(content)) as archive:
                 for member, name in package.files.items():
                     file = archive.extractfile(member)
-                    assert file is not None  # as the hash is right
+                    assert file is not None  # the hash was checked
                     (folder / name).write_bytes(file.read())
 
 
 def _npm_pack(packages: Sequence[Package], folder: str) -> None:
-    """Writes the tarballs by the npm client."""
+    """Downloads the tarballs with npm."""
     specs = [package.spec for package in packages]
     network = "--offline" if constants.HF_HUB_OFFLINE else "--prefer-offline"
     options = ["--loglevel=error", "--no-update-notifier", network, f"--pack-destination={folder}"]
@@ -93,20 +93,20 @@ def _npm_pack(packages: Sequence[Package], folder: str) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         reason = " ".join(getattr(error, "stderr", str(error)).split())
         raise OSError(
-            f"npm cannot fetch the page's JavaScript libraries ({reason}). Elsewhere, run `npm pack {' '.join(specs)}`, and "
-            "name the folder of the files with --npm."
+            f"npm cannot download the page's JavaScript libraries ({reason}). On another machine, run "
+            f"`npm pack {' '.join(specs)}`, and name the folder of the files with --npm."
         ) from error
 
 
-def _read(package: Package, folder: Path) -> bytes:
-    """The tarball's content; ValueError if it has another hash than the package."""
+def _read_tarball(package: Package, folder: Path) -> bytes:
+    """The tarball's content; ValueError if its hash is not the package's."""
     path = folder / package.tarball
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {package.tarball}; write it there with `npm pack {package.spec}`.")
     content = path.read_bytes()
-    found = base64.b64encode(hashlib.sha512(content).digest()).decode()
-    if f"sha512-{found}" != package.integrity:
-        raise ValueError(f"{path} is not {package.spec}: its hash is sha512-{found}, not {package.integrity}.")
+    digest = base64.b64encode(hashlib.sha512(content).digest()).decode()
+    if f"sha512-{digest}" != package.integrity:
+        raise ValueError(f"{path} is not {package.spec}: its hash is sha512-{digest}, not {package.integrity}.")
     return content
 
 

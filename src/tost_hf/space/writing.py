@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A static Space: a folder with a page that runs one model in the browser, online or offline."""
+"""Writes a static Space: a folder with a page that runs a model in the browser."""
 
 import json
 import os
@@ -25,10 +25,10 @@ from .packages import RUNTIME, TOKENIZERS, unpack
 
 PAGE_FILES = ("index.html", "tost.js")
 VENDOR = "vendor"
-MODEL = "model"  # the folder of what `export_model` writes
-FACTS = "space.json"  # the page's description of its model, besides export.json
-FILTERS = {2: "bilinear", 3: "bicubic"}  # of Pillow, by their numbers there
-KINDS = {"ToSTForCausalLM": "language", "ToSTForImageClassification": "vision"}
+MODEL = "model"  # the output folder of `export_model`
+SPACE_DESCRIPTION = "space.json"  # metadata for the page, in addition to export.json
+FILTERS = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
+MODEL_KINDS = {"ToSTForCausalLM": "language", "ToSTForImageClassification": "vision"}
 
 
 def write_space(
@@ -42,7 +42,9 @@ def write_space(
     revision: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes a folder with a page that runs the model in the browser: `python -m http.server` shows it, the Hub as a Space.
+    """Writes a folder with a page that runs the model in the browser.
+
+    View it with `python -m http.server`, or publish it as a Space of the Hub.
 
     ```python
     write_space("./tost-demo", "./tost-page", dtype="int8", title="My ToST")
@@ -51,19 +53,19 @@ def write_space(
     Args:
         model: a folder or a repository of the Hub, with a causal language model or an image classifier.
         output_dir: the folder to write to.
-        dtype: of the weights, as in `export_model`: "int8" makes the smallest folder.
-        tokenizer: folder or repository of its tokenizer, where it is not beside the model.
-        title: of the page; the model's name by default.
-        npm: a folder with the tarballs of the JavaScript libraries; by default the npm client fetches them.
+        dtype: dtype of the weights, as in `export_model`; "int8" makes the smallest folder.
+        tokenizer: folder or repository of the tokenizer, if the model's folder does not contain it.
+        title: title of the page; by default the model's name.
+        npm: a folder with the tarballs of the JavaScript libraries; by default npm downloads them.
         revision: branch, tag or commit of the repository.
-        overwrite: write into a folder that is not empty.
+        overwrite: write to a folder that is not empty.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: the page does not support the model, its tokenizer or its image processor, or a library has another hash.
-        OSError: a file or library is missing, or the folder cannot be written. Nothing was written then.
+        ValueError: the page does not support the model, its tokenizer or its image processor, or a library has a wrong hash.
+        OSError: a file or library is missing, or the folder cannot be written. Partial output is removed.
         ImportError: the packages that write ONNX files are missing.
     """
     target = Path(output_dir)
@@ -71,36 +73,37 @@ def write_space(
     source = resolve_model_folder(model, revision)
     config = load_config(source)
     architecture = (config.architectures or ["model without a head"])[0]
-    if architecture not in KINDS:
-        raise ValueError(f"{model} is a {architecture}; the page runs {' and '.join(KINDS)}.")
-    facts: dict[str, Any] = {
+    if architecture not in MODEL_KINDS:
+        raise ValueError(f"{model} is a {architecture}; the page runs {' and '.join(MODEL_KINDS)}.")
+    metadata: dict[str, Any] = {
         "title": title or Path(model).resolve().name,
         "about": f"{architecture}, {parameter_count(config):,} parameters, {dtype}",
-        "kind": KINDS[architecture],
+        "kind": MODEL_KINDS[architecture],
         "version": __version__,
         "depth": config.num_hidden_layers,
         "width": config.hidden_size,
         "heads": [dict(zip(("color", "mark"), head_style(head))) for head in range(config.num_attention_heads)],
     }
     if isinstance(config, ToSTVisionConfig):
-        facts["image"] = _read_preprocessing(config, source)
+        metadata["image"] = _read_preprocessing(config, source)
     elif tokenizer is None and not any((source / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(f"{source} has no tokenizer, which the page needs: name the model's (--tokenizer).")
+        raise ValueError(f"{source} has no tokenizer, which the page needs: name one (--tokenizer).")
     with staged_folder(target) as folder:
         (folder / VENDOR).mkdir()
-        unpack((RUNTIME,) if "image" in facts else (RUNTIME, TOKENIZERS), folder / VENDOR, npm)
+        unpack((RUNTIME,) if "image" in metadata else (RUNTIME, TOKENIZERS), folder / VENDOR, npm)
         export_model(source, folder / MODEL, dtype=dtype, tokenizer=tokenizer)
-        if "image" not in facts and not (folder / MODEL / "tokenizer.json").is_file():
-            raise ValueError("The tokenizer has no tokenizer.json, which the page needs: name a fast one (--tokenizer).")
-        (folder / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if "image" not in metadata and not (folder / MODEL / "tokenizer.json").is_file():
+            raise ValueError("The tokenizer has no tokenizer.json, which the page needs: name a fast tokenizer (--tokenizer).")
+        content = json.dumps(metadata, indent=1, ensure_ascii=False) + "\n"
+        (folder / SPACE_DESCRIPTION).write_text(content, encoding="utf-8")
         for name in PAGE_FILES:
             shutil.copyfile(str(resources.files(__package__) / "page" / name), folder / name)
-        (folder / CARD).write_text(_card(facts["title"], os.fspath(model), source), encoding="utf-8")
+        (folder / CARD).write_text(_make_card(metadata["title"], os.fspath(model), source), encoding="utf-8")
     return target
 
 
 def _read_preprocessing(config: ToSTVisionConfig, source: Path) -> dict[str, Any]:
-    """What the page does with an image: that of the image processor in the folder, or else of `make_image_processor`.
+    """The page's preprocessing of images: that of the folder's image processor, by default of `make_image_processor`.
 
     Raises:
         ValueError: the page does not implement it, or the model does not accept its output.
@@ -114,32 +117,32 @@ def _read_preprocessing(config: ToSTVisionConfig, source: Path) -> dict[str, Any
     if (source / IMAGE_PROCESSOR_NAME).is_file():
         try:
             processor = ViTImageProcessorPil.from_pretrained(source, local_files_only=True)
-        except Exception as error:  # whatever a damaged file leads to
+        except Exception as error:  # a damaged file raises exceptions of any type
             raise ValueError(f"The image processor of {source} cannot be loaded: {error}") from error
     size = {key: value for key, value in dict(processor.size or {}).items() if value is not None}
-    exact = (size["height"], size["width"]) if set(size) == {"height", "width"} else None
-    crop = dict(processor.crop_size) if processor.do_center_crop else dict(zip(("height", "width"), exact or (1, 1)))
+    resized = (size["height"], size["width"]) if set(size) == {"height", "width"} else None
+    crop = dict(processor.crop_size) if processor.do_center_crop else dict(zip(("height", "width"), resized or (1, 1)))
     height, width = crop["height"], crop["width"]
-    is_known = processor.do_resize and (exact or "shortest_edge" in size) and int(processor.resample) in FILTERS
-    if not is_known or config.num_channels != 3 or height % config.patch_size or width % config.patch_size:
+    is_supported = processor.do_resize and (resized or "shortest_edge" in size) and int(processor.resample) in FILTERS
+    if not is_supported or config.num_channels != 3 or height % config.patch_size or width % config.patch_size:
         raise ValueError(
             f"The page does not implement the image processor of {source} with this model: it resizes RGB images to a height "
             f"and width or a shortest edge, with {' or '.join(FILTERS.values())} filters, and crops them to multiples of the "
             "patch size. Save make_image_processor(config) beside the model."
         )
-    return {  # in this order; sides in pixels
-        "shortest_edge": size.get("shortest_edge"),  # resize the shorter side to this; None: both sides to `resized`
-        "resized": exact,  # (height, width)
+    return {  # in the order of the steps; sizes in pixels
+        "shortest_edge": size.get("shortest_edge"),  # size of the shorter side; None: resize to `resized`
+        "resized": resized,  # (height, width)
         "filter": FILTERS[int(processor.resample)],
-        "height": height,  # of the center crop, the model's input
+        "height": height,  # of the center crop, which is the model's input
         "width": width,
-        "scale": processor.rescale_factor if processor.do_rescale else 1.0,  # factor of the bytes
+        "scale": processor.rescale_factor if processor.do_rescale else 1.0,  # multiplies the bytes
         "mean": list(processor.image_mean) if processor.do_normalize else [0.0] * 3,  # subtracted from each channel
         "std": list(processor.image_std) if processor.do_normalize else [1.0] * 3,  # divisor of each channel
     }
 
 
-def _card(title: str, model: str, source: Path) -> str:
+def _make_card(title: str, model: str, source: Path) -> str:
     """README.md of the Space, with the metadata that the Hub requires."""
     metadata: dict[str, Any] = {
         "title": title,
@@ -155,8 +158,8 @@ def _card(title: str, model: str, source: Path) -> str:
         metadata["license"] = license
     if not os.path.isdir(model):
         metadata["models"] = [model]
-    head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    front_matter = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return (
-        f"---\n{head}---\n\n# {title}\n\nA ToST model that runs in the browser, written by `tost-hf space` "
+        f"---\n{front_matter}---\n\n# {title}\n\nA ToST model that runs in the browser, written by `tost-hf space` "
         f"({__version__}). Nothing leaves the browser. To see it without the Hub: `python -m http.server` in this folder.\n"
     )
