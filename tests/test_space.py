@@ -185,7 +185,7 @@ def test_keyboard_and_last_position(tmp_path, driver, libraries):
         with torch.no_grad():
             expected = model.model(torch.tensor([ids]), output_memberships=True).memberships[-1][0, :, 1]
         assert page["token"].startswith(f"Token 2, “w”: strongest head {int(expected.argmax()) + 1} of layer 2")
-        assert parse_percents(page["shares"]) == pytest.approx((100 * expected).tolist(), abs=0.1)
+        assert parse_percents(page["memberships"]) == pytest.approx((100 * expected).tolist(), abs=0.1)
         page.fill_in("prompt", "a text that is longer than all the positions")
         page.find("write").click()
         page.wait(lambda: page["status"].endswith("Shorten it."))

@@ -3,61 +3,63 @@
 import * as ort from "./vendor/ort.wasm.bundle.min.mjs";
 
 const $ = (id) => document.getElementById(id);
-const number = (x) => Math.round(x).toLocaleString("en");
-const percent = (x) => `${(100 * x).toFixed(1)}\u00a0%`;
-const bytes = (x) => `${number(x)} bytes`;
-const local = (name) => new URL(name, import.meta.url).href;
+const formatNumber = (x) => Math.round(x).toLocaleString("en");
+const formatPercent = (x) => `${(100 * x).toFixed(1)}\u00a0%`;
+const formatBytes = (x) => `${formatNumber(x)} bytes`;
+const resolveUrl = (name) => new URL(name, import.meta.url).href;
 const setStatus = (text) => { $("status").textContent = text; };
 
-ort.env.wasm.numThreads = 1; // more need headers that static hosts do not send
-ort.env.wasm.wasmPaths = { wasm: local("vendor/ort-wasm-simd-threaded.wasm") };
+ort.env.wasm.numThreads = 1; // more threads need headers that static hosts do not send
+ort.env.wasm.wasmPaths = { wasm: resolveUrl("vendor/ort-wasm-simd-threaded.wasm") };
 ort.env.logLevel = "error";
 
+const PREFILL_CHUNK_SIZE = 64;
+
 async function readJson(name) {
-  const answer = await fetch(local(name));
-  if (!answer.ok) throw new Error(`${name} is missing from this page's folder (${answer.status}).`);
-  return answer.json();
+  const response = await fetch(resolveUrl(name));
+  if (!response.ok) throw new Error(`${name} is missing from this page's folder (${response.status}).`);
+  return response.json();
 }
 
-function element(tag, fields = {}, ...children) {
+function createElement(tag, fields = {}, ...children) {
   const node = Object.assign(document.createElement(tag), fields);
   node.append(...children);
   return node;
 }
 
-/** An item of a bar chart: its label, a bar, and the percentage. */
-function bar(label, share, color) {
-  const line = element("i");
-  line.style.width = `${100 * share}%`;
-  if (color) line.style.setProperty("--head", color);
-  return element("li", {}, element("span", { textContent: label }), element("span", {}, line),
-    element("b", { textContent: percent(share) }));
+/** An item of a bar chart: a label, a bar, and the percentage. */
+function createBar(label, fraction, color) {
+  const bar = createElement("i");
+  bar.style.width = `${100 * fraction}%`;
+  if (color) bar.style.setProperty("--head", color);
+  return createElement("li", {}, createElement("span", { textContent: label }), createElement("span", {}, bar),
+    createElement("b", { textContent: formatPercent(fraction) }));
 }
 
-/** Options for the layers with these numbers from 0; the value is the index in the list. */
-function fillLayers(select, numbers, redraw) {
-  numbers.forEach((layer, i) => select.append(new Option(layer + 1, i)));
-  select.value = numbers.length - 1;
+/** Adds an option for each layer index; its value is the position in the list. */
+function addLayerOptions(select, layers, redraw) {
+  layers.forEach((layer, i) => select.append(new Option(layer + 1, i)));
+  select.value = layers.length - 1;
   select.addEventListener("change", redraw);
 }
 
 // Language ----------------------------------------------------------------------------------------------------------
 
-/** The model and its state after the tokens so far. */
+/** The model and its state. */
 class StatefulModel {
-  constructor(session, facts) {
-    Object.assign(this, { session, facts });
-    this.inputs = Object.fromEntries(facts.inputs.map(({ name, shape }) => [name, shape]));
+  constructor(session, metadata) {
+    Object.assign(this, { session, metadata });
+    this.inputShapes = Object.fromEntries(metadata.inputs.map(({ name, shape }) => [name, shape]));
     this.reset();
   }
 
   reset() {
-    this.seen = 0;
+    this.length = 0;
     this.state = {};
-    for (const { input, shape } of this.facts.state) {
-      const sides = shape.map((side) => ({ batch: 1, cached: 0 })[side] ?? side);
-      const size = sides.reduce((product, side) => product * side, 1);
-      this.state[input] = new ort.Tensor("float32", new Float32Array(size), sides);
+    for (const { input, shape } of this.metadata.state) {
+      const dims = shape.map((dim) => ({ batch: 1, cached: 0 })[dim] ?? dim);
+      const size = dims.reduce((product, dim) => product * dim, 1);
+      this.state[input] = new ort.Tensor("float32", new Float32Array(size), dims);
     }
   }
 
@@ -65,50 +67,50 @@ class StatefulModel {
     return Object.values(this.state).reduce((sum, tensor) => sum + tensor.data.byteLength, 0);
   }
 
-  /** Reads tokens; returns the logits of the next one, and the memberships (layers, heads, tokens) of these. */
-  async read(ids) {
-    const hasCachedTokens = this.inputs.attention_mask.includes("cached+tokens"); // softmax attention masks them, too
+  /** Processes tokens; returns the logits of the next token and the memberships (layers, heads, tokens) of the tokens. */
+  async forward(ids) {
+    const masksCachedTokens = this.inputShapes.attention_mask.includes("cached+tokens"); // with attention layers
     const values = {
       input_ids: ids,
-      attention_mask: Array(ids.length + (hasCachedTokens ? this.seen : 0)).fill(1),
-      position_ids: ids.map((_, i) => this.seen + i),
+      attention_mask: Array(ids.length + (masksCachedTokens ? this.length : 0)).fill(1),
+      position_ids: ids.map((_, i) => this.length + i),
     };
     const feeds = { ...this.state };
-    for (const name of Object.keys(values).filter((name) => name in this.inputs)) {
+    for (const name of Object.keys(values).filter((name) => name in this.inputShapes)) {
       feeds[name] = new ort.Tensor("int64", BigInt64Array.from(values[name], BigInt), [1, values[name].length]);
     }
     const results = await this.session.run(feeds);
-    this.state = Object.fromEntries(this.facts.state.map(({ input, output }) => [input, results[output]]));
-    this.seen += ids.length;
+    this.state = Object.fromEntries(this.metadata.state.map(({ input, output }) => [input, results[output]]));
+    this.length += ids.length;
     const logits = results.logits.data;
-    return { logits: logits.subarray(logits.length - this.facts.vocab_size), memberships: results.memberships.data };
+    return { logits: logits.subarray(logits.length - this.metadata.vocab_size), memberships: results.memberships.data };
   }
 }
 
-/** The next token: the most probable one at temperature 0, else sampled. */
+/** The most probable token at temperature 0, otherwise a sampled one. */
 function sampleToken(logits, temperature) {
-  let best = 0;
-  for (let i = 1; i < logits.length; i++) if (logits[i] > logits[best]) best = i;
-  if (!(temperature > 0)) return best;
-  const weights = Float64Array.from(logits, (x) => Math.exp((x - logits[best]) / temperature));
-  let rest = Math.random() * weights.reduce((sum, weight) => sum + weight, 0);
-  return Math.max(weights.findIndex((weight) => (rest -= weight) < 0), 0);
+  let argmax = 0;
+  for (let i = 1; i < logits.length; i++) if (logits[i] > logits[argmax]) argmax = i;
+  if (!(temperature > 0)) return argmax;
+  const weights = Float64Array.from(logits, (x) => Math.exp((x - logits[argmax]) / temperature));
+  let remaining = Math.random() * weights.reduce((sum, weight) => sum + weight, 0);
+  return Math.max(weights.findIndex((weight) => (remaining -= weight) < 0), 0);
 }
 
-/** Decodes tokens one by one; "" for a token that ends within a character. */
+/** Decodes tokens one by one; returns "" for a token that ends within a character. */
 class TokenDecoder {
   constructor(tokenizer) {
-    Object.assign(this, { tokenizer, before: [], open: [] });
+    Object.assign(this, { tokenizer, prefixIds: [], pendingIds: [] });
   }
 
   next(id) {
-    this.open.push(id);
-    const start = this.decode(this.before);
-    const piece = this.decode([...this.before, ...this.open]).slice(start.length);
-    if (piece.endsWith("\ufffd") && this.open.length < 4) return "";
-    this.before = this.open;
-    this.open = [];
-    return piece;
+    this.pendingIds.push(id);
+    const prefix = this.decode(this.prefixIds);
+    const string = this.decode([...this.prefixIds, ...this.pendingIds]).slice(prefix.length);
+    if (string.endsWith("\ufffd") && this.pendingIds.length < 4) return "";
+    this.prefixIds = this.pendingIds;
+    this.pendingIds = [];
+    return string;
   }
 
   decode(ids) {
@@ -117,12 +119,12 @@ class TokenDecoder {
   }
 }
 
-/** The text as coloured tokens, one of which may be selected. */
+/** The text as coloured tokens, of which the user can select one. */
 class TokenView {
-  constructor(facts) {
-    Object.assign(this, { facts, box: $("text"), tokens: [], chosen: -1 });
-    fillLayers($("layer"), facts.statistics_layers, () => this.recolor());
-    this.box.addEventListener("click", (event) => this.choose(this.tokens.findIndex((t) => t.span === event.target)));
+  constructor(metadata) {
+    Object.assign(this, { metadata, box: $("text"), tokens: [], selected: -1 });
+    addLayerOptions($("layer"), metadata.statistics_layers, () => this.recolor());
+    this.box.addEventListener("click", (event) => this.select(this.tokens.findIndex((t) => t.span === event.target)));
     this.box.addEventListener("keydown", (event) => this.handleKey(event));
     this.clear();
   }
@@ -130,175 +132,183 @@ class TokenView {
   clear() {
     this.box.replaceChildren();
     this.tokens = [];
-    this.largest = new Float32Array(this.facts.statistics_layers.length).fill(1e-6);
-    this.choose(-1);
+    this.maxExcess = new Float32Array(this.metadata.statistics_layers.length).fill(1e-6);
+    this.select(-1);
   }
 
-  /** @param shares memberships of the token in the heads, (layers, heads) */
-  add(id, piece, shares, given) {
-    const span = element("span", { textContent: piece, className: given ? "given" : "" });
+  /** @param memberships of the token, (layers, heads) */
+  add(id, string, memberships, isPrompt) {
+    const span = createElement("span", { textContent: string, className: isPrompt ? "prompt-token" : "" });
     span.dataset.id = id;
-    const token = { span, piece, shares };
-    const atEnd = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
+    const token = { span, string, memberships };
+    const isAtEnd = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
     this.tokens.push(token);
-    for (let layer = 0; layer < this.largest.length; layer++) {
-      this.largest[layer] = Math.max(this.largest[layer], this.strongest(token, layer).above);
+    for (let layer = 0; layer < this.maxExcess.length; layer++) {
+      this.maxExcess[layer] = Math.max(this.maxExcess[layer], this.findStrongestHead(token, layer).excess);
     }
     this.paint(token);
     this.box.append(span);
-    if (atEnd) this.box.scrollTop = this.box.scrollHeight;
+    if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
   }
 
-  strongest({ shares }, layer) {
-    const heads = this.facts.heads.length;
+  /** The head with the largest membership, and by how much it exceeds the mean over the heads. */
+  findStrongestHead({ memberships }, layer) {
+    const heads = this.metadata.heads.length;
     let head = 0;
-    for (let h = 1; h < heads; h++) if (shares[layer * heads + h] > shares[layer * heads + head]) head = h;
-    return { head, above: Math.max(shares[layer * heads + head] - 1 / heads, 0) };
+    for (let h = 1; h < heads; h++) if (memberships[layer * heads + h] > memberships[layer * heads + head]) head = h;
+    return { head, excess: Math.max(memberships[layer * heads + head] - 1 / heads, 0) };
   }
 
   paint(token) {
     const layer = Number($("layer").value);
-    const { head, above } = this.strongest(token, layer);
-    const { color, mark } = this.facts.heads[head];
+    const { head, excess } = this.findStrongestHead(token, layer);
+    const { color, mark } = this.metadata.heads[head];
     token.span.style.setProperty("--head", color);
-    token.span.style.setProperty("--above", above.toFixed(6));
+    token.span.style.setProperty("--excess", excess.toFixed(6));
     token.span.classList.remove("mark1", "mark2");
     if (mark) token.span.classList.add(`mark${mark}`);
-    this.box.style.setProperty("--largest", this.largest[layer].toFixed(6));
+    this.box.style.setProperty("--max-excess", this.maxExcess[layer].toFixed(6));
   }
 
   recolor() {
     for (const token of this.tokens) this.paint(token);
-    this.choose(this.chosen);
+    this.select(this.selected);
   }
 
   handleKey(event) {
     const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
     if (!(event.key in steps) || !this.tokens.length) return;
     event.preventDefault();
-    this.choose(Math.min(Math.max(this.chosen + steps[event.key], 0), this.tokens.length - 1));
-    this.tokens[this.chosen].span.scrollIntoView({ block: "nearest" });
+    this.select(Math.min(Math.max(this.selected + steps[event.key], 0), this.tokens.length - 1));
+    this.tokens[this.selected].span.scrollIntoView({ block: "nearest" });
   }
 
-  choose(index) {
-    this.tokens[this.chosen]?.span.classList.remove("chosen");
-    this.chosen = index;
+  select(index) {
+    this.tokens[this.selected]?.span.classList.remove("selected");
+    this.selected = index;
     const token = this.tokens[index];
-    $("shares").replaceChildren();
+    $("memberships").replaceChildren();
     $("token").textContent = "A token's membership in the heads";
     if (!token) return;
-    token.span.classList.add("chosen");
+    token.span.classList.add("selected");
     const layer = Number($("layer").value);
-    const { heads, statistics_layers: layers } = this.facts;
-    const { head } = this.strongest(token, layer);
-    $("token").textContent = `Token ${index + 1}, “${token.piece}”: strongest head ${head + 1} of layer ${layers[layer] + 1}`;
+    const { heads, statistics_layers: layers } = this.metadata;
+    const { head } = this.findStrongestHead(token, layer);
+    const strongestHead = `strongest head ${head + 1} of layer ${layers[layer] + 1}`;
+    $("token").textContent = `Token ${index + 1}, “${token.string}”: ${strongestHead}`;
     heads.forEach(({ color }, h) => {
-      $("shares").append(bar(`Head ${h + 1}`, token.shares[layer * heads.length + h], color));
+      $("memberships").append(createBar(`Head ${h + 1}`, token.memberships[layer * heads.length + h], color));
     });
   }
 }
 
 /** The controls of a language model. */
 class LanguagePage {
-  constructor(session, tokenizer, facts) {
-    Object.assign(this, { facts, tokenizer, reader: new StatefulModel(session, facts), text: new TokenView(facts), running: false });
+  constructor(session, tokenizer, metadata) {
+    const model = new StatefulModel(session, metadata);
+    Object.assign(this, { metadata, tokenizer, model, tokenView: new TokenView(metadata), running: false });
     $("language").hidden = false;
     $("ask").addEventListener("submit", (event) => { event.preventDefault(); this.start(); });
-    $("more").addEventListener("click", () => this.write());
+    $("more").addEventListener("click", () => this.generate());
     $("stop").addEventListener("click", () => { this.running = false; });
     addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.running = false;
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.start();
     });
-    this.show();
-    this.buttons();
+    this.showState();
+    this.updateButtons();
     setStatus("Ready.");
   }
 
   async start() {
     if (this.running) return;
     const ids = this.tokenizer.encode($("prompt").value).ids;
-    const { bos_token_id: bos, max_position_embeddings: positions } = this.facts;
+    const { bos_token_id: bos, max_position_embeddings: positions } = this.metadata;
     if (!ids.length && bos !== null) ids.push(bos);
     if (!ids.length) return setStatus("Type a few words first.");
     if (positions !== null && ids.length >= positions) {
-      return setStatus(`This text has ${number(ids.length)} tokens; the model reads up to ${number(positions - 1)}. Shorten it.`);
+      const limit = formatNumber(positions - 1);
+      return setStatus(`This prompt has ${formatNumber(ids.length)} tokens; the model accepts up to ${limit}. Shorten it.`);
     }
-    this.reader.reset();
-    this.text.clear();
-    this.pieces = new TokenDecoder(this.tokenizer);
-    let read = 0;
-    await this.guard(async () => {
-      for (; read < ids.length && this.running; read += 64) await this.read(ids.slice(read, read + 64), true);
+    this.model.reset();
+    this.tokenView.clear();
+    this.decoder = new TokenDecoder(this.tokenizer);
+    let position = 0;
+    await this.run(async () => {
+      for (; position < ids.length && this.running; position += PREFILL_CHUNK_SIZE) {
+        await this.forward(ids.slice(position, position + PREFILL_CHUNK_SIZE), true);
+      }
     });
-    if (read >= ids.length) await this.write();
+    if (position >= ids.length) await this.generate();
   }
 
-  async write() {
+  async generate() {
     if (this.running || !this.logits) return;
-    const count = Math.max(Number($("count").value) || 0, 0);
+    const maxNewTokens = Math.max(Number($("count").value) || 0, 0);
     const temperature = Number($("temperature").value) || 0;
-    const { max_position_embeddings: positions, eos_token_id: end } = this.facts;
-    const began = performance.now();
-    let written = 0, why = "";
-    await this.guard(async () => {
-      while (this.running && written < count) {
-        if (positions !== null && this.reader.seen >= positions) {
-          why = ` That is the model's last position (${number(positions)}).`;
+    const { max_position_embeddings: positions, eos_token_id: eos } = this.metadata;
+    const startTime = performance.now();
+    let numNewTokens = 0, stopReason = "";
+    await this.run(async () => {
+      while (this.running && numNewTokens < maxNewTokens) {
+        if (positions !== null && this.model.length >= positions) {
+          stopReason = ` That is the model's last position (${formatNumber(positions)}).`;
           break;
         }
         const id = sampleToken(this.logits, temperature);
-        await this.read([id], false);
-        written += 1;
-        $("speed").textContent = (1000 * written / (performance.now() - began)).toFixed(1);
-        if ([end].flat().includes(id)) {
-          why = " The model ended its text.";
+        await this.forward([id], false);
+        numNewTokens += 1;
+        $("speed").textContent = (1000 * numNewTokens / (performance.now() - startTime)).toFixed(1);
+        if ([eos].flat().includes(id)) {
+          stopReason = " The model generated an end-of-sequence token.";
           break;
         }
       }
-      setStatus(`Generated ${number(written)} tokens.${why}`);
+      setStatus(`Generated ${formatNumber(numNewTokens)} tokens.${stopReason}`);
     });
   }
 
-  /** Reads tokens, shows them and the state, and gives the browser time to draw. */
-  async read(ids, given) {
-    const { logits, memberships } = await this.reader.read(ids);
+  /** Processes tokens, shows them and the state, and lets the browser draw. */
+  async forward(ids, isPrompt) {
+    const { logits, memberships } = await this.model.forward(ids);
     this.logits = logits;
     const size = memberships.length / ids.length; // layers times heads
     ids.forEach((id, t) => {
-      const shares = Float32Array.from({ length: size }, (_, i) => memberships[i * ids.length + t]);
-      this.text.add(id, this.pieces.next(id), shares, given);
+      const tokenMemberships = Float32Array.from({ length: size }, (_, i) => memberships[i * ids.length + t]);
+      this.tokenView.add(id, this.decoder.next(id), tokenMemberships, isPrompt);
     });
-    this.show();
-    if (performance.now() - (this.drawn ?? 0) > 30) {
+    this.showState();
+    if (performance.now() - (this.drawTime ?? 0) > 30) {
       await new Promise((resolve) => setTimeout(resolve));
-      this.drawn = performance.now();
+      this.drawTime = performance.now();
     }
   }
 
-  show() {
-    const { seen, stateBytes } = this.reader;
-    $("state").textContent = bytes(stateBytes);
-    $("tokens").textContent = number(seen);
-    $("softmax").textContent = bytes(2 * 4 * this.facts.depth * this.facts.width * seen); // keys and values in float32
+  showState() {
+    const { length, stateBytes } = this.model;
+    const { depth, width } = this.metadata;
+    $("state").textContent = formatBytes(stateBytes);
+    $("tokens").textContent = formatNumber(length);
+    $("softmax").textContent = formatBytes(2 * 4 * depth * width * length); // keys and values in float32
   }
 
-  async guard(run) {
+  /** Runs an asynchronous function, with the buttons and the status for generation. */
+  async run(callback) {
     this.running = true;
-    this.buttons();
+    this.updateButtons();
     setStatus("Generating …");
     try {
-      await run();
+      await callback();
     } catch (error) {
       this.logits = null;
       setStatus(`The model stopped: ${error.message}`);
     } finally {
       this.running = false;
-      this.buttons();
+      this.updateButtons();
     }
   }
 
-  buttons() {
+  updateButtons() {
     $("write").disabled = this.running;
     $("more").disabled = this.running || !this.logits;
     $("stop").disabled = !this.running;
@@ -307,7 +317,7 @@ class LanguagePage {
 
 // Vision ------------------------------------------------------------------------------------------------------------
 
-const FILTERS = { // of Pillow, with their supports
+const FILTERS = { // support and function of Pillow's filters
   bilinear: [1, (x) => Math.max(1 - Math.abs(x), 0)],
   bicubic: [2, (x) => {
     const d = Math.abs(x);
@@ -316,28 +326,30 @@ const FILTERS = { // of Pillow, with their supports
   }],
 };
 
-/** For each pixel of a resized line: the first of its source pixels, and their weights. */
-function weights(before, after, [support, filter]) {
-  const scale = before / after;
-  const wide = Math.max(scale, 1);
-  return Array.from({ length: after }, (_, i) => {
+/** For each pixel of a resized line: the index of its first source pixel, and the weights of its source pixels. */
+function computeFilterWeights(size, newSize, [support, filter]) {
+  const scale = size / newSize;
+  const filterScale = Math.max(scale, 1);
+  return Array.from({ length: newSize }, (_, i) => {
     const center = (i + 0.5) * scale;
-    const first = Math.max(Math.trunc(center - support * wide + 0.5), 0);
-    const last = Math.min(Math.trunc(center + support * wide + 0.5), before);
-    const found = Array.from({ length: last - first }, (_, k) => filter((k + first - center + 0.5) / wide));
-    const sum = found.reduce((total, weight) => total + weight, 0);
-    return [first, found.map((weight) => weight / sum)];
+    const start = Math.max(Math.trunc(center - support * filterScale + 0.5), 0);
+    const end = Math.min(Math.trunc(center + support * filterScale + 0.5), size);
+    const weights = Array.from({ length: end - start }, (_, k) => filter((k + start - center + 0.5) / filterScale));
+    const sum = weights.reduce((total, weight) => total + weight, 0);
+    return [start, weights.map((weight) => weight / sum)];
   });
 }
 
-/** Resizes along one side; pixels are RGBA bytes, `step` apart on a line, lines `stride` apart. */
-function resizeLines(pixels, lines, stride, step, taps, newStride, newStep) {
-  const resized = new Uint8ClampedArray(4 * lines * taps.length); // which rounds
-  for (let line = 0; line < lines; line++) {
-    taps.forEach(([first, found], i) => {
+/** Resizes one dimension; pixels are RGBA bytes, `step` pixels apart within a line, lines `stride` pixels apart. */
+function resizeLines(pixels, numLines, stride, step, filterWeights, newStride, newStep) {
+  const resized = new Uint8ClampedArray(4 * numLines * filterWeights.length); // rounds its elements
+  for (let line = 0; line < numLines; line++) {
+    filterWeights.forEach(([start, weights], i) => {
       for (let channel = 0; channel < 4; channel++) {
         let sum = 0;
-        for (let k = 0; k < found.length; k++) sum += found[k] * pixels[4 * (line * stride + (first + k) * step) + channel];
+        for (let k = 0; k < weights.length; k++) {
+          sum += weights[k] * pixels[4 * (line * stride + (start + k) * step) + channel];
+        }
         resized[4 * (line * newStride + i * newStep) + channel] = sum;
       }
     });
@@ -345,58 +357,56 @@ function resizeLines(pixels, lines, stride, step, taps, newStride, newStep) {
   return resized;
 }
 
-/** Resizes as Pillow does, unlike a canvas. */
+/** Resizes with Pillow's algorithm, which differs from that of a canvas. */
 function resize({ data, width, height }, newWidth, newHeight, filter) {
   if (newWidth !== width) {
-    data = resizeLines(data, height, width, 1, weights(width, newWidth, filter), newWidth, 1);
+    data = resizeLines(data, height, width, 1, computeFilterWeights(width, newWidth, filter), newWidth, 1);
   }
   if (newHeight !== height) {
-    data = resizeLines(data, newWidth, 1, newWidth, weights(height, newHeight, filter), 1, newWidth);
+    data = resizeLines(data, newWidth, 1, newWidth, computeFilterWeights(height, newHeight, filter), 1, newWidth);
   }
   return new ImageData(data, newWidth, newHeight);
 }
 
-/** The picture as the model sees it: resized and center-cropped. */
-function prepare(picture, { shortest_edge, resized, filter, height, width }) {
-  let sides = resized;
-  if (!sides) {
-    const { width: w, height: h } = picture;
-    const long = Math.trunc(shortest_edge * Math.max(w, h) / Math.min(w, h));
-    sides = h <= w ? [shortest_edge, long] : [long, shortest_edge];
+/** Resizes and center-crops an image for the model. */
+function preprocess(image, { shortest_edge, resized, filter, height, width }) {
+  let size = resized;
+  if (!size) {
+    const longestEdge = Math.trunc(shortest_edge * Math.max(image.width, image.height) / Math.min(image.width, image.height));
+    size = image.height <= image.width ? [shortest_edge, longestEdge] : [longestEdge, shortest_edge];
   }
-  const resizedPicture = resize(picture, sides[1], sides[0], FILTERS[filter]);
-  const canvas = element("canvas", { width, height });
-  const [left, top] = [(sides[1] - width) >> 1, (sides[0] - height) >> 1];
+  const resizedImage = resize(image, size[1], size[0], FILTERS[filter]);
+  const canvas = createElement("canvas", { width, height });
+  const [left, top] = [(size[1] - width) >> 1, (size[0] - height) >> 1];
   const context = canvas.getContext("2d", { willReadFrequently: true });
-  context.fillRect(0, 0, width, height); // black outside the picture
-  context.putImageData(resizedPicture, -left, -top);
+  context.fillRect(0, 0, width, height); // black outside the image
+  context.putImageData(resizedImage, -left, -top);
   return context.getImageData(0, 0, width, height);
 }
 
-/** The viridis colour of a share from 0 to 1, interpolated between five colours. */
-function viridis(share) {
+/** The viridis colour of a value from 0 to 1, interpolated between five colours. */
+function viridis(value) {
   const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
-  const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
-  const below = Math.min(Math.trunc(place), stops.length - 2);
-  return stops[below].map((from, i) => from + (place - below) * (stops[below + 1][i] - from));
+  const position = Math.min(Math.max(value, 0), 1) * (stops.length - 1);
+  const index = Math.min(Math.trunc(position), stops.length - 2);
+  return stops[index].map((from, i) => from + (position - index) * (stops[index + 1][i] - from));
 }
 
 /** The controls of a vision model. */
 class VisionPage {
-  constructor(session, facts) {
-    Object.assign(this, { session, facts });
+  constructor(session, metadata) {
+    Object.assign(this, { session, metadata });
     $("vision").hidden = false;
     $("file").disabled = false;
-    this.maps = facts.outputs.some(({ name }) => name === "memberships");
-    $("membership").hidden = !this.maps;
-    fillLayers($("depth"), [...Array(facts.depth).keys()], () => this.showMaps());
+    $("membership").hidden = !metadata.outputs.some(({ name }) => name === "memberships");
+    addLayerOptions($("depth"), [...Array(metadata.depth).keys()], () => this.showMaps());
     $("file").addEventListener("change", () => this.openFile($("file").files[0]));
     addEventListener("paste", (event) => this.openFile(event.clipboardData.files[0]));
-    for (const kind of ["dragover", "dragleave", "drop"]) {
-      addEventListener(kind, (event) => {
+    for (const type of ["dragover", "dragleave", "drop"]) {
+      addEventListener(type, (event) => {
         event.preventDefault();
-        $("drop").classList.toggle("over", kind === "dragover");
-        if (kind === "drop") this.openFile(event.dataTransfer.files[0]);
+        $("drop").classList.toggle("over", type === "dragover");
+        if (type === "drop") this.openFile(event.dataTransfer.files[0]);
       });
     }
     setStatus("Ready.");
@@ -407,7 +417,7 @@ class VisionPage {
     setStatus("Classifying …");
     try {
       await this.classify(await this.decodeImage(file));
-      setStatus(`${file.name}: ${this.facts.labels[this.best]}`);
+      setStatus(`${file.name}: ${this.metadata.labels[this.bestLabel]}`);
     } catch (error) {
       setStatus(`${file.name} cannot be classified: ${error.message}`);
     }
@@ -418,57 +428,57 @@ class VisionPage {
     try {
       bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" });
     } catch {
-      throw new Error("it is not a picture that this browser can read.");
+      throw new Error("it is not an image that this browser can read.");
     }
-    const canvas = element("canvas", { width: bitmap.width, height: bitmap.height });
+    const canvas = createElement("canvas", { width: bitmap.width, height: bitmap.height });
     const context = canvas.getContext("2d", { willReadFrequently: true });
     context.drawImage(bitmap, 0, 0);
     return context.getImageData(0, 0, bitmap.width, bitmap.height);
   }
 
-  async classify(picture) {
-    const { height, width, scale, mean, std } = this.facts.image;
-    const seen = prepare(picture, this.facts.image);
+  async classify(image) {
+    const { height, width, scale, mean, std } = this.metadata.image;
+    const modelImage = preprocess(image, this.metadata.image);
     const values = new Float32Array(3 * height * width);
     for (let i = 0; i < height * width; i++) {
-      for (let c = 0; c < 3; c++) values[c * height * width + i] = (seen.data[4 * i + c] * scale - mean[c]) / std[c];
+      for (let c = 0; c < 3; c++) values[c * height * width + i] = (modelImage.data[4 * i + c] * scale - mean[c]) / std[c];
     }
     await new Promise((resolve) => setTimeout(resolve)); // time to draw the status
     const results = await this.session.run({ pixel_values: new ort.Tensor("float32", values, [1, 3, height, width]) });
     this.memberships = results.memberships?.data;
-    $("found").hidden = false;
-    Object.assign($("seen"), { width, height });
-    $("seen").getContext("2d").putImageData(seen, 0, 0);
+    $("results").hidden = false;
+    Object.assign($("image"), { width, height });
+    $("image").getContext("2d").putImageData(modelImage, 0, 0);
     this.showClasses(results.logits.data);
     if (this.memberships) this.showMaps();
   }
 
   showClasses(logits) {
-    const largest = Math.max(...logits);
-    const odds = Array.from(logits, (x) => Math.exp(x - largest));
-    const sum = odds.reduce((total, x) => total + x, 0);
-    const order = [...odds.keys()].sort((a, b) => odds[b] - odds[a]);
-    this.best = order[0];
-    $("classes").replaceChildren(...order.slice(0, 5).map((i) => bar(this.facts.labels[i], odds[i] / sum)));
+    const maxLogit = Math.max(...logits);
+    const weights = Array.from(logits, (x) => Math.exp(x - maxLogit));
+    const sum = weights.reduce((total, weight) => total + weight, 0);
+    const order = [...weights.keys()].sort((a, b) => weights[b] - weights[a]);
+    this.bestLabel = order[0];
+    $("classes").replaceChildren(...order.slice(0, 5).map((i) => createBar(this.metadata.labels[i], weights[i] / sum)));
   }
 
   showMaps() {
     if (!this.memberships) return;
-    const { image: { height, width }, patch_size: patch, heads: { length: heads } } = this.facts;
+    const { image: { height, width }, patch_size: patch, heads: { length: heads } } = this.metadata;
     const layer = Number($("depth").value);
     const [gridHeight, gridWidth] = [height / patch, width / patch];
     const size = gridHeight * gridWidth;
-    const shares = this.memberships.subarray(layer * heads * size, (layer + 1) * heads * size);
-    const low = shares.reduce((a, b) => Math.min(a, b)), high = shares.reduce((a, b) => Math.max(a, b));
+    const memberships = this.memberships.subarray(layer * heads * size, (layer + 1) * heads * size);
+    const min = memberships.reduce((a, b) => Math.min(a, b)), max = memberships.reduce((a, b) => Math.max(a, b));
     $("maps").replaceChildren(...Array.from({ length: heads }, (_, head) => {
-      const map = shares.subarray(head * size, (head + 1) * size);
+      const map = memberships.subarray(head * size, (head + 1) * size);
       const image = new ImageData(gridWidth, gridHeight);
-      map.forEach((share, i) => image.data.set([...viridis((share - low) / Math.max(high - low, 1e-12)), 255], 4 * i));
-      const canvas = element("canvas", { width: gridWidth, height: gridHeight, role: "img" });
+      map.forEach((value, i) => image.data.set([...viridis((value - min) / Math.max(max - min, 1e-12)), 255], 4 * i));
+      const canvas = createElement("canvas", { width: gridWidth, height: gridHeight, role: "img" });
       canvas.getContext("2d").putImageData(image, 0, 0);
-      const caption = `Head ${head + 1}: ${percent(Math.min(...map))} to ${percent(Math.max(...map))}`;
+      const caption = `Head ${head + 1}: ${formatPercent(Math.min(...map))} to ${formatPercent(Math.max(...map))}`;
       canvas.ariaLabel = `${caption} of a patch, in layer ${layer + 1}`;
-      return element("figure", {}, canvas, element("figcaption", { textContent: caption }));
+      return createElement("figure", {}, canvas, createElement("figcaption", { textContent: caption }));
     }));
   }
 }
@@ -476,16 +486,16 @@ class VisionPage {
 // Start -------------------------------------------------------------------------------------------------------------
 
 async function main() {
-  const facts = { ...await readJson("model/export.json"), ...await readJson("space.json") };
-  document.title = $("title").textContent = facts.title;
-  $("about").textContent = facts.about;
-  const session = await ort.InferenceSession.create(local(`model/${facts.model}`), { executionProviders: ["wasm"] });
-  if (facts.kind === "language") {
+  const metadata = { ...await readJson("model/export.json"), ...await readJson("space.json") };
+  document.title = $("title").textContent = metadata.title;
+  $("about").textContent = metadata.about;
+  const session = await ort.InferenceSession.create(resolveUrl(`model/${metadata.model}`), { executionProviders: ["wasm"] });
+  if (metadata.kind === "language") {
     const { Tokenizer } = await import("./vendor/tokenizers.min.mjs");
     const files = await Promise.all(["model/tokenizer.json", "model/tokenizer_config.json"].map(readJson));
-    new LanguagePage(session, new Tokenizer(...files), facts);
+    new LanguagePage(session, new Tokenizer(...files), metadata);
   } else {
-    new VisionPage(session, facts);
+    new VisionPage(session, metadata);
   }
 }
 
