@@ -82,7 +82,7 @@ def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
     """Writes the program, and its weights to a file `*.data` beside it if one file would be too large."""
     from onnxscript.optimizer import fold_constants
 
-    # core ATen operators, with a replacement for aten.cummax, which ONNX does not have
+    # to core ATen operators, replacing aten.cummax, which ONNX does not have
     traced = _trace(program).run_decompositions({torch.ops.aten.cummax.default: _cummax})
     with _silence():
         exported = torch.onnx.export(

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The Hub: model cards, what may be published, publishing in one commit, verification."""
+"""Hub integration: model cards, checks, publishing in one commit, verification."""
 
 from .cards import build_card, write_card
 from .publishing import Publication, publish, publish_space
