@@ -34,7 +34,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 def shrink_benchmarks(monkeypatch):
     """Reduces the sizes that are constants of the benchmarks."""
     monkeypatch.setattr(op, "CPU_SHAPES", [(2, 40, 3, 8)])
-    monkeypatch.setattr(decode, "VOCABULARY", 512)
+    monkeypatch.setattr(decode, "VOCAB_SIZE", 512)
     monkeypatch.setattr(decode, "LAYERS", 1)
     monkeypatch.setattr(resolution, "LAYERS", 1)
 

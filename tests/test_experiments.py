@@ -139,7 +139,7 @@ def test_reading_in_chunks_equals_one_pass(monkeypatch):
         outputs = model(tokens[None, :-1], output_memberships=True)
         losses = torch.nn.functional.cross_entropy(outputs.logits[0], tokens[1:], reduction="none")
         reset_losses = torch.nn.functional.cross_entropy(model(tokens[None, 16:24]).logits[0], tokens[17:25], reduction="none")
-    ranges = long_context.read(model, tokens)
+    ranges = long_context.evaluate_sequence(model, tokens)
     assert [(metrics["start"], metrics["stop"]) for metrics in ranges] == [(0, 16), (16, 40)]
     for metrics in ranges:
         span = slice(metrics["start"], metrics["stop"])
@@ -147,7 +147,9 @@ def test_reading_in_chunks_equals_one_pass(monkeypatch):
         entropy = torch.stack([torch.special.entr(m[0, :, span]).sum(0).mean() for m in outputs.memberships]) / math.log(4)
         assert metrics["entropy_shortfall"] == pytest.approx(1 - entropy.mean().item(), abs=1e-6)
     monkeypatch.setattr(long_context, "position_ranges", lambda length, first: [(16, 24)])
-    assert long_context.read(model, tokens)[0]["loss_with_state_reset"] == pytest.approx(reset_losses.mean().item(), rel=1e-5)
+    assert long_context.evaluate_sequence(model, tokens)[0]["loss_with_state_reset"] == pytest.approx(
+        reset_losses.mean().item(), rel=1e-5
+    )
 
 
 # Images ---------------------------------------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ def test_compare_lm_runs_and_resumes(tmp_path, capsys):
 
 
 def test_long_context_runs(tmp_path, monkeypatch):
-    for name, size in {"TRAINED_AT": 16, "CHUNK": 16, "FIRST_RANGE": 8}.items():
+    for name, size in {"TRAINING_LENGTH": 16, "CHUNK": 16, "FIRST_RANGE": 8}.items():
         monkeypatch.setattr(long_context, name, size)
     text_args = ["--text", str(write_text(tmp_path / "text")), "--length", "64"]
     records = run("long_context", tmp_path, *TOY, *text_args)

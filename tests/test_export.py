@@ -17,7 +17,7 @@ from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
-from exports import ALLOWED, FORMATS, try_case
+from exports import FORMATS, TOLERANCE, try_case
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -108,7 +108,7 @@ EXPORTED = [
     ("executorch", "ToST", "one token"),
     ("executorch", "ToST vision", "image, fixed shape"),
 ]
-TOLERANCES = {"openvino": ALLOWED}  # relative to the logits; OpenVINO computes in bfloat16 on CPUs that have it
+TOLERANCES = {"openvino": TOLERANCE}  # relative to the logits; OpenVINO computes in bfloat16 on CPUs that have it
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import interactions  # isort: skip  (test_experiments adds its folder to sys.pat
 images = test_experiments.images  # a fixture
 
 
-@pytest.mark.parametrize("percent", interactions.LOCAL_SHARES)
+@pytest.mark.parametrize("percent", interactions.LOCAL_PERCENTAGES)
 def test_fraction_of_local_tokens(percent):
     batch = interactions.make_mixed_batch(np.random.default_rng(1), percent / 100, 200, 96)
     tokens = batch["input_ids"]
@@ -24,13 +24,13 @@ def test_fraction_of_local_tokens(percent):
     for first, _, third in local_tokens.unfold(1, 3, 1).flatten(0, 1).tolist():
         followers.setdefault(first, set()).add(third)
     # all sequences have the same followers
-    assert all(len(thirds) == interactions.FOLLOWERS for thirds in followers.values())
+    assert all(len(thirds) == interactions.NUM_SUCCESSORS for thirds in followers.values())
     triples = tokens.unfold(1, 3, 1).flatten(0, 1).tolist()
     local_fraction = sum(third in followers.get(first, ()) for first, _, third in triples) / len(triples)
-    chance = interactions.FOLLOWERS / interactions.VOCAB_SIZE
+    chance = interactions.NUM_SUCCESSORS / interactions.VOCAB_SIZE
     assert local_fraction == pytest.approx(percent / 100 + (1 - percent / 100) * chance, abs=0.02)
-    assert (percent == 0) == all(len(sequence.unique()) <= interactions.PREFERRED for sequence in tokens)
-    entropies = {0: math.log(interactions.PREFERRED), 100: math.log(interactions.FOLLOWERS)}
+    assert (percent == 0) == all(len(sequence.unique()) <= interactions.NUM_PREFERRED for sequence in tokens)
+    entropies = {0: math.log(interactions.NUM_PREFERRED), 100: math.log(interactions.NUM_SUCCESSORS)}
     if percent in entropies:
         assert batch["known"].item() == pytest.approx(entropies[percent], abs=1e-6)
     else:
@@ -67,8 +67,8 @@ def test_patches_are_shuffled_within_squares(side):
 
 
 def test_interactions_run(tmp_path, images, monkeypatch):
-    monkeypatch.setattr(interactions, "LOCAL_SHARES", (50,))
-    monkeypatch.setattr(interactions, "WORDS", (1, 4))
+    monkeypatch.setattr(interactions, "LOCAL_PERCENTAGES", (50,))
+    monkeypatch.setattr(interactions, "WORD_WINDOWS", (1, 4))
     data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_texts", "2"]
     arguments = [*TOY, *data]
     records = run("interactions", tmp_path, *arguments)
@@ -76,7 +76,7 @@ def test_interactions_run(tmp_path, images, monkeypatch):
     assert {x["task"] for x in records} == tasks and {x["seed"] for x in records} == {"0", "1"}
     metrics = {task: {x["metric"] for x in records if x["task"] == task} - {"learning_rate"} for task in tasks}
     assert metrics["images"] == {f"accuracy, window {side}" for side in (1, 2)}
-    assert metrics["text"] == {f"loss, window {window}" for window in interactions.WORDS}
+    assert metrics["text"] == {f"loss, window {window}" for window in interactions.WORD_WINDOWS}
     assert run("interactions", tmp_path, *arguments) == records  # nothing is measured twice
 
 

@@ -36,7 +36,7 @@ def test_compared_models_have_as_many_parameters_as_gpt2(name, size):
     size = compare_lm.SIZES[size]
     sizes = {"width": size.width, "head_dim": size.head_dim, "context": size.context, "vocab_size": size.vocab_size}
     gpt2 = language_models.count_parameters("GPT-2", layers=size.layers, **sizes)
-    equal_sizes = language_models.equal_size(name, layers=size.layers, **sizes)
+    equal_sizes = language_models.match_gpt2_size(name, layers=size.layers, **sizes)
     assert language_models.count_parameters(name, **equal_sizes) == pytest.approx(gpt2, rel=0.01)
 
 

@@ -55,7 +55,7 @@ def remove_parentheses(tokens: list[str]) -> list[str]:
 
 def test_listops_expressions():
     rules, examples = listops.ListOpsRules(), []
-    for example, _ in zip(listops.expressions(rules, seed=0), range(1000)):
+    for example, _ in zip(listops.generate_expressions(rules, seed=0), range(1000)):
         tokens = [token for token in example["Source"].split() if token not in "()"]
         assert remove_parentheses(example["Source"].split()) == tokens
         assert evaluate(tokens) == example["Target"]

@@ -38,7 +38,7 @@ def test_photographs_of_a_new_model(tmp_path):
     picture, results = tmp_path / "picture.png", tmp_path / "results"
     command = ["--model", str(tmp_path / "model"), "--seeds", "0", "--picture", str(picture)]
     runner.main(["memberships", *command, "--results", str(results)])
-    assert {"cat", "coffee", "rocket", "china", "flower"} == {file.stem for file in memberships.sample_photos()}
+    assert {"cat", "coffee", "rocket", "china", "flower"} == {file.stem for file in memberships.list_photos()}
     with Image.open(picture) as image:
         assert image.width > 300 and image.height > 300
     records = read_records(results / "memberships.csv")

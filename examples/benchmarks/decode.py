@@ -3,14 +3,14 @@
 
     python examples/benchmarks/run.py decode                                     # CPU: positions 10, 100 and 1,000
     python examples/benchmarks/run.py decode --models ToST "ToST conv token" --positions 10 10000
-    python examples/benchmarks/run.py decode --static --compile --batch 1 64 1024   # the fastest of both (default on a GPU)
+    python examples/benchmarks/run.py decode --static --compile --batch 1 64 1024   # the fastest mode (default on a GPU)
 
-Random weights (they do not change the cost). One-token steps from a cache that holds the text up to the position; the
-models take turns. `--static` uses the static caches of both, GPT-2's just long enough for the position; `--compile`
-compiles the step (CUDA graphs on a GPU; a model for which they are skipped is not timed). Over a static cache transformers
-gives GPT-2's attention an explicit mask, so never PyTorch's flash kernel. Reports the time of a step (for the whole batch),
-tokens per second, the bytes of the cache, and without `--static` the peak memory of a forward pass over one sequence up to
-the position, beyond the loaded model.
+Random weights (they do not change the cost). Decodes one token per step from a cache of all tokens before the position; the
+models are interleaved. `--static` uses static caches, GPT-2's just long enough for the position; `--compile` compiles the step
+(with CUDA graphs on a GPU; a model for which they are skipped is not timed). With a static cache transformers passes an
+explicit mask to GPT-2's attention, which excludes PyTorch's flash kernel. Reports the time of a step (for the whole batch),
+tokens per second, the bytes of the cache, and without `--static` the peak memory of a forward pass over one sequence up to the
+position, beyond the loaded model.
 """
 
 import argparse
@@ -25,30 +25,30 @@ from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spre
 from transformers import DynamicCache, StaticCache
 
 
-VOCABULARY, LAYERS = 50304, 12
+VOCAB_SIZE, LAYERS = 50304, 12
 MODELS = (*(name for name in OPTIONS if name != NO_STATISTICS), "GPT-2")
 
 
 def cache_tensors(cache) -> list[torch.Tensor]:
-    """All numbers that the layers store of a text, without its length."""
-    stored = (x for layer in cache.layers for x in vars(layer).values())
-    return [x for x in stored if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    """The floating-point tensors that the layers store, without the length."""
+    attributes = (x for layer in cache.layers for x in vars(layer).values())
+    return [x for x in attributes if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
 class DynamicSteps:
-    """Steps with a dynamic cache; `reset` makes a new copy of it."""
+    """Decoding steps with a dynamic cache; `reset` restores it."""
 
     def __init__(self, model, token, position: int, steps: int, compiled: bool):
         self.model, self.token, self.steps = model, token, steps
-        model(token[:1])  # what the first pass allocates once
-        self.prefilled = DynamicCache(config=model.config)
-        prefix = torch.randint(0, VOCABULARY, (1, position), device=token.device)
-        self.peak = peak_bytes(lambda: model(prefix, past_key_values=self.prefilled, logits_to_keep=1), token.device)
-        self.prefilled.batch_repeat_interleave(len(token))
+        model(token[:1])  # warm-up: allocations of the first pass do not count
+        self.prefilled_cache = DynamicCache(config=model.config)
+        prefix = torch.randint(0, VOCAB_SIZE, (1, position), device=token.device)
+        self.peak = peak_bytes(lambda: model(prefix, past_key_values=self.prefilled_cache, logits_to_keep=1), token.device)
+        self.prefilled_cache.batch_repeat_interleave(len(token))
         self.reset()
 
     def reset(self):
-        self.cache = copy.deepcopy(self.prefilled)
+        self.cache = copy.deepcopy(self.prefilled_cache)
 
     def __call__(self):
         for _ in range(self.steps):
@@ -56,9 +56,9 @@ class DynamicSteps:
 
 
 class StaticSteps:
-    """Steps with a static cache; `reset` sets its length back.
+    """Decoding steps with a static cache; `reset` restores its length.
 
-    The cache is filled with random numbers instead of a text: the cost is the same, and no prefill has to fit into memory.
+    The cache is filled with random numbers: the cost is the same, and no prefill has to fit into memory.
     """
 
     peak = None
@@ -69,7 +69,7 @@ class StaticSteps:
         model(token, past_key_values=self.cache)  # allocates the cache; not compiled, as in generate()
         for tensor in cache_tensors(self.cache):
             tensor.uniform_(0.5, 1)
-        mode = "reduce-overhead" if token.is_cuda else "default"  # the former uses CUDA graphs
+        mode = "reduce-overhead" if token.is_cuda else "default"  # reduce-overhead uses CUDA graphs
         self.call = torch.compile(model.forward, mode=mode, dynamic=False) if compiled else model
         self.reset()
 
@@ -83,23 +83,23 @@ class StaticSteps:
             self.call(self.token, past_key_values=self.cache)
 
 
-def start(kind, *args):
-    """A model's steps, run once, so that they are compiled and shown to run."""
-    steps = kind(*args)
+def start_steps(steps_class, *args):
+    """Creates a model's decoding steps and runs them once, to compile and check them."""
+    steps = steps_class(*args)
     steps()
     return steps
 
 
 @torch.no_grad()
 def benchmark_batch(models, batch: int, positions, args, report: Report) -> None:
-    """Reports one batch size."""
+    """Measures and reports one batch size."""
     torch.compiler.reset()
-    token = torch.randint(0, VOCABULARY, (batch, 1), device=args.device)
-    kind = StaticSteps if args.static else DynamicSteps
+    token = torch.randint(0, VOCAB_SIZE, (batch, 1), device=args.device)
+    steps_class = StaticSteps if args.static else DynamicSteps
     runs = {}
     for position in positions:
         for name, model in models.items():
-            steps = attempt(name, start, kind, model, token, position, args.steps, args.compile)
+            steps = attempt(name, start_steps, steps_class, model, token, position, args.steps, args.compile)
             if steps is not None:
                 runs[name, position] = steps
     seconds = measure(runs, args.repeats, device=args.device, reset=lambda name: runs[name].reset())
@@ -107,13 +107,13 @@ def benchmark_batch(models, batch: int, positions, args, report: Report) -> None
         case = {"model": name, "position": position, "batch": batch, "layers": LAYERS, "dtype": dtype_name(args.dtype)}
         case |= {"cache": "static" if args.static else "dynamic", "code": "compiled" if args.compile else "eager"}
         step = spread(seconds[name, position]) * (1 / args.steps)
-        rival = seconds.get(("GPT-2", position))
-        steps.reset()  # its cache then holds the text up to the position
+        baseline = seconds.get(("GPT-2", position))
+        steps.reset()  # the cache has the tokens before the position again
         metrics = {
             "ms a step": step * 1e3,
             "tokens/s": Spread(batch / step.value, batch / step.high, batch / step.low),
             "cache bytes": sum(x.nbytes for x in cache_tensors(steps.cache)),
-            "GPT-2 / this": ratio(rival, seconds[name, position]) if rival else None,
+            "GPT-2 / this": ratio(baseline, seconds[name, position]) if baseline else None,
         }
         if not args.static:
             metrics["forward peak MiB"] = steps.peak / 2**20
@@ -139,10 +139,10 @@ def run(args: argparse.Namespace, report: Report) -> None:
     positions = args.positions or ([1024] if on_gpu else [10, 100, 1000])
     if args.compile and not args.static:
         raise SystemExit("--compile needs --static: a growing cache would be compiled again at every step")
-    torch._inductor.config.triton.cudagraph_or_error = True  # a step without CUDA graphs would time the host's launches
+    torch._inductor.config.triton.cudagraph_or_error = True  # without CUDA graphs a step would measure the host's launches
     torch.manual_seed(0)
-    longest = max(1024, max(positions) + args.steps)
-    sizes = {"vocab_size": VOCABULARY, "width": 768, "layers": LAYERS, "head_dim": 64, "context": longest}
+    max_length = max(1024, max(positions) + args.steps)
+    sizes = {"vocab_size": VOCAB_SIZE, "width": 768, "layers": LAYERS, "head_dim": 64, "context": max_length}
     models = {name: make_language_model(name, **sizes).eval().to(args.device, args.dtype) for name in args.models}
     for batch in batches:
         benchmark_batch(models, batch, positions, args, report)

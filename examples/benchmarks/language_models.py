@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The small causal language models of the experiments: ToST, each of its options beyond the paper, and its rivals."""
+"""The small causal language models of the benchmarks: ToST, its options beyond the paper, and baselines."""
 
 from functools import partial
 
@@ -11,22 +11,22 @@ from tost_hf import ToSTConfig, ToSTForCausalLM
 from tost_hf.model.layers_tost import ShortConvolution, TokenStatisticsSelfAttention
 
 
-KERNEL = 4  # tokens of a convolution
+CONV_KERNEL_SIZE = 4
 NO_STATISTICS = "ToST conv, no statistics"
 HYBRID = "ToST hybrid"
-OPTIONS = {  # name of a ToST to its options beyond the paper
+OPTIONS = {  # model name to options beyond the paper
     "ToST": {},
     "ToST head": {"forgetting": "head"},
     "ToST token": {"forgetting": "token"},
-    "ToST conv": {"conv_kernel": KERNEL},
-    "ToST conv head": {"conv_kernel": KERNEL, "forgetting": "head"},
-    "ToST conv token": {"conv_kernel": KERNEL, "forgetting": "token"},
-    NO_STATISTICS: {"conv_kernel": KERNEL},
-    HYBRID: {"conv_kernel": KERNEL, "forgetting": "token"},
+    "ToST conv": {"conv_kernel": CONV_KERNEL_SIZE},
+    "ToST conv head": {"conv_kernel": CONV_KERNEL_SIZE, "forgetting": "head"},
+    "ToST conv token": {"conv_kernel": CONV_KERNEL_SIZE, "forgetting": "token"},
+    NO_STATISTICS: {"conv_kernel": CONV_KERNEL_SIZE},
+    HYBRID: {"conv_kernel": CONV_KERNEL_SIZE, "forgetting": "token"},
 }
-RIVALS = ("GPT-2", "GPT-2 conv", "Mamba-2")
-MODELS = (*OPTIONS, *RIVALS)
-NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+BASELINES = ("GPT-2", "GPT-2 conv", "Mamba-2")
+MODELS = (*OPTIONS, *BASELINES)
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def make_language_model(
@@ -45,9 +45,9 @@ def make_language_model(
     Args:
         name: one of `MODELS`.
         context: length of the learned position tables (Mamba-2 has none); None is the position-free ToST.
-        inner: the size inside a block that can be chosen freely: the MLP's width (default 4 * `width`), in Mamba-2, which
-            has no MLP, the size of the state (default 32).
-        chunk_size: of Mamba-2, whose fallback without kernels is quadratic within a chunk.
+        inner: the size inside a block: the MLP's width (default 4 * `width`), or the state size of Mamba-2 (default 32), which
+            has no MLP.
+        chunk_size: of Mamba-2, whose fallback without kernels has quadratic cost within a chunk.
     """
     if name in OPTIONS:
         config = ToSTConfig(
@@ -57,13 +57,13 @@ def make_language_model(
             num_attention_heads=width // head_dim,
             intermediate_size=inner,
             max_position_embeddings=context,
-            layer_scale_init_value=1.0,  # the published 1e-5 takes longer to grow than these runs last
+            layer_scale_init_value=1.0,  # the published 1e-5 is too small for such short runs
             **OPTIONS[name],
-            layer_types=hybrid_layers(layers) if name == HYBRID else None,
-            **NO_IDS,
+            layer_types=hybrid_layer_types(layers) if name == HYBRID else None,
+            **NO_SPECIAL_TOKENS,
         )
         model = ToSTForCausalLM(config)
-        return without_statistics(model) if name == NO_STATISTICS else model
+        return remove_statistics(model) if name == NO_STATISTICS else model
     if name in ("GPT-2", "GPT-2 conv"):
         config = GPT2Config(
             vocab_size=vocab_size,
@@ -75,10 +75,10 @@ def make_language_model(
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
-            **NO_IDS,
+            **NO_SPECIAL_TOKENS,
         )
         model = GPT2LMHeadModel(config)
-        return with_convolution(model) if name == "GPT-2 conv" else model
+        return add_convolution(model) if name == "GPT-2 conv" else model
     config = Mamba2Config(
         vocab_size=vocab_size,
         hidden_size=width,
@@ -90,30 +90,30 @@ def make_language_model(
         chunk_size=chunk_size,
         initializer_range=0.02,
         tie_word_embeddings=True,
-        **NO_IDS,
+        **NO_SPECIAL_TOKENS,
     )
     return Mamba2ForCausalLM(config)
 
 
-def hybrid_layers(layers: int) -> list[str]:
-    """Every fourth layer is attention; every third in less than twelve layers; the last of one or two."""
-    every = 4 if layers >= 12 else min(3, layers)
-    return ["tost_causal_statistics" if (i + 1) % every else "full_attention" for i in range(layers)]
+def hybrid_layer_types(layers: int) -> list[str]:
+    """Every fourth layer is attention; every third of fewer than twelve; the last of one or two."""
+    interval = 4 if layers >= 12 else min(3, layers)
+    return ["tost_causal_statistics" if (i + 1) % interval else "full_attention" for i in range(layers)]
 
 
-# The ablation, and a rival with the convolution ----------------------------------------------------------------------
+# The ablation, and a baseline with the convolution --------------------------------------------------------------------
 
 
 class LayerWithoutStatistics(TokenStatisticsSelfAttention):
-    """What is left of a TSSA layer when memberships and moments are 1: the convolution and two projections."""
+    """A TSSA layer whose memberships and moments are 1: the convolution and two projections."""
 
     def forward(self, hidden_states: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
         hidden_states, _ = self.convolution(hidden_states)
         return self.out_proj(-self.in_proj(hidden_states)), None
 
 
-def without_statistics(model: nn.Module) -> nn.Module:
-    """The same model without what its layers know of other tokens by statistics, nor the parameters of that."""
+def remove_statistics(model: nn.Module) -> nn.Module:
+    """Removes the statistics over tokens and their parameters from all layers."""
     for module in model.modules():
         if type(module) is TokenStatisticsSelfAttention:
             module.__class__ = LayerWithoutStatistics
@@ -122,19 +122,19 @@ def without_statistics(model: nn.Module) -> nn.Module:
 
 
 class ConvolvedProjection(nn.Module):
-    """A projection of convolved tokens."""
+    """A convolution followed by a projection."""
 
     def __init__(self, projection: nn.Module, width: int):
         super().__init__()
-        self.convolution, self.projection = ShortConvolution(width, KERNEL), projection
+        self.convolution, self.projection = ShortConvolution(width, CONV_KERNEL_SIZE), projection
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         hidden_states, _ = self.convolution(hidden_states)
         return self.projection(hidden_states)
 
 
-def with_convolution(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
-    """The same model with ToST's convolution on the normalised input of each attention. Only for whole, unpadded texts."""
+def add_convolution(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
+    """Adds ToST's convolution to the normalised input of each attention, for whole, unpadded sequences only."""
     for block in model.transformer.h:
         block.attn.c_attn = ConvolvedProjection(block.attn.c_attn, model.config.hidden_size)
     return model
@@ -144,22 +144,22 @@ def with_convolution(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
 
 
 def count_parameters(name: str, **size) -> int:
-    """The number of parameters of `make_language_model(name, **size)`, which is not built."""
+    """The number of parameters of `make_language_model(name, **size)`, without allocating them."""
     with torch.device("meta"):
         return make_language_model(name, **size).num_parameters()
 
 
-def equal_size(name: str, *, width: int, layers: int, **size) -> dict[str, int]:
-    """Sizes for `make_language_model` with which a model has about as many parameters as a GPT-2 of so many layers.
+def match_gpt2_size(name: str, *, width: int, layers: int, **size) -> dict[str, int]:
+    """Sizes for `make_language_model` that give a model about as many parameters as a GPT-2 with `layers` layers.
 
-    A block of ToST has about five sixths of the parameters of one of GPT-2, one of Mamba-2 about five eighths, so that six and
-    eight of them stand beside five; `inner` (in steps of 4, Mamba-2's in steps of 1) makes good what is left.
+    Five blocks of GPT-2 have about as many parameters as six of ToST or eight of Mamba-2. `inner` (in steps of 4, for Mamba-2
+    of 1) compensates the remaining difference.
     """
     blocks = {"GPT-2": 5, "GPT-2 conv": 5, "Mamba-2": 8}.get(name, 6)
-    step, usual = (1, 32) if name == "Mamba-2" else (4, 4 * width)
-    found = {"width": width, "layers": layers * blocks // 5, **size}
-    count = partial(count_parameters, name, **found)
-    at_usual = count(inner=usual)
-    slope = count(inner=usual + step) - at_usual
-    missing = count_parameters("GPT-2", width=width, layers=layers, **size) - at_usual
-    return found | {"inner": usual + step * round(missing / slope)}
+    step, default_inner = (1, 32) if name == "Mamba-2" else (4, 4 * width)
+    sizes = {"width": width, "layers": layers * blocks // 5, **size}
+    count = partial(count_parameters, name, **sizes)
+    default_count = count(inner=default_inner)
+    slope = count(inner=default_inner + step) - default_count
+    difference = count_parameters("GPT-2", width=width, layers=layers, **size) - default_count
+    return sizes | {"inner": default_inner + step * round(difference / slope)}

@@ -4,41 +4,41 @@
 from dataclasses import replace
 
 import torch
-from registry import DECAYS, OPERATORS, PASSES, benchmark, make_grad, make_run
-from timing import KEEP_FREED_MEMORY, Report, attempt, dtype_name, in_new_process, measure, peak_bytes, ratio, spread
+from registry import DECAY_OPERATORS, OPERATORS, PASSES, benchmark, make_grad, make_run
+from timing import KEEP_FREED_MEMORY, Report, attempt, dtype_name, measure, peak_bytes, ratio, run_in_new_process, spread
 
 from tost_hf import TokenStatisticsSelfAttention
 
 
-OP = """The TSSA operator: this package, the reference implementation, and attention; forward and backward, causal and
-bidirectional; with --memory the peak memory of a forward pass over 131,072 tokens.
+OP = """The TSSA operator, the reference implementation, and attention: forward and backward, causal and bidirectional; with
+--memory the peak memory of a forward pass over 131,072 tokens.
 
-`reference` is the reference implementation with autograd's backward, as the authors' eager code computes it: in float32
-whatever the input's dtype, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention on queries, keys
-and values of the same shape.
+`reference` is the reference implementation with autograd's backward, as in the authors' eager code: in float32 for any dtype
+of the input, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention on queries, keys and values of the
+same shape.
 
-On a GPU the times are the device's own, without the host's time to launch, except for `eager`, whose thousands of launches at
-long lengths are more than the host can queue ahead.
+On a GPU the times exclude the host's time to launch kernels, except for `eager`, whose thousands of launches at long lengths
+are more than the host can queue ahead.
 """
 CPU_SHAPES = [(4, 1024, 12, 64)]
 GPU_SHAPES = [(max(16384 // T, 1), T, 12, 64) for T in (512, 1024, 2048, 4096, 16384, 32768, 131072)] + [(8, 8192, 12, 64)]
 LONG_SHAPE = (1, 131072, 12, 64)
 
 
-def start(variant: str, shape, causal: bool, args) -> dict:
-    """The passes of an operator, each run once: what cannot run fails here."""
+def start_passes(variant: str, shape, causal: bool, args) -> dict:
+    """The passes of an operator, each run once, so that errors occur here."""
     operator, grad = OPERATORS[variant], make_grad(shape, args.dtype, args.device)
     inputs, function = operator.make_inputs(shape, causal, args.dtype, args.device), operator.make(causal)
-    runs = {which: make_run(function, inputs, grad, which) for which in PASSES}
+    runs = {pass_name: make_run(function, inputs, grad, pass_name) for pass_name in PASSES}
     for run in runs.values():
         run()
     return runs
 
 
-def time_operators(runs: dict, shape, form: str, which: str, args, report: Report) -> None:
-    """Reports one pass at one shape."""
-    seconds = measure(runs, args.repeats, device=args.device, ahead=True)
-    case = {"form": form, "pass": which, **dict(zip("BTHp", shape)), "dtype": dtype_name(args.dtype)}
+def time_operators(runs: dict, shape, form: str, pass_name: str, args, report: Report) -> None:
+    """Measures and reports one pass at one shape."""
+    seconds = measure(runs, args.repeats, device=args.device, exclude_launch=True)
+    case = {"form": form, "pass": pass_name, **dict(zip("BTHp", shape)), "dtype": dtype_name(args.dtype)}
     for variant, times in seconds.items():
         metrics = {"ms": spread(times) * 1e3}
         for baseline in ("reference", "reference compiled"):
@@ -48,8 +48,8 @@ def time_operators(runs: dict, shape, form: str, which: str, args, report: Repor
         report.add({"variant": variant} | case, metrics)
 
 
-def find_peak(variant: str, shape, dtype, device: str) -> tuple[int, int]:
-    """Peak of a forward pass beyond its inputs, and the bytes of w."""
+def measure_peak(variant: str, shape, dtype, device: str) -> tuple[int, int]:
+    """Peak memory of a forward pass beyond its inputs, and the bytes of w."""
     operator = OPERATORS[variant]
     inputs = operator.make_inputs(shape, True, dtype, device)
     return peak_bytes(make_run(operator.make(True), inputs, None, "forward"), device), inputs[0].nbytes
@@ -58,7 +58,7 @@ def find_peak(variant: str, shape, dtype, device: str) -> tuple[int, int]:
 def report_memory(shape, args, report: Report) -> None:
     case = {"form": "causal", "pass": "forward", **dict(zip("BTHp", shape)), "dtype": dtype_name(args.dtype)}
     for variant in args.variants or ("eager", "reference"):
-        peak, size = in_new_process(find_peak, variant, shape, args.dtype, args.device)
+        peak, size = run_in_new_process(measure_peak, variant, shape, args.dtype, args.device)
         report.add({"variant": variant} | case, {"peak MiB": peak / 2**20, "peak / bytes of w": peak / size})
 
 
@@ -79,58 +79,65 @@ def run_op(args, report: Report) -> None:
     for shape in args.shape or (CPU_SHAPES if args.device == "cpu" else GPU_SHAPES):
         for form in args.form:
             torch.compiler.reset()
-            started = {x: attempt(x, start, x, shape, form == "causal", args) for x in args.variants or OPERATORS}
-            for which in PASSES:
-                runs = {variant: passes[which] for variant, passes in started.items() if passes}
-                time_operators(runs, shape, form, which, args, report)
+            passes_by_variant = {
+                variant: attempt(variant, start_passes, variant, shape, form == "causal", args)
+                for variant in args.variants or OPERATORS
+            }
+            for pass_name in PASSES:
+                runs = {variant: passes[pass_name] for variant, passes in passes_by_variant.items() if passes}
+                time_operators(runs, shape, form, pass_name, args, report)
 
 
 # Options beyond the paper ---------------------------------------------------------------------------------------------
 
-OPTIONS = """The cost of the options beyond the paper: the operator with decay beside the one without, and a layer with the
-short convolution beside one without.
+OPTIONS = """The cost of the options beyond the paper: the operator with and without decay, and a layer with and without the
+short convolution.
 
-What is compared takes turns in one run; `this / plain` is a quotient of each round. Decay factors are those of a new model,
-and per token scattered around them.
+The compared variants are interleaved; `this / plain` is the ratio per round. The decay is that of a new model, and per token
+scattered around it.
 """
-CONV_KERNEL = 4
+CONV_KERNEL_SIZE = 4
 
 
-def operator_runs(compiled: bool, which: str, shape, device: str) -> dict:
-    """What is timed for each kind of decay."""
+def operator_runs(compiled: bool, pass_name: str, shape, device: str) -> dict:
+    """The functions to time for each kind of decay."""
     runs = {}
-    for kind, operator in DECAYS.items():
+    for kind, operator in DECAY_OPERATORS.items():
         inputs = operator.make_inputs(shape, True, torch.float32, device)
         op = replace(operator, compiled=compiled).make(True)
-        runs[kind] = make_run(op, inputs, make_grad(shape, torch.float32, device), which)
+        runs[kind] = make_run(op, inputs, make_grad(shape, torch.float32, device), pass_name)
     return runs
 
 
-def layer_runs(compiled: bool, which: str, shape, device: str) -> dict:
-    """What is timed with and without the convolution, of one attention layer."""
+def layer_runs(compiled: bool, pass_name: str, shape, device: str) -> dict:
+    """The functions to time for an attention layer with and without the convolution."""
     B, T, H, p = shape
     runs = {}
-    for kind, kernel in {"none": None, f"convolution of {CONV_KERNEL}": CONV_KERNEL}.items():
+    for kind, kernel_size in {"none": None, f"convolution of {CONV_KERNEL_SIZE}": CONV_KERNEL_SIZE}.items():
         torch.manual_seed(0)
-        layer = TokenStatisticsSelfAttention(H * p, H, causal=True, conv_kernel=kernel, backend="torch").to(device)
-        tokens = torch.randn(B, T, H * p).to(device).requires_grad_()
+        layer = TokenStatisticsSelfAttention(H * p, H, causal=True, conv_kernel=kernel_size, backend="torch").to(device)
+        hidden_states = torch.randn(B, T, H * p).to(device).requires_grad_()
 
-        def attend(tokens, *parameters, layer=layer):
-            return layer(tokens)[0]
+        def attend(hidden_states, *parameters, layer=layer):
+            return layer(hidden_states)[0]
 
         function = torch.compile(attend, dynamic=False) if compiled else attend
-        runs[kind] = make_run(function, [tokens, *layer.parameters()], make_grad((B, T, H * p), torch.float32, device), which)
+        runs[kind] = make_run(
+            function, [hidden_states, *layer.parameters()], make_grad((B, T, H * p), torch.float32, device), pass_name
+        )
     return runs
 
 
 @benchmark("options", OPTIONS, repeats=15, environment=KEEP_FREED_MEMORY)
 def run_options(args, report: Report) -> None:
     shape = CPU_SHAPES[0]
-    for what, make_runs in {"operator": operator_runs, "layer": layer_runs}.items():
+    for subject, make_runs in {"operator": operator_runs, "layer": layer_runs}.items():
         for code in ("eager", "compiled"):
             torch.compiler.reset()
-            for which in PASSES:
-                seconds = measure(make_runs(code == "compiled", which, shape, args.device), args.repeats, device=args.device)
+            for pass_name in PASSES:
+                seconds = measure(
+                    make_runs(code == "compiled", pass_name, shape, args.device), args.repeats, device=args.device
+                )
                 for kind, times in seconds.items():
-                    case = {"option": kind, "what": what, "code": code, "pass": which, **dict(zip("BTHp", shape))}
+                    case = {"option": kind, "what": subject, "code": code, "pass": pass_name, **dict(zip("BTHp", shape))}
                     report.add(case, {"ms": spread(times) * 1e3, "this / plain": ratio(times, seconds["none"])})

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The records of results/*.csv: their origin, writing and reading, and their Markdown tables.
+"""The records of results/*.csv: their origin, writing and reading, and Markdown tables of them.
 
 A record is one metric of one case: its origin (date, machine, versions, script, command), the case's columns, the metric and
 its value. Speeds also have the minimum and the maximum of the rounds of which the value is the median. `script` is the name of
@@ -45,7 +45,7 @@ class Spread(NamedTuple):
 # Origin ---------------------------------------------------------------------------------------------------------------
 
 
-def machine(device: torch.device | str = "cpu") -> str:
+def get_machine(device: torch.device | str = "cpu") -> str:
     """Name of the GPU, or of the CPU and its number of compute threads."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -55,8 +55,8 @@ def machine(device: torch.device | str = "cpu") -> str:
     return f"{next(names, platform.machine())}, {threads} thread{'s' * (threads > 1)}"
 
 
-def versions() -> str:
-    """Of this package with its commit (`-dirty` with uncommitted changes), and of what it runs on."""
+def get_versions() -> str:
+    """Versions of this package, with its commit (`-dirty` with uncommitted changes), and of what it runs on."""
     command = "git describe --always --dirty --exclude='*'"
     commit = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT).stdout.strip() or "no commit"
     return (
@@ -65,17 +65,19 @@ def versions() -> str:
     )
 
 
-def command_of(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
-    """The command that repeats a run, with data by its placeholder (metavar)."""
-    data = {action.option_strings[-1]: action.metavar for action in parser._actions if isinstance(action.metavar, str)}
-    return shlex.join([*RUNNER.split(), *(data.get(before, word) for before, word in zip(["", *argv], argv))])
+def make_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
+    """The command that repeats a run, with the placeholders (metavars) of data folders."""
+    placeholders = {action.option_strings[-1]: action.metavar for action in parser._actions if isinstance(action.metavar, str)}
+    return shlex.join(
+        [*RUNNER.split(), *(placeholders.get(previous_word, word) for previous_word, word in zip(["", *argv], argv))]
+    )
 
 
-def origin(args: argparse.Namespace) -> dict[str, str]:
-    """The columns that all records of a run share; `args` are those of the runner."""
+def make_origin(args: argparse.Namespace) -> dict[str, str]:
+    """The columns that all records of a run share; `args` are the parsed arguments of run.py."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    place = machine(getattr(args, "device", "cpu"))
-    return dict(zip(ORIGIN_COLUMNS, (now, place, versions(), f"{args.benchmark}.py", args.command)))
+    machine = get_machine(getattr(args, "device", "cpu"))
+    return dict(zip(ORIGIN_COLUMNS, (now, machine, get_versions(), f"{args.benchmark}.py", args.command)))
 
 
 # Reading and writing --------------------------------------------------------------------------------------------------
@@ -99,48 +101,48 @@ def append_records(path: Path, records: Sequence[Mapping[str, object]]) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, str]]:
-    """The records of a file; none where there is no file."""
+    """The records of a file, none if it does not exist."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
 
 
-def select(records: Iterable[Mapping[str, object]], **wanted) -> list[Mapping[str, object]]:
-    """The records that have the wanted entries, compared as text; of a list or tuple, any of them."""
-    entries = {key: list(map(str, x)) if isinstance(x, list | tuple) else [str(x)] for key, x in wanted.items()}
-    return [record for record in records if all(str(record[key]) in entry for key, entry in entries.items())]
+def select(records: Iterable[Mapping[str, object]], **columns) -> list[Mapping[str, object]]:
+    """The records whose columns have these values, compared as strings; a list or tuple allows several values."""
+    allowed_values = {key: list(map(str, x)) if isinstance(x, list | tuple) else [str(x)] for key, x in columns.items()}
+    return [record for record in records if all(str(record[key]) in values for key, values in allowed_values.items())]
 
 
-# Text -----------------------------------------------------------------------------------------------------------------
+# Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def plus_minus(values: Sequence[float], form: str = ".1f") -> str:
-    """ "mean ± standard deviation"; of one value the mean alone."""
-    mean = f"{statistics.mean(values):{form}}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{form}}"
+def format_mean(values: Sequence[float], format_spec: str = ".1f") -> str:
+    """Mean ± standard deviation; the mean alone for one value."""
+    mean = f"{statistics.mean(values):{format_spec}}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{format_spec}}"
 
 
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
-    first, *others = (f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|" for cells in (head, *lines))
-    return "\n".join([first, "|" + "---|" * len(head), *others])
+    header_line, *lines = (f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|" for cells in (header, *rows))
+    return "\n".join([header_line, "|" + "---|" * len(header), *lines])
 
 
 def markdown_table(records: Sequence[Mapping[str, object]]) -> str:
-    """Of the records of one run: a row for each case, by the columns in which cases differ, and a column for each metric.
+    """A table of the records of one run: a row per case, with the columns in which cases differ, and a column per metric.
 
-    A speed is shown as its median and its range.
+    A speed is shown as its median and range.
     """
     columns = [name for name in records[0] if name not in (*ORIGIN_COLUMNS, *VALUE_COLUMNS)]
     columns = [name for name in columns if len({str(record[name]) for record in records}) > 1]
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    cells_by_case: dict[tuple[str, ...], dict[str, str]] = {}
     for record in records:
         values = [str(record[name]) for name in ("value", "low", "high") if name in record]
-        shown = values[0] if len(set(values)) == 1 else f"{values[0]} ({values[1]} to {values[2]})"
-        rows.setdefault(tuple(str(record[name]) for name in columns), {})[str(record["metric"])] = shown
-    metrics = list(dict.fromkeys(metric for row in rows.values() for metric in row))
-    lines = [[*case, *(row.get(metric, "") for metric in metrics)] for case, row in rows.items()]
-    first = records[0]
-    where = f"{first['command']}, {first['date']}, on {first['machine']}, {first['versions']}"
-    return f"{markdown([*columns, *metrics], lines)}\n\n{where}"
+        cell = values[0] if len(set(values)) == 1 else f"{values[0]} ({values[1]} to {values[2]})"
+        cells_by_case.setdefault(tuple(str(record[name]) for name in columns), {})[str(record["metric"])] = cell
+    metrics = list(dict.fromkeys(metric for cells in cells_by_case.values() for metric in cells))
+    rows = [[*case, *(cells.get(metric, "") for metric in metrics)] for case, cells in cells_by_case.items()]
+    first_record = records[0]
+    origin = f"{first_record['command']}, {first_record['date']}, on {first_record['machine']}, {first_record['versions']}"
+    return f"{format_table([*columns, *metrics], rows)}\n\n{origin}"

@@ -1,16 +1,16 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The benchmarks that run.py runs, and the operators that they compare; the models are in language_models.py.
 
-To add a benchmark, write a function of the parsed arguments and the report, register it with `@benchmark` in a module here or
-in ../research, and list its name and module in `BENCHMARKS`:
+To add a benchmark, write a function of the parsed arguments and the report, register it with `@benchmark` in a module in this
+folder or ../research, and add its name and module to `BENCHMARKS`:
 
     @benchmark("prefill", __doc__)
     def run(args, report):
         seconds = measure({"ToST": step}, args.repeats, device=args.device)  # timing.py: interleaved rounds
         report.add({"model": "ToST", "layers": 12}, {"ms": spread(seconds["ToST"]) * 1e3})
 
-Its records are appended to results/prefill.csv and printed as a Markdown table, which a page holds with its command, date,
-machine and versions. To compare another operator, add it to `OPERATORS`.
+Its records are appended to results/prefill.csv and printed as a Markdown table with the command, date, machine and versions,
+to be copied to a page. To compare another operator, add it to `OPERATORS`.
 """
 
 import argparse
@@ -60,14 +60,14 @@ class Benchmark:
     """A registered benchmark.
 
     Args:
-        run: measures; returns an exit status, or None for 0.
+        run: runs the benchmark; returns an exit status, or None for 0.
         description: for `--help`.
-        add_arguments: adds its own arguments to the parser.
+        add_arguments: adds the benchmark's arguments to the parser.
         trains: whether it trains models (arguments --steps, --seeds, --learning_rates) or times them (--device, --repeats).
         steps, learning_rates, repeats: defaults of these arguments.
-        dtype: whether there is `--dtype`; `run` gets it as a torch dtype.
-        file: for one that trains, the file of its records.
-        environment: variables that its process must be started with.
+        dtype: whether there is an option `--dtype`, which `run` receives as a torch dtype.
+        file: name of the CSV file of a benchmark that trains.
+        environment: variables that must be set when the process starts.
     """
 
     run: Callable[[argparse.Namespace, Any], int | None]
@@ -82,7 +82,7 @@ class Benchmark:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-_REGISTERED: dict[str, Benchmark] = {}
+_REGISTRY: dict[str, Benchmark] = {}
 
 
 def benchmark(name: str, description: str | None, add_arguments: Callable = lambda parser: None, **fields):
@@ -92,7 +92,7 @@ def benchmark(name: str, description: str | None, add_arguments: Callable = lamb
     """
 
     def register(run):
-        _REGISTERED[name] = Benchmark(run, description, add_arguments, **fields)
+        _REGISTRY[name] = Benchmark(run, description, add_arguments, **fields)
         return run
 
     return register
@@ -100,16 +100,16 @@ def benchmark(name: str, description: str | None, add_arguments: Callable = lamb
 
 def load_benchmark(name: str) -> Benchmark:
     importlib.import_module(BENCHMARKS[name])
-    return _REGISTERED[name]
+    return _REGISTRY[name]
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
 
-INPUTS: dict[str, Callable[..., torch.Tensor]] = {  # of random numbers of a shape, the shape (B, T, H, p), and the dtype
+INPUTS: dict[str, Callable[..., torch.Tensor]] = {  # functions of randn, the shape (B, T, H, p) and the dtype
     "tokens": lambda randn, shape, dtype: randn(*shape).to(dtype),
     "temp": lambda randn, shape, _: 1 + 0.2 * randn(shape[2]),
     "denom_bias": lambda randn, shape, _: 0.1 * randn(*shape[1:3]),
-    "head_decay": lambda randn, shape, _: F.logsigmoid(initial_forget_bias(shape[2])),  # of a new model
+    "head_decay": lambda randn, shape, _: F.logsigmoid(initial_forget_bias(shape[2])),  # as in a new model
     "token_decay": lambda randn, shape, _: F.logsigmoid(initial_forget_bias(shape[2]) + 0.5 * randn(*shape[:3])),
 }
 
@@ -130,7 +130,7 @@ class Operator:
     compiled: bool = False
 
     def make(self, causal: bool) -> Callable[..., torch.Tensor]:
-        """A function of the inputs."""
+        """The operator as a function of its inputs."""
 
         def run(*inputs):
             return self.function(*inputs, causal=causal)
@@ -141,11 +141,11 @@ class Operator:
         """Differentiable inputs for tokens (B, T, H, p), the same at every call."""
         generator = torch.Generator().manual_seed(0)
         kinds = self.inputs if causal or not self.is_tssa else self.inputs[:2]
-        made = (INPUTS[kind](lambda *size: torch.randn(size, generator=generator), shape, dtype) for kind in kinds)
-        return [x.to(device).requires_grad_() for x in made]
+        tensors = (INPUTS[kind](lambda *size: torch.randn(size, generator=generator), shape, dtype) for kind in kinds)
+        return [x.to(device).requires_grad_() for x in tensors]
 
 
-def call_tssa(backend: str) -> Callable:
+def make_tssa(backend: str) -> Callable:
     def op(w, temp, denom_bias=None, log_decay=None, causal=True):
         return tssa(w, temp, denom_bias, log_decay=log_decay, causal=causal, backend=backend).output
 
@@ -164,31 +164,31 @@ def attention(q, k, v, causal=True):
 
 
 OPERATORS = {
-    "triton": Operator(call_tssa("triton")),
-    "compiled": Operator(call_tssa("torch"), compiled=True),
-    "eager": Operator(call_tssa("torch")),
+    "triton": Operator(make_tssa("triton")),
+    "compiled": Operator(make_tssa("torch"), compiled=True),
+    "eager": Operator(make_tssa("torch")),
     "reference": Operator(reference),
     "reference compiled": Operator(reference, compiled=True),
     "sdpa": Operator(attention, ("tokens", "tokens", "tokens"), is_tssa=False),
 }
-DECAYS = {  # the kind of `forgetting` to the operator that decays so
-    "none": Operator(call_tssa("torch")),
-    "head": Operator(call_tssa("torch"), ("tokens", "temp", "denom_bias", "head_decay")),
-    "token": Operator(call_tssa("torch"), ("tokens", "temp", "denom_bias", "token_decay")),
+DECAY_OPERATORS = {  # value of `forgetting` to the operator with this decay
+    "none": Operator(make_tssa("torch")),
+    "head": Operator(make_tssa("torch"), ("tokens", "temp", "denom_bias", "head_decay")),
+    "token": Operator(make_tssa("torch"), ("tokens", "temp", "denom_bias", "token_decay")),
 }
 PASSES = ("forward", "forward + backward")
 
 
 def make_grad(shape, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A gradient of the output."""
+    """A random gradient of the output."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
-def make_run(op: Callable, inputs, grad, which: str) -> Callable[[], object]:
+def make_run(op: Callable, inputs, grad, pass_name: str) -> Callable[[], object]:
     """One of `PASSES` of an operator, to be timed."""
 
     def forward():
         with torch.no_grad():
             op(*inputs)
 
-    return forward if which == "forward" else lambda: torch.autograd.grad(op(*inputs), inputs, grad)
+    return forward if pass_name == "forward" else lambda: torch.autograd.grad(op(*inputs), inputs, grad)

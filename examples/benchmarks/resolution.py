@@ -4,18 +4,18 @@
     python examples/benchmarks/run.py resolution
     python examples/benchmarks/run.py resolution --training --preset tiny --sizes 96 224 --batch 32  # training steps
 
-Random weights (they do not change the cost), batch 1, eager, forward only; ViT with PyTorch's scaled dot product attention,
-and the `image_size` of every resolution. The models take turns, with a C library that keeps freed memory. Reports the time
-of a forward pass and its peak memory beyond the loaded model (measured in a separate process).
+Random weights (they do not change the cost), batch 1, eager, forward only; ViT with PyTorch's scaled dot product attention and
+with the `image_size` of each resolution. The models are interleaved, and the C library keeps freed memory. Reports the time of
+a forward pass and its peak memory beyond the loaded model (measured in a separate process).
 
-With --training it is steps on batches of --batch images (forward, backward, Trainer's fused AdamW), of the XCA and softmax
-trunks as well, and the shares of a step that the profiler finds for matrix products and convolutions. TSSA's share is the time
-of its operator alone, forward and backward, in all layers.
+--training measures steps on batches of --batch images instead (forward, backward, fused AdamW), also of the XCA and softmax
+trunks, and the percentage of a step that the profiler attributes to matrix products and convolutions. TSSA's percentage is the
+time of its operator alone, forward and backward, in all layers.
 """
 
 import torch
 from registry import benchmark
-from timing import KEEP_FREED_MEMORY, Report, dtype_name, in_new_process, measure, peak_bytes, ratio, spread
+from timing import KEEP_FREED_MEMORY, Report, dtype_name, measure, peak_bytes, ratio, run_in_new_process, spread
 from transformers import ViTConfig, ViTModel
 
 from tost_hf import ToSTVisionConfig, ToSTVisionModel, tssa
@@ -28,7 +28,7 @@ PROFILED = {"matrix products": ("aten::mm", "aten::addmm", "aten::bmm"), "convol
 
 
 def build(name: str, side: int, preset: str, device: str, dtype):
-    """Models of a preset's width; ToST small has 8 heads and ViT 6, tiny 4 and 3, as in their papers."""
+    """A model of a preset's width. As in their papers, small ToST has 8 heads and ViT 6, tiny ToST 4 and ViT 3."""
     torch.manual_seed(0)
     size = {"image_size": side, "num_hidden_layers": LAYERS}
     config = ToSTVisionConfig.from_preset(f"tost-vision-{preset}-patch{PATCH}", **size)
@@ -47,12 +47,12 @@ def build(name: str, side: int, preset: str, device: str, dtype):
 
 
 @torch.no_grad()
-def find_peaks(name: str, sides, *where) -> dict[int, int]:
-    """Peak bytes of a forward pass at each size; `where` are preset, device and dtype."""
+def measure_peaks(name: str, sides, *build_options) -> dict[int, int]:
+    """Peak bytes of a forward pass at each size; `build_options` are preset, device and dtype."""
     peaks = {}
     for side in sides:
-        model = build(name, side, *where)
-        # what the first pass allocates once; on a small image
+        model = build(name, side, *build_options)
+        # warm-up on a small image: allocations of the first pass do not count
         small = torch.randn(1, 3, 2 * PATCH, 2 * PATCH).to(model.device, model.dtype)
         model(small, interpolate_pos_encoding=True)
         pixels = torch.randn(1, 3, side, side).to(small)
@@ -62,17 +62,17 @@ def find_peaks(name: str, sides, *where) -> dict[int, int]:
 
 @torch.no_grad()
 def report_inference(sides, args, report: Report) -> None:
-    where = (args.preset, args.device, args.dtype)
-    peaks = {name: in_new_process(find_peaks, name, sides, *where) for name in MODELS}
+    build_options = (args.preset, args.device, args.dtype)
+    peaks = {name: run_in_new_process(measure_peaks, name, sides, *build_options) for name in MODELS}
     for side in sides:
         pixels = torch.randn(1, 3, side, side, device=args.device, dtype=args.dtype)
-        models = {name: build(name, side, *where) for name in MODELS}
+        models = {name: build(name, side, *build_options) for name in MODELS}
         runs = {name: lambda model=model, pixels=pixels: model(pixels) for name, model in models.items()}
         seconds = measure(runs, args.repeats, device=args.device, warm_up=1 if args.device == "cpu" else 3)
         for name, times in seconds.items():
-            gain = ratio(seconds["ViT"], times)
-            metrics = {"ms": spread(times) * 1e3, "peak MiB": peaks[name][side] / 2**20, "ViT / this": gain}
-            report.add(case_of(name, side, 1, args), metrics)
+            speedup = ratio(seconds["ViT"], times)
+            metrics = {"ms": spread(times) * 1e3, "peak MiB": peaks[name][side] / 2**20, "ViT / this": speedup}
+            report.add(make_case(name, side, 1, args), metrics)
 
 
 def make_training_step(name: str, side: int, args):
@@ -89,7 +89,7 @@ def make_training_step(name: str, side: int, args):
 
 
 def make_operator_step(side: int, args):
-    """TSSA of all layers alone, forward and backward, on tokens of the model's shape."""
+    """TSSA alone, forward and backward in all layers, on tokens of the model's shape."""
     config = ToSTVisionConfig.from_preset(f"tost-vision-{args.preset}-patch{PATCH}")
     heads = config.num_attention_heads
     shape = args.batch, (side // PATCH) ** 2, heads, config.hidden_size // heads
@@ -103,8 +103,8 @@ def make_operator_step(side: int, args):
     return step
 
 
-def profile_shares(step, device: str) -> dict[str, float]:
-    """Per cent of a step's time in the operators of `PROFILED`."""
+def profile_percentages(step, device: str) -> dict[str, float]:
+    """The percentage of a step's time in each group of operators of `PROFILED`."""
     activity = torch.profiler.ProfilerActivity.CPU if device == "cpu" else torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
         step()
@@ -112,8 +112,8 @@ def profile_shares(step, device: str) -> dict[str, float]:
     times = {event.key: getattr(event, field) for event in profiler.key_averages()}
     total = sum(times.values())
     return {
-        f"{kind} %": 100 * sum(time for name, time in times.items() if any(word in name for word in words)) / total
-        for kind, words in PROFILED.items()
+        f"{group} %": 100 * sum(time for name, time in times.items() if any(key in name for key in keys)) / total
+        for group, keys in PROFILED.items()
     }
 
 
@@ -128,12 +128,12 @@ def report_training(sides, args, report: Report) -> None:
                 "training images/s": spread(args.batch / s for s in times),
                 "ViT / this": ratio(seconds["ViT"], times),
             }
-            metrics |= profile_shares(step, args.device)
+            metrics |= profile_percentages(step, args.device)
             metrics["TSSA %"] = ratio(seconds["TSSA"], times) * 100 if name == "ToST" else None
-            report.add(case_of(name, side, args.batch, args), metrics)
+            report.add(make_case(name, side, args.batch, args), metrics)
 
 
-def case_of(name: str, side: int, batch: int, args) -> dict[str, object]:
+def make_case(name: str, side: int, batch: int, args) -> dict[str, object]:
     name = name if args.preset == "small" else f"{name}-{args.preset}"
     case = {"model": name, "pixels": side, "tokens": (side // PATCH) ** 2, "layers": LAYERS}
     return case | {"dtype": dtype_name(args.dtype), "batch": batch}

@@ -20,19 +20,19 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path += map(str, (HERE, HERE.parent, HERE.parent / "research", HERE.parent / "research" / "lra"))
 
-from records import RESULTS, command_of  # noqa: E402
+from records import RESULTS, make_command  # noqa: E402
 from registry import BENCHMARKS, Benchmark, load_benchmark  # noqa: E402
 from timing import Report  # noqa: E402
 
 
 def make_parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
-    """The parser of a benchmark: the shared arguments and its own."""
+    """The parser of a benchmark: the shared arguments and the benchmark's."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(f"run.py {name}", description=benchmark.description, formatter_class=formatter)
     if benchmark.trains:
         parser.add_argument("--steps", type=int, default=benchmark.steps, help="optimizer steps of a run")
         parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run for each")
-        rates = "tried with the first seed; the best one is used with the others"
+        rates = "tried with the first seed; the best one is used for the others"
         parser.add_argument("--learning_rates", type=float, nargs="+", default=list(benchmark.learning_rates), help=rates)
     else:
         parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
@@ -48,26 +48,26 @@ def make_parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, may_restart: bool = False) -> int:
-    """Runs the benchmark that `argv` names; its exit status.
+    """Runs the benchmark named by `argv` and returns its exit status.
 
     Args:
-        argv: the benchmark's name and its arguments; those of the process, if None.
+        argv: the benchmark's name and its arguments; default: `sys.argv`.
         may_restart: whether this process may be replaced by one with the environment that the benchmark needs.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    chooser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    chooser.add_argument("benchmark", choices=BENCHMARKS)
-    name = chooser.parse_args(argv[:1]).benchmark
+    name_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    name_parser.add_argument("benchmark", choices=BENCHMARKS)
+    name = name_parser.parse_args(argv[:1]).benchmark
     benchmark = load_benchmark(name)
     parser = make_parser(name, benchmark)
     args = parser.parse_args(argv[1:])
-    args.benchmark, args.command = name, command_of(parser, argv)
+    args.benchmark, args.command = name, make_command(parser, argv)
     if may_restart and not benchmark.environment.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | benchmark.environment)
     if benchmark.dtype:
         args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     if benchmark.trains:
-        from training import Results  # which needs the packages of the [train] extra
+        from training import Results  # needs the [train] extra
 
         return benchmark.run(args, Results(args, benchmark.file)) or 0
     report = Report(args)

@@ -1,18 +1,29 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Time over the number of tokens, as in the paper's figure: 12 attention layers (width 384, 8 heads), batch 1, forward.
+"""Time by number of tokens, as in the paper's figure: 12 attention layers (width 384, 8 heads), batch 1, forward.
 
     python examples/benchmarks/run.py scaling
 
-Bidirectional TSSA layers beside softmax attention layers (one projection to queries, keys and values, PyTorch's scaled
-dot product attention, one projection back); each layer's output is added to its input. ToST is measured first, all lengths
-taking turns in every round, then softmax attention in turns with ToST again, then memory; each is reported as soon as it is
-measured. Prints time (on a GPU the device's own, without the host's time to launch), peak memory beyond weights and input, and
-the exponent of time over tokens from 8,192 on: 1 is linear growth, 2 quadratic.
+Bidirectional TSSA layers beside softmax attention layers (a projection to queries, keys and values, PyTorch's scaled dot
+product attention, an output projection); each layer's output is added to its input. ToST is measured first, with all lengths
+interleaved in every round, then softmax attention interleaved with ToST, then memory; each is reported as soon as it is
+measured. Prints time (on a GPU without the host's time to launch kernels), peak memory beyond weights and input, and the
+exponent of time by tokens from 8,192 tokens on: 1 is linear growth, 2 quadratic.
 """
 
 import torch
 from registry import benchmark
-from timing import KEEP_FREED_MEMORY, Report, attempt, dtype_name, in_new_process, measure, peak_bytes, ratio, slope, spread
+from timing import (
+    KEEP_FREED_MEMORY,
+    Report,
+    attempt,
+    dtype_name,
+    measure,
+    peak_bytes,
+    ratio,
+    run_in_new_process,
+    slope,
+    spread,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -61,44 +72,46 @@ def make_tokens(length: int, dtype, device: str) -> torch.Tensor:
     return torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
-def find_peaks(kind: str, lengths, dtype, device: str) -> dict[int, int]:
+def measure_peaks(kind: str, lengths, dtype, device: str) -> dict[int, int]:
     """Peak bytes at each length."""
     model = Layers(kind).to(device, dtype)
-    model(make_tokens(64, dtype, device))  # what the first pass allocates once
-    found = {}
+    model(make_tokens(64, dtype, device))  # warm-up: allocations of the first pass do not count
+    peaks = {}
     for length in lengths:
         x = make_tokens(length, dtype, device)
-        found[length] = peak_bytes(lambda x=x: model(x), device)
-    return found
+        peaks[length] = peak_bytes(lambda x=x: model(x), device)
+    return peaks
 
 
 def measure_times(kinds, lengths, args) -> dict[str, dict[int, list[float]]]:
-    """Seconds of each round, {kind: {length: seconds}}; all take turns."""
+    """Seconds of each round, {kind: {length: seconds}}; kinds and lengths are interleaved."""
     models = {kind: Layers(kind).to(args.device, args.dtype) for kind in kinds}
     tokens = {n: make_tokens(n, args.dtype, args.device) for n in lengths}
     runs = {(kind, n): lambda model=models[kind], x=tokens[n]: model(x) for n in lengths for kind in kinds}
     warm_up = 1 if args.device == "cpu" else 3
-    seconds = measure(runs, args.repeats, device=args.device, warm_up=warm_up, ahead=True)
+    seconds = measure(runs, args.repeats, device=args.device, warm_up=warm_up, exclude_launch=True)
     return {kind: {n: seconds[kind, n] for n in lengths} for kind in kinds}
 
 
 def report_exponent(kind: str, times: dict[int, list[float]], case: dict, report: Report) -> None:
-    far = [n for n in sorted(times) if n >= SLOPE_FROM]
-    if len(far) > 1:
-        exponents = spread(slope(far, seconds) for seconds in zip(*(times[n] for n in far)))
-        report.add({"kind": kind, "tokens": far[-1]} | case, {"exponent": exponents})
+    long_lengths = [n for n in sorted(times) if n >= SLOPE_FROM]
+    if len(long_lengths) > 1:
+        exponents = spread(slope(long_lengths, seconds) for seconds in zip(*(times[n] for n in long_lengths)))
+        report.add({"kind": kind, "tokens": long_lengths[-1]} | case, {"exponent": exponents})
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--softmax_limit", type=int, help="longest for softmax; default: 131,072 on a GPU, 8,192 on a CPU")
+    parser.add_argument(
+        "--softmax_limit", type=int, help="maximum length for softmax; default: 131,072 on a GPU, 8,192 on a CPU"
+    )
 
 
 @benchmark("scaling", __doc__, add_arguments, dtype=True, environment=KEEP_FREED_MEMORY)
 def run(args, report: Report) -> None:
-    limit = args.softmax_limit or (131072 if args.device == "cuda" else 8192)
+    max_softmax_length = args.softmax_limit or (131072 if args.device == "cuda" else 8192)
     lengths = {"ToST": sorted(set(args.tokens))}
-    lengths["softmax"] = [n for n in lengths["ToST"] if n <= limit]
+    lengths["softmax"] = [n for n in lengths["ToST"] if n <= max_softmax_length]
     case = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "dtype": dtype_name(args.dtype)}
 
     seconds = measure_times(["ToST"], lengths["ToST"], args)
@@ -106,14 +119,14 @@ def run(args, report: Report) -> None:
         report.add({"kind": "ToST", "tokens": n} | case, {"ms": spread(times) * 1e3})
     report_exponent("ToST", seconds["ToST"], case, report)
 
-    beside = attempt("softmax", measure_times, KINDS, lengths["softmax"], args) or {}
-    seconds["softmax"] = beside.get("softmax", {})
+    compared_seconds = attempt("softmax", measure_times, KINDS, lengths["softmax"], args) or {}
+    seconds["softmax"] = compared_seconds.get("softmax", {})
     for n, times in seconds["softmax"].items():
-        metrics = {"ms": spread(times) * 1e3, "softmax / ToST": ratio(times, beside["ToST"][n])}
+        metrics = {"ms": spread(times) * 1e3, "softmax / ToST": ratio(times, compared_seconds["ToST"][n])}
         report.add({"kind": "softmax", "tokens": n} | case, metrics)
     report_exponent("softmax", seconds["softmax"], case, report)
 
     for kind in KINDS:
-        peaks = attempt(kind, in_new_process, find_peaks, kind, lengths[kind], args.dtype, args.device) or {}
+        peaks = attempt(kind, run_in_new_process, measure_peaks, kind, lengths[kind], args.dtype, args.device) or {}
         for n, peak in peaks.items():
             report.add({"kind": kind, "tokens": n} | case, {"peak MiB": peak / 2**20})

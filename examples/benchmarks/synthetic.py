@@ -16,29 +16,29 @@ TEST_SEED, TEST_BATCHES = 1_000_000, 16
 
 
 def add_arguments(parser) -> None:
-    """Those of both."""
+    """Adds the arguments of both benchmarks."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["ToST", "GPT-2", "Mamba-2"])
 
 
 # Locality -------------------------------------------------------------------------------------------------------------
 
-LOCALITY = """Where running second moments suffice, and where not: tasks with a configurable distance.
+LOCALITY = """Tasks that depend on a token at a given distance, and one that depends on statistics of all past tokens.
 
-`copy d`: random tokens; at every position the model is to predict the token d positions before (d = 0: the token itself).
-Only that token helps, so that any guess has the chance of 1 in 16. `majority`: at every position, whether the lower or the
-upper half of the vocabulary has been more frequent so far, which statistics of the whole past answer. Positions without an
-answer (the first d, or a tie) do not count. Seeds that have records are not run again.
+`copy d`: at every position of a sequence of random tokens, the model predicts the token d positions before (d = 0: the token
+itself). Other tokens carry no information about it, so that chance is 1 in 16. `majority`: at every position, the model
+predicts whether the lower or the upper half of the vocabulary has been more frequent so far, which running statistics can
+answer. Positions without an answer (the first d, or a tie) do not count. Seeds that have records are not run again.
 """
 TASKS = ("copy 0", "copy 1", "copy 4", "copy 16", "copy 64", "majority")
 VOCAB_SIZE = 16
 
 
 def make_locality_batch(rng: np.random.Generator, task: str, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Random tokens and the answers.
+    """Random tokens and their labels.
 
     Returns:
-        `input_ids` and `labels`, each (batch, length). A label stands one position after its token, where models shift it
-        back; it is -100 where there is none.
+        `input_ids` and `labels`, each (batch, length). A label is one position after its token, because models shift labels
+        back; it is -100 where there is no answer.
     """
     input_ids = rng.integers(VOCAB_SIZE, size=(batch, length))
     answers = np.full((batch, length), NO_LABEL)
@@ -78,12 +78,12 @@ def run_locality(args, results: Results) -> None:
 
 # Recall ---------------------------------------------------------------------------------------------------------------
 
-RECALL = """Multi-query associative recall (Zoology, arXiv 2312.04927): what a model can look up in its context.
+RECALL = """Multi-query associative recall (Zoology, arXiv 2312.04927): whether a model can look up values in its context.
 
-A sequence lists n pairs of a key and a value, then asks for every key once, in random order (Zoology's power_a = 1), with a
-random token between two queries. The model is to predict the value right after a key it has seen. Models of equal width, depth
-and steps train on new sequences of all numbers of pairs mixed, and are tested on held-out ones of each number. Knowing only
-which values occurred gives an accuracy of 1 / n; models that learn the task stay there for long before they do.
+A sequence has n pairs of a key and a value, then queries every key once, in random order (Zoology's power_a = 1), with a
+random token between queries. The model predicts the value after each query. Models of equal width and depth train for the same
+steps on new sequences of all numbers of pairs, and are tested on held-out sequences of each number. A model that only knows
+which values occurred has an accuracy of 1 / n; models that learn the task stay at this accuracy for many steps first.
 
 The default is for a GPU; `--pairs 4 8 --vocab_size 32 --steps 1200` takes two minutes or more per run on one core.
 """
@@ -93,20 +93,20 @@ TOKENS = 4096  # of a batch
 def make_recall_batch(rng: np.random.Generator, pairs: int, batch: int, vocab_size: int) -> dict[str, torch.Tensor]:
     """Sequences of 4 * `pairs` tokens and their labels.
 
-    Keys are the tokens from 1 to vocab_size / 2 - 1, values those from vocab_size / 2 on; neither repeats among the pairs.
+    Keys are the tokens from 1 to vocab_size / 2 - 1, values those from vocab_size / 2 on; a sequence repeats neither.
     The first half of a sequence is key, value, key, value, ...; the second half is key, random token, ...
 
     Returns:
-        `input_ids` and `labels`, each (batch, 4 * pairs); a label stands one position after its key, and is -100 elsewhere.
+        `input_ids` and `labels`, each (batch, 4 * pairs); a label is one position after its key; -100 elsewhere.
     """
     half = vocab_size // 2
     keys = rng.random((batch, half - 1)).argsort(1)[:, :pairs] + 1
     values = rng.random((batch, half)).argsort(1)[:, :pairs] + half
-    slots = rng.random((batch, pairs)).argsort(1)  # where in the second half each key is asked for
+    query_order = rng.random((batch, pairs)).argsort(1)  # position of each key among the queries
     input_ids = rng.integers(vocab_size, size=(batch, 4 * pairs))
     labels = np.full((batch, 4 * pairs), NO_LABEL)
     input_ids[:, 0 : 2 * pairs : 2], input_ids[:, 1 : 2 * pairs : 2] = keys, values
-    queries = 2 * pairs + 2 * slots
+    queries = 2 * pairs + 2 * query_order
     np.put_along_axis(input_ids, queries, keys, 1)
     np.put_along_axis(labels, queries + 1, values, 1)
     return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
@@ -132,8 +132,8 @@ def run_recall(args, results: Results) -> None:
             held_out = {n: Batches(partial(make_batch, pairs=n), TEST_BATCHES, TEST_SEED + n) for n in args.pairs}
             return model, {str(pairs): label_accuracy(model, batches) for pairs, batches in held_out.items()}
 
-        found = run_seeds(run, args.seeds, args.learning_rates, lambda metrics: sum(metrics[str(n)] for n in args.pairs), name)
-        for seed, (model, metrics) in found.items():
+        runs = run_seeds(run, args.seeds, args.learning_rates, lambda metrics: sum(metrics[str(n)] for n in args.pairs), name)
+        for seed, (model, metrics) in runs.items():
             for pairs in args.pairs:
                 case = {"task": f"{pairs} pairs", "model": name, "steps": args.steps, "batch": TOKENS // (4 * pairs)}
                 accuracy = {"accuracy": metrics[str(pairs)], "learning_rate": metrics["learning_rate"]}

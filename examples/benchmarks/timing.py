@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Shared by the speed benchmarks: interleaved timing on CPU and GPU, its statistics, peak memory, the report.
 
-A time is the median of several rounds, with the minimum and the maximum. What is compared takes turns within a round, and a
-ratio is taken round by round, so that other load on the machine affects all alike.
+A time is the median of several rounds, with the minimum and the maximum. The compared runs are interleaved within a round, and
+a ratio is computed per round, so that other load on the machine affects all runs equally.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from records import VALUE_COLUMNS, Spread, append_records, markdown_table, origin
+from records import VALUE_COLUMNS, Spread, append_records, make_origin, markdown_table
 
 
 FLUSH_BYTES = 2**28  # more than the last-level cache of any GPU
-AHEAD_CYCLES = 20_000_000  # about 10 ms on a GPU
+SLEEP_CYCLES = 20_000_000  # about 10 ms on a GPU
 ROUND_SECONDS = 0.1
 MAX_CALLS = 20
 
@@ -35,7 +35,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """The quotient of each round."""
+    """The ratio per round."""
     return spread(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
@@ -53,19 +53,19 @@ def seconds_on_cpu(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def cuda_clock(device: torch.device, ahead: bool = False) -> Callable[[Callable[[], object]], float]:
+def cuda_clock(device: torch.device, exclude_launch: bool = False) -> Callable[[Callable[[], object]], float]:
     """A clock of CUDA events that empties the GPU's cache before each run.
 
-    With `ahead` the GPU then waits for some 10 ms, in which the host queues the run (some hundred launches): the figure is the
-    GPU's own time. Without it a short run takes as long as the host needs to launch it.
+    With `exclude_launch` the GPU then sleeps for about 10 ms, in which the host queues the run (some hundred launches): the
+    result is the GPU's own time. Without it a short run takes as long as the host needs to launch it.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def seconds(run):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush.zero_()
-        if ahead:
-            torch.cuda._sleep(AHEAD_CYCLES)
+        if exclude_launch:
+            torch.cuda._sleep(SLEEP_CYCLES)
         start.record()
         run()
         stop.record()
@@ -81,20 +81,20 @@ def measure(
     *,
     device: torch.device | str = "cpu",
     warm_up: int = 3,
-    ahead: bool = False,
+    exclude_launch: bool = False,
     reset: Callable[[object], object] = lambda name: None,
 ) -> dict[object, list[float]]:
-    """Seconds of each run in each of `repeats` rounds, after `warm_up` (at least 1) rounds that do not count.
+    """Seconds of each run in each of `repeats` rounds, after `warm_up` rounds (at least 1) that are discarded.
 
     A round's time is the median of as many calls as fit into a tenth of a second, from 1 to 20.
 
     Args:
-        runs: what is timed, by name.
-        ahead: on a GPU, whether the host's time to launch is left out (`cuda_clock`).
+        runs: the functions to time, by name.
+        exclude_launch: on a GPU, whether to exclude the host's time to launch kernels (`cuda_clock`).
         reset: called with a run's name before each of its calls, untimed.
     """
     device = torch.device(device)
-    clock = cuda_clock(device, ahead) if device.type == "cuda" else seconds_on_cpu
+    clock = cuda_clock(device, exclude_launch) if device.type == "cuda" else seconds_on_cpu
 
     def time_once(name) -> float:
         reset(name)
@@ -109,8 +109,8 @@ def measure(
     return seconds
 
 
-KEEP_FREED_MEMORY = {  # environment in which glibc keeps freed memory
-    # by default it returns tensors over 32 MB to the kernel, and large sizes would mostly measure page faults
+KEEP_FREED_MEMORY = {  # environment variables with which glibc does not return freed memory
+    # by default it returns tensors over 32 MB to the kernel, so that large sizes would mostly measure page faults
     "MALLOC_MMAP_THRESHOLD_": str(2**33),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "MALLOC_TOP_PAD_": str(2**30),
@@ -121,20 +121,20 @@ KEEP_FREED_MEMORY = {  # environment in which glibc keeps freed memory
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Peak memory during `run` beyond what is held before it: allocated on the GPU, or resident on the CPU (Linux)."""
+    """Peak memory during `run` beyond the memory in use before: allocated on the GPU, or resident on the CPU (Linux)."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        initial = torch.cuda.memory_allocated(device)
         run()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed earlier must not be used again unseen
-    Path("/proc/self/clear_refs").write_text("5")  # sets the kernel's high-water mark back to what is resident now
-    before = _resident_kilobytes("VmRSS")
+        return torch.cuda.max_memory_allocated(device) - initial
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that is reused would not be counted
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the resident memory
+    initial = _resident_kilobytes("VmRSS")
     run()
-    return (_resident_kilobytes("VmHWM") - before) * 1024
+    return (_resident_kilobytes("VmHWM") - initial) * 1024
 
 
 def _resident_kilobytes(field: str) -> int:
@@ -142,14 +142,14 @@ def _resident_kilobytes(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def in_new_process(function: Callable, *args):
-    """The result of a module's function, run in a fresh process without `KEEP_FREED_MEMORY`."""
-    kept = {name: os.environ.pop(name) for name in KEEP_FREED_MEMORY if name in os.environ}
+def run_in_new_process(function: Callable, *args):
+    """The result of a module's function, run in a new process without `KEEP_FREED_MEMORY`."""
+    removed_variables = {name: os.environ.pop(name) for name in KEEP_FREED_MEMORY if name in os.environ}
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             return pool.submit(function, *args).result()
     finally:
-        os.environ.update(kept)
+        os.environ.update(removed_variables)
 
 
 # Report ---------------------------------------------------------------------------------------------------------------
@@ -159,14 +159,14 @@ class Report:
     """The records of a speed benchmark: each case is printed and appended to `<results>/<benchmark>.csv` as it comes."""
 
     def __init__(self, args: argparse.Namespace):
-        self.path, self.origin = args.results / f"{args.benchmark}.csv", origin(args)
+        self.path, self.origin = args.results / f"{args.benchmark}.csv", make_origin(args)
         self.records: list[dict] = []
 
     def add(self, case: Mapping[str, object], metrics: Mapping[str, Spread | float | None]) -> None:
-        """One case (its columns are the same throughout a benchmark) and its metrics; None for what was not measured."""
+        """Adds the metrics of a case, None if not measured; all cases of a benchmark have the same columns."""
         spreads = {name: x if isinstance(x, Spread) else Spread(x, x, x) for name, x in metrics.items() if x is not None}
         label = ", ".join(x if isinstance(x, str) else f"{name} {x:,}" for name, x in case.items())
-        print(f"{label}: " + ", ".join(f"{name} {describe(x)}" for name, x in spreads.items()), flush=True)
+        print(f"{label}: " + ", ".join(f"{name} {format_spread(x)}" for name, x in spreads.items()), flush=True)
         values = {name: [f"{value:.6g}" for value in x] for name, x in spreads.items()}
         records = [{**self.origin, **case, **dict(zip(VALUE_COLUMNS, (name, *x)))} for name, x in values.items()]
         append_records(self.path, records)
@@ -178,9 +178,9 @@ class Report:
             print(f"\n{markdown_table(self.records)}")
 
 
-def describe(x: Spread) -> str:
+def format_spread(values: Spread) -> str:
     """Median and range, three digits each."""
-    value, low, high = (f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.3g}" for x in x)
+    value, low, high = (f"{x:,.0f}" if abs(x) >= 1000 or x == int(x) else f"{x:.3g}" for x in values)
     return value if low == high else f"{value} ({low}..{high})"
 
 
@@ -189,14 +189,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def attempt(label: str, run: Callable, *args):
-    """The result of `run`, or None and a printed line where it fails: one rival that cannot run does not end a table."""
+    """The result of `run`, or None and a printed line if it fails, so that the other variants are still measured."""
     try:
         return run(*args)
-    except Exception as error:  # whatever a rival raises
+    except Exception as error:  # of any type
         print(f"{label}: not available here ({describe_error(error)})", flush=True)
         return None
 
 
 def describe_error(error: Exception) -> str:
-    """Its type and the first line of its message."""
+    """The type of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"

@@ -1,14 +1,14 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Training speed: ToST beside transformers' GPT-2 (PyTorch's attention) and Mamba-2, over the length of a text.
+"""Training speed by sequence length: ToST beside transformers' GPT-2 (PyTorch's attention) and Mamba-2.
 
     python examples/benchmarks/run.py train_lm
 
-Random tokens, no dropout, forward, backward and a step of AdamW, as many sequences as make up the tokens of a step; on a GPU
-ToST-base's width and depth, compiled, under bfloat16 autocast with float32 weights, and on a CPU small models in float32.
-GPT-2's attention is told that it is causal, so that a GPU takes the flash kernel. The models take turns, and each length is
-reported as soon as it is measured. `width` gives each model the same width and number of layers; `parameters` gives ToST and
-Mamba-2 the number of layers that comes nearest to GPT-2's parameters. Mamba-2 without the mamba_ssm package runs in plain
-PyTorch.
+Random tokens, no dropout; forward, backward and a step of AdamW; the batch size is the tokens of a step divided by the length.
+On a GPU the models have ToST-base's width and depth and are compiled, under bfloat16 autocast with float32 weights; on a CPU
+they are small and in float32. GPT-2's attention is marked as causal, so that a GPU uses the flash kernel. The models are
+interleaved, and each length is reported as soon as it is measured. `--equal width` compares models of the same width and
+number of layers; `--equal parameters` chooses the number of layers of ToST and Mamba-2 that is closest to GPT-2's parameters.
+Mamba-2 without the mamba_ssm package runs in plain PyTorch.
 """
 
 import argparse
@@ -32,10 +32,10 @@ LENGTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 4096, 16384)}
 
 
 def causal_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """PyTorch's attention for texts without padding or packing, in transformers' interface.
+    """PyTorch's attention for sequences without padding or packing, in transformers' interface.
 
-    Under torch.compile transformers' own gets a dense mask of all pairs of tokens, for fear of packed texts, and with it no
-    flash kernel.
+    Under torch.compile transformers passes a dense mask to its own attention, because sequences could be packed, which
+    excludes the flash kernel.
     """
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout, scale=scaling)
     return output.transpose(1, 2).contiguous(), None
@@ -45,15 +45,15 @@ AttentionInterface.register("causal_sdpa", causal_attention)
 
 
 def build(name: str, size: str, layers: int, length: int):
-    """A model with the widths of the size named, for texts of this length."""
-    width, _, heads, vocabulary = SIZES[size]
+    """A model of a named size, for sequences of this length."""
+    width, _, heads, vocab_size = SIZES[size]
     options = {"head_dim": width // heads, "context": length}
     if name == "Mamba-2":  # as published
         options = {"head_dim": 64, "context": None, "inner": 128, "chunk_size": 256}
-    model = make_language_model(name, vocab_size=vocabulary, width=width, layers=layers, **options)
+    model = make_language_model(name, vocab_size=vocab_size, width=width, layers=layers, **options)
     if name == "GPT-2":
         model.set_attn_implementation("causal_sdpa")
-        model.loss_type = "ForCausalLM"  # it is the default, but a warning says so and splits the compiled graph
+        model.loss_type = "ForCausalLM"  # the default, set to avoid a warning that breaks the compiled graph
     return model
 
 
@@ -62,14 +62,14 @@ def count_parameters(*model) -> int:
         return build(*model).num_parameters()
 
 
-def layers_for(name: str, size: str, length: int, parameters: int) -> int:
-    """The number of layers with which a model comes nearest to a number of parameters."""
-    one, two = (count_parameters(name, size, layers, length) for layers in (1, 2))
-    return max(1, 1 + round((parameters - one) / (two - one)))
+def match_layers(name: str, size: str, length: int, parameters: int) -> int:
+    """The number of layers of a model that is closest to a number of parameters."""
+    with_one, with_two = (count_parameters(name, size, layers, length) for layers in (1, 2))
+    return max(1, 1 + round((parameters - with_one) / (with_two - with_one)))
 
 
 class TrainingStep:
-    """One model's step; its peak memory counts the weights, the gradients and the optimizer's state."""
+    """A training step of a model; its peak memory includes weights, gradients and the optimizer's state."""
 
     def __init__(self, name: str, layers: int, length: int, args):
         batch = max(args.tokens // length, 1)
@@ -95,15 +95,15 @@ class TrainingStep:
 
 
 def benchmark_length(length: int, equal: str, args, report: Report) -> None:
-    """Reports one length."""
+    """Measures and reports one length."""
     torch.compiler.reset()
-    gc.collect()  # compiled models of the length before hold one another
+    gc.collect()  # compiled models of the previous length are in reference cycles
     size_layers = SIZES[args.size][1]
     steps = {}
     for name in args.models:
         layers = size_layers
         if equal == "parameters" and name != "GPT-2":
-            layers = layers_for(name, args.size, length, count_parameters("GPT-2", args.size, size_layers, length))
+            layers = match_layers(name, args.size, length, count_parameters("GPT-2", args.size, size_layers, length))
         step = attempt(name, TrainingStep, name, layers, length, args)
         if step is not None:
             steps[name] = (step, layers)

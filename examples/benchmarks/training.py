@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Shared by the benchmarks that train: the training run, its records, the choice of learning rates.
+"""Shared by the benchmarks that train: the training run, its records, the selection of learning rates.
 
-Every model of a comparison gets the same steps, batches, optimizer and learning rates to choose from.
+Every model of a comparison has the same steps, batches, optimizer and candidate learning rates.
 """
 
 import argparse
@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 import transformers
-from records import append_records, markdown, origin, plus_minus, read_records, select
+from records import append_records, format_mean, format_table, make_origin, read_records, select
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.utils import is_torch_bf16_gpu_available
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 
 
-Run = Callable[
-    [int, float], tuple[PreTrainedModel, dict[str, float]]
-]  # of a seed and a learning rate: the model and its metrics
+# from a seed and a learning rate to the model and its metrics
+Run = Callable[[int, float], tuple[PreTrainedModel, dict[str, float]]]
 
 
 # Records --------------------------------------------------------------------------------------------------------------
@@ -32,7 +31,7 @@ class Results:
 
     def __init__(self, args: argparse.Namespace, file: str = "results"):
         self.args, self.path, self.records = args, args.results / f"{file}.csv", []
-        self.origin = origin(args)
+        self.origin = make_origin(args)
 
     def add(
         self, metrics: dict[str, float], *, task: str, model: str, network: PreTrainedModel, steps, batch, context, seed
@@ -62,22 +61,24 @@ class Results:
         learning_rate: float | None = None,
         **case,
     ) -> None:
-        """Runs the seeds of this case that have no records yet, and adds the records of each as it ends.
+        """Runs the seeds of this case that have no records yet, and adds the records of each when it ends.
 
         Args:
             run, score: as in `run_seeds`.
-            learning_rate: in place of those of the arguments.
-            width, case: what tells the case from others; `case` is `add`'s other arguments, with `steps` those of the run.
+            learning_rate: replaces those of the arguments.
+            width, case: identify the case; `case` has `add`'s other arguments, `steps` by default those of the run.
         """
         args, case = self.args, {"steps": self.args.steps, **case}
-        wanted = {"script": f"{args.benchmark}.py", "width": width, **case}
-        known = select(read_records(self.path), **wanted)
-        self.records += known
+        columns = {"script": f"{args.benchmark}.py", "width": width, **case}
+        existing_records = select(read_records(self.path), **columns)
+        self.records += existing_records
         for seed in args.seeds:
-            if any(record["seed"] == str(seed) for record in known):
+            if any(record["seed"] == str(seed) for record in existing_records):
                 continue
-            first = select(self.records, **wanted, seed=args.seeds[0], metric="learning_rate")
-            rates = [float(record["value"]) for record in first] or ([learning_rate] if learning_rate else args.learning_rates)
+            first_seed_records = select(self.records, **columns, seed=args.seeds[0], metric="learning_rate")
+            rates = [float(record["value"]) for record in first_seed_records] or (
+                [learning_rate] if learning_rate else args.learning_rates
+            )
             ((network, metrics),) = run_seeds(run, [seed], rates, score, f"{case['task']}, {case['model']}").values()
             self.add(metrics, network=network, seed=seed, **case)
 
@@ -87,14 +88,16 @@ class Results:
         for record in self.records:
             case = tuple(str(record[name]) for name in ("task", "model", "metric"))
             values.setdefault(case, []).append(float(record["value"]))
-        print(markdown(["task", "model", "metric", "mean"], [[*case, plus_minus(x, ".4g")] for case, x in values.items()]))
+        print(
+            format_table(["task", "model", "metric", "mean"], [[*case, format_mean(x, ".4g")] for case, x in values.items()])
+        )
 
 
 # Training ------------------------------------------------------------------------------------------------------------
 
 
 class Batches(torch.utils.data.Dataset):
-    """Batches of a synthetic task, each made from (seed, its index): new in every step, the same in every run."""
+    """Batches of a synthetic task, generated from (seed, index): different in every step, equal in every run."""
 
     def __init__(self, make: Callable[[np.random.Generator], dict[str, torch.Tensor]], count: int, seed: int):
         self.make, self.count, self.seed = make, count, seed
@@ -102,43 +105,43 @@ class Batches(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        if number >= self.count:
-            raise IndexError(number)
-        return self.make(np.random.default_rng((self.seed, number)))
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= self.count:
+            raise IndexError(index)
+        return self.make(np.random.default_rng((self.seed, index)))
 
 
 class StepTimer(TrainerCallback):
-    """The seconds of each step: forward, backward, the optimizer; no evaluation, no loading."""
+    """The seconds of each step: forward, backward and optimizer, without evaluation and data loading."""
 
     def __init__(self):
         self.seconds = []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.began = time.perf_counter()
+        self.start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.seconds.append(time.perf_counter() - self.began)
+        self.seconds.append(time.perf_counter() - self.start)
 
 
 def train(
     model: PreTrainedModel, data, *, steps: int, learning_rate: float, seed: int, batch_size: int = 1, callbacks=(), **options
 ):
-    """Trains with `ToSTTrainer` (AdamW, a tenth of warm-up, cosine to a tenth, clipping at 1), whatever the model.
+    """Trains with `ToSTTrainer` (AdamW, warm-up for a tenth of the steps, cosine decay to a tenth, clipping at 1).
 
     Args:
         data: a dataset for the trainer, or `Batches`.
-        options: `eval_dataset`, `data_collator` and the like for the trainer; any other is one of its arguments.
+        options: `eval_dataset` and `data_collator` of the trainer; all others are training arguments.
 
     Returns:
         The trainer, for its `evaluate()` and the history of its losses.
     """
     if isinstance(data, Batches):
         options = {"data_collator": lambda items: items[0]} | options
-    for_trainer = {name: options.pop(name) for name in ("eval_dataset", "data_collator") if name in options}
-    with tempfile.TemporaryDirectory() as folder:
+    trainer_options = {name: options.pop(name) for name in ("eval_dataset", "data_collator") if name in options}
+    with tempfile.TemporaryDirectory() as output_dir:
         arguments = ToSTTrainingArguments(
-            output_dir=folder,
+            output_dir=output_dir,
             max_steps=steps,
             warmup_steps=min(2000, steps // 10),
             lr_scheduler_type="cosine_with_min_lr",
@@ -154,7 +157,7 @@ def train(
             **({"logging_steps": max(1, steps // 50)} | options),
         )
         transformers.utils.logging.set_verbosity_error()
-        trainer = ToSTTrainer(model, arguments, train_dataset=data, callbacks=list(callbacks), **for_trainer)
+        trainer = ToSTTrainer(model, arguments, train_dataset=data, callbacks=list(callbacks), **trainer_options)
         trainer.pop_callback(transformers.PrinterCallback)
         trainer.train()
     return trainer
@@ -162,27 +165,27 @@ def train(
 
 @torch.no_grad()
 def label_accuracy(model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> float:
-    """The share of labelled positions whose most likely token is the label; labels are shifted, as in training."""
+    """The fraction of labelled positions whose most likely token is the label; labels are shifted, as in training."""
     model.eval()
-    right = total = 0
+    num_correct = num_labels = 0
     for batch in batches:
-        guesses = model(input_ids=batch["input_ids"].to(model.device), use_cache=False).logits[:, :-1].argmax(-1).cpu()
+        predictions = model(input_ids=batch["input_ids"].to(model.device), use_cache=False).logits[:, :-1].argmax(-1).cpu()
         labels = batch["labels"][:, 1:]
-        counted = labels != -100
-        right += int((guesses == labels)[counted].sum())
-        total += int(counted.sum())
-    return right / total
+        has_label = labels != -100
+        num_correct += int((predictions == labels)[has_label].sum())
+        num_labels += int(has_label.sum())
+    return num_correct / num_labels
 
 
 def run_seeds(
     run: Run, seeds: list[int], learning_rates: list[float], score: Callable[[dict[str, float]], float], label: str
 ) -> dict[int, tuple[PreTrainedModel, dict[str, float]]]:
-    """Runs every seed, with the learning rate that gave the highest score on the first one.
+    """Runs every seed, with the learning rate that had the highest score with the first seed.
 
     Args:
-        run: accepts a seed and a learning rate, builds a model, and returns what it trained and its metrics.
-        score: the metrics' quality.
-        label: what is printed before each run's metrics.
+        run: accepts a seed and a learning rate, builds a model, and returns the trained model and its metrics.
+        score: of the metrics; higher is better.
+        label: printed before each run's metrics.
 
     Returns:
         What each seed's run returned, with "learning_rate" among the metrics.
@@ -190,10 +193,10 @@ def run_seeds(
 
     def run_seeded(seed, rate):
         set_seed(seed)
-        trained, metrics = run(seed, rate)
+        model, metrics = run(seed, rate)
         print(f"{label}, seed {seed}, learning rate {rate}: {metrics}", flush=True)
-        return trained, metrics | {"learning_rate": rate}
+        return model, metrics | {"learning_rate": rate}
 
-    tried = {rate: run_seeded(seeds[0], rate) for rate in learning_rates}
-    best = max(tried, key=lambda rate: score(tried[rate][1]))
-    return {seeds[0]: tried[best]} | {seed: run_seeded(seed, best) for seed in seeds[1:]}
+    first_seed_runs = {rate: run_seeded(seeds[0], rate) for rate in learning_rates}
+    best_rate = max(first_seed_runs, key=lambda rate: score(first_seed_runs[rate][1]))
+    return {seeds[0]: first_seed_runs[best_rate]} | {seed: run_seeded(seed, best_rate) for seed in seeds[1:]}

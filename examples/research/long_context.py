@@ -1,21 +1,20 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""A position-free ToST far beyond its training length: loss and memberships by position.
+"""Loss and memberships of a position-free ToST by position, far beyond its training length.
 
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER --variant "ToST conv token" --length 16384
 
 Trains a small model with max_position_embeddings=None on blocks of 1,024 tokens, then reads the validation text as one
-sequence of up to 262,144 tokens in chunks, with the state in the cache. For each range of
-positions: the mean loss; the loss of the same tokens when the state is dropped every 1,024 tokens, so that their difference
-is the gain by older tokens; the normalised distance of the memberships' entropy from its maximum (0: Pi is uniform over the
-heads).
+sequence of up to 262,144 tokens in chunks, with the state in the cache. Reports for each range of positions: the mean loss;
+the loss of the same tokens if the state is reset every 1,024 tokens, so that their difference is the gain by older tokens; and
+the normalised distance of the memberships' entropy from its maximum (0: the membership Pi is uniform over the heads).
 """
 
 import itertools
 import math
 
 import torch
-from compare_lm import encode, load_texts, shorten, split_into_examples
+from compare_lm import encode, load_documents, shorten, split_into_examples
 from demo import train_bpe
 from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
 from registry import benchmark
@@ -25,20 +24,20 @@ from training import Results, run_seeds, train
 from tost_hf import ToSTCache
 
 
-TRAINED_AT = 1024  # tokens
-CHUNK = 1024  # tokens of one forward pass
+TRAINING_LENGTH = 1024  # tokens
+CHUNK = 1024  # tokens of a forward pass
 FIRST_RANGE = 64
 SIZES = {"vocab_size": 1024, "width": 96, "layers": 5, "head_dim": 16, "context": None}
-BATCH = 2  # blocks of a training step
-PURE = tuple(name for name in OPTIONS if name not in (HYBRID, NO_STATISTICS))  # those with statistics in every layer
+BATCH = 2  # blocks per training step
+VARIANTS = tuple(name for name in OPTIONS if name not in (HYBRID, NO_STATISTICS))  # those with statistics in every layer
 
 
 def position_ranges(length: int, first: int) -> list[tuple[int, int]]:
     """(0, first), (first, 2 * first), (2 * first, 4 * first), ... up to `length`."""
-    borders = [0, min(first, length)]
-    while borders[-1] < length:
-        borders.append(min(2 * borders[-1], length))
-    return list(itertools.pairwise(borders))
+    boundaries = [0, min(first, length)]
+    while boundaries[-1] < length:
+        boundaries.append(min(2 * boundaries[-1], length))
+    return list(itertools.pairwise(boundaries))
 
 
 @torch.no_grad()
@@ -51,24 +50,24 @@ def read_chunk(model, tokens: torch.Tensor, targets: torch.Tensor, cache: ToSTCa
     return losses, (1 - entropy).cpu()
 
 
-def read(model, tokens: torch.Tensor) -> list[dict[str, float]]:
-    """Reads the tokens as one sequence; the metrics of each range of positions."""
+def evaluate_sequence(model, tokens: torch.Tensor) -> list[dict[str, float]]:
+    """Metrics of each range of positions of the tokens, read as one sequence in chunks."""
     length, cache = len(tokens) - 1, ToSTCache(model.config)
-    losses, recent_losses, shortfalls = [], [], []
+    losses, reset_losses, shortfalls = [], [], []
     for start in range(0, length, CHUNK):
         stop = min(start + CHUNK, length)
         chunk, targets = tokens[start:stop], tokens[start + 1 : stop + 1]
         loss, shortfall = read_chunk(model, chunk, targets, cache)
         losses.append(loss)
         shortfalls.append(shortfall)
-        recent_losses.append(read_chunk(model, chunk, targets, ToSTCache(model.config))[0])
-    losses, recent_losses, shortfalls = torch.cat(losses), torch.cat(recent_losses), torch.cat(shortfalls, 1)
+        reset_losses.append(read_chunk(model, chunk, targets, ToSTCache(model.config))[0])
+    losses, reset_losses, shortfalls = torch.cat(losses), torch.cat(reset_losses), torch.cat(shortfalls, 1)
     return [
         {
             "start": start,
             "stop": stop,
             "loss": losses[start:stop].mean().item(),
-            "loss_with_state_reset": recent_losses[start:stop].mean().item(),
+            "loss_with_state_reset": reset_losses[start:stop].mean().item(),
             "entropy_shortfall": shortfalls[:, start:stop].mean().item(),
         }
         for start, stop in position_ranges(length, FIRST_RANGE)
@@ -77,18 +76,18 @@ def read(model, tokens: torch.Tensor) -> list[dict[str, float]]:
 
 def add_arguments(parser) -> None:
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
-    parser.add_argument("--variant", choices=PURE, default="ToST", help="which ToST to train")
+    parser.add_argument("--variant", choices=VARIANTS, default="ToST", help="which ToST to train")
     parser.add_argument("--length", type=int, default=262_144, help="tokens to read")
 
 
 @benchmark("long_context", __doc__, add_arguments, trains=True, steps=400, learning_rates=(3e-3,))
 def run(args, results: Results) -> None:
-    training, validation = load_texts(args.text)
+    training, validation = load_documents(args.text)
     training = shorten(training, 4_000_000)
     tokenizer = train_bpe(training, SIZES["vocab_size"])
     tokens = encode(tokenizer, validation)
-    examples = split_into_examples(encode(tokenizer, training), TRAINED_AT)
-    held_out = split_into_examples(tokens, TRAINED_AT)[:32]
+    examples = split_into_examples(encode(tokenizer, training), TRAINING_LENGTH)
+    held_out = split_into_examples(tokens, TRAINING_LENGTH)[:32]
     if len(tokens) <= args.length:
         print(f"The validation text has {len(tokens):,} tokens only; reading as many.")
 
@@ -98,10 +97,10 @@ def run(args, results: Results) -> None:
         trainer = train(model, examples, steps=args.steps, seed=seed, prediction_loss_only=True, **options)
         return trainer.model.eval(), {"loss": trainer.evaluate()["eval_loss"]}
 
-    trained = run_seeds(train_one, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"], args.variant)
-    case = {"model": f"{args.variant}, no positions", "steps": args.steps, "batch": BATCH, "context": TRAINED_AT}
-    for seed, (model, _) in trained.items():
-        for metrics in read(model, tokens[: args.length + 1]):
+    runs = run_seeds(train_one, args.seeds, args.learning_rates, lambda metrics: -metrics["loss"], args.variant)
+    case = {"model": f"{args.variant}, no positions", "steps": args.steps, "batch": BATCH, "context": TRAINING_LENGTH}
+    for seed, (model, _) in runs.items():
+        for metrics in evaluate_sequence(model, tokens[: args.length + 1]):
             task = f"{metrics.pop('start'):,} to {metrics.pop('stop'):,}"
             results.add(metrics, task=task, network=model, seed=seed, **case)
     results.print_means()

@@ -3,16 +3,16 @@
 
     python examples/benchmarks/run.py memberships --model model_cards/trained/tost-cifar10-1m
 
-The photographs, those of examples/photos and scikit-learn's two, are cropped to squares and resized to four times the
-side that the model was trained on. The patches of each are clustered by k-means on colour and place, with as many
-clusters as a layer has heads, and compared with
+The photographs of examples/photos and scikit-learn's two are cropped to squares and resized to four times the side that the
+model was trained on. The patches of each are clustered by k-means on colour and place, with as many clusters as a layer has
+heads, and compared with
 
 - *layers*: each patch's strongest head, by adjusted mutual information (`membership_clusters_score`), beside two controls: the
   memberships shuffled over the patches, and those of the next photograph, which agree by place alone;
-- *heads*: each head's membership, by the share of its variance over the patches that lies between the clusters.
+- *heads*: each head's membership, by the fraction of its variance over the patches that is between clusters.
 
-The same is measured for untrained models of the same configuration, one for each seed. With --picture it draws the first
-photographs beside their clusters and the memberships of the heads that agree most.
+The same is measured for untrained models of the same configuration, one per seed. --picture plots the first photographs, their
+clusters, and the memberships of the heads that agree most.
 """
 
 from pathlib import Path
@@ -31,18 +31,18 @@ from tost_hf.interpret.quantities import cluster_patches
 
 
 PHOTOS = Path(__file__).resolve().parents[1] / "photos"
-SHOWN_PHOTOS = SHOWN_HEADS = 3
+NUM_PLOTTED_PHOTOS = NUM_PLOTTED_HEADS = 3
 SCALE = 4  # times the side that the model was trained on
 TASK = "photographs"
 
 
-def sample_photos() -> list[Path]:
+def list_photos() -> list[Path]:
     """Photographs that may be redistributed: those of examples/photos and scikit-learn's two (CC BY 2.0)."""
     return [*sorted(PHOTOS.glob("*.jpg")), *sorted(Path(sklearn.datasets.__file__).with_name("images").glob("*.jpg"))]
 
 
 def load_photos(files: list[Path], processor: ViTImageProcessorPil, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Square crops: `pixel_values` (B, 3, side, side), and pictures to show, (B, side, side, 3) from 0 to 1."""
+    """Square crops: `pixel_values` (B, 3, side, side), and images to plot (B, side, side, 3) from 0 to 1."""
     size = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
     images = [Image.open(file).convert("RGB") for file in files]
     pixels = processor(images, return_tensors="pt", **size)["pixel_values"]
@@ -51,7 +51,7 @@ def load_photos(files: list[Path], processor: ViTImageProcessorPil, side: int) -
 
 
 def explained_variance(maps: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
-    """The share of a membership's variance over the patches that lies between clusters.
+    """The fraction of a membership's variance over the patches that is between clusters.
 
     Args:
         maps: (L, H, T) memberships of one image.
@@ -60,11 +60,11 @@ def explained_variance(maps: torch.Tensor, clusters: torch.Tensor) -> torch.Tens
     Returns:
         (L, H), from 0 to 1; 0 for a constant membership.
     """
-    members = torch.nn.functional.one_hot(clusters.long()).to(maps)  # (T, clusters)
-    counts = members.sum(0).clamp_min(1)
+    one_hot = torch.nn.functional.one_hot(clusters.long()).to(maps)  # (T, clusters)
+    counts = one_hot.sum(0).clamp_min(1)
     centered = maps - maps.mean(-1, keepdim=True)
-    between = ((centered @ members) ** 2 / counts).sum(-1)
-    return between / (centered**2).sum(-1).clamp_min(1e-30)
+    variance_between = ((centered @ one_hot) ** 2 / counts).sum(-1)
+    return variance_between / (centered**2).sum(-1).clamp_min(1e-30)
 
 
 def measure(model: PreTrainedModel, pixels: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
@@ -74,26 +74,26 @@ def measure(model: PreTrainedModel, pixels: torch.Tensor) -> tuple[dict[str, flo
         name = {"score": "own", "other_image": "another photograph's"}.get(name, name)
         metrics |= {f"mutual information, {name}, layer {i}": x for i, x in enumerate(values.mean(0).tolist(), 1)}
     trace = trace_model(model, pixel_values=pixels)
-    assert trace.grid is not None  # as of all images
+    assert trace.grid is not None  # every image has a grid
     clusters = cluster_patches(pixels, trace.grid, trace.memberships.shape[2])
-    shares = torch.stack([explained_variance(maps, labels) for maps, labels in zip(trace.memberships, clusters)]).mean(0)
-    for layer, heads in enumerate(shares.tolist(), 1):
+    explained = torch.stack([explained_variance(maps, labels) for maps, labels in zip(trace.memberships, clusters)]).mean(0)
+    for layer, heads in enumerate(explained.tolist(), 1):
         metrics |= {f"explained variance, layer {layer}, head {head}": x for head, x in enumerate(heads, 1)}
-    return metrics, shares
+    return metrics, explained
 
 
-def draw(model: PreTrainedModel, pixels: torch.Tensor, pictures: torch.Tensor, shares: torch.Tensor) -> Figure:
-    """Each photograph beside its clusters and the memberships of the heads with the largest `shares` (L, H), one per layer."""
+def plot_heads(model: PreTrainedModel, pixels: torch.Tensor, images: torch.Tensor, explained: torch.Tensor) -> Figure:
+    """Plots photographs, clusters and memberships of the heads with the largest `explained` (L, H), one per layer."""
     trace = trace_model(model, pixel_values=pixels)
     assert trace.grid is not None
-    clusters = cluster_patches(pixels, trace.grid, shares.shape[1]).unflatten(-1, trace.grid)
-    chosen = sorted(shares.max(1).values.topk(min(SHOWN_HEADS, len(shares))).indices.tolist())
-    heads = [(layer, int(shares[layer].argmax())) for layer in chosen]
+    clusters = cluster_patches(pixels, trace.grid, explained.shape[1]).unflatten(-1, trace.grid)
+    layers = sorted(explained.max(1).values.topk(min(NUM_PLOTTED_HEADS, len(explained))).indices.tolist())
+    heads = [(layer, int(explained[layer].argmax())) for layer in layers]
     figure = Figure(figsize=(1.5 * (2 + len(heads)), 1.5 * len(pixels) + 0.3), layout="constrained")
     axes = figure.subplots(len(pixels), 2 + len(heads), squeeze=False)
     titles = ["photograph", "k-means", *(f"layer {layer + 1}, head {head + 1}" for layer, head in heads)]
-    for panels, picture, labels, maps in zip(axes, pictures, clusters, membership_maps(trace)):
-        panels[0].imshow(picture.numpy())
+    for panels, image, labels, maps in zip(axes, images, clusters, membership_maps(trace)):
+        panels[0].imshow(image.numpy())
         panels[1].imshow(labels.numpy(), cmap="tab10", vmax=9)
         for axis, (layer, head) in zip(panels[2:], heads):
             axis.imshow(maps[layer, head].numpy(), cmap="viridis")
@@ -106,15 +106,15 @@ def draw(model: PreTrainedModel, pixels: torch.Tensor, pictures: torch.Tensor, s
 
 def add_arguments(parser) -> None:
     parser.add_argument("--model", required=True, help="the folder of a vision model with TSSA")
-    parser.add_argument("--picture", type=Path, help="a PNG file to draw the heads that agree most to")
+    parser.add_argument("--picture", type=Path, help="a PNG file for a plot of the heads that agree most")
 
 
 @benchmark("memberships", __doc__, add_arguments, trains=True, file="memberships")
 def run(args, results: Results) -> None:
-    files = sample_photos()
+    files = list_photos()
     model = AutoModelForImageClassification.from_pretrained(args.model, dtype=torch.float32).eval()
     side = SCALE * model.config.image_size
-    pixels, pictures = load_photos(files, ViTImageProcessorPil.from_pretrained(args.model), side)
+    pixels, images = load_photos(files, ViTImageProcessorPil.from_pretrained(args.model), side)
     models = {("trained", None): model}
     for seed in args.seeds:
         set_seed(seed)
@@ -122,8 +122,8 @@ def run(args, results: Results) -> None:
 
     patches = (side // model.config.patch_size) ** 2
     for (state, seed), network in models.items():
-        metrics, shares = measure(network, pixels)
+        metrics, explained = measure(network, pixels)
         results.add(metrics, task=TASK, model=state, network=network, steps=None, batch=len(files), context=patches, seed=seed)
         if args.picture and state == "trained":
-            draw(network, pixels[:SHOWN_PHOTOS], pictures, shares).savefig(args.picture, dpi=100)
+            plot_heads(network, pixels[:NUM_PLOTTED_PHOTOS], images, explained).savefig(args.picture, dpi=100)
     results.print_means()

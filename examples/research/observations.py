@@ -1,6 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The authors' observations on small models: what TSSA's layers compress and group (`observations`), and how tight the
-bound is that they lower while a model learns (`tightness`).
+"""The authors' observations on small models: what TSSA's layers compress and group (`observations`), and how tight the bound
+that they lower is during training (`tightness`).
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from compare_lm import SIZES, Data, prepare
+from compare_lm import SIZES, Data, prepare_data
 from compare_vision import BATCH, WIDTH, count_patches, load_images, make_classifier, normalize, train_classifier
 from compare_vision import add_arguments as add_image_arguments
 from language_models import make_language_model
@@ -28,8 +28,8 @@ from tost_hf.interpret import (
 
 OBSERVATIONS = """What TSSA's layers compress and group, before and after training.
 
-An image model and a language model are trained as by compare_vision and compare_lm, with as many layers as here, and measured
-on held-out images and text by `tost_hf.interpret`:
+An image model and a language model of four layers are trained as in compare_vision and compare_lm, and measured on held-out
+images and text by `tost_hf.interpret`:
 
 - *Does the compression term fall with depth?* Its variational form under both normalisations, and the coding rate that it
   bounds, in nats, layer by layer.
@@ -37,13 +37,13 @@ on held-out images and text by `tost_hf.interpret`:
   colours and places: of the image's own memberships, of shuffled ones, and of another image's (what place alone explains).
 - *Does the membership flatten with position?* Its distance from uniform, 1 - entropy / ln H, by position in the text.
 """
-CONTEXT = 256  # tokens of a text
-LAYERS, TEXT_BATCH, TEXT_RATE = 4, 8, 1e-2
+CONTEXT = 256  # tokens of an example
+LAYERS, TEXT_BATCH, TEXT_LEARNING_RATE = 4, 8, 1e-2
 STATES = ("untrained", "trained")
 
 
 def compression_by_layer(trace: ModelTrace) -> dict[str, float]:
-    """Means over images or texts; layers count from 1."""
+    """Means over images or sequences; layers count from 1."""
     metrics = {}
     for normalization in NORMALIZATIONS:
         terms = compression_terms(trace, normalization)
@@ -71,7 +71,7 @@ def measure(model: PreTrainedModel, **inputs) -> dict[str, float]:
 def load_text(args) -> tuple[Data, torch.Tensor]:
     """Data in examples of `CONTEXT` bytes, and the held-out token ids (examples, CONTEXT) to measure on."""
     characters = CONTEXT * (args.test_texts + 1)
-    data = prepare(args.text, replace(SIZES["small"], context=CONTEXT, validation_characters=characters))
+    data = prepare_data(args.text, replace(SIZES["small"], context=CONTEXT, validation_characters=characters))
     return data, torch.stack([example["input_ids"] for example in data.held_out[: args.test_texts]])
 
 
@@ -82,12 +82,12 @@ def make_text_model(data: Data, layers: int = LAYERS, name: str = "ToST") -> Pre
 
 
 def train_text_model(model, data: Data, steps: int, *, seed: int, callbacks=()) -> None:
-    options = {"learning_rate": TEXT_RATE, "batch_size": TEXT_BATCH, "callbacks": callbacks}
+    options = {"learning_rate": TEXT_LEARNING_RATE, "batch_size": TEXT_BATCH, "callbacks": callbacks}
     train(model, data.examples, steps=steps, seed=seed, **options)
 
 
 def make_subjects(args) -> dict[str, tuple]:
-    """Of images and text: a function that makes a model, one that trains it, the inputs to measure on, batch and context."""
+    """For images and text: functions that make and train a model, the inputs to measure on, batch size and context."""
     training, test = load_images(args.images, args.test_images)
     data, input_ids = load_text(args)
 
@@ -105,7 +105,7 @@ def make_subjects(args) -> dict[str, tuple]:
 
 
 def add_arguments(parser) -> None:
-    """Those of the benchmarks with images and text."""
+    """Adds the arguments of the benchmarks with images and text."""
     add_image_arguments(parser)
     parser.set_defaults(test_images=200)
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
@@ -126,16 +126,16 @@ def run(args, results: Results) -> None:
 
 # Tightness of the bound ------------------------------------------------------------------------------------------------
 
-TIGHTNESS = """How tight the bound that TSSA lowers is in training: the compression term over the coding rate, by layer.
+TIGHTNESS = """Tightness of the bound that TSSA lowers, during training: the compression term over the coding rate, by layer.
 
-The variational form bounds the coding rate from above and equals it where the channels of a head are uncorrelated, so that
-their ratio is 1 where the bound is tight. The models, the data and both quantities are those of observations, measured on
-held-out images and text before training and at regular steps. Seeds that have records are not run again.
+The variational form is an upper bound of the coding rate and equals it if the channels of a head are uncorrelated: a ratio of
+1 is a tight bound. Models, data and both quantities are those of observations, measured on held-out images and text before
+training and at regular steps. Seeds that have records are not run again.
 """
 
 
 def ratio_by_layer(model: PreTrainedModel, **inputs) -> dict[str, float]:
-    """Means over images or texts of the compression term over the coding rate; layers count from 1."""
+    """Means over images or sequences of the compression term over the coding rate; layers count from 1."""
     trace, metrics = trace_model(model, **inputs), {}
     for normalization in NORMALIZATIONS:
         terms = compression_terms(trace, normalization)
@@ -145,15 +145,15 @@ def ratio_by_layer(model: PreTrainedModel, **inputs) -> dict[str, float]:
 
 
 class MeasureCallback(TrainerCallback):
-    """Measures a model before training and after every so many steps; `found` maps "step N, ..." to what was measured."""
+    """Measures a model before training and every `every` steps; `metrics` maps "step N, ..." to the values."""
 
     def __init__(self, measure: Callable[[PreTrainedModel], dict[str, float]], every: int):
-        self.measure, self.every, self.found = measure, every, {}
+        self.measure, self.every, self.metrics = measure, every, {}
 
     def record(self, step: int, model: PreTrainedModel) -> None:
-        training = model.training
-        self.found |= {f"step {step}, {name}": value for name, value in self.measure(model.eval()).items()}
-        model.train(training)
+        was_training = model.training
+        self.metrics |= {f"step {step}, {name}": value for name, value in self.measure(model.eval()).items()}
+        model.train(was_training)
 
     def on_train_begin(self, args, state, control, model, **kwargs):
         self.record(0, model)
@@ -173,10 +173,12 @@ def run_tightness(args, results: Results) -> None:
     for task, (make, train_model, inputs, batch, context) in make_subjects(args).items():
 
         def run(seed, _, make=make, train_model=train_model, inputs=inputs):
-            watch, model = MeasureCallback(lambda model: ratio_by_layer(model, **inputs), args.every), make()
-            train_model(model, seed, callbacks=[watch])
-            return model, watch.found
+            callback, model = MeasureCallback(lambda model: ratio_by_layer(model, **inputs), args.every), make()
+            train_model(model, seed, callbacks=[callback])
+            return model, callback.metrics
 
-        width, rate = (WIDTH, None) if task == "images" else (SIZES["small"].width, TEXT_RATE)
-        results.add_missing(run, width=width, learning_rate=rate, task=task, model="ToST", batch=batch, context=context)
+        width, learning_rate = (WIDTH, None) if task == "images" else (SIZES["small"].width, TEXT_LEARNING_RATE)
+        results.add_missing(
+            run, width=width, learning_rate=learning_rate, task=task, model="ToST", batch=batch, context=context
+        )
     results.print_means()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import engine as benchmark
 import pytest
 from conftest import generate_reference
-from engine import SECONDS, request, running_server
+from engine import TIMEOUT_SECONDS, request, start_server
 from transformers import AutoTokenizer
 
 from tost_hf import ToSTForCausalLM
@@ -29,7 +29,7 @@ def port(folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")  # which conftest.py sets
         log_file = tmp_path_factory.mktemp("server") / "log.txt"
-        with running_server(folder, log_file, *options, "--enable-prompt-tokens-details") as port:
+        with start_server(folder, log_file, *options, "--enable-prompt-tokens-details") as port:
             yield port
 
 
@@ -78,7 +78,7 @@ def test_bad_requests(port):
 def test_disconnect_aborts_the_request(port, generate):
     body = {"model": "model", "prompt": DOCUMENT[:50], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     tokens_before = read_metric(port, "vllm:generation_tokens_total")
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     assert connection.getresponse().readline().startswith(b"data: ")
     assert read_metric(port, "vllm:num_requests_running") == 1
@@ -90,12 +90,12 @@ def test_disconnect_aborts_the_request(port, generate):
 
 
 def test_benchmark_of_a_server(port, monkeypatch):
-    monkeypatch.setattr(benchmark, "VOCABULARY", 256)
+    monkeypatch.setattr(benchmark, "VOCAB_SIZE", 256)
     tokens_before = read_metric(port, "vllm:generation_tokens_total")
     rate, first_token = benchmark.measure_round(port, clients=3, prompt=20, tokens=4)
     assert read_metric(port, "vllm:generation_tokens_total") - tokens_before == 12
     assert rate > 0 and 0 < first_token < 12 / rate
-    assert benchmark.sequences_that_fit(port) > 1000
+    assert benchmark.max_concurrency(port) > 1000
 
 
 def read_metric(port: int, name: str) -> int:

@@ -3,10 +3,10 @@
 
     python examples/benchmarks/run.py lra --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
 
-ListOps has expressions of fewer than 64 tokens here, Text the first 128 bytes of a review, Image 10 x 10 grey pixels,
-Pathfinder 12 x 12 pixels with paths of 2 dashes, and Retrieval asks of two excerpts of 64 characters whether both are of
-WikiText-2, both of reviews, or one of each. This shows that all parts work, and nothing about long ranges: the full tasks are
-trained by the commands of README.md. Seeds that have records are not run again.
+ListOps has expressions of fewer than 64 tokens, Text the first 128 bytes of a review, Image 10 x 10 grey pixels, and
+Pathfinder 12 x 12 pixels with paths of 2 dashes; Retrieval asks whether two excerpts of 64 characters are from the same data
+set, WikiText-2 or reviews. This checks that all parts work and shows nothing about long ranges: README.md has the commands for
+the full tasks. Seeds that have records are not run again.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from training import Results, train
 LENGTHS = {"listops": 64, "text": 128, "retrieval": 64, "image": 100, "pathfinder": 144}
 WIDTH, BATCH = 64, 32
 EXAMPLES = {"train": 10_000, "test": 2_000}
-GENERATOR_OPTIONS = {  # how the data is made that is made here
+GENERATOR_OPTIONS = {  # options of make_data.py for the generated data
     "listops": "--min_length 3 --max_length 64 --max_depth 4 --max_arguments 5",
     "pathfinder": "--side 12 --dashes 2 --seed_distance 2.5 --distractors 1 --distractor_dashes 2",
     "retrieval": "--excerpt 64",
@@ -33,22 +33,24 @@ GENERATOR_OPTIONS = {  # how the data is made that is made here
 
 def load(task: str, args) -> dict[str, Examples]:
     """Training and test examples of a shortened task; generated ones are made first if they are missing."""
-    given = {"text": args.imdb, "image": args.images}
-    folder = Path(given.get(task) or args.data / task)
+    folders = {"text": args.imdb, "image": args.images}
+    folder = Path(folders.get(task) or args.data / task)
     if task in GENERATOR_OPTIONS and not (folder / "test.parquet").exists():
         texts = ["--texts", args.wikitext, args.imdb] if task == "retrieval" else []
         counts = [f"--{split}_examples={EXAMPLES.get(split, 0)}" for split in make_data.SPLITS]
         make_data.main([task, "--output_dir", str(folder), *texts, *counts, *GENERATOR_OPTIONS[task].split()])
     splits = load_splits(str(folder), TASKS[task])
-    parts = {split: splits[split].select(range(min(count, len(splits[split])))) for split, count in EXAMPLES.items()}
-    return {split: Examples(part, TASKS[task], LENGTHS[task], f"The {split} data of {task}") for split, part in parts.items()}
+    subsets = {split: splits[split].select(range(min(count, len(splits[split])))) for split, count in EXAMPLES.items()}
+    return {
+        split: Examples(subset, TASKS[task], LENGTHS[task], f"The {split} data of {task}") for split, subset in subsets.items()
+    }
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--imdb", metavar="IMDB_FOLDER", help="a data set of reviews, for text and retrieval")
     parser.add_argument("--wikitext", metavar="WIKITEXT_FOLDER", help="a data set of articles, for the task retrieval")
     parser.add_argument("--images", metavar="CIFAR10_FOLDER", help="a data set of pictures, for the task image")
-    parser.add_argument("--data", type=Path, default=Path("lra-data"), metavar="FOLDER", help="where data is made")
+    parser.add_argument("--data", type=Path, default=Path("lra-data"), metavar="FOLDER", help="where generated data is stored")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
 
 
@@ -65,13 +67,13 @@ def run(args, results: Results) -> None:
                 options = {"batch_size": BATCH, "data_collator": collate, "per_device_eval_batch_size": 100}
                 options |= {"learning_rate": learning_rate, "seed": seed}
                 trainer = train(model, examples["train"], steps=args.steps, **options)
-                tested = trainer.predict(examples["test"])
+                output = trainer.predict(examples["test"])
                 loss = statistics.mean([log["loss"] for log in trainer.state.log_history if "loss" in log][-5:])
-                accuracy = (tested.predictions.argmax(-1) == tested.label_ids).mean()
+                accuracy = (output.predictions.argmax(-1) == output.label_ids).mean()
                 chance = max(Counter(examples["test"].labels).values()) / len(examples["test"])
                 return model, {"accuracy": accuracy, "chance": chance, "training_loss": loss}
 
             case = {"task": task, "model": name, "batch": BATCH, "context": LENGTHS[task]}
-            # by the training loss: the test examples choose nothing
+            # the learning rate is selected by the training loss, not by the test examples
             results.add_missing(train_one, lambda metrics: -metrics["training_loss"], width=WIDTH, **case)
     results.print_means()

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 logger = logging.getLogger("lra_tasks")
 
-LABELS = ("label", "Target", "labels")
+LABEL_COLUMNS = ("label", "Target", "labels")
 AAN_COLUMNS = ["label", "id1", "id2", "text1", "text2"]
 AAN_FILES = {"train": "*train.tsv", "validation": "*eval.tsv", "test": "*test.tsv"}
 QUOTE_NONE = 3  # of Python's csv
@@ -26,11 +26,11 @@ LISTOPS_IDS = {token: number for number, token in enumerate(TOKENS, 1)}
 
 
 class Task(NamedTuple):
-    """A task: an example's token ids from its columns, and the share of training data to validate on."""
+    """A task: its columns, how they are encoded, and the fraction of the training data to validate on."""
 
-    columns: tuple[str, ...]  # any name that the first column may have, or both texts of a pair
+    columns: tuple[str, ...]  # possible names of the column, or both columns of a pair
     encode: Callable[[Any, int], list[int]]
-    validation_share: float = 0.0
+    validation_fraction: float = 0.0
 
     @property
     def reads_pairs(self) -> bool:
@@ -41,7 +41,7 @@ class Task(NamedTuple):
 
 
 def encode_listops(source: str, length: int) -> list[int]:
-    """ListOps' tokens without the parentheses, as in the arena's own pipeline."""
+    """ListOps' tokens without the parentheses, as in the arena's pipeline."""
     return [LISTOPS_IDS[token] for token in source.split() if token not in ("(", ")")][:length]
 
 
@@ -49,22 +49,22 @@ def encode_bytes(text: str, length: int) -> list[int]:
     return [byte + 1 for byte in text.encode()[:length]]
 
 
-def encode_pixels(picture: Image.Image, length: int) -> list[int]:
-    """Grey levels in raster order, of the picture at `length` pixels."""
+def encode_pixels(image: Image.Image, length: int) -> list[int]:
+    """Grey levels in raster order, of the image resized to `length` pixels."""
     side = math.isqrt(length)
-    picture = picture.convert("L")
-    if picture.size != (side, side):
-        picture = picture.resize((side, side), Image.Resampling.BOX)
-    return (np.asarray(picture, dtype=np.int64).ravel() + 1).tolist()
+    image = image.convert("L")
+    if image.size != (side, side):
+        image = image.resize((side, side), Image.Resampling.BOX)
+    return (np.asarray(image, dtype=np.int64).ravel() + 1).tolist()
 
 
-PICTURES = ("image", "img")
+IMAGE_COLUMNS = ("image", "img")
 TASKS = {
     "listops": Task(("Source",), encode_listops),
     "text": Task(("text",), encode_bytes),
     "retrieval": Task(("text1", "text2"), encode_bytes),
-    "image": Task(PICTURES, encode_pixels, validation_share=0.1),
-    "pathfinder": Task(PICTURES, encode_pixels),
+    "image": Task(IMAGE_COLUMNS, encode_pixels, validation_fraction=0.1),
+    "pathfinder": Task(IMAGE_COLUMNS, encode_pixels),
 }
 
 
@@ -72,14 +72,14 @@ TASKS = {
 
 
 class Examples(torch.utils.data.Dataset):
-    """Examples as token ids and labels, made when they are asked for."""
+    """Examples as token ids and labels, encoded on access."""
 
-    def __init__(self, dataset: Dataset, task: Task, length: int, where: str = "the data"):
+    def __init__(self, dataset: Dataset, task: Task, length: int, source: str = "the data"):
         self.dataset, self.task, self.length = dataset, task, length
-        label = _column(dataset, LABELS, where)
-        texts = task.columns if task.reads_pairs else (_column(dataset, task.columns, where),)
-        self.texts = [_column(dataset, (name,), where) for name in texts]
-        self.labels = [int(value) for value in dataset[label]]  # AAN's files have 0.0 and 1.0
+        label_column = _find_column(dataset, LABEL_COLUMNS, source)
+        columns = task.columns if task.reads_pairs else (_find_column(dataset, task.columns, source),)
+        self.input_columns = [_find_column(dataset, (name,), source) for name in columns]
+        self.labels = [int(label) for label in dataset[label_column]]  # AAN's files have 0.0 and 1.0
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -87,33 +87,33 @@ class Examples(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict:
         example = self.dataset[index]
         names = ("input_ids", "other_input_ids")
-        ids = {name: self.task.encode(example[column], self.length) for name, column in zip(names, self.texts)}
+        ids = {name: self.task.encode(example[column], self.length) for name, column in zip(names, self.input_columns)}
         if not all(ids.values()):
-            raise ValueError(f"Example {index} holds no token; remove it.")
+            raise ValueError(f"Example {index} has no token; remove it.")
         return ids | {"labels": self.labels[index]}
 
     def check_labels(self, classes: int) -> None:
-        """ValueError if a label is none of so many classes."""
-        wrong = [label for label in self.labels if not 0 <= label < classes]
-        if wrong:
-            raise ValueError(f"The label {wrong[0]} is none of the {classes} classes of this task.")
+        """Raises a ValueError if a label is none of the classes."""
+        invalid = [label for label in self.labels if not 0 <= label < classes]
+        if invalid:
+            raise ValueError(f"The label {invalid[0]} is none of the {classes} classes of this task.")
 
 
-def _column(dataset: Dataset, names: tuple[str, ...], where: str) -> str:
-    found = [name for name in names if name in dataset.column_names]
-    if not found:
-        raise ValueError(f"{where} has no column {' or '.join(names)}; its columns are {', '.join(dataset.column_names)}.")
-    return found[0]
+def _find_column(dataset: Dataset, names: tuple[str, ...], source: str) -> str:
+    matches = [name for name in names if name in dataset.column_names]
+    if not matches:
+        raise ValueError(f"{source} has no column {' or '.join(names)}; its columns are {', '.join(dataset.column_names)}.")
+    return matches[0]
 
 
 def collate(items: list[dict]) -> dict[str, torch.Tensor]:
-    """A batch, padded on the right with 0, with an attention mask for each text."""
+    """A batch, padded on the right with 0, with an attention mask for each sequence."""
     batch = {"labels": torch.tensor([item["labels"] for item in items])}
     for name in items[0].keys() - {"labels"}:
         sequences = [torch.tensor(item[name]) for item in items]
-        mask = name.replace("input_ids", "attention_mask")
+        mask_name = name.replace("input_ids", "attention_mask")
         batch[name] = pad_sequence(sequences, batch_first=True)
-        batch[mask] = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
+        batch[mask_name] = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     return batch
 
 
@@ -121,7 +121,7 @@ def load_splits(name: str, task: Task, config: str | None = None, **options) -> 
     """The examples of "train", "validation" and "test" of a folder or a Hub data set.
 
     Args:
-        name: its folder or Hub id; for pairs also a folder of the arena's own files, *.train.tsv, *.eval.tsv, *.test.tsv.
+        name: a folder or Hub id; for pairs also a folder of the arena's files, *.train.tsv, *.eval.tsv, *.test.tsv.
         options: for `load_dataset`.
 
     Raises:
@@ -129,19 +129,21 @@ def load_splits(name: str, task: Task, config: str | None = None, **options) -> 
     """
     folder = Path(name)
     if task.reads_pairs and folder.is_dir() and any(folder.glob("*.tsv")):
-        files = {split: [str(file) for file in sorted(folder.glob(form))] for split, form in AAN_FILES.items()}
+        files = {split: [str(file) for file in sorted(folder.glob(pattern))] for split, pattern in AAN_FILES.items()}
         columns = {"sep": "\t", "column_names": AAN_COLUMNS, "quoting": QUOTE_NONE}
-        found = read_dataset("csv", data_files={split: names for split, names in files.items() if names}, **columns, **options)
+        dataset = read_dataset(
+            "csv", data_files={split: names for split, names in files.items() if names}, **columns, **options
+        )
     else:
-        found = read_dataset(name, config, **options)
-    splits = {split: found[split] for split in ("train", "validation", "test") if split in found}
+        dataset = read_dataset(name, config, **options)
+    splits = {split: dataset[split] for split in ("train", "validation", "test") if split in dataset}
     for split in ("train", "test"):
         if split not in splits:
-            raise ValueError(f"{name!r} has no split {split!r}; it has {', '.join(found)}.")
+            raise ValueError(f"{name!r} has no split {split!r}; it has {', '.join(dataset)}.")
     if "validation" in splits:
         return splits
-    if task.validation_share:
-        parts = splits["train"].train_test_split(task.validation_share, seed=0)
-        return splits | {"train": parts["train"], "validation": parts["test"]}
-    logger.warning("There are no validation examples: as in the arena's own pipeline, the test examples are used instead.")
+    if task.validation_fraction:
+        split_dataset = splits["train"].train_test_split(task.validation_fraction, seed=0)
+        return splits | {"train": split_dataset["train"], "validation": split_dataset["test"]}
+    logger.warning("There are no validation examples: as in the arena's pipeline, the test examples are used instead.")
     return splits | {"validation": splits["test"]}

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains a model on a task of Long Range Arena with the paper's settings (examples/recipes/lra_*.yaml), and tests it.
+"""Trains and tests a model on a task of Long Range Arena with the paper's settings (examples/recipes/lra_*.yaml).
 
     python examples/research/lra/make_data.py listops --output_dir data/listops
     python examples/research/lra/run_lra.py examples/recipes/lra_listops.yaml --dataset_name data/listops --do_train \
@@ -7,8 +7,9 @@
     python examples/research/lra/run_lra.py examples/recipes/lra_text.yaml --dataset_name stanfordnlp/imdb --attention linear \
         --do_train --output_dir my-text
 
-Arguments after the file take precedence; others are the Trainer's. Start it with `accelerate launch` to use several devices.
-The training curve is drawn at every evaluation (course.png), and an interrupted run resumes when the command is given again.
+Arguments after the file take precedence; all other arguments are those of Trainer. Start it with `accelerate launch` to use
+several devices. The training curves are plotted at every evaluation (course.png). If a run is interrupted, the same command
+resumes it.
 """
 
 import logging
@@ -48,25 +49,23 @@ logger = logging.getLogger("run_lra")
 
 @dataclass
 class ModelArguments:
-    """Which model."""
+    """The attention of the model, and changes to its configuration."""
 
     model_name_or_path = None  # all are trained from scratch
 
-    attention: str = field(
-        default="tost", metadata={"help": "What the trunk mixes its tokens with.", "choices": list(ATTENTION)}
-    )
+    attention: str = field(default="tost", metadata={"help": "The attention of the trunk.", "choices": list(ATTENTION)})
     config_overrides: str | None = field(
         default=None,
         metadata={
             "help": "Changes to the task's configuration (LRA_PRESETS), such as hidden_size=64,mlp_type=ista. "
-            "Forgetting and the convolution are for causal models: is_causal=true,forgetting=token,conv_kernel=4."
+            "Decay and the convolution are for causal models: is_causal=true,forgetting=token,conv_kernel=4."
         },
     )
 
 
 @dataclass
 class DataArguments:
-    """Which data, and how much of it."""
+    """The data set, and limits of its size."""
 
     dataset_name: str = field(
         metadata={
@@ -75,13 +74,17 @@ class DataArguments:
         }
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "The configuration of the data set."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data is kept."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data is stored."})
     max_length: int | None = field(
         default=None,
-        metadata={"help": "Tokens at which a text is cut; pixels to which a picture is scaled. Default: the paper's."},
+        metadata={
+            "help": "Tokens to which a sequence is truncated; pixels to which an image is resized. Default: the paper's."
+        },
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use so many training examples only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use so many validation and test examples only."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "The maximum number of training examples."})
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "The maximum number of validation and test examples."}
+    )
 
     def __post_init__(self):
         check_limits(self)
@@ -91,21 +94,27 @@ class DataArguments:
 
 @dataclass
 class LRATrainingArguments(ToSTTrainingArguments):
-    """With the task, and evaluations and checkpoints fifty times a run."""
+    """Adds the task; by default a run has fifty evaluations and checkpoints."""
 
     task: str = field(default="listops", metadata={"help": "The task.", "choices": list(TASKS)})
     eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate: no, steps or epoch."})
-    eval_steps: float = field(default=0.02, metadata={"help": "Steps between evaluations, or a share of the run if below 1."})
-    save_steps: float = field(default=0.02, metadata={"help": "Steps between checkpoints, or a share of the run if below 1."})
+    eval_steps: float = field(
+        default=0.02, metadata={"help": "Steps between evaluations, or a fraction of the run if below 1."}
+    )
+    save_steps: float = field(
+        default=0.02, metadata={"help": "Steps between checkpoints, or a fraction of the run if below 1."}
+    )
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints to keep."})
-    logging_steps: float = field(default=0.002, metadata={"help": "Steps between losses in the log, or a share of the run."})
+    logging_steps: float = field(
+        default=0.002, metadata={"help": "Steps between losses in the log, or a fraction of the run."}
+    )
 
 
 class LRATrainer(ToSTTrainer):
-    """`ToSTTrainer`, for the other models of the arena as well."""
+    """`ToSTTrainer`, also for the models with another attention."""
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """ToST's card for ToST, transformers' own for models that only this folder knows."""
+        """Writes ToST's card for ToST, and transformers' for models that are defined in this folder."""
         if isinstance(self.model.config, LRAConfig):
             Trainer.create_model_card(self, *args, **kwargs)
         else:
@@ -113,36 +122,36 @@ class LRATrainer(ToSTTrainer):
 
 
 class PlotCurves(TrainerCallback):
-    """Draws the losses and accuracies so far at every evaluation."""
+    """Plots the losses and accuracies at every evaluation."""
 
     def on_evaluate(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             plot_curves(state.log_history, Path(args.output_dir, "course.png"))
 
 
-def most_likely(logits, labels):
+def preprocess_logits_for_metrics(logits, labels):
     return logits.argmax(-1)
 
 
-def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
-    return TokenAccuracy().compute(predictions=evaluated.predictions, references=evaluated.label_ids)
+def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
+    return TokenAccuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
 
 
 def load_examples(data_args: DataArguments, name: str, length: int, classes: int) -> dict[str, Examples]:
-    """What each split holds, cut to the numbers asked for."""
+    """The examples of each split, limited to the requested numbers."""
     task = TASKS[name]
     splits = load_splits(data_args.dataset_name, task, data_args.dataset_config_name, cache_dir=data_args.cache_dir)
     examples = {}
-    for split, data in splits.items():
+    for split, dataset in splits.items():
         limit = data_args.max_train_samples if split == "train" else data_args.max_eval_samples
-        data = data if limit is None else data.select(range(min(limit, len(data))))
-        examples[split] = Examples(data, task, length, f"The {split} data of {data_args.dataset_name!r}")
+        dataset = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+        examples[split] = Examples(dataset, task, length, f"The {split} data of {data_args.dataset_name!r}")
         examples[split].check_labels(classes)
     return examples
 
 
-def test(trainer: Trainer, examples: Examples, args: LRATrainingArguments, data_args: DataArguments) -> None:
-    """The accuracy on the test data, for the log, the records and the card."""
+def evaluate_test_split(trainer: Trainer, examples: Examples, args: LRATrainingArguments, data_args: DataArguments) -> None:
+    """Evaluates on the test data; writes the accuracy to the log, the results and the card."""
     metrics = trainer.evaluate(examples, metric_key_prefix="test")
     report(trainer, "test", metrics, len(examples))
     if not trainer.is_world_process_zero():
@@ -152,8 +161,8 @@ def test(trainer: Trainer, examples: Examples, args: LRATrainingArguments, data_
         examples.dataset, folder.name if folder.exists() else data_args.dataset_name, data_args.dataset_config_name, "test"
     )
     protocol = f"Long Range Arena, {args.task}, texts of up to {examples.length} tokens"
-    measured = Measurement("accuracy", "accuracy", metrics["test_accuracy"], len(examples), protocol)
-    results = make_results("text-classification", args.task, source, [measured], recorded_command(sys.argv), args.seed)
+    measurement = Measurement("accuracy", "accuracy", metrics["test_accuracy"], len(examples), protocol)
+    results = make_results("text-classification", args.task, source, [measurement], recorded_command(sys.argv), args.seed)
     write_results(Path(args.output_dir, EVALUATION), results)
 
 
@@ -191,7 +200,7 @@ def main(args: list[str] | None = None) -> None:
         eval_dataset=examples["validation"],
         data_collator=collate,
         compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=most_likely,
+        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         callbacks=[PlotCurves()],
     )
     samples = {"train": len(examples["train"]), "eval": len(examples["validation"])}
@@ -201,7 +210,7 @@ def main(args: list[str] | None = None) -> None:
         data_args,
         "text-classification",
         samples,
-        before_card=lambda: test(trainer, examples["test"], training_args, data_args),
+        before_card=lambda: evaluate_test_split(trainer, examples["test"], training_args, data_args),
     )
 
 
