@@ -214,7 +214,9 @@ def convert_to_original(
         model_dir: folder with `config.json` and `model.safetensors` (or its shards).
         output_file: the file to write, usually `ckpt.pt` (language) or `checkpoint.pth` (vision).
         overwrite: whether to replace an existing file.
-        iter_num, best_val_loss, config: the training state in the file of a language model; by default that of a new run.
+        iter_num: training state in the file of a language model; by default that of a new run, as the next two.
+        best_val_loss: see `iter_num`.
+        config: see `iter_num`.
 
     Returns:
         `output_file`.

@@ -6,7 +6,7 @@ import griffe
 
 
 class DataclassFields(griffe.Extension):
-    """transformers makes configurations dataclasses without a decorator, and describes training arguments by metadata."""
+    """Fields of configurations, which transformers makes dataclasses without a decorator, and of training arguments."""
 
     def on_class_instance(self, *, cls: griffe.Class, **kwargs) -> None:
         if any(decorator.callable_path == "huggingface_hub.dataclasses.strict" for decorator in cls.decorators):
@@ -14,20 +14,16 @@ class DataclassFields(griffe.Extension):
             cls.decorators.append(griffe.Decorator(dataclass, lineno=None, endlineno=None))
 
     def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
-        """Adds the fields of training arguments, with the help that the command line prints, to the docstrings of their classes."""
+        """Adds to the docstrings of training arguments the fields and the help that the command line prints."""
         for module in pkg["training"].modules.values():
             for cls in module.classes.values():
-                fields = [
-                    x for base in (*reversed(cls.mro()), cls) for x in base.attributes.values() if x.annotation and x.value
-                ]
-                arguments = [_describe(field) for field in fields if "metadata" in str(field.value)]
-                if arguments and cls.docstring:
-                    cls.docstring.parsed.insert(1, griffe.DocstringSectionParameters(arguments))
+                fields = {name: x for base in (*reversed(cls.mro()), cls) for name, x in base.attributes.items()}
+                parameters = [_make_parameter(field) for field in fields.values() if "metadata=" in str(field.value)]
+                if parameters and cls.docstring:
+                    cls.docstring.parsed.insert(1, griffe.DocstringSectionParameters(parameters))
 
 
-def _describe(field: griffe.Attribute) -> griffe.DocstringParameter:
-    options = {option.arg: option.value for option in ast.parse(str(field.value), mode="eval").body.keywords}
-    description = ast.literal_eval(options["metadata"])["help"]
-    return griffe.DocstringParameter(
-        field.name, annotation=field.annotation, value=ast.unparse(options["default"]), description=description
-    )
+def _make_parameter(field: griffe.Attribute) -> griffe.DocstringParameter:
+    options = {keyword.arg: keyword.value for keyword in ast.parse(str(field.value), mode="eval").body.keywords}
+    description, default = ast.literal_eval(options["metadata"])["help"], ast.unparse(options["default"])
+    return griffe.DocstringParameter(field.name, annotation=field.annotation, value=default, description=description)

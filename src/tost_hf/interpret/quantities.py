@@ -69,10 +69,15 @@ def membership_entropy(trace: ModelTrace) -> torch.Tensor:
 
 
 class EntropyByPosition(NamedTuple):
-    """Mean entropy of the memberships of tokens from position `starts[i]` to the next start or the end of the sequence."""
+    """Mean entropy of the memberships of tokens from position `starts[i]` to the next start or the end of the sequence.
+
+    Attributes:
+        starts: the first position of each bucket.
+        entropy: (L, buckets), nats.
+    """
 
     starts: list[int]
-    entropy: torch.Tensor  # (L, buckets), nats
+    entropy: torch.Tensor
 
 
 def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
@@ -136,10 +141,15 @@ def _log_decay(trace: ModelTrace) -> torch.Tensor:
 
 
 class CompressionTerms(NamedTuple):
-    """The two compression terms of every layer, in nats, each (B, L)."""
+    """The two compression terms of every layer, in nats, each (B, L).
 
-    variational: torch.Tensor  # the objective that TSSA descends: second moments of single channels
-    coding_rate: torch.Tensor  # lower bound of `variational`: log-determinant of the full second-moment matrix
+    Attributes:
+        variational: the objective that TSSA descends: second moments of single channels.
+        coding_rate: lower bound of `variational`: log-determinant of the full second-moment matrix.
+    """
+
+    variational: torch.Tensor
+    coding_rate: torch.Tensor
 
     @property
     def gap(self) -> torch.Tensor:
@@ -210,11 +220,17 @@ def subspace_gram(model: nn.Module, layer: int) -> torch.Tensor:
 
 
 class ClustersScore(NamedTuple):
-    """Adjusted mutual information between patch clusters and strongest heads, each (B, L); 1 if equal, 0 if unrelated."""
+    """Adjusted mutual information between patch clusters and strongest heads, each (B, L); 1 if equal, 0 if unrelated.
 
-    score: torch.Tensor  # with the image's own memberships
-    shuffled: torch.Tensor  # with its memberships randomly permuted over its patches
-    other_image: torch.Tensor  # with those of the next image of the batch: what position alone explains; NaN for one image
+    Attributes:
+        score: with the image's own memberships.
+        shuffled: with its memberships randomly permuted over its patches.
+        other_image: with those of the next image of the batch: what position alone explains; NaN for a single image.
+    """
+
+    score: torch.Tensor
+    shuffled: torch.Tensor
+    other_image: torch.Tensor
 
 
 def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tensor, seed: int = 0) -> ClustersScore:

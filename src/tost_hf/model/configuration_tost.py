@@ -105,14 +105,17 @@ class ToSTConfig(ToSTBaseConfig):
             or the "mean" over real tokens. None for "last" in causal models, as published, and "mean" in encoders.
         mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
             ablation; `ISTAStep`), which replaces the MLP together with its residual connection and LayerScale.
-        ista_step_size, ista_threshold: step size and threshold of the ISTA step.
+        ista_step_size: step size of the ISTA step.
+        ista_threshold: threshold of the ISTA step.
         normalize_scores: whether memberships are computed from squares that are normalised per channel over the tokens, as
             published, or from unnormalised squares (the paper's ablation), for which the backend "torch" runs on every device.
         pre_norm: whether LayerNorm is applied before the attention and the MLP, as published, and after the last block; if
             False, it is applied after each of the two residual connections instead.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
         use_cache: whether forward returns the running statistics; always False in an encoder.
-        bos_token_id, eos_token_id, pad_token_id: special token ids; 50256 is GPT-2's end-of-text.
+        bos_token_id: id of the token that begins a text; 50256 is GPT-2's end-of-text.
+        eos_token_id: id, or ids, of the token that ends a text.
+        pad_token_id: id of the padding token.
 
     Raises:
         ValueError: a value is invalid.

@@ -53,7 +53,8 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
             ablation; `ISTAStep`), which replaces the MLP together with its residual connection and LayerScale in the blocks
             over the patches; class-attention blocks have MLPs in both cases.
-        ista_step_size, ista_threshold: step size and threshold of the ISTA step.
+        ista_step_size: step size of the ISTA step.
+        ista_threshold: threshold of the ISTA step.
         normalize_scores: whether memberships are computed from squares that are normalised per channel over the patches, as
             published, or from unnormalised squares (the paper's ablation), for which the backend "torch" runs on every device.
         layer_norm_eps: epsilon of the LayerNorms.
@@ -66,8 +67,8 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         drop_path_rate: probability of dropping a residual branch for an image during training, the same in every block.
         initializer_range: standard deviation of the truncated normal distribution of initial Linear weights and class token.
         initializer_factor: factor on the stem's initial weights, which are PyTorch's default for convolutions; leave it at 1.
-        out_features, out_indices: which of `stage_names` a `ToSTBackbone` returns as feature maps, by name or by index; the
-            last one by default.
+        out_features: names of the `stage_names` that a `ToSTBackbone` returns as feature maps; the last one by default.
+        out_indices: the same by index.
 
     Raises:
         ValueError: a value is invalid.

@@ -168,7 +168,8 @@ class TokenStatisticsSelfAttention(nn.Module):
         layer_idx: the layer's index in a cache; needed for `past_key_values`.
         max_position_embeddings: length of the learned score bias `denom_bias`; None for no bias (bidirectional form, or a
             causal form without positions).
-        in_bias, out_bias: whether the input and the output projection have a bias.
+        in_bias: whether the input projection has a bias.
+        out_bias: whether the output projection has a bias.
         attention_dropout: dropout on 1 / (1 + moment), as in the paper's code.
         hidden_dropout: dropout after the output projection.
         forgetting: decay of the running sums: "none", "head" (learned for each head) or "token" (computed for each head from

@@ -40,11 +40,13 @@ PROGRESS_DELAY = 5  # seconds before a prefill shows a progress bar
 
 @dataclass
 class ToSTModelOutputWithPast(BaseModelOutputWithPast):
-    """Output of `ToSTModel`: the fields of the base class, and `memberships`.
+    """Output of `ToSTModel`: the fields of transformers' `BaseModelOutputWithPast`, and `memberships`.
 
-    `memberships`: with `output_memberships=True`, Pi of every TSSA layer, each (B, H, T) in float32, 0 at padding.
-    `attentions`: with `output_attentions=True` and attn_implementation="eager", the weights of every softmax attention layer
-    of a hybrid model, each (B, H, T, cached + T).
+    With `output_attentions=True` and attn_implementation="eager", `attentions` contains the weights of every softmax attention
+    layer of a hybrid model, each (B, H, T, cached + T).
+
+    Args:
+        memberships: with `output_memberships=True`, Pi of every TSSA layer, each (B, H, T) in float32, 0 at padding.
 
     Example:
 
@@ -62,6 +64,9 @@ class ToSTModelOutputWithPast(BaseModelOutputWithPast):
 @dataclass
 class ToSTCausalLMOutputWithPast(CausalLMOutputWithPast):
     """Output of `ToSTForCausalLM`: logits (B, T, vocab_size), the loss, and the fields of `ToSTModelOutputWithPast`.
+
+    Args:
+        memberships: as in `ToSTModelOutputWithPast`.
 
     Example:
 
@@ -679,6 +684,9 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 class ToSTSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
     """Output of `ToSTForSequenceClassification`: logits (B, num_labels), and the fields of `ToSTModelOutputWithPast`.
 
+    Args:
+        memberships: as in `ToSTModelOutputWithPast`.
+
     Example:
 
     ```python
@@ -693,7 +701,10 @@ class ToSTSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
 
 @dataclass
 class ToSTMaskedLMOutput(MaskedLMOutput):
-    """Output of `ToSTForMaskedLM`: logits (B, T, vocab_size), and `memberships` as in `ToSTModelOutputWithPast`.
+    """Output of `ToSTForMaskedLM`: the fields of transformers' `MaskedLMOutput`, and `memberships`.
+
+    Args:
+        memberships: as in `ToSTModelOutputWithPast`.
 
     Example:
 

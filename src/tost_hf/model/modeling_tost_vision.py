@@ -26,11 +26,12 @@ from .tssa_reference import compute_dtype
 
 @dataclass
 class ToSTVisionModelOutput(BaseModelOutputWithPooling):
-    """Output of `ToSTVisionModel`: the fields of the base class, and two on request.
+    """Output of `ToSTVisionModel`: the fields of transformers' `BaseModelOutputWithPooling`, and two on request.
 
-    `memberships`: with `output_memberships=True`, Pi of every TSSA block, each (B, H, N). `class_attentions`: with
-    `output_class_attentions=True`, the class token's attention weights over itself and the patches, of every class-attention
-    block, each (B, H, 1, 1 + N).
+    Args:
+        memberships: with `output_memberships=True`, Pi of every TSSA block, each (B, H, N).
+        class_attentions: with `output_class_attentions=True`, the class token's attention weights over itself and the patches,
+            of every class-attention block, each (B, H, 1, 1 + N).
 
     Example:
 
@@ -49,6 +50,10 @@ class ToSTVisionModelOutput(BaseModelOutputWithPooling):
 @dataclass
 class ToSTImageClassifierOutput(ImageClassifierOutput):
     """Output of `ToSTForImageClassification`: logits (B, num_labels), the loss, and the fields of `ToSTVisionModelOutput`.
+
+    Args:
+        memberships: as in `ToSTVisionModelOutput`.
+        class_attentions: as in `ToSTVisionModelOutput`.
 
     Example:
 
@@ -451,7 +456,10 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
 
 @dataclass
 class ToSTBackboneOutput(BackboneOutput):
-    """Output of `ToSTBackbone`: `feature_maps`, and `memberships` as in `ToSTVisionModelOutput`.
+    """Output of `ToSTBackbone`: the fields of transformers' `BackboneOutput`, and `memberships`.
+
+    Args:
+        memberships: as in `ToSTVisionModelOutput`.
 
     Example:
 

@@ -40,6 +40,11 @@ BACKENDS = ("auto", "torch", "triton")
 class TSSAOutput(NamedTuple):
     """What `tssa` and `tssa_step` return; for `tssa_step` without the dimension T.
 
+    Attributes:
+        output: (B, T, H, p), in the dtype of the input.
+        membership: (B, H, T), float32 or float64; 0 at padding.
+        final_state: the sums after the last token; None in the bidirectional form.
+
     Example:
 
     ```python
@@ -49,9 +54,9 @@ class TSSAOutput(NamedTuple):
     ```
     """
 
-    output: torch.Tensor  # (B, T, H, p), dtype of the input
-    membership: torch.Tensor  # (B, H, T), float32 or float64; 0 at padding
-    final_state: TSSAState | None  # None in the bidirectional form
+    output: torch.Tensor
+    membership: torch.Tensor
+    final_state: TSSAState | None
 
 
 def tssa(
@@ -171,7 +176,8 @@ def tssa_step(
         positions: (B,) integers; as in `tssa`.
         mask: (B,), true or 1 where the token is real; padding leaves the state unchanged.
         log_decay: (H,) or (B, H); as in `tssa`.
-        normalize_scores, softmax: as in `tssa`.
+        normalize_scores: as in `tssa`.
+        softmax: as in `tssa`.
         backend: as in `tssa`. The kernel has no gradient: where one is needed, the reference runs.
         in_place: whether the tensors of `state` are updated in place, as in decoding. They must have the dtypes of a
             `TSSAState`, and nothing may need a gradient.

@@ -48,9 +48,10 @@ EPS_MEMBERSHIP = 1e-8  # avoids 0 / 0 in the moment before the first real token
 class TSSAState(NamedTuple):
     """The causal state of one layer: 2 * H * p + H numbers per sequence, independent of the sequence length.
 
-        sum_sq          = sum_i w_i^2             (B, H, p)
-        sum_weighted_sq = sum_i Pi_i * w_i^2      (B, H, p)
-        sum_membership  = sum_i Pi_i              (B, H)
+    Attributes:
+        sum_sq: sum_i w_i^2, (B, H, p), float32 (float64 for float64 tokens).
+        sum_weighted_sq: sum_i Pi_i * w_i^2, (B, H, p), float64.
+        sum_membership: sum_i Pi_i, (B, H), float64.
 
     The two sums whose quotient scales the output are float64: a float32 sum of a million terms, added one by one, has an error
     of 1e-3. `sum_sq` may have that error, since it hardly changes the score of a late token.
@@ -64,9 +65,9 @@ class TSSAState(NamedTuple):
     ```
     """
 
-    sum_sq: torch.Tensor  # (B, H, p), float32 (float64 for float64 tokens)
-    sum_weighted_sq: torch.Tensor  # (B, H, p), float64
-    sum_membership: torch.Tensor  # (B, H), float64
+    sum_sq: torch.Tensor
+    sum_weighted_sq: torch.Tensor
+    sum_membership: torch.Tensor
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
