@@ -150,7 +150,7 @@ def show_results(output_dir: str) -> None:
         return_dict_in_generate=True,
     )
     size = sum(layer.nbytes for layer in output.past_key_values.layers)
-    print(f"\nThe cache after {output.past_key_values.get_seq_length()} tokens holds {size:,} bytes, as after the first one.")
+    print(f"\nThe cache after {output.past_key_values.get_seq_length()} tokens has {size:,} bytes, as after the first one.")
     first, last = time_decoding_step(model, 0), time_decoding_step(model, BLOCK_SIZE - 1)
     print(f"A new token takes {first * 1e3:.2f} ms at the first position, {last * 1e3:.2f} ms at position {BLOCK_SIZE}.")
 

@@ -269,7 +269,7 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise ValueError(f"A model of the type {config.model_type!r} is no image classifier.")
     if getattr(config, "num_channels", 3) != 3:
-        raise ValueError(f"This script makes RGB images; the model takes {config.num_channels} channels.")
+        raise ValueError(f"This script makes RGB images; the model expects {config.num_channels} channels.")
     return config
 
 

@@ -144,7 +144,7 @@ def report_speed(args, report: Report) -> None:
 
 def add_arguments(parser) -> None:
     parser.add_argument("--models", default=".", metavar="FOLDER", help="the folder with tost-demo and tost-digits")
-    parser.add_argument("--speed", action="store_true", help="time tost-base in place of the losses")
+    parser.add_argument("--speed", action="store_true", help="time tost-base instead of measuring losses")
 
 
 @benchmark("quantised", __doc__, add_arguments)
