@@ -1,5 +1,6 @@
 """The Markdown pages of this repository: their code runs, their commands and options exist, their links resolve."""
 
+import dataclasses
 import inspect
 import re
 import runpy
@@ -243,6 +244,19 @@ def test_links_resolve(name):
         path = ((ROOT / name).parent / target).resolve() if target else ROOT / name
         assert path.exists(), target
         assert not anchor or anchor in anchors(str(path.relative_to(ROOT))), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("name", ["ToSTConfig", "ToSTVisionConfig", "ToSTTrainingArguments", "ToSTModelOutputWithPast"])
+def test_api_pages_show_types_and_defaults(name):
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(ROOT / "examples/guides/reference/dataclass_fields.py")
+    package = griffe.load("tost_hf", search_paths=[ROOT / "src"], extensions=extensions, docstring_parser="google")
+    sections = [x for x in package[name].final_target.docstring.parsed if x.kind is griffe.DocstringSectionKind.parameters]
+    parameters = {parameter.name: parameter for section in sections for parameter in section.value}
+    fields = {field.name for field in dataclasses.fields(getattr(tost_hf, name))}
+    for field in vars(getattr(tost_hf, name))["__annotations__"].keys() & fields:
+        if not field.startswith("_"):
+            assert parameters[field].annotation is not None and parameters[field].default is not None, field
 
 
 def test_ruff_versions_match():

@@ -213,9 +213,8 @@ def tssa_step(
         from .tssa_triton import tssa_step_triton
 
         if not in_place:
-            state = TSSAState(
-                *(x.clone(memory_format=torch.contiguous_format) for x in state)
-            )  # the kernel updates it in place
+            # the kernel updates it in place
+            state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
         bias = None if bias is None else bias.expand(w.shape[:2])
         output, membership = tssa_step_triton(w, temp, bias, mask, log_decay, *state)
         return TSSAOutput(output, membership, state)
