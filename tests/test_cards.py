@@ -63,7 +63,7 @@ def test_unknown_facts_are_omitted(bare_folder):
         "tags": ["tost", "arxiv:2412.17810", "tssa"],
     }
     assert headings(card) == ["How to use", "Limitations", "Licence and citation"]
-    assert "trust_remote_code" not in card.text and "holds no source files" in card.text
+    assert "trust_remote_code" not in card.text and "contains no source files" in card.text
     assert "licence of the weights" not in card.text and "None" not in card.text
 
 
