@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 from conftest import randomize, small_config
+from safetensors import safe_open
+from safetensors.torch import save_file
 from test_compile import make_counting_backend
 from transformers import CompileConfig, DynamicCache, StaticCache
 
@@ -219,6 +221,21 @@ def test_saved_cache_resumes(tokens, model, tmp_path):
     next_tokens = torch.randint(2, 97, (2, 4))
     expected = model(torch.cat([tokens, next_tokens], 1)).logits[:, 23:]
     torch.testing.assert_close(model(next_tokens, past_key_values=cache).logits, expected, **F64)
+
+
+@torch.no_grad()
+def test_cache_file_of_0_2_0(tokens, tmp_path):
+    """It stores the state of a convolution under another name."""
+    model, file = build(["conv"]), tmp_path / "cache.safetensors"
+    cache = model(tokens).past_key_values
+    save_cache(cache, file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+        tensors = {name.replace("conv_state", "recent_inputs"): opened.get_tensor(name) for name in opened.keys()}
+    assert "layers.0.recent_inputs" in tensors
+    save_file(tensors, file, metadata=metadata)
+    for layer, expected in zip(load_cache(file, model.config).layers, cache.layers):
+        assert torch.equal(layer.conv_state, expected.conv_state)
 
 
 def test_cache_of_other_options_is_rejected(tokens, tmp_path):
