@@ -52,13 +52,6 @@ class ModelArguments(scripting.ModelArguments):
         default=None, metadata={"help": "The tokenizer, a folder or a Hub id. Default: the model's."}
     )
     use_fast_tokenizer: bool = field(default=True, metadata={"help": "Whether to prefer a fast tokenizer."})
-    dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "The dtype of the weights; mixed precision is chosen with --bf16 instead.",
-            "choices": ["auto", "bfloat16", "float16", "float32"],
-        },
-    )
 
     def __post_init__(self):
         if self.config_overrides is not None and self.model_name_or_path is not None:
@@ -71,7 +64,9 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     if getattr(config, "vocab_size", None) is None:
         name = model_args.config_name or model_args.model_name_or_path
         raise ValueError(f"{name!r} is no language model but of the type {config.model_type!r}.")
-    return override_config(config, model_args.config_overrides)
+    # a new model gets the special tokens of the tokenizer: others may lie outside an overridden vocabulary
+    defaults = {} if model_args.model_name_or_path else {"bos_token_id": None, "eos_token_id": None}
+    return override_config(config, model_args.config_overrides, **defaults)
 
 
 def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
@@ -83,19 +78,17 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
 
 def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model to fine-tune, or a new one, with embeddings for all of the tokenizer's tokens."""
-    options = {"dtype": model_args.dtype} if model_args.dtype is not None else {}
     if model_args.model_name_or_path is None:
         if len(tokenizer) > config.vocab_size:
             config.vocab_size = -(-len(tokenizer) // 64) * 64  # a multiple of 64, as GPT-2's 50,304
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, key, getattr(tokenizer, key))
-        if options.get("dtype") == "auto":
-            del options["dtype"]
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=model_args.trust_remote_code, **options)
+        model = AutoModelForCausalLM.from_config(config, **model_args.new_model_options)
         logger.info(f"A new model of {model.num_parameters():,} parameters")
         return model
-    options |= model_args.hub_options
-    model = load_pretrained(AutoModelForCausalLM, model_args.model_name_or_path, config=config, **options)
+    model = load_pretrained(
+        AutoModelForCausalLM, model_args.model_name_or_path, config=config, **model_args.pretrained_options
+    )
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
     return model

@@ -278,7 +278,7 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, names: list
     old_names = [config.id2label[i] for i in range(config.num_labels)]
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     if model_args.model_name_or_path is None or old_names != names:
-        model = AutoModelForImageClassification.from_config(config, trust_remote_code=model_args.trust_remote_code)
+        model = AutoModelForImageClassification.from_config(config, **model_args.new_model_options)
     if model_args.model_name_or_path is None:
         logger.info(f"A new model of {model.num_parameters():,} parameters")
         return model
@@ -287,7 +287,7 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, names: list
         model_args.model_name_or_path,
         config=config,
         ignore_mismatched_sizes=True,  # of the classifier
-        **model_args.hub_options,
+        **model_args.pretrained_options,
     )
     if old_names != names:
         if not hasattr(pretrained, "classifier"):

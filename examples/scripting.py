@@ -83,12 +83,30 @@ class ModelArguments(HubArguments):
             "num_hidden_layers=6,patch_size=4,drop_path_rate=0.1."
         },
     )
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "The dtype of the weights; mixed precision is chosen with --bf16 instead.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
 
     @property
     def preset(self) -> str | None:
         """The name of the preset to train from scratch, or None. A folder of that name takes precedence."""
         is_preset = self.config_name in (*PRESETS, *VISION_PRESETS) and not os.path.isdir(self.config_name)
         return self.config_name if is_preset else None
+
+    @property
+    def new_model_options(self) -> dict:
+        """Options of an Auto class's `from_config`."""
+        options = {} if self.dtype in (None, "auto") else {"dtype": getattr(torch, self.dtype)}
+        return options | {"trust_remote_code": self.trust_remote_code}
+
+    @property
+    def pretrained_options(self) -> dict:
+        """Options of an Auto class's `from_pretrained`."""
+        return self.hub_options if self.dtype is None else self.hub_options | {"dtype": self.dtype}
 
     def load_config(self) -> PreTrainedConfig:
         """The configuration before `config_overrides`."""
@@ -275,6 +293,10 @@ def train_and_report(
     args = trainer.args
     record_run(trainer, model_args, data_args)
     if args.do_train:
+        if trainer.model.dtype in (torch.float16, torch.bfloat16):
+            logger.warning(
+                f"The weights are {trainer.model.dtype}, in which small updates are lost: train them with --dtype float32."
+            )
         checkpoint = choose_checkpoint(trainer, args.resume_from_checkpoint)
         if checkpoint is not None:
             logger.warning(

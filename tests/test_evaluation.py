@@ -41,6 +41,9 @@ def test_files_and_folders(tmp_path):
 
     folder = tmp_path / "folder"
     folder.mkdir()
+    (folder / "pages.jsonl").write_text('{"page": "one"}\n')
+    assert evaluation.load_source(str(folder), args).split is None  # not "train", as datasets names it
+    (folder / "pages.jsonl").unlink()
     for split in ("train", "validation"):
         Dataset.from_dict({"page": [f"{split} {number}" for number in range(3)]}).to_parquet(folder / f"{split}.parquet")
     source = evaluation.load_source(str(folder), args)

@@ -84,6 +84,17 @@ def test_head_matches_the_labels(tmp_path, names, caplog):
         assert torch.equal(value, old.tost.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_finetuning_of_bfloat16_weights(tmp_path, image_args, caplog, dtype):
+    """They are trained as stored, with a warning, unless --dtype says otherwise."""
+    tiny_vision_model().to(torch.bfloat16).save_pretrained(tmp_path / "old")
+    changes = {"config_name": None, "config_overrides": None, "model_name_or_path": tmp_path / "old", "max_steps": 1}
+    script.main(image_args(dtype=dtype, ema_decay=0, **changes))
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == (torch.bfloat16 if dtype is None else torch.float32)
+    assert ("train them with --dtype float32" in caplog.text) == (dtype is None)
+
+
 def test_model_without_a_head_can_be_finetuned(tmp_path):
     trunk = tiny_vision_model().tost
     trunk.save_pretrained(tmp_path)

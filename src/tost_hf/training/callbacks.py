@@ -98,9 +98,9 @@ class TrainingFilesCallback(TrainerCallback, ExportableState):
             saved, current = ({tuple(file) for file in files} for files in (saved_state["attributes"]["files"], self.files))
             if names := sorted({file[0] for file in saved ^ current}):
                 raise ValueError(
-                    f"The training files are not those that the checkpoint was trained on: {', '.join(names[:5])}"
-                    f"{f' and {len(names) - 5} more' if len(names) > 5 else ''} differ. Restore them, start the data over "
-                    "with --ignore_data_skip, or train into another --output_dir."
+                    "The training files are not those that the checkpoint was trained on (different: "
+                    f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}). Restore them, start "
+                    "the data over with --ignore_data_skip, or train into another --output_dir."
                 )
         state.stateful_callbacks[name] = self.state()  # Trainer expects an entry for every stateful callback
 
