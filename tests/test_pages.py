@@ -45,6 +45,7 @@ EXTERNAL_PROGRAMS = {  # their options are not checked
     "kill",
     "lm_eval",
     "pre-commit",
+    "source",
     "transformers",
     "vllm",
 }
