@@ -1,6 +1,7 @@
 """`tost-hf serve`: transformers' own server with a ToST model."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,9 @@ def test_completions_and_chat(tmp_path):
 
     options = ("--device", "cpu", "--host", "127.0.0.1", "--port", "0")
     command = [sys.executable, "-m", "tost_hf.cli", "serve", str(folder), *options]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "cache")}  # which transformers lists, but does not create
+    pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, env=environment, text=True) as server:
         try:
             address = next(filter(None, (re.search(r"running on (http://[\d.:]+)", line) for line in server.stderr)))[1]
 
@@ -34,6 +37,7 @@ def test_completions_and_chat(tmp_path):
             assert request_choice("/v1/completions", prompt="import os")["text"] == expected
             messages = [{"role": "user", "content": "import os"}]
             assert request_choice("/v1/chat/completions", messages=messages)["message"]["content"] == expected
+            assert json.load(urllib.request.urlopen(address + "/v1/models", timeout=60))["data"] == []
         finally:
             server.terminate()
 

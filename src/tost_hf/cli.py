@@ -301,8 +301,10 @@ def _serve(args: argparse.Namespace) -> None:
 
     if not is_serve_available():
         raise ImportError("The server needs more packages: pip install 'tost-hf[serve]'.")
+    from huggingface_hub.constants import HF_HUB_CACHE
     from transformers.cli.transformers import app
 
+    os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' /v1/models fails
     app(["serve", *args.serve_args], prog_name="tost-hf")
 
 
