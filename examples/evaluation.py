@@ -99,8 +99,8 @@ def load_source(source: str, args: EvaluationArguments, **file_options) -> Sourc
         if split is None:
             raise ValueError(f"{source} has the splits {', '.join(splits)}; choose one of them by --dataset_split.")
         examples = splits[split]
-        if os.path.isdir(name) and len(splits) == 1:
-            split = None  # the name that datasets gives to a folder without splits
+        if split == "train" and os.path.isdir(name) and not any(Path(name).rglob("*train*")):
+            split = None  # datasets calls it so where nothing names a split
     if len(examples) == 0:
         raise ValueError(f"{source} has no examples to evaluate on.")
     if args.max_examples is not None:

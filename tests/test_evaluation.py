@@ -43,6 +43,10 @@ def test_files_and_folders(tmp_path):
     folder.mkdir()
     (folder / "pages.jsonl").write_text('{"page": "one"}\n')
     assert evaluation.load_source(str(folder), args).split is None  # not "train", as datasets names it
+    for split in ("test", "train"):  # a split that is named keeps its name
+        (folder / "pages.jsonl").rename(folder / f"{split}.jsonl")
+        assert evaluation.load_source(str(folder), args).split == split
+        (folder / f"{split}.jsonl").rename(folder / "pages.jsonl")
     (folder / "pages.jsonl").unlink()
     for split in ("train", "validation"):
         Dataset.from_dict({"page": [f"{split} {number}" for number in range(3)]}).to_parquet(folder / f"{split}.parquet")
