@@ -360,6 +360,7 @@ def make_view(config: PreTrainedConfig, processor: ViTImageProcessorPil, trainin
         probability=training_args.rand_augment_probability,
         erasing=training_args.random_erasing,
         scale=(training_args.min_crop_scale, 1.0),
+        padding=training_args.crop_padding,
     )
 
 

@@ -39,6 +39,23 @@ def test_view_depends_on_its_seed_only():
     assert stacked.min() >= -2 - 1e-5 and stacked.max() <= 2 + 1e-5  # pixels from 0 to 1, normalised
 
 
+def test_padded_crop_is_a_window_of_the_reflected_image():
+    pixels = np.arange(8 * 12 * 3, dtype=np.uint8).reshape(8, 12, 3) % 251
+    view = TrainingView((8, 12), [0, 0, 0], [1, 1, 1], operations=0, erasing=0, padding=2)
+    padded = torch.from_numpy(np.pad(pixels, ((2, 2), (2, 2), (0, 0)), mode="reflect")).permute(2, 0, 1).float() / 255
+    windows = [padded[:, top : top + 8, left : left + 12] for top in range(5) for left in range(5)]
+    windows += [window.flip(-1) for window in windows]
+    drawn = set()
+    for seed in range(400):
+        actual = view(PILImage.fromarray(pixels), seed)
+        [index] = [i for i, window in enumerate(windows) if torch.equal(actual, window)]
+        drawn.add(index)
+    assert drawn == set(range(50))
+    for padding in (-1, 8):
+        with pytest.raises(ValueError, match="padding must be from 0 to 7"):
+            TrainingView((8, 12), MEAN, STD, padding=padding)
+
+
 def test_repeated_augmentation():
     sampler = RepeatedSampler(10, repeats=3, seed=1)
     first_epoch = list(sampler)

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from kornia.augmentation import RandomErasing, RandomHorizontalFlip
+from kornia.augmentation import RandomErasing
 from kornia.augmentation.auto import RandAugment
 from kornia.augmentation.random_generator import ResizedCropGenerator
 from PIL import Image
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -53,6 +54,8 @@ class TrainingView:
         probability: of applying a chosen operation.
         erasing: probability of erasing a rectangle.
         scale: range of the cropped fraction of the image's area.
+        padding: if above 0, the image is resized as a whole, and the crop, of the view's size, is from the image with this
+            many reflected pixels on each side, as is usual for small images; below the view's sides.
     """
 
     def __init__(
@@ -66,34 +69,49 @@ class TrainingView:
         probability: float = 0.5,
         erasing: float = 0.25,
         scale: tuple[float, float] = (0.08, 1.0),
+        padding: int = 0,
     ):
         height, width = size
-        self.size, self.operations, self.probability = (height, width), operations, probability
+        if not 0 <= padding < min(size):
+            raise ValueError(f"padding must be from 0 to {min(size) - 1}, below the view's sides, got {padding}.")
+        self.size, self.padding = (height, width), padding
+        self.operations, self.probability = operations, probability
         self.magnitude, self.magnitude_std = magnitude, magnitude_std
         self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
         self.crop = ResizedCropGenerator(self.size, scale, (3 / 4, 4 / 3))
-        self.flip = RandomHorizontalFlip()
         self.increasing, self.decreasing = (
             RandAugment(1, 1, [[entry] for entry in entries]) for entries in (_INCREASING, _DECREASING)
         )
-        self.erase = RandomErasing(p=erasing)
+        self.erase = RandomErasing(p=erasing) if erasing > 0 else nn.Identity()
 
     @torch.no_grad()
     def __call__(self, image: Image.Image, seed: int) -> torch.Tensor:
         """Returns the view (3, height, width) of an RGB image."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs
-            corners = self.crop(torch.Size((1, 3, image.height, image.width)))["src"][0]
-            (left, top), (right, bottom) = corners[0].tolist(), corners[2].tolist()
-            # resized by Pillow, as in evaluation: Kornia would not antialias when downscaling
-            height, width = self.size
-            view = image.resize((width, height), Image.Resampling.BICUBIC, box=(left, top, right + 1, bottom + 1))
-            x = torch.from_numpy(np.array(view)).permute(2, 0, 1)[None].float() / 255
-            x = self.flip(x)
+            x = self._crop(image)
+            if torch.rand(()) < 0.5:
+                x = x.flip(-1)
             for _ in range(self.operations):
                 if torch.rand(()) < self.probability:
                     x = self._distort(x)
             return self.erase((x - self.mean) / self.std)[0]
+
+    def _crop(self, image: Image.Image) -> torch.Tensor:
+        """A random crop (1, 3, height, width), from 0 to 1."""
+        (height, width), padding = self.size, self.padding
+        box = None
+        if padding == 0:
+            corners = self.crop(torch.Size((1, 3, image.height, image.width)))["src"][0]
+            (left, top), (right, bottom) = corners[0].tolist(), corners[2].tolist()
+            box = (left, top, right + 1, bottom + 1)
+        # resized by Pillow, as in evaluation: Kornia would not antialias when downscaling
+        view = image.resize((width, height), Image.Resampling.BICUBIC, box=box)
+        x = torch.from_numpy(np.array(view)).permute(2, 0, 1)[None].float() / 255
+        if padding > 0:
+            top, left = torch.randint(2 * padding + 1, (2,)).tolist()
+            x = F.pad(x, (padding,) * 4, mode="reflect")[..., top : top + height, left : left + width]
+        return x
 
     def _distort(self, x: torch.Tensor) -> torch.Tensor:
         magnitude = float(torch.normal(float(self.magnitude), float(self.magnitude_std), ()))

@@ -53,6 +53,13 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
     min_crop_scale: float = field(
         default=0.08, metadata={"help": "The smallest fraction of an image's area that RandomResizedCrop crops."}
     )
+    crop_padding: int = field(
+        default=0,
+        metadata={
+            "help": "Pixels of reflected padding from which a window of the image's size is cropped, in place of "
+            "RandomResizedCrop; 0 for none. Usual for small images."
+        },
+    )
     rand_augment_operations: int = field(default=0, metadata={"help": "RandAugment's number of operations; 0 for none."})
     rand_augment_magnitude: float = field(default=14.0, metadata={"help": "RandAugment's magnitude, from 0 to 30."})
     rand_augment_std: float = field(default=0.0, metadata={"help": "Standard deviation of RandAugment's magnitude."})
@@ -80,6 +87,7 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
             ("label_smoothing_factor", 0, 1),
             ("random_erasing", 0, 1),
             ("min_crop_scale", 0.001, 1),
+            ("crop_padding", 0, 1000),
             ("rand_augment_probability", 0, 1),
             ("rand_augment_magnitude", 0, 30),
             ("rand_augment_std", 0, 30),
