@@ -14,23 +14,29 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+import run_clm
 import train_small
 import train_small_images
 from scripting import override_config
 
-from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForImageClassification, ToSTVisionConfig
+from tost_hf import ToSTForImageClassification, ToSTVisionConfig
+from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
 
-@pytest.mark.parametrize(("size", "text_parameters", "image_parameters"), [("cpu", 2.87e6, 1.49e6), ("gpu", 25e6, 22.2e6)])
-def test_sizes(size, text_parameters, image_parameters):
-    language_preset, image_preset = train_small.SIZES[size], train_small_images.SIZES[size]
-    overrides = f"{language_preset.model},vocab_size={language_preset.vocab_size},{train_small.COMMON_OVERRIDES}"
-    with torch.device("meta"):
-        model = ToSTForCausalLM(override_config(ToSTConfig.from_preset("tost-base"), overrides))
-        options = {"patch_size": image_preset.patch_size, "image_size": image_preset.image_size}
-        classifier = ToSTForImageClassification(override_config(ToSTVisionConfig(), image_preset.model, **options))
-    assert model.num_parameters() == pytest.approx(text_parameters, rel=0.02)
-    assert classifier.num_parameters() == pytest.approx(image_parameters, rel=0.02)
+@pytest.mark.parametrize(("size", "text_parameters", "image_parameters"), [("cpu", 2.82e6, 2.81e6), ("gpu", 24.4e6, 22.2e6)])
+def test_models_of_a_size_have_as_many_parameters(size, text_parameters, image_parameters):
+    text_size, image_size = train_small.SIZES[size], train_small_images.SIZES[size]
+    for name in train_small.MODELS:
+        config = run_clm.load_config(run_clm.ModelArguments(**train_small.model_options(name, text_size)))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert model.num_parameters() == pytest.approx(text_parameters, rel=0.04)
+    for trunk in ATTENTION_TYPES:
+        overrides = train_small_images.model_overrides(image_size, trunk)
+        config = override_config(ToSTVisionConfig(), overrides, patch_size=image_size.patch_size)
+        with torch.device("meta"):
+            classifier = ToSTForImageClassification(config)
+        assert classifier.num_parameters() == pytest.approx(image_parameters, rel=0.02)
 
 
 def check_published_files(output: Path, hub: Path) -> None:
@@ -55,33 +61,39 @@ def read_results(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_training_a_language_model(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("model", train_small.MODELS)
+def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
     books = tmp_path / "books"
     books.mkdir()
     for split in ("train", "validation", "test"):
         documents = [f"{split} {i}: the night was dark and the man was old. " * 40 for i in range(4)]
         Dataset.from_dict({"text": documents}).to_parquet(books / f"{split}.parquet")
-    monkeypatch.setitem(train_small.SIZES, "cpu", train_small.Size("n_layer=1,n_head=2,hidden_size=16", 300, 32, 2, 2, 1e-3))
+    monkeypatch.setitem(train_small.SIZES, "cpu", train_small.Size(16, 4, 2, 300, 32, 2, 2, 1e-3))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     output, hub = tmp_path / "model", tmp_path / "hub"
+    command = ["--text", str(books), "--output_dir", str(output), "--model", model, "--size", "cpu", "--hub_dir", str(hub)]
     for _ in range(2):  # the second run trains no steps and replaces the section
-        train_small.main(["--text", str(books), "--output_dir", str(output), "--size", "cpu", "--hub_dir", str(hub)])
-    card = (output / "README.md").read_text()
-    assert card.count(train_small.TITLE) == 1 and card.count("seed 0: the first try, unedited") == 1
-    assert all(prompt in card for prompt in train_small.PROMPTS)
-    section = card[card.index(train_small.TITLE) :].strip()
-    assert section in capsys.readouterr().out
-    assert AutoModelForCausalLM.from_pretrained(output).config.forgetting == "token"
+        train_small.main(command)
     assert json.loads((output / "eval_results.json").read_text())["eval_loss"] > 0
-    check_published_files(output, hub)
     results = read_results(output)
     baseline, loss = (results[name] for name in ("Baseline: loss of bigrams, nats per token", LOSS))
     assert 0 < baseline < loss  # two steps are too few to beat bigrams
+    assert results["Copying: loss of a passage, nats per token"] == pytest.approx(loss, rel=0.1)
+    assert 0 <= results["Copying: repeated tokens predicted"] <= 1
+    config = AutoModelForCausalLM.from_pretrained(output).config
+    assert config.model_type == {"gpt2": "gpt2", "mamba2": "mamba2"}.get(model, "tost")
+    if config.model_type == "tost":
+        assert ("full_attention" in config.layer_types) == (model == "hybrid")
+        card = (output / "README.md").read_text()
+        assert card.count(train_small.TITLE) == 1 and card.count("seeds 0 to 9: none left out, unedited") == 1
+        section = card[card.index(train_small.TITLE) :].strip()
+        assert section.count(train_small.PROMPT) == 10 and section in capsys.readouterr().out
+        check_published_files(output, hub)
 
 
 def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsys):
-    tiny = "hidden_size=32,num_hidden_layers=1,num_class_attention_layers=1,num_attention_heads=4"
-    size = replace(train_small_images.SIZES["cpu"], model=tiny, image_size=16, patch_size=4, batch=8, steps=4)
+    tiny = "hidden_size=32,num_class_attention_layers=1,num_attention_heads=4"
+    size = replace(train_small_images.SIZES["cpu"], model=tiny, layers=1, image_size=16, batch=8, steps=4)
     monkeypatch.setitem(train_small_images.SIZES, "cpu", size)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     output, hub = tmp_path / "model", tmp_path / "hub"
