@@ -108,7 +108,7 @@ def train(dataset_name: str, output_dir: str, model: str, size: Size) -> None:
             "lr_scheduler_type": "cosine_with_min_lr",
             "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
             "bf16": is_torch_bf16_gpu_available(),
-            "max_eval_samples": 200,
+            "max_eval_samples": 100,
             "learning_rate": size.learning_rate,
             "per_device_train_batch_size": size.batch,
             "logging_steps": max(1, size.steps // 50),
@@ -204,7 +204,7 @@ def sample_section(folder: str) -> str:
 def finish_card(folder: str, section: str) -> None:
     """Replaces Trainer's card by one with the evaluation and a section at its end."""
     card = build_card(folder)
-    card.text += f"\n{section}\n"
+    card.text = f"{card.text.rstrip()}\n\n{section}\n"
     save_card(card, Path(folder, CARD))
 
 

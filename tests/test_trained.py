@@ -16,10 +16,10 @@ import tost_hf  # noqa: F401  registers the models with the Auto classes
 
 ROOT = Path(__file__).parents[1]
 TRAINED = ROOT / "model_cards/trained"
-BOOKS, PHOTOS = TRAINED / "tost-books-3m", TRAINED / "tost-cifar10-1m"
+BOOKS, PHOTOS = TRAINED / "tost-books-3m", TRAINED / "tost-cifar10-3m"
 ALICE_LOSS = 4.4060  # nats per token
 # label and probability that the model predicts, right or wrong: cat is its worst class, rocket none of its classes
-PREDICTIONS = {"cat": ("frog", 0.657), "rocket": ("ship", 0.565)}
+PREDICTIONS = {"cat": ("frog", 0.441), "rocket": ("ship", 0.276)}
 
 
 def read_evaluation(folder: Path) -> dict[str, float]:
@@ -69,7 +69,7 @@ def test_classifier_has_the_recorded_predictions(name):
 
 def test_classifier_beats_the_most_frequent_class():
     results = read_evaluation(PHOTOS)
-    assert results["Accuracy (top-1)"] > 5 * results["Baseline: accuracy of the most frequent class"]
+    assert results["Accuracy (top-1)"] > 8 * results["Baseline: accuracy of the most frequent class"]
 
 
 def test_example_of_the_readme(monkeypatch, capsys):
