@@ -7,7 +7,7 @@ tests/test_transformers_patches.py compares transformers before and after the im
 import sys
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, configuration_utils
 
 
 def add_class_name(auto_class: Any, model_type: str, model_class: type[PreTrainedModel]) -> None:
@@ -28,3 +28,12 @@ def add_class(model_class: type[PreTrainedModel]) -> None:
     transformers = sys.modules["transformers"]  # the module replaces itself during its import
     if not hasattr(transformers, model_class.__name__):
         setattr(transformers, model_class.__name__, model_class)
+
+
+def add_layer_type(layer_type: str) -> None:
+    """Adds a layer type to those that `PreTrainedConfig` accepts in a hybrid's `layer_types`.
+
+    Trainer reads a checkpoint's `config.json` as a `PreTrainedConfig` when it resumes, without `ToSTConfig`'s own check.
+    """
+    if layer_type not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
+        configuration_utils.ALLOWED_ATTN_LAYER_TYPES = (*configuration_utils.ALLOWED_ATTN_LAYER_TYPES, layer_type)
