@@ -35,5 +35,6 @@ def add_layer_type(layer_type: str) -> None:
 
     Trainer reads a checkpoint's `config.json` as a `PreTrainedConfig` when it resumes, without `ToSTConfig`'s own check.
     """
-    if layer_type not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
-        configuration_utils.ALLOWED_ATTN_LAYER_TYPES = (*configuration_utils.ALLOWED_ATTN_LAYER_TYPES, layer_type)
+    types = configuration_utils.ALLOWED_ATTN_LAYER_TYPES
+    if layer_type not in types:
+        configuration_utils.ALLOWED_ATTN_LAYER_TYPES = (*types, layer_type)  # type: ignore[assignment]
