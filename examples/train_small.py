@@ -32,7 +32,7 @@ from demo import train_tokenizer
 from evaluation import EvaluationArguments, Measurement, load_source, make_results, print_results, write_results
 from scoring import bigram_loss, score
 from scripting import recorded_command
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_torch_bf16_gpu_available
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
@@ -68,17 +68,18 @@ SIZES = {
     "cpu": Size(160, 8, 5, 4096, 256, 8, 6000, 3e-3),
     "gpu": Size(384, 12, 6, 16_384, 1024, 32, 1600, 1e-3),
 }
-# weights of a block of width D in D^2: with attention 12, with TSSA 10, in Mamba-2, which has no MLP, 6.5
-MODELS = {"hybrid": 10.5, "published": 10, "gpt2": 12, "mamba2": 6.5}
+TOST_MODELS = ("hybrid", "published")
+HYBRID_WEIGHTS = 10.5  # of a block of width D, in D^2: 10 with TSSA, 12 with attention
+BASELINES = {"gpt2": 12, "mamba2": 6.3}  # the same; Mamba-2 has no MLP
+MODELS = (*TOST_MODELS, *BASELINES)
 
 
 def model_options(name: str, size: Size) -> dict[str, object]:
-    """The arguments of `run_clm.py` for a model; those that are not ToST get as many layers as make their parameters equal."""
-    is_tost = name in ("hybrid", "published")
-    layers = size.layers if is_tost else round(size.layers * MODELS["hybrid"] / MODELS[name])
+    """The arguments of `run_clm.py` for a model; baselines get as many layers as make their parameters equal."""
+    layers = round(size.layers * HYBRID_WEIGHTS / BASELINES[name]) if name in BASELINES else size.layers
     overrides = {"vocab_size": size.vocab_size, "hidden_size": size.width, "num_hidden_layers": layers}
     heads, positions = {"num_attention_heads": size.heads}, {"max_position_embeddings": size.block_size}
-    if is_tost:
+    if name in TOST_MODELS:
         # the published models start LayerScale at 1e-5, for 600,000 steps; short runs need a larger value
         overrides |= heads | {"layer_scale_init_value": 0.3} | (positions if name == "published" else {})
         model = {"config_name": "tost-hybrid-base" if name == "hybrid" else "tost-base"}
@@ -141,34 +142,29 @@ def evaluate(dataset_name: str, folder: str, context: int) -> None:
     evaluate_lm.main(["--model", folder, "--tasks", "text", "--datasets", f"text={dataset_name}", "--context", str(context)])
     source = load_source(dataset_name, EvaluationArguments(model=folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    loss = bigram_loss(
-        tokenize(load_dataset(dataset_name, split="train")["text"], tokenizer),
-        [list(itertools.chain.from_iterable(tokenize(source.examples["text"], tokenizer)))],
-        len(tokenizer),
-    )
+    tokens = list(itertools.chain.from_iterable(tokenize(source.examples["text"], tokenizer)))
+    loss = bigram_loss(tokenize(load_dataset(dataset_name, split="train")["text"], tokenizer), [tokens], len(tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     protocol = "bigrams of the training tokens, interpolated with unigrams (Witten-Bell); no neural network"
     measurements = [
         Measurement("loss", "Baseline: loss of bigrams, nats per token", loss, len(source.examples), protocol),
         Measurement(
             "perplexity", "Baseline: perplexity of bigrams, per token", perplexity(loss), len(source.examples), protocol
         ),
-        *measure_copying(folder, source.examples["text"][:]),
+        *measure_copying(model, torch.tensor(tokens)),
     ]
     results = make_results("text-generation", f"Text ({source.name})", source, measurements, recorded_command(sys.argv))
     write_results(Path(folder, EVALUATION), results)
     print_results(results)
 
 
-def measure_copying(folder: str, documents: list[str]) -> list[Measurement]:
-    """How well a model predicts a passage that its prompt has already: the same tokens read twice."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = torch.tensor(list(itertools.chain.from_iterable(tokenize(documents, AutoTokenizer.from_pretrained(folder)))))
+def measure_copying(model: PreTrainedModel, tokens: torch.Tensor) -> list[Measurement]:
+    """How well a model predicts a passage that its prompt has already: passages of `tokens` (T,), each given twice."""
     starts = torch.linspace(0, len(tokens) - PASSAGE, NUM_PASSAGES).long().tolist()
     scores = score(model, [tokens[start : start + PASSAGE].repeat(2) for start in starts], 32, "Copying")
-    first, second = (
-        torch.stack([nats[part] for nats, _ in scores]).mean().item() for part in (slice(PASSAGE - 1), slice(PASSAGE, None))
-    )
-    copied = torch.stack([is_correct[PASSAGE:] for _, is_correct in scores]).float().mean().item()
+    nats, is_correct = (torch.stack(values).float() for values in zip(*scores))  # (passages, 2 * PASSAGE - 1)
+    first, second = nats[:, : PASSAGE - 1].mean().item(), nats[:, PASSAGE:].mean().item()
+    copied = is_correct[:, PASSAGE:].mean().item()
     protocol = (
         f"{NUM_PASSAGES} passages of {PASSAGE} tokens, evenly spaced, each given twice; all tokens but the first of each"
     )
@@ -232,7 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
     train(args.text, args.output_dir, args.model, size)
     store_as_bfloat16(AutoModelForCausalLM, args.output_dir)
     evaluate(args.text, args.output_dir, size.block_size)
-    if args.model in ("hybrid", "published"):
+    if args.model in TOST_MODELS:
         section = sample_section(args.output_dir)
         finish_card(args.output_dir, section)
         print(section)

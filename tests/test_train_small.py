@@ -1,9 +1,11 @@
 """train_small.py and train_small_images.py with tiny models and data."""
 
+import io
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,17 +25,17 @@ from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
 
-@pytest.mark.parametrize(("size", "text_parameters", "image_parameters"), [("cpu", 2.82e6, 2.81e6), ("gpu", 24.4e6, 22.2e6)])
+@pytest.mark.parametrize(("size", "text_parameters", "image_parameters"), [("cpu", 2.81e6, 2.81e6), ("gpu", 24.7e6, 22.2e6)])
 def test_models_of_a_size_have_as_many_parameters(size, text_parameters, image_parameters):
     text_size, image_size = train_small.SIZES[size], train_small_images.SIZES[size]
     for name in train_small.MODELS:
         config = run_clm.load_config(run_clm.ModelArguments(**train_small.model_options(name, text_size)))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        assert model.num_parameters() == pytest.approx(text_parameters, rel=0.04)
+        assert model.num_parameters() == pytest.approx(text_parameters, rel=0.02)
+    options = {"patch_size": image_size.patch_size, "image_size": image_size.image_size}
     for trunk in ATTENTION_TYPES:
-        overrides = train_small_images.model_overrides(image_size, trunk)
-        config = override_config(ToSTVisionConfig(), overrides, patch_size=image_size.patch_size)
+        config = override_config(ToSTVisionConfig(), train_small_images.model_overrides(image_size, trunk), **options)
         with torch.device("meta"):
             classifier = ToSTForImageClassification(config)
         assert classifier.num_parameters() == pytest.approx(image_parameters, rel=0.02)
@@ -60,6 +62,22 @@ def read_results(folder: Path) -> dict[str, float]:
     return {result["metric_name"]: result["metric_value"] for result in results}
 
 
+class PeriodicModel(torch.nn.Module):
+    """Predicts each token to be the one a passage earlier."""
+
+    device = torch.device("cpu")
+
+    def forward(self, input_ids, attention_mask, use_cache):
+        predictions = input_ids.roll(train_small.PASSAGE - 1, dims=1)
+        return SimpleNamespace(logits=20 * torch.nn.functional.one_hot(predictions, 50).float())
+
+
+def test_copying_is_measured_on_the_second_copy():
+    tokens = torch.randint(50, (400,), generator=torch.Generator().manual_seed(0))
+    first, second, copied = (result.value for result in train_small.measure_copying(PeriodicModel(), tokens))
+    assert copied == 1 and second < 1e-6 and first > 15  # only repetitions can be predicted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", train_small.MODELS)
 def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
@@ -79,14 +97,17 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
     baseline, loss = (results[name] for name in ("Baseline: loss of bigrams, nats per token", LOSS))
     assert 0 < baseline < loss  # two steps are too few to beat bigrams
     assert results["Copying: loss of a passage, nats per token"] == pytest.approx(loss, rel=0.1)
-    assert 0 <= results["Copying: repeated tokens predicted"] <= 1
     config = AutoModelForCausalLM.from_pretrained(output).config
     assert config.model_type == {"gpt2": "gpt2", "mamba2": "mamba2"}.get(model, "tost")
     if config.model_type == "tost":
         assert ("full_attention" in config.layer_types) == (model == "hybrid")
+        assert config.forgetting == ("token" if model == "hybrid" else "none")
         card = (output / "README.md").read_text()
         assert card.count(train_small.TITLE) == 1 and card.count("seeds 0 to 9: none left out, unedited") == 1
-        assert card.count(train_small.PROMPT) == 10 and train_small.TITLE in capsys.readouterr().out
+        assert card.count(train_small.PROMPT) == 10
+        section = card[card.index(train_small.TITLE) :].strip()
+        printed = io.StringIO(capsys.readouterr().out, newline=None).read()  # with the newlines that reading a file gives
+        assert section in printed
         check_published_files(output, hub)
 
 
