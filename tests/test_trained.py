@@ -67,6 +67,18 @@ def test_classifier_has_the_recorded_predictions(name):
     assert float(probabilities.max()) == pytest.approx(probability, abs=0.01)
 
 
+def test_three_best_classes_of_the_readme():
+    model, processor = AutoModelForImageClassification.from_pretrained(PHOTOS, dtype=torch.float32), load_processor(PHOTOS)
+    table = (TRAINED / "README.md").read_text().partition("| photograph | three best classes |")[2].partition("\n\n")[0]
+    rows = re.findall(r"\| (\w+) \| (\w+) (\d+) %, (\w+) (\d+) %, (\w+) (\d+) % \|", table)
+    assert {row[0] for row in rows} == {file.stem for file in (ROOT / "examples/photos").glob("*.jpg")}
+    for name, *expected in rows:
+        with Image.open(ROOT / f"examples/photos/{name}.jpg") as image, torch.no_grad():
+            values, labels = model(**processor(image, return_tensors="pt")).logits[0].softmax(-1).topk(3)
+        assert [model.config.id2label[label] for label in labels.tolist()] == expected[::2]
+        assert values.tolist() == pytest.approx([int(percent) / 100 for percent in expected[1::2]], abs=0.01)
+
+
 def test_classifier_beats_the_most_frequent_class():
     results = read_evaluation(PHOTOS)
     assert results["Accuracy (top-1)"] > 8 * results["Baseline: accuracy of the most frequent class"]
