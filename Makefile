@@ -11,7 +11,7 @@ PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test test-slow test-lowest test-vllm lint docs browser clean
 
-demo: $(VENV)/ready-to-train  ## trains a small ToST on the Python standard library, reloads it and lets it write
+demo: $(VENV)/ready-to-train  ## fine-tunes the small trained text model on the Python standard library and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
 
 # a thread for each process of the tests

@@ -1,11 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Training text: finds its files, then tokenizes and packs them into blocks before training, or streams them during it."""
+"""Training text: finds its files, trains tokenizers, packs tokens into blocks before training or streams them during it."""
 
 import glob
 import hashlib
 import json
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -13,11 +14,13 @@ from pathlib import Path
 
 from datasets import Dataset, Features, List, Value, load_from_disk
 from scripting import COMPRESSION_EXTENSIONS, LOADERS, check_limits, file_extension, read_dataset
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tost_hf.training.streams import PackedStream, select_texts
 
 
+END_OF_TEXT = "<|endoftext|>"
 FINGERPRINT_TEXT = "  Tokens, 1 2 34:\n\tÄpfel & def f(x): # tost\n"
 TEXT_FORMATS = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSION_EXTENSIONS)}"
 
@@ -238,6 +241,34 @@ def first_example(split: str, dataset) -> dict:
         return next(iter(dataset), {})
     except Exception as error:  # the readers of formats raise many types
         raise ValueError(f"The {split} text cannot be read: {error.__cause__ or error}") from error
+
+
+# Tokenizers ----------------------------------------------------------------------------------------------------------
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer like GPT-2's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], folder: str, vocab_size: int) -> None:
+    """Trains and saves a tokenizer."""
+    PreTrainedTokenizerFast(
+        tokenizer_object=train_bpe(texts, vocab_size),
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",  # the model continues the text
+    ).save_pretrained(folder)
 
 
 # Blocks --------------------------------------------------------------------------------------------------------------

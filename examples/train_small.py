@@ -28,10 +28,10 @@ import evaluate_lm
 import run_clm
 import torch
 from datasets import load_dataset
-from demo import train_tokenizer
 from evaluation import EvaluationArguments, Measurement, load_source, make_results, print_results, write_results
 from scoring import bigram_loss, score
 from scripting import recorded_command
+from texts import train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -65,7 +65,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(160, 8, 5, 4096, 256, 8, 6000, 3e-3),
+    "cpu": Size(160, 8, 10, 4096, 256, 4, 10_000, 3e-3),
     "gpu": Size(384, 12, 6, 16_384, 1024, 32, 1600, 1e-3),
 }
 TOST_MODELS = ("hybrid", "published")
@@ -99,7 +99,7 @@ def train(dataset_name: str, output_dir: str, model: str, size: Size) -> None:
     documents = load_dataset(dataset_name, split="train")["text"]
     with tempfile.TemporaryDirectory() as scratch:
         max_characters = TOKENIZER_CHARACTERS // len(documents)
-        train_tokenizer((document[:max_characters] for document in documents), Path(scratch), size.vocab_size, None)
+        train_tokenizer((document[:max_characters] for document in documents), scratch, size.vocab_size)
         options = model_options(model, size) | {
             "tokenizer_name": scratch,
             "dataset_name": dataset_name,

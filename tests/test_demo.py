@@ -1,5 +1,6 @@
-"""`make demo`, with a single training step."""
+"""`make demo`, with three training steps."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +9,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from tost_hf import ToSTForCausalLM
+from tost_hf.model.configuration_tost import FULL_ATTENTION
 
 
 @pytest.mark.slow
 def test_demo(tmp_path):
     script = Path(__file__).parents[1] / "examples" / "demo.py"
-    command = [sys.executable, str(script), "--output_dir", str(tmp_path / "model"), "--steps", "1"]
+    command = [sys.executable, str(script), "--output_dir", str(tmp_path / "model"), "--steps", "3"]
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
-    assert "Validation loss: " in output and "def read_lines(filename):" in output
+    assert output.count("def read_lines(filename):") == 2
+    before, after = map(float, re.search(r"(\S+) nats per token before training, (\S+) after it", output).groups())
+    assert after < before
     model = ToSTForCausalLM.from_pretrained(tmp_path / "model")
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == model.config.vocab_size == 2048
-    assert (model.config.forgetting, model.config.conv_kernel) == ("token", 4)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == model.config.vocab_size
+    assert FULL_ATTENTION in model.config.layer_types

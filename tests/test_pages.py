@@ -24,6 +24,7 @@ from hub_clients import save_tokenizer
 import tost_hf
 from tost_hf.cli import main
 from tost_hf.image_processing import make_image_processor
+from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +83,8 @@ def demo_folders(tmp_path, monkeypatch):
     for name in ("examples", "model_cards"):
         Path(name).symlink_to(ROOT / name)
     save_tokenizer(Path("tost-demo"))
-    config = small_config(vocab_size=320, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0)
+    options = {"max_position_embeddings": None, "forgetting": "token", "conv_kernel": 4, "bos_token_id": 0, "eos_token_id": 0}
+    config = small_config(vocab_size=320, layer_types=[CAUSAL_STATISTICS, FULL_ATTENTION], **options)
     randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
     config = small_vision_config(patch_size=2, num_labels=10)
     randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained("tost-digits")

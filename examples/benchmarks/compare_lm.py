@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 from datasets import DatasetDict, load_dataset
-from demo import END_OF_TEXT, train_bpe
 from language_models import MODELS, make_language_model, match_gpt2_size
 from records import read_records, select
 from registry import benchmark
 from scoring import bigram_loss
+from texts import END_OF_TEXT, train_bpe
 from tokenizers import Tokenizer
 from training import Results, StepTimer, train
 

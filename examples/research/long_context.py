@@ -15,9 +15,9 @@ import math
 
 import torch
 from compare_lm import encode, load_documents, shorten, split_into_examples
-from demo import train_bpe
 from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
 from registry import benchmark
+from texts import train_bpe
 from torch.nn import functional as F
 from training import Results, run_seeds, train
 
