@@ -5,7 +5,7 @@
 
 The training text is the source of the running interpreter's standard library. `run_clm.py` trains the model of
 `model_cards/trained`, which has read books, on it. The saved model is loaded with transformers' Auto classes and continues a
-prompt, beside the model it started from. `--from_scratch` starts from random weights instead, with the same tokenizer.
+prompt, as does the model of books. `--from_scratch` starts from random weights instead, with the same tokenizer.
 """
 
 import argparse
@@ -79,7 +79,6 @@ def train(files: tuple[Path, Path], output_dir: str, steps: int, from_scratch: b
     )
 
 
-@torch.no_grad()
 def continue_prompt(folder: str | Path) -> str:
     """The prompt with a sampled continuation."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
@@ -94,7 +93,8 @@ def show_results(output_dir: str) -> None:
     before = json.loads((Path(output_dir) / TRAINER_STATE).read_text())["log_history"][0]["eval_loss"]
     after = json.loads((Path(output_dir) / EVAL_RESULTS).read_text())["eval_loss"]
     print(f"\nLoss on the modules held out: {before:.2f} nats per token before training, {after:.2f} after it.")
-    print(f"\nBefore:\n\n{continue_prompt(PRETRAINED)}\n\nAfter:\n\n{continue_prompt(output_dir)}")
+    for folder in (PRETRAINED, output_dir):
+        print(f"\nWritten by {folder}:\n\n{continue_prompt(folder)}")
 
 
 def main():

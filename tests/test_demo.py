@@ -21,5 +21,6 @@ def test_demo(tmp_path):
     before, after = map(float, re.search(r"(\S+) nats per token before training, (\S+) after it", output).groups())
     assert after < before
     model = ToSTForCausalLM.from_pretrained(tmp_path / "model")
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == model.config.vocab_size
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == model.config.vocab_size == 4096
+    assert (model.config.forgetting, model.config.conv_kernel) == ("token", 4)
     assert FULL_ATTENTION in model.config.layer_types
