@@ -71,6 +71,7 @@ SIZES = {
 TOST_MODELS = ("hybrid", "published")
 HYBRID_WEIGHTS = 10.5  # of a block of width D, in D^2: 10 with TSSA, 12 with attention
 BASELINES = {"gpt2": 12, "mamba2": 6.3}  # the same; Mamba-2 has no MLP
+MIN_HEAD_DIM = 32  # of attention that vLLM computes on a CPU
 MODELS = (*TOST_MODELS, *BASELINES)
 
 
@@ -78,7 +79,8 @@ def model_options(name: str, size: Size) -> dict[str, object]:
     """The arguments of `run_clm.py` for a model; baselines get as many layers as make their parameters equal."""
     layers = round(size.layers * HYBRID_WEIGHTS / BASELINES[name]) if name in BASELINES else size.layers
     overrides = {"vocab_size": size.vocab_size, "hidden_size": size.width, "num_hidden_layers": layers}
-    heads, positions = {"num_attention_heads": size.heads}, {"max_position_embeddings": size.block_size}
+    num_heads = size.heads if name in ("published", "gpt2") else min(size.heads, size.width // MIN_HEAD_DIM)
+    heads, positions = {"num_attention_heads": num_heads}, {"max_position_embeddings": size.block_size}
     if name in TOST_MODELS:
         # the published models start LayerScale at 1e-5, for 600,000 steps; short runs need a larger value
         overrides |= heads | {"layer_scale_init_value": 0.3} | (positions if name == "published" else {})
@@ -87,8 +89,8 @@ def model_options(name: str, size: Size) -> dict[str, object]:
         overrides |= heads | positions | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
         model = {"model_type": "gpt2"}
     else:
-        head_dim = size.width // size.heads
-        overrides |= {"head_dim": head_dim, "num_heads": 2 * size.heads, "state_size": 32, "n_groups": 1, "chunk_size": 32}
+        overrides |= {"head_dim": size.width // num_heads, "num_heads": 2 * num_heads}
+        overrides |= {"state_size": 32, "n_groups": 1, "chunk_size": 32}
         overrides |= {"tie_word_embeddings": "true"}
         model = {"model_type": "mamba2"}
     return model | {"config_overrides": ",".join(f"{key}={value}" for key, value in overrides.items())}
