@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains a small ToST language model on a folder of books: 2.8 M parameters in 70 minutes of one CPU core, or 25 M on a GPU.
+"""Trains a small ToST language model on a folder of books: 2.8 M parameters in 76 minutes of one CPU core, or 25 M on a GPU.
 
     python examples/train_small.py --text TEXT_FOLDER --output_dir tost-books-3m
     python examples/train_small.py --text TEXT_FOLDER --output_dir gpt2-books --model gpt2

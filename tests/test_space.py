@@ -14,6 +14,7 @@ from hub_clients import save_tokenizer
 
 import tost_hf
 from tost_hf.image_processing import make_image_processor
+from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 from tost_hf.space import write_space
 from tost_hf.space.packages import RUNTIME, TOKENIZERS, unpack
 
@@ -167,6 +168,25 @@ def test_text_generation(tmp_path, driver, libraries):
         assert page.ids()[: len(ids)] == ids and page.ids() == generate_greedily(model, ids[: len(ids) - 10], 500)
         assert page["text"].startswith(PROMPT) and len(ids) == len(prompt) + 10
         page.check_layout(tmp_path)
+        assert not page.errors()
+
+
+def test_text_generation_of_a_hybrid(tmp_path, driver, libraries):
+    """Greedy tokens equal the model's, and the state grows by the keys and values of each token."""
+    layers = [FULL_ATTENTION, CAUSAL_STATISTICS]
+    model = language_folder(tmp_path / "model", max_position_embeddings=None, layer_types=layers)
+    prompt = list(PROMPT.encode())
+    with Page(driver, write_space(tmp_path / "model", tmp_path / "page")) as page:
+        page.fill_in("prompt", PROMPT)
+        for button, count in (("write", 10), ("more", 20)):
+            page.generate(button, count)
+            assert page["state"] == f"{528 + 512 * len(page.ids()):,} bytes"
+        assert page.ids() == generate_greedily(model, prompt, 30)
+        page.find("text").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+        with torch.no_grad():
+            expected = model.model(torch.tensor([page.ids()]), output_memberships=True).memberships[1][0, :, 1]
+        assert page["token"].startswith(f"Token 2, “r”: strongest head {int(expected.argmax()) + 1} of layer 2")
+        assert parse_percents(page["memberships"]) == pytest.approx((100 * expected).tolist(), abs=0.1)
         assert not page.errors()
 
 
