@@ -71,7 +71,7 @@ SIZES = {
 TOST_MODELS = ("hybrid", "published")
 HYBRID_WEIGHTS = 10.5  # of a block of width D, in D^2: 10 with TSSA, 12 with attention
 BASELINES = {"gpt2": 12, "mamba2": 6.3}  # the same; Mamba-2 has no MLP
-MIN_HEAD_DIM = 32  # of attention that vLLM computes on a CPU
+MIN_HEAD_DIM = 32  # of the hybrid, whose attention vLLM computes on CPUs from there on, and of Mamba-2, usually 64
 MODELS = (*TOST_MODELS, *BASELINES)
 
 
