@@ -1,5 +1,6 @@
 """Training: the recipe, ToSTTrainer, the fused loss, PEFT, metrics and Accelerate's configuration files."""
 
+import inspect
 import logging
 import math
 
@@ -12,7 +13,9 @@ from scripts import EXAMPLES
 from text_runs import token_ids, train, training_args
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
+import tost_hf
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
+from tost_hf.model.base_tost import AUTO_MAPS
 from tost_hf.training.metrics import TokenAccuracy, perplexity
 
 
@@ -258,6 +261,31 @@ def test_packed_training_equals_padded_training(tmp_path, tiny_config):
         results.append(train(ToSTTrainer(model, args, train_dataset=dataset, data_collator=collator)))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-5)
     assert results[0][0] != results[0][-1]
+
+
+def test_trainer_keeps_the_sequence_numbers_of_packed_documents(tmp_path, tiny_config):
+    """Trainer removes the columns that are not in the signature of `forward`."""
+    ids = torch.randint(97, (4, 24), generator=torch.Generator().manual_seed(4)).tolist()
+    packed = Dataset.from_dict({"input_ids": ids, "labels": [[-100, *row[1:12], -100, *row[13:]] for row in ids]})
+    packed = packed.add_column("seq_idx", [[0] * 12 + [1] * 12] * 4)
+    halves = [row[start : start + 12] for row in ids for start in (0, 12)]
+    losses = []
+    for dataset, size in ((packed, 4), (Dataset.from_dict({"input_ids": halves, "labels": halves}), 8)):
+        model = randomize(ToSTForCausalLM(tiny_config))
+        args = training_args(tmp_path, max_steps=1, per_device_train_batch_size=size)
+        losses += train(ToSTTrainer(model, args, train_dataset=dataset))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+HEADS = [reference.partition(".")[2] for name, reference in AUTO_MAPS["tost"].items() if name.startswith("AutoModelFor")]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_accept_the_inputs_of_the_trunk(name):
+    """By name, except those of the cache in heads without one."""
+    model_class = getattr(tost_hf, name)
+    inputs = set(inspect.signature(tost_hf.ToSTModel.forward).parameters)
+    assert inputs - {"past_key_values", "use_cache"} <= set(inspect.signature(model_class.forward).parameters)
 
 
 def test_lora(tmp_path, tiny_model):

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils import cached_file
@@ -46,6 +47,19 @@ AUTO_MAPS = {  # by model type; the package registers the same classes
         "AutoModelForImageClassification": "modeling_tost_vision.ToSTForImageClassification",
     },
 }
+
+
+def add_class_names(model_type: str) -> None:
+    """Adds the classes of a model type to the Auto classes' tables of class names, which list transformers' own models.
+
+    `auto_class.register` does not update these tables, and remote code is not registered. Trainer's label smoothing looks in
+    one whether to shift labels, pipelines whether a model supports their task, and lm-evaluation-harness whether a model
+    generates text.
+    """
+    for auto_name, reference in AUTO_MAPS[model_type].items():
+        if auto_name != "AutoConfig":
+            class_names = getattr(transformers, auto_name)._model_mapping._model_mapping
+            class_names[model_type] = reference.partition(".")[2]
 
 
 def source_file(name: str) -> Path:
@@ -264,6 +278,7 @@ __all__ = [
     "OPERATOR_FILES",
     "ToSTBaseConfig",
     "ToSTBaseModel",
+    "add_class_names",
     "check_fields",
     "code_files",
     "source_file",

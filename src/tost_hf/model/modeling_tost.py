@@ -12,19 +12,21 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GenericForQuestionAnswering, GenericForTokenClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
     MaskedLMOutput,
+    QuestionAnsweringModelOutput,
     SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .base_tost import ToSTBaseModel
+from .base_tost import ToSTBaseModel, add_class_names
 from .cache_tost import get_cached_length
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .inputs_tost import build_attention_masks, check_prompt, resolve_inputs
@@ -539,6 +541,8 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        seq_idx: torch.LongTensor | None = None,
+        cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTCausalLMOutputWithPast:
         """Next-token logits, and the loss if labels are given. The other arguments are those of `ToSTModel.forward`.
@@ -554,6 +558,8 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
         )
         logits = loss = None
@@ -730,6 +736,8 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
     ```
     """
 
+    accepts_loss_kwargs = False  # read by Trainer: the loss is the mean over a micro-batch
+
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
@@ -748,6 +756,8 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
+        seq_idx: torch.LongTensor | None = None,
+        cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTSequenceClassifierOutputWithPast:
         """Logits (B, num_labels), and the loss of `config.problem_type` if labels are given.
@@ -762,6 +772,8 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
         )
         logits = self.score(outputs.last_hidden_state)
@@ -834,6 +846,8 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
+        seq_idx: torch.LongTensor | None = None,
+        cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTMaskedLMOutput:
         """Logits (B, T, vocab_size), and the loss if labels are given. The other arguments are those of `ToSTModel.forward`.
@@ -846,6 +860,8 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
         )
         logits = self.lm_head(outputs.last_hidden_state)
@@ -857,11 +873,8 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
         )
 
 
-# transformers' generic heads with another `__init__`: theirs creates the trunk by AutoModel, which does not find remote code
-
-
-class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedModel):
-    """ToST with transformers' linear head on each token, which does not return memberships (`self.model` does).
+class ToSTForTokenClassification(ToSTPreTrainedModel):
+    """ToST with a linear head on each token, which does not return memberships (`self.model` does).
 
     Example:
 
@@ -873,7 +886,7 @@ class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedMo
     """
 
     def __init__(self, config: ToSTConfig):
-        ToSTPreTrainedModel.__init__(self, config)
+        super().__init__(config)
         self.num_labels = config.num_labels
         self.model = ToSTModel(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -881,9 +894,46 @@ class ToSTForTokenClassification(GenericForTokenClassification, ToSTPreTrainedMo
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
+    @can_return_tuple
+    def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.LongTensor | None = None,
+        cu_seq_lens_q: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        """Logits (B, T, num_labels), and the loss if labels are given. The other arguments are those of `ToSTModel.forward`.
 
-class ToSTForQuestionAnswering(GenericForQuestionAnswering, ToSTPreTrainedModel):
-    """ToST with transformers' head for an answer's start and end, logits (B, T); returns no memberships.
+        Args:
+            labels: (B, T), the class of each token; -100 where there is none. The loss is the mean over the others or, with
+                `num_items_in_batch`, their sum divided by it.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
+            **kwargs,
+        )
+        logits = self.score(self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class ToSTForQuestionAnswering(ToSTPreTrainedModel):
+    """ToST with a linear head for an answer's first and last token; returns no memberships.
 
     Example:
 
@@ -894,11 +944,64 @@ class ToSTForQuestionAnswering(GenericForQuestionAnswering, ToSTPreTrainedModel)
     ```
     """
 
+    accepts_loss_kwargs = False  # read by Trainer: the loss is the mean over a micro-batch
+
     def __init__(self, config: ToSTConfig):
-        ToSTPreTrainedModel.__init__(self, config)
+        super().__init__(config)
         self.model = ToSTModel(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
+
+    @can_return_tuple
+    def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        seq_idx: torch.LongTensor | None = None,
+        cu_seq_lens_q: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        """Logits (B, T) of an answer's first and last token, the dtype's minimum at padding, which answers nothing.
+
+        The other arguments are those of `ToSTModel.forward`.
+
+        Args:
+            start_positions: (B,), index of the first token of the answer in the batch; ignored if not below T.
+            end_positions: (B,), the same for the last token. With both, the mean of the two losses is returned.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
+            **kwargs,
+        )
+        logits = self.qa_outputs(outputs.last_hidden_state)
+        if attention_mask is not None:  # otherwise the loss would depend on the length to which a batch is padded
+            is_padding = attention_mask[:, -logits.shape[1] :] == 0
+            logits = logits.masked_fill(is_padding.unsqueeze(-1).to(logits.device), torch.finfo(logits.dtype).min)
+        start_logits, end_logits = (x.contiguous() for x in logits.unbind(-1))
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+add_class_names("tost")
 
 
 __all__ = [

@@ -18,7 +18,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .base_tost import ToSTBaseModel
+from .base_tost import ToSTBaseModel, add_class_names
 from .configuration_tost_vision import ToSTVisionConfig
 from .layers_tost import MLP, ISTAStep, TokenStatisticsSelfAttention
 from .tssa_reference import compute_dtype
@@ -420,6 +420,8 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
     ```
     """
 
+    accepts_loss_kwargs = False  # read by Trainer: the loss is the mean over a micro-batch
+
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
@@ -441,7 +443,7 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels, logits, self.config, **kwargs)
+            loss = self.loss_function(labels, logits, self.config)
         return ToSTImageClassifierOutput(
             loss=loss,
             logits=logits,
@@ -520,6 +522,9 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
         out_stages = (stages[index] for index in (*earlier_stages, last_stage))
         feature_maps = tuple(x.transpose(1, 2).unflatten(2, grid).contiguous() for x in out_stages)
         return ToSTBackboneOutput(feature_maps=feature_maps)
+
+
+add_class_names("tost_vision")
 
 
 __all__ = ["ToSTBackbone", "ToSTBackboneOutput", "ToSTForImageClassification", "ToSTVisionModel", "ToSTVisionPreTrainedModel"]

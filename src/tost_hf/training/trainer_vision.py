@@ -5,6 +5,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -119,6 +120,9 @@ class _VisionCallback(TrainerCallback):
 class ToSTVisionTrainer(ToSTTrainer):
     """`ToSTTrainer` for images: cross-entropy with the soft labels of Mixup and CutMix, EMA weights, BatchNorm options.
 
+    Where the model's `problem_type` is "multi_label_classification" or "regression" (also the default for `num_labels=1`), the
+    loss is the model's.
+
     With `ema_decay` above 0 an exponential moving average of the weights is stored as `ema`. Every checkpoint and the final
     model contain it as a model in the folder `ema` (`from_pretrained(folder, subfolder="ema")`); it is restored on resuming,
     and evaluated in addition to the weights (`eval_ema_...`).
@@ -126,11 +130,13 @@ class ToSTVisionTrainer(ToSTTrainer):
     The class token and XCA's `temperature` have no weight decay, either. A `sampler` of the training data set determines its
     order (see `tost_hf.training.augmentation.RepeatedSampler`).
 
-    An example has "pixel_values" (3, height, width) and "labels", a class or soft labels (classes,).
+    An example has "pixel_values" (3, height, width) and "labels": a class or soft labels (classes,), or what the model's
+    `problem_type` needs.
 
     Raises:
         TypeError: `args` are not `ToSTVisionTrainingArguments`.
-        ValueError: EMA weights with FSDP or DeepSpeed, or `sync_batch_norm` on several CPUs.
+        ValueError: EMA weights with FSDP or DeepSpeed, `sync_batch_norm` on several CPUs, or label smoothing, Mixup or CutMix
+            without classes.
 
     Example:
 
@@ -158,6 +164,13 @@ class ToSTVisionTrainer(ToSTTrainer):
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         model = super().prepare_model(model)
+        config: Any = getattr(model, "config", None)
+        default = "regression" if getattr(config, "num_labels", None) == 1 else None
+        problem_type = getattr(config, "problem_type", None) or default
+        self.has_classes = problem_type in (None, "single_label_classification")
+        for name in ("label_smoothing_factor", "mixup", "cutmix"):
+            if not self.has_classes and getattr(self.args, name):
+                raise ValueError(f"{name} is for images of one class each; this model's problem_type is {problem_type!r}.")
         if self.args.sync_batch_norm:
             if self.args.world_size > 1 and self.args.device.type == "cpu":
                 raise ValueError("sync_batch_norm needs an accelerator: torch's SyncBatchNorm does not run on several CPUs.")
@@ -175,12 +188,12 @@ class ToSTVisionTrainer(ToSTTrainer):
         return [name for name in names if name.rpartition(".")[2] not in NO_WEIGHT_DECAY]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not model.training:
-            return super().compute_loss(model, inputs, return_outputs)
-        if self.args.freeze_batch_norm:
+        if model.training and self.args.freeze_batch_norm:
             for module in model.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.eval()
+        if not model.training or not self.has_classes:
+            return super().compute_loss(model, inputs, return_outputs)
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         outputs = model(**inputs)
