@@ -9,9 +9,11 @@ import pickle
 import pytest
 from conftest import small_config, small_vision_config
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from tost_hf import ToSTConfig, ToSTVisionConfig
+from tost_hf.model.configuration_tost import LRA_PRESETS, PRESETS
+from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
 
 TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
@@ -47,7 +49,7 @@ INVALID_FIELDS_OF_ONE = [
     ("tost", {"max_position_embeddings": 0}),
     ("tost", {"forgetting": "always"}),
     ("tost", {"conv_kernel": 1}),
-    ("tost", {"layer_types": ["linear_attention"]}),
+    ("tost", {"layer_types": ["conv", FULL]}),
     ("tost", {"layer_types": [TSSA]}),
     ("tost", {"layer_types": [FULL] * 2}),
     ("tost", {"sliding_window": 1, "layer_types": [SLIDING, TSSA]}),
@@ -127,3 +129,20 @@ def test_copies(config, tmp_path):
     assert wider.hidden_size == 2 * config.hidden_size and wider.to_diff_dict() == config.to_diff_dict() | {
         "hidden_size": wider.hidden_size
     }
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, *LRA_PRESETS, *VISION_PRESETS])
+def test_saved_configuration_is_valid_without_this_package(preset, tmp_path):
+    """Tokenizers of a folder, and Trainer when it resumes, read its `config.json` as a `PreTrainedConfig`."""
+    config_class = ToSTVisionConfig if preset in VISION_PRESETS else ToSTConfig
+    config = config_class.from_preset(preset)
+    config.save_pretrained(tmp_path)
+    plain = PreTrainedConfig.from_pretrained(tmp_path)
+    assert plain.num_hidden_layers == config.num_hidden_layers and plain.model_type == config.model_type
+
+
+def test_layer_types_of_earlier_versions_load(tmp_path):
+    loaded = load_changed(tmp_path, "tost", {"layer_types": [TSSA, FULL]})
+    assert loaded.layer_types == [TSSA, FULL] == small_config(layer_types=["linear_attention", FULL]).layer_types
+    loaded.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["layer_types"] == ["linear_attention", FULL]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hub_clients import CARD, Client, Clients, language_folder, language_model, vision_folder
+from hub_clients import CARD, Client, Clients, language_folder, language_model, save_tokenizer, vision_folder
 from safetensors.torch import load_file
 
 import tost_hf
@@ -248,6 +248,35 @@ def test_models_published_by_an_earlier_version(clients, bare_clients, tmp_path,
     assert_close(compute_logits(bare_clients, tmp_path / "copy", auto_class, inputs, **TRUST), expected)
     saved = {path.name for path in (tmp_path / "copy").glob("*.py")}
     assert saved == set(CODE_FILES["tost" if kind == "language" else "tost_vision"])
+
+
+# argv: folder of a hybrid with code, output folder; Trainer's losses of the same batch with and without smoothing, and resumed
+TRAIN = """
+import os
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+folder, output = argv
+assert AutoTokenizer.from_pretrained(folder, trust_remote_code=False).vocab_size  # it has no code
+ids = list(range(1, 13))
+losses = []
+for smoothing, steps, resume in ((0.0, 1, None), (1e-9, 1, None), (0.0, 2, True)):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    args = TrainingArguments(
+        output if smoothing == 0 else f"{output}-smoothed", max_steps=steps, save_steps=1, logging_steps=1, use_cpu=True,
+        label_smoothing_factor=smoothing, report_to="none",
+    )
+    trainer = Trainer(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 16)
+    trainer.train(resume)
+    losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+assert abs(losses[0][0] - losses[1][0]) < 1e-5 * losses[0][0], losses  # labels were shifted
+assert len(losses[2]) == 2 and losses[2][0] == losses[0][0], losses  # the first step is the checkpoint's
+"""
+
+
+def test_training_a_hybrid_without_the_package(bare_clients, tmp_path):
+    layers = {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": None}
+    language_model(**layers).save_pretrained(tmp_path / "model", with_code=True)
+    save_tokenizer(tmp_path / "model")
+    bare_clients.run(TRAIN, tmp_path / "model", tmp_path / "trained").check()
 
 
 def test_code_runs_only_with_trust_remote_code(hub, clients, bare_clients, causal_lm_results, tmp_path):

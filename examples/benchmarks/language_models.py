@@ -98,7 +98,7 @@ def make_language_model(
 def hybrid_layer_types(layers: int) -> list[str]:
     """Every fourth layer is attention; every third of fewer than twelve; the last of one or two."""
     interval = 4 if layers >= 12 else min(3, layers)
-    return ["tost_causal_statistics" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
 
 
 # The ablation, and a baseline with the convolution --------------------------------------------------------------------

@@ -14,7 +14,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from .cache_files import load_cache, prefill_cache, save_cache
 from .model.base_tost import AUTO_MAPS
 from .model.cache_tost import ToSTCache
-from .model.configuration_tost import CAUSAL_STATISTICS, ToSTConfig
+from .model.configuration_tost import ToSTConfig
 from .model.configuration_tost_vision import ToSTVisionConfig
 from .model.layers_tost import TokenStatisticsSelfAttention
 from .model.modeling_tost import (
@@ -41,7 +41,7 @@ from .model.modeling_tost_vision import (
 )
 from .model.tssa import TSSAOutput, tssa, tssa_step
 from .model.tssa_reference import TSSAState
-from .transformers_patches import add_class, add_class_name, add_layer_type
+from .transformers_patches import add_class
 from .version import __version__
 
 
@@ -69,9 +69,7 @@ for config_class in (ToSTConfig, ToSTVisionConfig):
         if auto_name != "AutoConfig":
             auto_class, model_class = getattr(transformers, auto_name), globals()[reference.partition(".")[2]]
             auto_class.register(config_class, model_class, exist_ok=True)
-            add_class_name(auto_class, config_class.model_type, model_class)
             add_class(model_class)
-add_layer_type(CAUSAL_STATISTICS)
 # by name, as transformers registers its own, although classes are declared: importing the class needs Pillow
 IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)  # type: ignore[arg-type]
 

@@ -8,11 +8,10 @@ from huggingface_hub.dataclasses import strict
 from .base_tost import ABLATIONS, ToSTBaseConfig, check_fields
 
 
-# Layer types, by which transformers' caches choose their layer classes. CAUSAL_STATISTICS is not "linear_attention", because
-# the cache layer of that type cannot crop a recurrent state, has no sequence length, and is the same for every model.
-# transformers registers cache layers of new types (`CausalStatisticsLayer._layer_type`), but not the names of the types:
-# `ToSTConfig.validate_layer_type` checks them, as that of transformers' own DeepSeek-V4 does.
-CAUSAL_STATISTICS = "tost_causal_statistics"
+# Layer types, by which transformers' caches choose their layer classes. In memory TSSA layers are CAUSAL_STATISTICS, because
+# the cache layer of "linear_attention" cannot crop a recurrent state, has no sequence length, and is the same for every model.
+# Files have transformers' name: tokenizers and Trainer read any `config.json` as a `PreTrainedConfig`, which rejects others.
+CAUSAL_STATISTICS, LINEAR_ATTENTION = "tost_causal_statistics", "linear_attention"
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -90,8 +89,9 @@ class ToSTConfig(ToSTBaseConfig):
             token, per head).
         conv_kernel: kernel size of the short causal convolution on each attention layer's normalised input; None for no
             convolution, as published.
-        layer_types: type of each layer: "tost_causal_statistics", "full_attention" or "sliding_attention". At least one layer
-            must be of the first type. None if all are, as published.
+        layer_types: type of each layer: "linear_attention" for TSSA, "full_attention" or "sliding_attention". At least one
+            layer must be of the first type, which the attribute returns as "tost_causal_statistics", the type of its cache
+            layer. None if all are, as published.
         sliding_window: number of tokens that a "sliding_attention" layer attends to, including the current one.
         num_key_value_heads: number of key and value heads of the attention layers; must divide `num_attention_heads`, which
             is the default.
@@ -216,6 +216,9 @@ class ToSTConfig(ToSTBaseConfig):
         for name in ("layer_types", "num_key_value_heads"):
             if (value := fields.pop(f"_{name}", None)) is not None:
                 fields[name] = value
+        if "layer_types" in fields:
+            names = {CAUSAL_STATISTICS: LINEAR_ATTENTION}
+            fields["layer_types"] = [names.get(layer_type, layer_type) for layer_type in fields["layer_types"]]
         return fields
 
     def _check_encoder(self):
@@ -230,14 +233,14 @@ class ToSTConfig(ToSTBaseConfig):
 
     def validate_layer_type(self):
         """As in transformers, for the types of this model."""
-        supported = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
+        supported = (LINEAR_ATTENTION, CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
         layer_types = self.__dict__.get("_layer_types") or self.all_layer_types  # `_layer_types` is not truncated
         if unknown := [layer_type for layer_type in layer_types if layer_type not in supported]:
             raise ValueError(f"layer_types must be among {', '.join(supported)}, got {unknown[0]!r}.")
         if len(layer_types) != self.num_hidden_layers:
             raise ValueError(f"layer_types must name every layer: it names {len(layer_types)} of {self.num_hidden_layers}.")
         if CAUSAL_STATISTICS not in layer_types:
-            raise ValueError(f"layer_types must contain {CAUSAL_STATISTICS} at least once.")
+            raise ValueError(f"layer_types must contain {LINEAR_ATTENTION} (TSSA) at least once.")
 
     def _check_attention_layers(self):
         if SLIDING_ATTENTION in self.all_layer_types and (self.sliding_window is None or self.sliding_window < 2):
@@ -305,6 +308,8 @@ def _get_layer_types(config: ToSTConfig) -> list[str]:
 
 
 def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
+    if layer_types is not None:
+        layer_types = [CAUSAL_STATISTICS if layer_type == LINEAR_ATTENTION else layer_type for layer_type in layer_types]
     if layer_types is not None and set(layer_types) == {CAUSAL_STATISTICS} and len(layer_types) == config.num_hidden_layers:
         layer_types = None  # as published
     config.__dict__["_layer_types"] = layer_types
