@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 VLLM := .venv-vllm
 PAGES := README.md LICENSE .github examples model_cards
+# rules of transformers' own linter of models that are for its repository: its license header, notes on which of its checkpoints
+# take a branch, generated docstrings
+MLINTER_OFF := TRF028|TRF041|TRF057
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test test-slow test-lowest test-vllm lint docs browser clean
@@ -29,10 +32,13 @@ test-lowest: $(LOWEST)/ready  ## the tests of `make test` with the lowest versio
 test-vllm: $(VLLM)/ready  ## the tests of the plugin for vLLM, which has its own environment
 	$(VLLM)/bin/python -m pytest tests/vllm --confcutdir tests/vllm
 
-lint: $(VENV)/ready  ## the linter and the type checker
+lint: $(VENV)/ready  ## the linters and the type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	mkdir -p build && sed -E '/^\[rules\.($(MLINTER_OFF))\]$$/,/^default_enabled/s/^(default_enabled =).*/\1 false/' \
+		$$($(BIN)/python -c "import mlinter; print(*mlinter.__path__)")/rules.toml > build/mlinter.toml
+	$(BIN)/mlinter --no-progress --no-cache --rules-toml build/mlinter.toml src/tost_hf/model
 
 docs: $(VENV)/ready  ## the documentation site, in site/, from the pages and the docstrings
 	mkdir -p build/docs && ln -sfn $(addprefix ../../,$(PAGES)) build/docs

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of ToST text models, and presets of the paper's sizes."""
 
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub.dataclasses import strict
 
@@ -247,8 +247,7 @@ class ToSTConfig(ToSTBaseConfig):
             raise ValueError(
                 f"sliding_attention layers need a sliding_window of at least 2 tokens, got {self.sliding_window}."
             )
-        num_key_value_heads = self.num_key_value_heads
-        assert num_key_value_heads is not None  # its property returns the default instead
+        num_key_value_heads = cast(int, self.num_key_value_heads)  # its property returns no None
         if num_key_value_heads < 1 or self.num_attention_heads % num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {num_key_value_heads}."
@@ -293,8 +292,7 @@ class ToSTConfig(ToSTBaseConfig):
     @property
     def all_layer_types(self) -> list[str]:
         """The type of every layer: `layer_types`, whose property never returns None."""
-        assert self.layer_types is not None
-        return self.layer_types
+        return cast("list[str]", self.layer_types)
 
     @property
     def head_dim(self) -> int:

@@ -160,9 +160,9 @@ class ToSTAttention(nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         attention_masks: dict,
-        position_ids: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes the layer.
 
@@ -170,9 +170,9 @@ class ToSTAttention(nn.Module):
             hidden_states: (B, T, D).
             attention_mask: (B, T), true at real tokens; without the cached tokens.
             attention_masks: from `build_attention_masks`.
-            position_ids: (B, T).
             position_embeddings: from `rotary_embedding`; None in models with learned positions.
             past_key_values: a cache with an attention layer at `layer_idx`; updated in place.
+            kwargs: `position_ids` (B, T), from which flash attention infers packed sequences.
 
         Returns:
             The output (B, T, D), and the attention weights if the attention implementation returns them.
@@ -198,7 +198,7 @@ class ToSTAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
-            position_ids=position_ids,
+            **kwargs,
         )
         return self.out_dropout(self.out_proj(attn_output.reshape(B, T, -1))), attn_weights
 
@@ -354,8 +354,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
         if not isinstance(new_num_position_embeddings, int) or new_num_position_embeddings < 1:
             raise ValueError(f"The number of positions must be a positive integer, got {new_num_position_embeddings!r}.")
         trunk = cast("ToSTModel", self.base_model)
-        table = trunk.embed_positions
-        assert table is not None  # the model has positions
+        table = cast(nn.Embedding, trunk.embed_positions)
         table.weight = _resize_positions(cast(nn.Parameter, table.weight), 0, new_num_position_embeddings)
         table.num_embeddings = new_num_position_embeddings
         for layer in trunk.modules():
@@ -478,12 +477,12 @@ class ToSTModel(ToSTPreTrainedModel):
         """Raises an error for tokens of a wrong shape, dtype or value."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        if inputs_embeds is not None:
+        if input_ids is None:
+            inputs_embeds = cast(torch.Tensor, inputs_embeds)
             if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
                 expected, actual = f"(batch, tokens, {self.config.hidden_size})", tuple(inputs_embeds.shape)
                 raise ValueError(f"inputs_embeds must have shape {expected}, got {actual}.")
             return
-        assert input_ids is not None
         if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"input_ids must be integers of shape (batch, tokens), int64 or int32, got {input_ids.dtype} "
@@ -740,10 +739,9 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
 
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = cast(int, config.num_labels)
         self.model = ToSTModel(config)
-        assert config.num_labels is not None  # transformers counts the labels
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -887,11 +885,10 @@ class ToSTForTokenClassification(ToSTPreTrainedModel):
 
     def __init__(self, config: ToSTConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = cast(int, config.num_labels)
         self.model = ToSTModel(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        assert config.num_labels is not None  # transformers counts the labels
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
     @can_return_tuple

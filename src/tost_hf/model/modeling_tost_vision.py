@@ -424,10 +424,9 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = cast(int, config.num_labels)
         self.tost = ToSTVisionModel(config)
-        assert config.num_labels is not None  # transformers counts the labels
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels) if self.num_labels > 0 else nn.Identity()
         self.post_init()
 
     @can_return_tuple
