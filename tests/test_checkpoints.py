@@ -68,6 +68,33 @@ def test_incomplete_checkpoint_is_skipped(make, output_dir, caplog, name):
         make().train(resume_from_checkpoint=str(output_dir / "checkpoint-6"))
 
 
+@pytest.mark.parametrize("run", ["images"], indirect=True)
+def test_empty_and_cut_files_are_reported(make, output_dir):
+    """As a full disk or a power failure leaves them, although `trainer_state.json` is written last."""
+    folder, trainer = output_dir / "checkpoint-6", make()
+    names = ["config.json", "ema/model.safetensors", "model.safetensors", "optimizer.pt"]
+    names += ["rng_state.pth", "scheduler.pt", "trainer_state.json"]
+    for name in names:
+        content = (folder / name).read_bytes()
+        for size, damage in ((0, "is empty"), (len(content) // 2, "is cut off"), (len(content) - 2, "is cut off")):
+            (folder / name).write_bytes(content[:size])
+            with pytest.raises(ValueError, match=f"incomplete: {name} {damage}"):
+                choose_checkpoint(trainer, str(folder))
+            assert choose_checkpoint(trainer, True) == str(output_dir / "checkpoint-4")
+        (folder / name).write_bytes(content)
+    assert choose_checkpoint(trainer, True) == str(folder)
+
+
+def test_missing_shard_is_reported(make, output_dir):
+    folder = output_dir / "checkpoint-6"
+    make().model.save_pretrained(folder, max_shard_size="50KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert choose_checkpoint(make(), str(folder)) == str(folder)
+    next(folder.glob("model-*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"model-0.* is missing"):
+        choose_checkpoint(make(), str(folder))
+
+
 def test_checkpoint_is_incomplete_while_it_is_overwritten(make, output_dir, monkeypatch):
     """A run that resumes from an earlier checkpoint is killed while it overwrites a later one."""
 
@@ -158,7 +185,7 @@ def test_fsdp_layouts(make, output_dir, layout):
     trainer.is_fsdp_enabled = True
     assert choose_checkpoint(trainer, True) == str(folder)
     path = next(folder.glob("optimizer*"))
-    (Path.unlink if path.is_file() else shutil.rmtree)(path)
+    (path if path.is_file() else path / ".metadata").unlink()
     with pytest.raises(ValueError, match="optimizer"):
         choose_checkpoint(trainer, str(folder))
 
@@ -167,7 +194,7 @@ def test_checkpoint_of_another_number_of_processes(make, output_dir, caplog):
     """Its random states cannot be used; with DeepSpeed, neither can its optimizer states."""
     folder = output_dir / "checkpoint-6"
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
-    (folder / "latest").touch()
+    (folder / "latest").write_text("global_step6")
     trainer = make()
     assert choose_checkpoint(trainer, True) == str(folder)
     assert "saved by another number of processes" in caplog.text

@@ -1,7 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Files and folders: writes them under a temporary name and renames them when complete; opens and hashes files."""
+"""Files and folders: writes them under a temporary name and renames them when complete; reads and hashes files."""
 
 import hashlib
+import json
 import os
 import re
 import tempfile
@@ -74,6 +75,23 @@ def open_safetensors(file: str | os.PathLike, device: str = "cpu") -> Iterator[s
         raise ValueError(
             f"{os.fspath(file)!r} is not a readable safetensors file: it is truncated or damaged ({error})."
         ) from error
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; an empty dict if the file does not exist.
+
+    Raises:
+        ValueError: the file does not contain a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not valid JSON ({error}); correct or delete it.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} must contain a JSON object, got a {type(content).__name__}.")
+    return content
 
 
 def is_weights_name(name: str) -> bool:

@@ -13,9 +13,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
+from ..files import read_json
 from ..model import modeling_tost, modeling_tost_vision
 from ..model.base_tost import AUTO_MAPS
-from .records import CARD, load_card, read_json
+from .records import CARD, load_card
 
 
 TEXT_SUFFIXES = (".json", ".jinja", ".md", ".txt", ".py", ".js", ".html")

@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Reads what a model folder records about its model: evaluation results, the training run, and the existing card."""
 
-import json
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +8,7 @@ from typing import NamedTuple
 import yaml
 from huggingface_hub import ModelCard
 
-from ..files import EVAL_RESULTS, EVALUATION, RUN_ARGUMENTS, TRAIN_RESULTS, TRAINER_STATE
+from ..files import EVAL_RESULTS, EVALUATION, RUN_ARGUMENTS, TRAIN_RESULTS, TRAINER_STATE, read_json
 
 
 CARD = "README.md"
@@ -25,23 +24,6 @@ class Records(NamedTuple):
     metrics: dict[str, float] = {}  # of Trainer's last evaluation, without the "eval_" of their names
     run: dict[str, str] = {}  # run_arguments.json of the training script
     training: dict[str, float] = {}  # from Trainer's results and state; times in seconds
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file; an empty dict if the file does not exist.
-
-    Raises:
-        ValueError: the file does not contain a JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not valid JSON ({error}); correct or delete it.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{str(path)!r} must contain a JSON object, got a {type(content).__name__}.")
-    return content
 
 
 def read_records(folder: Path) -> Records:

@@ -1,7 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Resuming from the newest complete checkpoint, also after a run that was killed.
 
-A checkpoint is complete if it has `trainer_state.json`, which Trainer writes last, and the files that the settings require.
+A checkpoint is complete if it has `trainer_state.json`, which Trainer writes last, and the files that the settings require,
+none of them empty or cut off, as a full disk or a power failure leaves them.
 """
 
 import logging
@@ -9,13 +10,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME
 
-from ..files import TRAINER_STATE
+from ..files import TRAINER_STATE, open_safetensors, read_json
 
 
 logger = logging.getLogger(__name__)
@@ -111,8 +114,34 @@ def _gather_problems(trainer: Trainer, folder: Path) -> list[str]:
 
 def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
     for alternatives in _required_files(trainer, folder):
-        if not any(any(folder.glob(pattern)) for pattern in alternatives):
-            yield f"{alternatives[0]} is missing"
+        paths = [path for pattern in alternatives for path in folder.glob(pattern)]
+        for path in paths or [folder / alternatives[0]]:
+            yield from _find_damage(folder, path)
+    if (folder / CONFIG_NAME).exists():  # adapters have none
+        yield from _find_damage(folder, folder / CONFIG_NAME)
+
+
+def _find_damage(folder: Path, path: Path) -> Iterator[str]:
+    """Signs that a file was not written to its end; reads no tensors."""
+    name = path.relative_to(folder).as_posix()
+    if path.is_dir():  # of torch.distributed.checkpoint, which writes its metadata last
+        yield from _find_damage(folder, path / ".metadata")
+    elif not path.is_file():
+        yield f"{name} is missing"
+    elif path.stat().st_size == 0:
+        yield f"{name} is empty"
+    else:
+        try:
+            if path.suffix == ".safetensors":
+                with open_safetensors(path):
+                    pass
+            elif path.suffix in (".pt", ".pth", ".bin"):
+                ZipFile(path).close()  # reads the directory of its members, which torch.save writes last
+            elif path.suffix == ".json":
+                for shard in sorted(set(read_json(path).get("weight_map", {}).values())):
+                    yield from _find_damage(folder, folder / shard)
+        except (BadZipFile, ValueError):
+            yield f"{name} is cut off or damaged"
 
 
 def _required_files(trainer: Trainer, folder: Path) -> Iterator[tuple[str, ...]]:
