@@ -34,6 +34,14 @@ def test_committed_cards_are_current(tmp_path):
     assert all(len(text.splitlines()) <= 45 for text in cards.values())
 
 
+def test_existing_preset_cards_are_not_overwritten(tmp_path, capsys):
+    (tmp_path / "tost-large.md").write_text("mine")
+    assert cli.main(["card", str(tmp_path), "--presets"]) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("tost-large.md", "mine")]
+    assert cli.main(["card", str(tmp_path), "--presets", "--overwrite"]) == 0
+
+
 @pytest.mark.parametrize("name", PRESET_CARDS)
 def test_preset_cards(name):
     card = preset_card(name)

@@ -1,6 +1,7 @@
 """Conversion of the authors' language checkpoints: equal outputs, round trips, errors; library and command."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -256,6 +257,18 @@ def test_existing_outputs_require_overwrite(converted_folder, tmp_path):
         convert_from_original(checkpoint, file)
     with pytest.raises(IsADirectoryError, match="is a folder"):
         convert_to_original(folder, target)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_files_that_are_read_are_not_overwritten(converted_folder, tmp_path, name):
+    folder = shutil.copytree(converted_folder[1], tmp_path / "model")
+    content, link = (folder / name).read_bytes(), tmp_path / "link"
+    link.symlink_to(folder)
+    for target in (folder / name, link / name):
+        with pytest.raises(ValueError, match="is read"):
+            convert_to_original(folder, target, overwrite=True)
+    assert (folder / name).read_bytes() == content
+    convert_to_original(folder, folder / "ckpt.pt")
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -53,10 +53,11 @@ def test_image_report(photo, tmp_path):
     terms = interpret.compression_terms(interpret.trace_model(model, pixel_values=load_image(model, None, photo)[0]))
     assert f"{terms.variational[0, 2]:.2f}" in page and f"{terms.coding_rate[0, 0]:.2f}" in page
     assert interpret.inspect_model(model, None, photo, out)[0] == files[0]  # replaces the earlier report
-    files[0].write_text("mine")
-    with pytest.raises(FileExistsError, match="another"):
-        interpret.inspect_model(model, None, photo, out)
-    assert files[0].read_text() == "mine"
+    for file in files:
+        file.write_text("mine")
+        with pytest.raises(FileExistsError, match=file.name):
+            interpret.inspect_model(model, None, photo, out)
+        file.unlink()
 
 
 def test_one_head_and_one_layer_of_a_backbone(tmp_path, photo):

@@ -92,7 +92,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_argument("--license", metavar="ID", help="licence of the weights, such as apache-2.0")
     add_argument("--repo-id", metavar="REPO_ID", help="where it will be published, for the loading examples")
     add_argument("--revision", help="the tag or commit that the loading examples pin")
-    add_argument("--overwrite", action="store_true", help="replace the README.md in FOLDER, text written by hand included")
+    add_argument("--overwrite", action="store_true", help="replace existing cards, text written by hand included")
 
     examples = ("./my-tost me/my-tost --card --license apache-2.0", "./my-tost me/my-tost --private --tag v1")
     add_argument = add_command(
@@ -206,12 +206,12 @@ def _convert(args: argparse.Namespace) -> None:
 def _card(args: argparse.Namespace) -> None:
     """Writes README.md from the files of the folder: configuration, weights, records of training and evaluation results.
 
-    It leaves out what is not recorded. An existing README.md is replaced only with --overwrite.
+    It leaves out what is not recorded. An existing card is replaced only with --overwrite.
     """
     from .hub.cards import write_card, write_preset_cards
 
     if args.presets:
-        print("\n".join(f"Wrote {path}" for path in write_preset_cards(args.folder)))
+        print("\n".join(f"Wrote {path}" for path in write_preset_cards(args.folder, overwrite=args.overwrite)))
         return
     options = {name: getattr(args, name) for name in ("repo_id", "revision", "license", "overwrite")}
     print(f"Wrote {write_card(args.folder, **options)}")

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from .files import check_file, check_folder, is_weights_name, open_safetensors, staged_file, staged_folder
 from .hub.checks import empty_model, load_config
@@ -226,13 +227,14 @@ def convert_to_original(
         FileExistsError: `output_file` exists and `overwrite` is false.
         OSError: the file cannot be written; partial output is removed.
         ValueError: the folder contains no such model, or one that the authors' code cannot represent (such as a position-free
-            one).
+            one), or `output_file` is one of the model's files.
 
     Example:
         >>> convert_to_original("./my-tost", "ckpt.pt")
     """
     source, target = Path(model_dir), Path(output_file)
-    check_file(target, overwrite)
+    weights = [path for path in sorted(source.glob("*.safetensors")) if is_weights_name(path.name)]
+    check_file(target, overwrite, sources=[*source.glob(CONFIG_NAME), *weights])
     model_config = cast(Config, load_config(source))
     settings: dict[str, object]
     if isinstance(model_config, ToSTVisionConfig):
@@ -245,10 +247,9 @@ def convert_to_original(
         settings = {"model_args": model_args | {"TSSA": True}, "iter_num": iter_num}
         settings |= {"best_val_loss": torch.tensor(best_val_loss), "config": dict(config or {})}
     state_dict: StateDict = {}
-    for path in sorted(source.glob("*.safetensors")):
-        if is_weights_name(path.name):
-            with open_safetensors(path) as file:
-                state_dict |= {name: file.get_tensor(name) for name in file.keys()}
+    for path in weights:
+        with open_safetensors(path) as file:
+            state_dict |= {name: file.get_tensor(name) for name in file.keys()}
     if "model.embed_tokens.weight" in state_dict:  # tied weights, which the authors' format stores twice
         state_dict["lm_head.weight"] = state_dict["model.embed_tokens.weight"]
     _check_tensors(state_dict, _empty_model(model_config).state_dict(), source)

@@ -37,8 +37,19 @@ def check_folder(target: Path, overwrite: bool, sources: Iterable[str | os.PathL
         raise FileExistsError(f"The folder {target} is not empty; choose another, or overwrite it (--overwrite).")
 
 
-def check_file(target: Path, overwrite: bool) -> None:
-    """Raises OSError if the target is a folder, or a file that exists without `overwrite`."""
+def check_file(target: Path, overwrite: bool, sources: Iterable[Path] = ()) -> None:
+    """Checks an output file before a command starts computing.
+
+    Args:
+        overwrite: whether the file may exist.
+        sources: existing files that the command reads.
+
+    Raises:
+        OSError: the target is a folder, or a file that exists without `overwrite`.
+        ValueError: it is one of the sources.
+    """
+    if target.exists() and any(target.samefile(source) for source in sources):
+        raise ValueError(f"{target} is read: choose another file to write.")
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder; name a file.")
     if target.exists() and not overwrite:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 
-from ..files import is_weights_name, staged_file
+from ..files import check_file, is_weights_name, staged_file
 from ..model.configuration_tost import BEYOND_PAPER, PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .checks import load_config, model_class
@@ -134,9 +134,15 @@ def preset_card(name: str) -> ModelCard:
     return _render(config, name, "apache-2.0", Records(), preset=name)
 
 
-def write_preset_cards(folder: str | os.PathLike) -> list[Path]:
-    """Writes a card `NAME.md` for each of the paper's sizes, which have no weights; returns the paths."""
+def write_preset_cards(folder: str | os.PathLike, *, overwrite: bool = False) -> list[Path]:
+    """Writes a card `NAME.md` for each of the paper's sizes, which have no weights; returns the paths.
+
+    Raises:
+        FileExistsError: one of the files exists, and `overwrite` is not set.
+    """
     paths = {name: Path(folder, f"{name}.md") for name in PRESET_CARDS}
+    for path in paths.values():
+        check_file(path, overwrite)
     for name, path in paths.items():
         save_card(preset_card(name), path)
     return list(paths.values())

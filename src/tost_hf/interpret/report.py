@@ -113,13 +113,16 @@ def inspect_model(
 
     Raises:
         ValueError: the model has no TSSA layers, the input is not an image or text, or a layer does not exist.
-        OSError: the input or output cannot be read or written, or `out_dir` contains another `index.html`. Nothing is written.
+        OSError: the input or output cannot be read or written, or `out_dir` contains files of these names that are
+            not of an earlier run. Nothing is written.
         ImportError: matplotlib or Pillow is missing.
     """
     require_extra("matplotlib")
     index, total = Path(out_dir, INDEX), len(tssa_layers(model))
-    if index.exists() and GENERATOR not in index.read_text(encoding="utf-8", errors="replace"):
-        raise FileExistsError(f"{index} is another page; name another folder, or move it away.")
+    is_report = index.exists() and GENERATOR in index.read_text(encoding="utf-8", errors="replace")
+    for file in (Path(out_dir, name) for name in (INDEX, *CAPTIONS)):
+        if file.exists() and not is_report:
+            raise FileExistsError(f"{file} is not of an earlier report; name another folder, or move it away.")
     numbers = [round(x) for x in torch.linspace(1, total, min(total, 6)).tolist()] if layers is None else layers
     numbers = sorted({pick_layer(list(range(1, total + 1)), number) for number in numbers})
     if not numbers:
