@@ -1,9 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Training with the authors' settings: `ToSTTrainingArguments` and `ToSTTrainer`, based on transformers' Trainer."""
 
+import math
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +23,22 @@ NO_WEIGHT_DECAY = FLOAT32_PARAMETERS
 
 @dataclass
 class BaseTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with `total_batch_size`: base class of the arguments for language and vision models."""
+    """`TrainingArguments` with `total_batch_size`: base class of the arguments for language and vision models.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {  # the smallest and the largest value
+        "per_device_train_batch_size": (1, math.inf),
+        "per_device_eval_batch_size": (1, math.inf),
+        "gradient_accumulation_steps": (1, math.inf),
+        "total_batch_size": (1, math.inf),
+        "num_train_epochs": (0, math.inf),
+        "learning_rate": (0, math.inf),
+        "weight_decay": (0, math.inf),
+        "label_smoothing_factor": (0, 1),
+    }
 
     total_batch_size: int | None = field(
         default=None,
@@ -45,6 +61,11 @@ class BaseTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self):
+        for name, (low, high) in self.ranges.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                valid_range = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise ValueError(f"{name} must be {valid_range}, got {value}.")
         if self.total_batch_size is not None:
             if self.auto_find_batch_size:
                 raise ValueError("auto_find_batch_size and total_batch_size exclude each other: leave one of them out.")
@@ -65,7 +86,7 @@ class BaseTrainingArguments(TrainingArguments):
         assert self.total_batch_size is not None
         micro_batch_size = self.per_device_train_batch_size * num_devices
         steps, remainder = divmod(self.total_batch_size, micro_batch_size)
-        if remainder or steps < 1:
+        if remainder:
             raise ValueError(
                 f"total_batch_size {self.total_batch_size} is not a multiple of per_device_train_batch_size "
                 f"{self.per_device_train_batch_size} on {num_devices} data-parallel devices: change one of the three."
@@ -87,7 +108,7 @@ class ToSTTrainingArguments(BaseTrainingArguments):
     schedule of the published pre-training are in `examples/recipes/text_pretraining.yaml`.
 
     Raises:
-        ValueError: a size below 1, or a fused loss with label smoothing or a PyTorch without it.
+        ValueError: a value is outside its range, or a fused loss with label smoothing or a PyTorch without it.
 
     Example:
 
@@ -99,6 +120,8 @@ class ToSTTrainingArguments(BaseTrainingArguments):
     (0.0006, 0.1, 0.95)
     ```
     """
+
+    ranges = BaseTrainingArguments.ranges | {"context_parallel_size": (1, math.inf)}
 
     learning_rate: float = field(default=6e-4, metadata={"help": "The peak learning rate of AdamW."})
     weight_decay: float = field(
@@ -121,8 +144,6 @@ class ToSTTrainingArguments(BaseTrainingArguments):
     def __post_init__(self):
         if self.fuse_linear_cross_entropy:
             self._check_fused_loss()
-        if self.context_parallel_size < 1:
-            raise ValueError(f"context_parallel_size must be at least 1, got {self.context_parallel_size}.")
         super().__post_init__()
 
     def _check_fused_loss(self) -> None:

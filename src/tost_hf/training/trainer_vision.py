@@ -44,6 +44,20 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
     ```
     """
 
+    ranges = BaseTrainingArguments.ranges | {
+        "ema_decay": (0, 1),
+        "random_erasing": (0, 1),
+        "min_crop_scale": (0.001, 1),
+        "crop_padding": (0, 1000),
+        "rand_augment_probability": (0, 1),
+        "rand_augment_magnitude": (0, 30),
+        "rand_augment_std": (0, 30),
+        "rand_augment_operations": (0, 100),
+        "repeated_augmentation": (1, 1000),
+        "mixup": (0, 1000),
+        "cutmix": (0, 1000),
+    }
+
     ema_decay: float = field(default=0.0, metadata={"help": "Decay of the EMA weights; 0 for none."})
     mixup: float = field(default=0.0, metadata={"help": "Mixup's alpha; 0 for none."})
     cutmix: float = field(default=0.0, metadata={"help": "CutMix's alpha; 0 for none."})
@@ -77,28 +91,6 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Whether to drop columns that the model's forward does not accept."}
     )
-
-    def __post_init__(self):
-        self._check_augmentation()
-        super().__post_init__()
-
-    def _check_augmentation(self) -> None:
-        for name, low, high in (
-            ("ema_decay", 0, 1),
-            ("label_smoothing_factor", 0, 1),
-            ("random_erasing", 0, 1),
-            ("min_crop_scale", 0.001, 1),
-            ("crop_padding", 0, 1000),
-            ("rand_augment_probability", 0, 1),
-            ("rand_augment_magnitude", 0, 30),
-            ("rand_augment_std", 0, 30),
-            ("rand_augment_operations", 0, 100),
-            ("repeated_augmentation", 1, 1000),
-            ("mixup", 0, 1000),
-            ("cutmix", 0, 1000),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} must be from {low} to {high}, got {getattr(self, name)}.")
 
 
 class _VisionCallback(TrainerCallback):
