@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Shared by the scripts: arguments, changes to a configuration, data from files, and the steps of a training run."""
 
+import ast
 import dataclasses
 import json
 import logging
@@ -124,23 +125,34 @@ class _Parser(HfArgumentParser):
         raise ValueError(f"{message}; --help lists the arguments.")
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    def construct_mapping(self, node, deep=False):
+        """Raises an error for a repeated key, of which YAML would use the last value."""
+        names = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if names.count(key.value) > 1:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def parse_args(args: list[str], *argument_classes: type, description: str | None = None) -> tuple:
     """Parses the command line into one instance of each dataclass.
 
     The first argument may be a .yaml or .json file of arguments (examples/recipes); those after it take precedence.
 
     Raises:
-        ValueError: an argument is unknown, missing or of the wrong type, or the file is damaged.
+        ValueError: an argument is unknown, abbreviated, missing or of the wrong type; the file is damaged or repeats a name.
     """
     if args and args[0].endswith((".json", ".yaml", ".yml")):
         args = _read_argument_file(Path(args[0])) + args[1:]
-    return _Parser(argument_classes, description=description).parse_args_into_dataclasses(args, look_for_args_file=False)
+    parser = _Parser(argument_classes, description=description, allow_abbrev=False)
+    return parser.parse_args_into_dataclasses(args, look_for_args_file=False)
 
 
 def _read_argument_file(file: Path) -> list[str]:
     """The arguments of a file in the form of a command line, so that they are checked in the same way."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
+        values = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)  # JSON is YAML
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"The file of arguments {str(file)!r} cannot be read: {error}") from error
     if not isinstance(values, dict):
@@ -154,13 +166,15 @@ def _read_argument_file(file: Path) -> list[str]:
 
 
 def parse_value(text: str) -> bool | int | float | str | list | dict | None:
-    """Parses JSON, also with Python's True, False and None, and lists of strings without quotes; anything else is a string."""
+    """Parses JSON, Python's literals, and lists of strings without quotes; anything else is a string."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError):
+            pass
     if text.startswith("[") and text.endswith("]") and '"' not in text:
         return [parse_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
-    try:
-        return json.loads("null" if text == "None" else text.lower())
-    except json.JSONDecodeError:
-        return text
+    return text
 
 
 def override_config(config: PreTrainedConfig, assignments: str | None, **defaults) -> PreTrainedConfig:
@@ -172,9 +186,9 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
         defaults: changes that `assignments` override.
 
     Raises:
-        ValueError: the configuration has no such key, or the value does not suit it.
+        ValueError: the configuration has no such key, a key is repeated, or the value does not suit it.
     """
-    overrides, fields = defaults, config.to_dict()
+    overrides, fields = {}, config.to_dict()
     valid_keys = fields.keys() | {field.name for field in dataclasses.fields(config)}  # to_dict omits options that are off
     for assignment in filter(None, re.split(r",(?![^\[{]*[]}])", assignments or "")):
         key, separator, value = assignment.partition("=")
@@ -184,7 +198,10 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
                 f"--config_overrides does not understand {assignment!r}: write key=value, with a key of the "
                 f"{config.model_type} configuration."
             )
+        if key in overrides:
+            raise ValueError(f"--config_overrides sets {key} twice.")
         overrides[key] = parse_value(value.strip())
+    overrides = defaults | overrides
     if "hidden_size" in overrides and fields.get("intermediate_size") == 4 * fields["hidden_size"]:
         fields["intermediate_size"] = None  # follows the new width
     try:

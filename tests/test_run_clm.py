@@ -91,6 +91,18 @@ def test_config_overrides_of_options(name, overrides, expected):
     assert "rope" not in overrides or config.rope_parameters["rope_theta"] == 5e5
 
 
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ('{"0": "Cat", "1": "New York"}', {0: "Cat", 1: "New York"}),
+        ("{'0': 'Cat', '1': None}", {0: "Cat", 1: None}),
+    ],
+)
+def test_config_overrides_preserve_case(value, expected):
+    config = run_clm.load_config(run_clm.ModelArguments(config_overrides=f"id2label={value},architectures=[ToSTModel]"))
+    assert config.id2label == expected and config.architectures == ["ToSTModel"]
+
+
 def test_vocabulary_and_special_tokens_match_the_tokenizer(text_folder):
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
     model = run_clm.load_model(run_clm.ModelArguments(), small_config(vocab_size=100), tokenizer)

@@ -54,6 +54,9 @@ def faulty_inputs(tmp_path_factory, text_folder) -> Path:
         "list.json": "[1, 2]",
         "key.json": json.dumps({"train_file": str(text_folder / "train.txt"), "nonsense": 1}),
         "args.yaml": "a: [1, 2\nb: {",
+        "abbreviation.yaml": f"train_file: {text_folder / 'train.txt'}\noutput_dir: out\nlearning_rat: 1\n",
+        "twice.yaml": "lr_scheduler_kwargs: {min_lr: 0.1}\nlearning_rate: 1\nseed: 3\nlearning_rate: 2\n",
+        "twice.json": '{"lr_scheduler_kwargs": {"min_lr": 0.1, "min_lr": 0.2}}',
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -119,12 +122,15 @@ TEXT = [
     ({"block_size": 33}, "max_position_embeddings"),
     ({"validation_split_percentage": 100}, "below 100"),
     ({"shuffle_buffer": -1}, "shuffle_buffer"),
+    ({"label_smoothing_factor": 2}, "label_smoothing_factor must be from 0 to 1"),
+    ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1"),
     ({"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 9}, "NaN"),
     # models, configurations and tokenizers
     (overrides("n_layer=two"), "num_hidden_layers"),
     (overrides("n_head=5"), "num_attention_heads"),
     (overrides("hiden_size=8"), "hiden_size"),
     (overrides("n_layer"), "understand"),
+    (overrides("num_hidden_layers=2"), "num_hidden_layers twice"),
     ({"config_name": None, "model_name_or_path": "x"}, "config_overrides"),
     ({"config_name": "no-such-preset"}, "no-such-preset"),
     ({"config_name": "vision", "config_overrides": None}, "tost_vision"),
@@ -140,6 +146,9 @@ TEXT = [
     (["list.json"], "values"),
     (["key.json"], "nonsense"),
     (["args.yaml"], "args.yaml"),
+    (["abbreviation.yaml"], "--learning_rat"),
+    (["twice.yaml"], "learning_rate is given twice"),
+    (["twice.json"], "min_lr is given twice"),
 ]
 
 IMAGES = [
@@ -161,6 +170,7 @@ IMAGES = [
     ({**SCRATCH, "model_name_or_path": "model_other"}, "'tost'"),
     ({**SCRATCH, "model_name_or_path": "vision"}, "ModelForImageClassification"),
     ({"mixup": "nan"}, "mixup"),
+    ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
     ({"resume_from_checkpoint": "nothing"}, "ema/model.safetensors"),
 ]
 
