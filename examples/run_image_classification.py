@@ -43,7 +43,7 @@ from transformers import (
     set_seed,
 )
 
-from tost_hf.image_processing import CROPS, make_image_processor
+from tost_hf.image_processing import CROPS, convert_image, make_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
 from tost_hf.training.metrics import TopKAccuracy
 from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
@@ -212,14 +212,8 @@ def read_image(source: str, encoded: dict | None) -> Image.Image:
         raise ValueError(f"{name} is empty.")
     try:
         with Image.open(io.BytesIO(encoded["bytes"]) if encoded.get("bytes") else encoded["path"]) as image:
-            if image.mode[0] in "IF":
-                raise ValueError(f"it has more than 8 bits per channel (mode {image.mode}), which would turn white")
-            # Pillow decodes lazily, and its readers raise many types
-            image = ImageOps.exif_transpose(image)
-            if image.has_transparency_data:
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-            return image.convert("RGB")
-    except Exception as error:
+            return convert_image(ImageOps.exif_transpose(image), num_channels=3)
+    except Exception as error:  # Pillow decodes lazily, and its readers raise many types
         raise ValueError(f"{name} cannot be read as an image: {error}") from error
 
 

@@ -14,7 +14,7 @@ from transformers import ViTImageProcessorPil
 
 import tost_hf
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
-from tost_hf.image_processing import make_image_processor, save_image_processor
+from tost_hf.image_processing import convert_image, make_image_processor, save_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed, mix
 from tost_hf.training.metrics import TopKAccuracy
 
@@ -119,6 +119,30 @@ def test_image_processor_accepts_all_modes(tmp_path, size, crop):
     processor.save_pretrained(tmp_path)
     loaded = load_processor(tmp_path)
     assert torch.equal(loaded(pictures, return_tensors="pt")["pixel_values"], pixels)
+
+
+@pytest.mark.parametrize("num_channels", [1, 3])
+def test_image_processor_rejects_modes_that_transformers_misreads(tmp_path, num_channels):
+    grey = PILImage.linear_gradient("L")
+    processor = make_image_processor(small_vision_config(num_channels=num_channels))
+    pixels = processor(grey, return_tensors="pt")["pixel_values"]
+    converted = {mode: grey.convert(mode) for mode in ("1", "P", "LA", "RGB", "RGBA", "CMYK")}
+    for mode, picture in converted.items():
+        if num_channels == 1:
+            with pytest.raises(ValueError, match=f'mode {mode}: pass image.convert."L"'):
+                processor(picture, return_tensors="pt")
+        picture = convert_image(picture, num_channels)
+        assert picture.mode == ("L" if num_channels == 1 else "RGB")
+        if mode != "1":  # dithered
+            assert torch.equal(processor(picture, return_tensors="pt")["pixel_values"], pixels)
+    for mode in ("I;16", "I", "F"):
+        for read in (processor, lambda picture: convert_image(picture, num_channels)):
+            with pytest.raises(ValueError, match=f"8 bits per channel .mode {mode}"):
+                read(grey.convert(mode))
+    processor.save_pretrained(tmp_path)  # it loads without this package
+    loaded = ViTImageProcessorPil.from_pretrained(tmp_path)
+    assert json.loads((tmp_path / "preprocessor_config.json").read_text())["image_processor_type"] == "ViTImageProcessor"
+    assert torch.equal(loaded(grey, return_tensors="pt")["pixel_values"], pixels)
 
 
 def test_evaluation_crops():

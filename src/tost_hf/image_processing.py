@@ -5,11 +5,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers import ViTImageProcessorPil
+from transformers.image_utils import is_pil_image
 from transformers.utils import is_vision_available
 
 
 if TYPE_CHECKING:
-    from transformers import ViTImageProcessorPil
+    from PIL.Image import Image
 
     from .model.configuration_tost_vision import ToSTVisionConfig
 
@@ -18,13 +20,53 @@ logger = logging.getLogger(__name__)
 CROPS = ("center", "squash")
 
 
+def convert_image(image: "Image", num_channels: int) -> "Image":
+    """Converts a Pillow image of any mode to RGB, or to grey for `num_channels=1`; transparent ones are put on white.
+
+    Raises:
+        ValueError: it has more than 8 bits per channel.
+    """
+    from PIL import Image
+
+    _check_depth(image)
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("L" if num_channels == 1 else "RGB")
+
+
+def _check_depth(image: "Image") -> None:
+    if image.mode[0] in "IF":
+        raise ValueError(
+            f"The image has more than 8 bits per channel (mode {image.mode}), and nearly all of it would turn white or black: "
+            "scale its values to 0 to 255 and convert it to mode L."
+        )
+
+
+class _StrictImageProcessor(ViTImageProcessorPil):
+    """Rejects Pillow images that transformers would misread; saved as its base class, which loads without this package."""
+
+    do_convert_rgb: bool
+
+    def process_image(self, image, *args, **kwargs):
+        if is_pil_image(image):
+            _check_depth(image)
+            if not self.do_convert_rgb and image.mode != "L":
+                raise ValueError(f'The model is for grey images, got one of mode {image.mode}: pass image.convert("L").')
+        return super().process_image(image, *args, **kwargs)
+
+
+_StrictImageProcessor.__name__ = ViTImageProcessorPil.__name__  # by which transformers saves it
+
+
 def make_image_processor(
     config_or_size: "ToSTVisionConfig | int | tuple[int, int]", crop: str = "center"
-) -> "ViTImageProcessorPil":
+) -> ViTImageProcessorPil:
     """The processor that converts images of any size to `pixel_values`, normalised with ImageNet's mean and deviation.
 
-    For RGB models it converts images of any mode. For models of grey images, `num_channels=1`, it accepts grey images only,
-    `image.convert("L")`, and rejects others: transformers has no setting that converts to grey.
+    For RGB models it converts images of any mode with 8 bits per channel. For models of grey images, `num_channels=1`, it
+    accepts grey images only, `image.convert("L")`: transformers has no setting that converts to grey. It rejects others. Once
+    saved and loaded it is transformers' own class, which reads the indices of a palette and the bits of a bilevel image as
+    grey values, and clips 16-bit images.
 
     Args:
         config_or_size: the configuration of a model, whose `image_size` and `num_channels` are used, or the side or (height,
@@ -44,7 +86,6 @@ def make_image_processor(
         >>> processor = make_image_processor(model.config)
         >>> logits = model(**processor(Image.open("cat.png"), return_tensors="pt")).logits
     """
-    from transformers import ViTImageProcessorPil  # needs Pillow, the models do not
     from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
 
     if crop not in CROPS:
@@ -61,7 +102,7 @@ def make_image_processor(
         mean, std = ([sum(values) / 3] for values in (mean, std))
     output_size = {"height": height, "width": width}
     do_center_crop = crop == "center"
-    return ViTImageProcessorPil(
+    return _StrictImageProcessor(
         do_convert_rgb=num_channels == 3,
         size={"shortest_edge": max(height, width)} if do_center_crop else output_size,
         resample=PILImageResampling.BICUBIC,
@@ -82,4 +123,4 @@ def save_image_processor(config: "ToSTVisionConfig", folder: Path) -> None:
         make_image_processor(config).save_pretrained(folder)
 
 
-__all__ = ["CROPS", "make_image_processor", "save_image_processor"]
+__all__ = ["CROPS", "convert_image", "make_image_processor", "save_image_processor"]

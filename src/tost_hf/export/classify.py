@@ -25,8 +25,10 @@ DEFAULTS = {  # of transformers' ViTImageProcessor
 def preprocess(image: Image.Image, metadata: dict, settings: dict) -> np.ndarray:
     """Pixel values (1, channels, height, width), computed like the image processor with these settings.
 
-    The image may have any mode: it is converted to the channels of the program, with a white background.
+    The image may have any mode of 8 bits per channel: it is converted to the channels of the program, with a white background.
     """
+    if image.mode[0] in "IF":
+        raise ValueError(f"The image has more than 8 bits per channel (mode {image.mode}): scale its values to 0 to 255.")
     settings = DEFAULTS | {name: value for name, value in settings.items() if value is not None}
     if image.has_transparency_data:
         image = image.convert("RGBA")

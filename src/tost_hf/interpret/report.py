@@ -17,7 +17,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 from ..files import staged_folder
 from ..hub.checks import load_config
 from ..hub.loading import load_model, resolve_model_folder
-from ..image_processing import make_image_processor
+from ..image_processing import convert_image, make_image_processor
 from ..model.configuration_tost import ToSTConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
 from . import plots, quantities
@@ -179,7 +179,7 @@ def load_image(model, processor, input, image_size: int | None = None) -> tuple[
     from PIL import Image, ImageOps
 
     image = input if isinstance(input, Image.Image) else Image.open(input)
-    image = ImageOps.exif_transpose(image).convert("L" if model.config.num_channels == 1 else "RGB")
+    image = convert_image(ImageOps.exif_transpose(image), model.config.num_channels)
     processor = processor or make_image_processor(model.config)
     patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
 
