@@ -10,7 +10,7 @@ from transformers import DynamicCache, GenerationMixin, StaticCache, pipeline
 
 from tost_hf import ToSTCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, prefill_cache, save_cache
 from tost_hf.model import modeling_tost
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
+from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 
 
 MAX_NEW_TOKENS = 24
@@ -89,9 +89,14 @@ def test_assisted_decoding_is_greedy(tiny_model, prompt, same_model):
 
 HYBRID = {"max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION, CAUSAL_STATISTICS]}
 MODEL_OPTIONS = {"published": {}, "decay": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
+EARLY_EXITS = [*zip(MODEL_OPTIONS.values(), (1, 2, 3))]
+EARLY_EXITS += [  # drafts of attention layers alone
+    ({"layer_types": [FULL_ATTENTION, CAUSAL_STATISTICS, FULL_ATTENTION], "max_position_embeddings": None}, 1),
+    ({"layer_types": [SLIDING_ATTENTION, FULL_ATTENTION, CAUSAL_STATISTICS], "sliding_window": 4}, 2),
+]
 
 
-@pytest.mark.parametrize("options, exit_layer", list(zip(MODEL_OPTIONS.values(), (1, 2, 3))), ids=MODEL_OPTIONS)
+@pytest.mark.parametrize("options, exit_layer", EARLY_EXITS, ids=[*MODEL_OPTIONS, "attention", "sliding attention"])
 def test_early_exit_is_greedy_and_does_not_change_the_model(prompt, options, exit_layer):
     model = randomize(ToSTForCausalLM(small_config(num_hidden_layers=3, **options))).eval()
     greedy = generate(model, prompt[:1])

@@ -401,23 +401,26 @@ def get_layer_type(layer: object) -> str | None:
 
 def get_cached_length(cache: Cache) -> int | torch.Tensor:
     """Number of tokens in a ToST model's cache, padding included (a 0-dimensional tensor if static or compiled)."""
-    return _first_statistics_layer(cache).get_seq_length()
+    layer = _first_statistics_layer(cache)
+    return cache.get_seq_length() if layer is None else layer.get_seq_length()
 
 
-def _first_statistics_layer(cache: Cache) -> CausalStatisticsLayer:
-    return cast(CausalStatisticsLayer, next(layer for layer in cache.layers if get_layer_type(layer) == CAUSAL_STATISTICS))
+def _first_statistics_layer(cache: Cache) -> CausalStatisticsLayer | None:
+    """None if there is none, as when `assistant_early_exit` leaves only the first layers of a hybrid, all with attention."""
+    return next((cast(CausalStatisticsLayer, x) for x in cache.layers if get_layer_type(x) == CAUSAL_STATISTICS), None)
 
 
-def check_layer_types(cache: Cache) -> list[str | None]:
+def check_layer_types(cache: Cache, attention_only: bool = False) -> list[str | None]:
     """Rejects a cache that is not for ToST models; returns the types of its layers (`get_layer_type`).
 
-    Types are compared, not classes: remote code has a different class of the same name.
+    Types are compared, not classes: remote code has a different class of the same name. `attention_only`: whether the cache is
+    for layers of which none is TSSA.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values must be a transformers Cache such as ToSTCache, got {type(cache).__name__}.")
     layer_types = [get_layer_type(layer) for layer in cache.layers]
     for layer_type, layer in zip(layer_types, cache.layers):
-        if layer_type is None or CAUSAL_STATISTICS not in layer_types:
+        if layer_type is None or (CAUSAL_STATISTICS in layer_types) == attention_only:
             raise ValueError(
                 f"past_key_values contains {type(layer).__name__}s of another kind of model; a ToST model needs "
                 "ToSTCache(config) or DynamicCache(config=model.config)."
@@ -436,7 +439,7 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
         # an empty DynamicCache() without a configuration
         cache.layers = ToSTCache(config).layers
         cache.layer_class_to_replicate = None
-    layer_types = check_layer_types(cache)
+    layer_types = check_layer_types(cache, attention_only=CAUSAL_STATISTICS not in config.layer_types)
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
             f"The cache is another model's: it has {len(cache.layers)} layers, this model {config.num_hidden_layers}."
@@ -447,7 +450,7 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
             f"this model's {', '.join(config.layer_types)}."
         )
     layer = _first_statistics_layer(cache)
-    if not layer.is_initialized:
+    if layer is None or not layer.is_initialized:
         return
     cached_batch_size, *actual = layer.tensors()["sum_sq"].shape
     expected = [config.num_attention_heads // _tensor_parallel_size(config), config.head_dim]
