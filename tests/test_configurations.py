@@ -131,6 +131,19 @@ def test_copies(config, tmp_path):
     }
 
 
+def test_loading_with_other_fields(tmp_path):
+    """Fields that depend on them are derived, and all are validated, as if the file had them."""
+    small_config(layer_types=[TSSA, FULL]).save_pretrained(tmp_path)
+    config = ToSTConfig.from_pretrained(tmp_path, max_position_embeddings=None, num_hidden_layers=3)
+    assert config.layer_types == [TSSA, FULL, TSSA] and config.rope_parameters["rope_type"] == "default"
+    config.save_pretrained(tmp_path)
+    for fields, name in ({"n_head": 5}, "num_attention_heads"), ({"max_position_embeddings": 8}, "rope_parameters"):
+        with pytest.raises(ValueError, match=name):
+            AutoConfig.from_pretrained(tmp_path, **fields)
+    _, unused = ToSTConfig.from_pretrained(tmp_path, hidden_size=64, dtype="auto", nonsense=1, return_unused_kwargs=True)
+    assert unused == {"nonsense": 1}
+
+
 @pytest.mark.parametrize("preset", [*PRESETS, *LRA_PRESETS, *VISION_PRESETS])
 def test_saved_configuration_is_valid_without_this_package(preset, tmp_path):
     """Tokenizers of a folder, and Trainer when it resumes, read its `config.json` as a `PreTrainedConfig`."""

@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Base classes of ToST configurations and models, source files published with the weights, validation of fields."""
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -124,6 +125,17 @@ class ToSTBaseConfig(PreTrainedConfig):
                 setattr(self, name, kwargs.pop(alias))
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As `PreTrainedConfig.from_dict`, but fields in `kwargs` are set before others are derived and all are validated."""
+        names = ({field.name for field in dataclasses.fields(cls)} | cls.attribute_map.keys()) - {"dtype"}  # may be "auto"
+        overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        return super().from_dict(cls._merge_fields(config_dict, overrides), **kwargs)
+
+    @classmethod
+    def _merge_fields(cls, fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+        return fields | overrides
+
     def options(self) -> dict[str, object]:
         """The options whose values differ from those of the published models."""
         return {name: value for name, value in self.to_dict().items() if name in self.option_defaults}
@@ -198,6 +210,7 @@ class ToSTBaseModel(PreTrainedModel):
                 f"{type(self).__name__} needs a {config_class.__name__} (model type {config_class.model_type!r}), got a "
                 f"{type(config).__name__} of model type {getattr(config, 'model_type', None)!r}."
             )
+        config.validate_architecture()  # fields may have been assigned since it was built
         super().__init__(config, *inputs, **kwargs)
         _register_adapter_targets(config_class.model_type)
 

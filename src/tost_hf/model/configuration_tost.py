@@ -178,11 +178,14 @@ class ToSTConfig(ToSTBaseConfig):
         presets = PRESETS | LRA_PRESETS
         if name not in presets:
             raise ValueError(f"There is no preset {name!r}; choose one of {', '.join(presets)}.")
-        fields = presets[name] | overrides
-        if "layer_types" in presets[name] and "layer_types" not in overrides:  # repeats the pattern
-            layers = fields.get("n_layer", fields["num_hidden_layers"])
-            fields["layer_types"] = (fields["layer_types"] * layers)[:layers]
-        return cls(**fields)
+        return cls(**cls._merge_fields(presets[name], overrides))
+
+    @classmethod
+    def _merge_fields(cls, fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+        layer_types, num_layers = fields.get("layer_types"), overrides.get("n_layer", overrides.get("num_hidden_layers"))
+        if layer_types is not None and num_layers is not None:
+            overrides = {"layer_types": (layer_types * num_layers)[:num_layers]} | overrides  # repeats the pattern
+        return super()._merge_fields(fields, overrides)
 
     def __post_init__(self, **kwargs):
         rope_parameters = self.rope_parameters
@@ -195,8 +198,6 @@ class ToSTConfig(ToSTBaseConfig):
             self.rope_parameters = None  # transformers sets a default
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
-        if not self.is_causal:
-            self.use_cache = False
         # @strict runs the validators as well, but wraps their error in another one
         self.validate_architecture()
 
@@ -213,6 +214,7 @@ class ToSTConfig(ToSTBaseConfig):
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
         fields = super().to_dict()
+        fields["use_cache"] = fields.pop("_use_cache") and self.is_causal
         for name in ("layer_types", "num_key_value_heads"):
             if (value := fields.pop(f"_{name}", None)) is not None:
                 fields[name] = value
@@ -313,6 +315,14 @@ def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
     config.__dict__["_layer_types"] = layer_types
 
 
+def _get_use_cache(config: ToSTConfig) -> bool:
+    return config.__dict__["_use_cache"] and config.is_causal
+
+
+def _set_use_cache(config: ToSTConfig, use_cache: bool) -> None:
+    config.__dict__["_use_cache"] = use_cache
+
+
 def _get_num_key_value_heads(config: ToSTConfig) -> int:
     num_heads = config.__dict__.get("_num_key_value_heads")
     return config.num_attention_heads if num_heads is None else num_heads
@@ -322,9 +332,11 @@ def _set_num_key_value_heads(config: ToSTConfig, num_heads: int | None) -> None:
     config.__dict__["_num_key_value_heads"] = None if num_heads == config.num_attention_heads else num_heads
 
 
-# Properties replace the fields, so that their defaults follow `num_hidden_layers` and `num_attention_heads` at any time.
+# Properties replace the fields, so that their defaults follow `num_hidden_layers` and `num_attention_heads` at any time, and
+# `use_cache` follows `is_causal`.
 # transformers' caches read `layer_types`, vLLM's `num_key_value_heads`.
 ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]
+ToSTConfig.use_cache = property(_get_use_cache, _set_use_cache)  # type: ignore[assignment]
 ToSTConfig.num_key_value_heads = property(_get_num_key_value_heads, _set_num_key_value_heads)  # type: ignore[assignment]
 
 
