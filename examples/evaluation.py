@@ -15,7 +15,8 @@ from datasets import Dataset
 from scripting import LOADERS, HubArguments, file_extension, load_pretrained, read_dataset
 from transformers import PreTrainedModel
 
-from tost_hf.files import EVALUATION, staged_file
+from tost_hf.files import EVALUATION, read_json, staged_file
+from tost_hf.hub.records import check_results
 
 
 logger = logging.getLogger("evaluation")
@@ -154,9 +155,10 @@ def results_file(args: EvaluationArguments) -> Path:
 
 def read_results(file: Path) -> dict:
     """The content of a results file, `{"results": [...]}`, whose list is empty if there is no file."""
-    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"results": []}
+    content = read_json(file) if file.exists() else {"results": []}
     if "results" not in content:
         raise ValueError(f'{file} does not contain {{"results": [...]}}: move it away, or choose another --output_file.')
+    check_results(content["results"], file)
     return content
 
 

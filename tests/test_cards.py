@@ -1,5 +1,6 @@
 """Model cards: contents from the folder, existing cards are not overwritten, the committed cards are current."""
 
+import json
 import math
 import os
 import re
@@ -160,13 +161,50 @@ def test_table_cells_are_escaped(bare_folder):
     assert r"| a \| b c |" in section(build_card(bare_folder), "Evaluation")
 
 
-@pytest.mark.parametrize("text", ["license: [mit", "model-index: 5"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config.json": {"id2label": ["cat", "dog"]}},
+        {"config.json": {"dtype": "flaot32"}},
+        {"config.json": {"architectures": 3}},
+        {"config.json": {"model_type": ["tost"]}},
+        {"config.json": {"auto_map": 3}},
+        {"config.json": {"quantization_config": "int8"}},
+        {"config.json": {"attn_implementation": 3}},
+        {"trainer_state.json": {"log_history": [3]}},
+        {"trainer_state.json": {"log_history": 3}},
+        {"evaluation.json": {"results": 3}},
+        {"evaluation.json": {"results": [3]}},
+        {"evaluation.json": {"results": [{"metric_value": 3}]}},
+        {"evaluation.json": {"results": [RESULT | {"command": 3}]}},
+        {"evaluation.json": {"results": [{name: value for name, value in RESULT.items() if name != "metric_value"}]}},
+        {"run_arguments.json": {"dataset_config_name": ["small"]}},
+    ],
+    ids=str,
+)
+def test_odd_values(trained_folder, capsys, changes):
+    ((name, fields),) = changes.items()
+    (trained_folder / "eval_results.json").unlink()  # or the log of trainer_state.json is not used
+    write_json(trained_folder / name, json.loads((trained_folder / name).read_text()) | fields)
+    for command in ("card", "info") if name == "config.json" else ("card",):
+        assert cli.main([command, str(trained_folder)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("tost-hf: error: ") and str(trained_folder / name) in error
+
+
+def test_deeply_nested_json(bare_folder, capsys):
+    (bare_folder / "train_results.json").write_text("[" * 100_000)
+    assert cli.main(["card", str(bare_folder)]) == 1 and "train_results.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["license: [mit", "model-index: 5", "tags: 5", "1: 2", "license: caf\xe9"])
 def test_invalid_metadata(bare_folder, capsys, text):
     path = bare_folder / "README.md"
-    path.write_text(f"---\n{text}\n---\n\n# Mine\n")
-    with pytest.raises(ValueError, match="metadata"):
+    path.write_text(f"---\n{text}\n---\n\n# Mine\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"README\.md"):
         load_card(path)
-    assert cli.main(["info", str(bare_folder)]) == 1 and "metadata" in capsys.readouterr().err
+    for command in (["info", bare_folder], ["publish", bare_folder, "me/tiny", "--dry-run"]):
+        assert cli.main([str(word) for word in command]) == 1 and str(path) in capsys.readouterr().err
 
 
 # Existing cards -------------------------------------------------------------------------------------------------------

@@ -112,6 +112,15 @@ def test_results_are_merged(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["evaluation.json"]
 
 
+@pytest.mark.parametrize("content", ["[", "[]", '{"results": 3}', '{"results": [{"metric_value": 1}]}', '{"hidden_size": 8}'])
+def test_other_files_are_not_overwritten(tmp_path, content):
+    file = tmp_path / "evaluation.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"evaluation\.json"):
+        evaluation.write_results(file, make_results(a=0.5))
+    assert file.read_text() == content
+
+
 def test_non_finite_results_are_omitted(caplog):
     assert [result["metric_name"] for result in make_results(a=math.inf, b=math.nan, c=1.0)] == ["c"]
     assert "a on Set is inf" in caplog.text and "b on Set is nan" in caplog.text

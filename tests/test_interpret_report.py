@@ -100,6 +100,8 @@ def test_inspect_path(photo, text_model, tokenizer, tmp_path):
     command = ["inspect", str(tmp_path / "text"), "the heads", "--out", str(tmp_path / "two")]
     assert main([*command, "--processor", str(tmp_path / "tokenizer"), "--trust-remote-code"]) == 0
     assert (tmp_path / "two/index.html").exists()
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text("[]")
+    assert main([*command, "--processor", str(tmp_path / "tokenizer")]) == 1
 
 
 def test_images_of_any_size(photo):

@@ -55,7 +55,7 @@ def enlarge_tokenizer(folder):
 FAULTS = {  # an edit of the folder, and a word of the error message
     "token": (write_file("README.md", b"---\nlicense: mit\n---\nhf_" + b"aB3" * 12), "token"),
     "no-card": (remove_file("README.md"), "card"),
-    "card-metadata": (write_file("README.md", b"---\nlicense: [apache\n---\n"), "metadata"),
+    "card-metadata": (write_file("README.md", b"---\nlicense: [apache\n---\n"), "README.md"),
     "no-licence": (write_file("README.md", b"no metadata"), "licence"),
     "unfilled-card": (write_file("README.md", b"---\nlicense: mit\n---\n[More Information Needed]"), "unfilled"),
     "no-config": (remove_file("config.json"), "config.json"),

@@ -88,20 +88,31 @@ def open_safetensors(file: str | os.PathLike, device: str = "cpu") -> Iterator[s
         ) from error
 
 
-def read_json(path: Path) -> dict:
+@contextmanager
+def name_file_in_errors(file: Path) -> Iterator[None]:
+    """Raises ValueError, with the file's name, in place of the errors of any type that libraries raise for odd content."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        kind, message = type(error).__name__, " ".join(str(error).split())
+        reason = message if type(error) is ValueError else f"{kind}: {message}"
+        raise ValueError(f"{str(file)!r} is damaged, or has a wrong value ({reason}): correct or replace it.") from error
+
+
+def read_json(file: Path) -> dict:
     """The object in a JSON file; an empty dict if the file does not exist.
 
     Raises:
         ValueError: the file does not contain a JSON object.
     """
-    if not path.is_file():
+    if not file.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not valid JSON ({error}); correct or delete it.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{str(path)!r} must contain a JSON object, got a {type(content).__name__}.")
+    with name_file_in_errors(file):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it must contain a JSON object, not a {type(content).__name__}")
     return content
 
 

@@ -14,8 +14,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME
 
-from ..files import check_file, is_weights_name, staged_file
+from ..files import check_file, is_weights_name, name_file_in_errors, staged_file
 from ..model.configuration_tost import BEYOND_PAPER, PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .checks import load_config, model_class
@@ -78,6 +79,8 @@ def build_card(
         validate_repo_id(repo_id)
     if with_code is None:
         with_code = bool(getattr(config, "auto_map", None))
+    with name_file_in_errors(folder / CONFIG_NAME):
+        facts = describe(config)
     records, full_name = read_records(folder), repo_id or folder.resolve().name
     processors = IMAGE_PROCESSOR_FILES if isinstance(config, ToSTVisionConfig) else ("tokenizer_config.json",)
     return _render(
@@ -85,6 +88,7 @@ def build_card(
         full_name.rpartition("/")[2],
         license,
         records,
+        facts,
         has_weights=True,
         source=json.dumps(full_name) + (f", revision={json.dumps(revision)}" if revision else ""),
         revision=revision,
@@ -131,7 +135,7 @@ def preset_card(name: str) -> ModelCard:
     else:
         config = ToSTConfig.from_preset(name, architectures=["ToSTForCausalLM"])
     # without weights the licence is that of the architecture's code
-    return _render(config, name, "apache-2.0", Records(), preset=name)
+    return _render(config, name, "apache-2.0", Records(), describe(config), preset=name)
 
 
 def write_preset_cards(folder: str | os.PathLike, *, overwrite: bool = False) -> list[Path]:
@@ -226,7 +230,9 @@ def _training_results(records: Records, dataset: str, pipeline_tag: str) -> list
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def _render(config: PreTrainedConfig, name: str, license: str | None, records: Records, **values: Any) -> ModelCard:
+def _render(
+    config: PreTrainedConfig, name: str, license: str | None, records: Records, facts: dict[str, str], **values: Any
+) -> ModelCard:
     """Renders the template; `values` are already Markdown."""
     auto_class, pipeline_tag = _find_task(config)
     return ModelCard.from_template(
@@ -240,7 +246,7 @@ def _render(config: PreTrainedConfig, name: str, license: str | None, records: R
         pipeline_tag=pipeline_tag,
         is_vision=isinstance(config, ToSTVisionConfig),
         beyond_paper=[option for option in config.options() if option in BEYOND_PAPER],
-        facts=make_markdown_table(("model", model_class(config).__name__), describe(config).items()),
+        facts=make_markdown_table(("model", model_class(config).__name__), facts.items()),
         evaluation=_evaluation_table(records.results),
         commands="\n".join(dict.fromkeys(result["command"] for result in records.results if result.get("command"))),
         training_evaluation=_number_table("metric", records.metrics),

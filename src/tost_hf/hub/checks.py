@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from ..files import read_json
+from ..files import name_file_in_errors, read_json
 from ..model import modeling_tost, modeling_tost_vision
 from ..model.base_tost import AUTO_MAPS
 from .records import CARD, load_card
@@ -85,13 +84,13 @@ def load_config(folder: Path) -> PreTrainedConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json; name a folder that save_pretrained wrote.")
-    model_type = read_json(path).get("model_type")
-    if model_type not in AUTO_MAPS:
-        raise ValueError(f"{folder} contains a model of type {model_type!r}, not a ToST model.")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except StrictDataclassError as error:
-        raise ValueError(f"{path} is not the configuration of a ToST model: {str(error).splitlines()[-1].strip()}") from error
+    fields = read_json(path)
+    with name_file_in_errors(path):
+        if fields.get("model_type") not in AUTO_MAPS:
+            raise ValueError(f"the model is of type {fields.get('model_type')!r}, not a ToST model")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        model_class(config), config.to_dict()  # transformers does not check all types
+    return config
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

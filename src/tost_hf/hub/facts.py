@@ -34,7 +34,7 @@ def describe(config: Any) -> dict[str, str]:
             facts["layers"] += "; " + ", ".join(f"{layer_type} in {i}" for i, layer_type in attention_types.items())
     if (config.architectures or [""])[0].endswith("Classification"):
         names = [str(config.id2label[i]) for i in sorted(config.id2label)]
-        show_names = len(names) <= 20 and not names[0].startswith("LABEL_")
+        show_names = 0 < len(names) <= 20 and not names[0].startswith("LABEL_")
         facts["classes"] = f"{len(names):,}" + (f": {', '.join(names)}" if show_names else "")
     if options:
         facts["options"] = ", ".join(f"{name} {value}" for name, value in options.items())

@@ -150,7 +150,7 @@ def model_files(folder: Path) -> dict[str, Path]:
     """The published files of a model folder, name -> path, without ToST's source files."""
     files = _match_files(folder, MODEL_FILES)
     files |= {path.name: path for path in sorted(folder.iterdir()) if is_weights_name(path.name)}
-    card = files[CARD].read_text(encoding="utf-8") if CARD in files else ""
+    card = files[CARD].read_text(encoding="utf-8", errors="replace") if CARD in files else ""
     image_paths = [path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES]
     images = {path.relative_to(folder).as_posix(): path for path in image_paths}
     return files | {name: path for name, path in images.items() if f"({name})" in card or f'"{name}"' in card}

@@ -12,7 +12,9 @@ import torch
 from huggingface_hub import HfApi, ModelInfo
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import CONFIG_NAME
 
+from ..files import name_file_in_errors
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
 from .checks import check_card, check_code_references, check_no_hub_token, load_config, model_class
@@ -151,7 +153,8 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         sizes = {name: size for name, size in file_sizes.items() if name.endswith(".safetensors")}
     config = load_config(folder)
     facts["model"] = model_class(config).__name__
-    facts |= describe(config)
+    with name_file_in_errors(folder / CONFIG_NAME):
+        facts |= describe(config)
     facts["weights"] = ", ".join(f"{name} ({size:,} bytes)" for name, size in sizes.items())
     facts["code"] = (
         "included (trust_remote_code works)" if getattr(config, "auto_map", None) else "not included (needs tost_hf)"

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
-from ..files import staged_folder
+from ..files import name_file_in_errors, staged_folder
 from ..hub.checks import load_config
 from ..hub.loading import load_model, resolve_model_folder
 from ..image_processing import convert_image, make_image_processor
@@ -71,10 +71,11 @@ def inspect_path(
     folder = resolve_model_folder(model)
     config = load_config(folder)
     source, processor_or_tokenizer = os.fspath(folder if processor is None else processor), None
-    if isinstance(config, ToSTConfig):
-        processor_or_tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    elif processor is not None or (folder / IMAGE_PROCESSOR_NAME).is_file():
-        processor_or_tokenizer = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
+    with name_file_in_errors(Path(source)):
+        if isinstance(config, ToSTConfig):
+            processor_or_tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        elif processor is not None or (folder / IMAGE_PROCESSOR_NAME).is_file():
+            processor_or_tokenizer = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
     loaded_model = load_model(folder, config)
     loaded_model.config.name_or_path = os.fspath(model)
     return inspect_model(loaded_model, processor_or_tokenizer, input, out_dir, layers=layers, image_size=image_size)
