@@ -208,6 +208,44 @@ def test_loss():
     assert torch.equal(model(pixels, labels=labels, return_dict=False)[1], output.logits)
 
 
+def explicit_stem(stem, x):
+    for i, (convolution, norm) in enumerate(zip(stem.convolutions, stem.norms)):
+        x = F.conv2d(stem.act_fn(x) if i else x, convolution.weight, stride=2, padding=1)
+        mean, var = norm.running_mean, norm.running_var
+        if norm.training:
+            mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+        mean, var, weight, bias = (y[:, None, None] for y in (mean, var, norm.weight, norm.bias))
+        x = (x - mean) / (var + norm.eps).sqrt() * weight + bias
+    return x
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("num_channels", [1, 2, 3])
+@pytest.mark.parametrize("patch_size, hidden_size", [(2, 1), (2, 8), (4, 2), (4, 8), (8, 4), (8, 8), (16, 8), (16, 32)])
+def test_stem_gradients_do_not_depend_on_the_batch_size(patch_size, hidden_size, num_channels, is_training):
+    fields = {"patch_size": patch_size, "hidden_size": hidden_size, "num_channels": num_channels, "num_attention_heads": 1}
+    stem = randomize(ToSTVisionModel(tiny_config(**fields))).double().train(is_training).embeddings.patch_embeddings
+
+    def gradients(forward, pixels):
+        output = forward(pixels).flatten(2).transpose(1, 2)  # as the embeddings do
+        weights = torch.linspace(-1, 2, output[0].numel(), dtype=output.dtype).view_as(output[:1])
+        return torch.autograd.grad((weights * output.square()).sum(), tuple(stem.parameters()))
+
+    for rows, columns in ((3, 2), (1, 3), (3, 1)):  # patches
+        pixels = images(4, num_channels, rows * patch_size, columns * patch_size).double()
+        for batch in (pixels, *pixels.split(1)):
+            expected = gradients(lambda x: explicit_stem(stem, x), batch)
+            torch.testing.assert_close(gradients(stem, batch), expected)
+
+
+def test_gradient_of_torch_batch_norm_is_wrong_for_some_layouts():
+    """Where this fails in every supported torch, the stem's convolutions need no `contiguous`."""
+    x, grad = torch.randn(1, 8, 3, 2), torch.randn(1, 3, 2, 8).permute(0, 3, 1, 2).as_strided((1, 8, 3, 2), (8, 1, 16, 8))
+    x.requires_grad_()
+    output = F.batch_norm(x, torch.zeros(8), torch.ones(8), eps=0)
+    assert not torch.allclose(torch.autograd.grad(output, x, grad)[0], grad)
+
+
 # Recorded outputs ----------------------------------------------------------------------------------------------------
 
 

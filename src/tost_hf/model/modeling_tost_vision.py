@@ -93,7 +93,9 @@ class ToSTVisionPatchEmbeddings(nn.Module):
         # convolutions are faster, and their output is (B, N, D) in memory
         x = pixel_values.contiguous(memory_format=torch.channels_last)
         for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
-            x = norm(convolution(x if i == 0 else self.act_fn(x)))
+            x = convolution(x if i == 0 else self.act_fn(x))
+            # of one channel, a convolution may return another layout, for which torch's gradient of BatchNorm may be wrong
+            x = norm(x.contiguous(memory_format=torch.channels_last))
         return x
 
     def _check_pixel_values(self, pixel_values: torch.Tensor) -> None:
