@@ -1,10 +1,13 @@
-"""PEFT adapters on ToST: default target modules, embeddings, single tokens; training, saving, loading, merging."""
+"""PEFT adapters on ToST: default target modules, embeddings, single tokens; training, saving, loading, merging; new heads."""
+
+import copy
 
 import pytest
 import torch
 from conftest import randomize, small_config, tiny_vision_model
+from safetensors.torch import load_model, save_model
 
-from tost_hf import ToSTForCausalLM
+from tost_hf import ToSTForCausalLM, ToSTForSequenceClassification
 
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
@@ -49,6 +52,49 @@ def test_train_save_load_and_merge(tmp_path, fields, options):
     loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = ToSTForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(merged(TOKENS).logits, trained_logits, rtol=1e-4, atol=1e-4)
+
+
+CLASSIFIERS = {
+    "text": (
+        lambda: ToSTForSequenceClassification(small_config(num_labels=10, pad_token_id=0)),
+        torch.randint(1, 97, (32, 12)),
+    ),
+    "images": (lambda: tiny_vision_model(num_labels=10), 3 * torch.rand(32, 3, 16, 16) + 1),
+}
+TRAINED_PARTS = {
+    "LoRA": {},
+    "LoRA and head": {"modules_to_save": ["classifier", "score"]},
+    "LoRA and biases": {"bias": "all"},
+    "LoRA and embeddings": {"modules_to_save": ["patch_embeddings", "embed_tokens"]},
+    "LoRA and one normalisation": {"modules_to_save": ["norms.0", "layers.0.input_layernorm"]},
+    "new head": None,
+}
+
+
+@pytest.mark.parametrize("make_model, inputs", CLASSIFIERS.values(), ids=CLASSIFIERS)
+@pytest.mark.parametrize("options", TRAINED_PARTS.values(), ids=TRAINED_PARTS)
+def test_reloaded_classifiers_predict_the_same(tmp_path, make_model, inputs, options):
+    """Training changes nothing that is not saved, such as BatchNorm's running statistics."""
+    model = randomize(make_model())
+    loaded, labels = copy.deepcopy(model), torch.arange(32) % 10
+    if options is None:
+        model.base_model.requires_grad_(False)
+    else:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+    optimizer = torch.optim.AdamW([p for p in model.train().parameters() if p.requires_grad], lr=0.02)
+    for _ in range(5):
+        model(inputs, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if options is None:
+        head = "classifier" if hasattr(model, "classifier") else "score"
+        save_model(getattr(model, head), tmp_path / "head.safetensors")
+        load_model(getattr(loaded, head), tmp_path / "head.safetensors")
+    else:
+        model.save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(loaded, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(inputs).logits, model.eval()(inputs).logits)
 
 
 def test_default_target_modules():

@@ -208,6 +208,27 @@ def test_loss():
     assert torch.equal(model(pixels, labels=labels, return_dict=False)[1], output.logits)
 
 
+CONVERSIONS = {
+    "plain": lambda model: model,
+    "synchronised": nn.SyncBatchNorm.convert_sync_batchnorm,
+    "compiled": lambda model: torch.compile(model, fullgraph=True, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_frozen_batch_norm_keeps_its_statistics(convert):
+    model, pixels = tiny_model(), 5 * images() + 3
+    stem = model.tost.embeddings.patch_embeddings.requires_grad_(False)
+    initial_state, expected = copy.deepcopy(stem.state_dict()), stem(pixels)
+    model = convert(model).train()
+    model(pixels).logits.sum().backward()
+    assert torch.equal(stem(pixels), expected)
+    assert_equal_states(stem.state_dict(), initial_state)
+    stem.requires_grad_()  # a call of train() is not needed
+    model(pixels)
+    assert all(norm.num_batches_tracked == 1 and norm.running_mean.any() for norm in stem.norms)
+
+
 def explicit_stem(stem, x):
     for i, (convolution, norm) in enumerate(zip(stem.convolutions, stem.norms)):
         x = F.conv2d(stem.act_fn(x) if i else x, convolution.weight, stride=2, padding=1)

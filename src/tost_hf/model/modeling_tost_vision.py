@@ -73,7 +73,11 @@ class ToSTImageClassifierOutput(ImageClassifierOutput):
 
 
 class ToSTVisionPatchEmbeddings(nn.Module):
-    """The stem: 3x3 convolutions of stride 2, each with BatchNorm, one for each factor of two in the patch size."""
+    """The stem: 3x3 convolutions of stride 2, each with BatchNorm, one for each factor of two in the patch size.
+
+    In training, a BatchNorm whose `weight` is frozen (`requires_grad=False`) normalises by its running statistics and keeps
+    them: adapters and new heads are trained and saved without the stem.
+    """
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__()
@@ -95,7 +99,15 @@ class ToSTVisionPatchEmbeddings(nn.Module):
         for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
             x = convolution(x if i == 0 else self.act_fn(x))
             # of one channel, a convolution may return another layout, for which torch's gradient of BatchNorm may be wrong
-            x = norm(x.contiguous(memory_format=torch.channels_last))
+            x = self._normalize(cast(nn.BatchNorm2d, norm), x.contiguous(memory_format=torch.channels_last))
+        return x
+
+    def _normalize(self, norm: nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
+        # by the mode of the module, which may be converted to SyncBatchNorm, wrapped by PEFT, or offloaded
+        if not norm.training or norm.weight.requires_grad:
+            return norm(x)
+        x = norm.eval()(x)
+        norm.train()
         return x
 
     def _check_pixel_values(self, pixel_values: torch.Tensor) -> None:
