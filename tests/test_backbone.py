@@ -3,13 +3,45 @@
 
 import copy
 import json
+from itertools import chain
 
 import pytest
 import torch
+import transformers
 from conftest import randomize, small_vision_config, tiny_vision_model
-from transformers import AutoBackbone, UperNetConfig, UperNetForSemanticSegmentation
+from safetensors import safe_open
+from transformers import AutoBackbone, GPT2Config, LlamaConfig
 
 from tost_hf import ToSTBackbone, ToSTForImageClassification, ToSTVisionConfig
+
+
+ENCODER = {"encoder_layers": 1, "encoder_ffn_dim": 32, "encoder_attention_heads": 2}
+DECODER = {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 32, "decoder_attention_heads": 2, "num_queries": 3}
+RT_ENCODER = {"encoder_hidden_dim": 32, "encoder_in_channels": [32] * 4, "encode_proj_layers": [3], "feat_strides": [4] * 4}
+RT_DETR = ENCODER | DECODER | RT_ENCODER | {"decoder_in_channels": [32] * 4, "num_feature_levels": 4}
+UPERNET = {"hidden_size": 16, "pool_scales": [1, 2], "auxiliary_in_channels": 32, "auxiliary_channels": 8, "num_labels": 3}
+MASK_DECODER = {"feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "dim_feedforward": 32, "decoder_layers": 2}
+MASK2FORMER = MASK_DECODER | {"encoder_layers": 1, "encoder_feedforward_dim": 32, "num_attention_heads": 2, "num_queries": 3}
+LLAMA = LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=50)
+GPT2 = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, is_decoder=True, add_cross_attention=True)
+HOSTS = {  # name in transformers: the field for ToST's configuration, and the other fields
+    "DetrForObjectDetection": ("backbone_config", ENCODER | DECODER),
+    "DetrModel": ("backbone_config", ENCODER | DECODER),
+    "RTDetrForObjectDetection": ("backbone_config", RT_DETR),
+    "DFineForObjectDetection": ("backbone_config", RT_DETR),
+    "UperNetForSemanticSegmentation": ("backbone_config", UPERNET),
+    "Mask2FormerForUniversalSegmentation": ("backbone_config", MASK2FORMER),
+    "LlavaForConditionalGeneration": ("vision_config", {"text_config": LLAMA}),
+    "VisionEncoderDecoderModel": ("encoder", {"decoder": GPT2}),
+}
+
+
+def make_host(name: str) -> transformers.PreTrainedModel:
+    """A model of transformers that has a ToST of four blocks as its backbone or encoder."""
+    field, fields = HOSTS[name]
+    model_class = getattr(transformers, name)
+    tost = small_vision_config(num_hidden_layers=4, out_indices=[1, 2, 3, 4])
+    return randomize(model_class(model_class.config_class(**{field: tost}, **fields)))
 
 
 @pytest.fixture
@@ -72,14 +104,27 @@ def test_config_without_out_features_is_unchanged(saved_classifier, tmp_path):
 
 def test_upernet_trains_on_the_backbone(images):
     """The heads of UPerNet require four feature maps."""
-    config = small_vision_config(num_hidden_layers=4, out_indices=[1, 2, 3, 4])
-    heads = {"hidden_size": 16, "pool_scales": [1, 2], "auxiliary_in_channels": 32, "auxiliary_channels": 8}
-    model = UperNetForSemanticSegmentation(UperNetConfig(backbone_config=config, num_labels=3, **heads)).train()
+    model = make_host("UperNetForSemanticSegmentation").train()
     labels = (images.mean(1) > 0.5).long()
     output = model(pixel_values=images, labels=labels)
     output.loss.backward()
     assert output.logits.shape == (2, 3, 16, 24)
     assert all(param.grad is not None for param in model.backbone.parameters())
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_other_models_save_and_load_the_backbone(tmp_path, name):
+    model = make_host(name)
+    for norm in (module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)):
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    model.save_pretrained(tmp_path)
+    assert any(".out_proj." in name for name in safe_open(tmp_path / "model.safetensors", "pt").keys())  # as always
+    loaded, loading_info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading_info.values())
+    tensors, loaded_tensors = (dict(chain(m.named_parameters(), m.named_buffers())) for m in (model, loaded))
+    assert tensors.keys() == loaded_tensors.keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], loaded_tensors[name])] == []
 
 
 def test_gradient_checkpointing_has_equal_gradients(images):

@@ -90,6 +90,8 @@ TOP_LEVEL_IMPORTS = {
     "transformers.activations": "ACT2FN, as documented for custom models",
     "transformers.backbone_utils": "backbone mixins, as in every backbone of transformers",
     "transformers.cache_utils": "Cache and its layers, as documented for custom caches",
+    "transformers.conversion_mapping": "register_checkpoint_conversion_mapping, as documented for loading of weights",
+    "transformers.core_model_loading": "WeightRenaming, as documented for loading of weights",
     "transformers.modeling_layers": "GradientCheckpointingLayer and generic heads, as in every model of transformers",
     "transformers.modeling_outputs": "documented output classes",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS, as documented for custom attention",

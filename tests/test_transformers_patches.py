@@ -32,6 +32,7 @@ names = json.loads(os.fdopen(reader).read())
 for name in names:
     importlib.import_module(name)
 modules = {name: sys.modules[name] for name in names}  # transformers replaces itself while it is imported
+modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("")  # creates the table
 
 def snapshot():
     # by path: attributes of modules and of their classes and objects, and the entries of containers
@@ -69,6 +70,7 @@ REGISTRATIONS = {
     r"\._extra_content\[": "register of the Auto classes",
     r"ParallelInterface\._global_mapping\['tost_heads'\]": "ALL_PARALLEL_STYLES.register",
     r"generic\._registered_model_output_types\[": "ModelOutput, which registers its subclasses",
+    r"_checkpoint_conversion_mapping_cache\[|USER_REGISTERED_MAPPINGS\[": "register_checkpoint_conversion_mapping",
     r"_LAYER_TYPE_MAPPING\['tost_causal_statistics'\]": "CacheLayerMixin, which registers its subclasses",
 }
 PATCHES = {

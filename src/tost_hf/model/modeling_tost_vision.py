@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -537,6 +539,17 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
         return ToSTBackboneOutput(feature_maps=feature_maps)
 
 
+class _RestoreName(WeightRenaming):
+    """A renaming of weights in loading only: they are saved under the names that they have in the model."""
+
+    __slots__ = ()
+
+    def reverse_transform(self) -> WeightRenaming:
+        return self
+
+
+# transformers renames every `out_proj` of a DETR to `o_proj` in loading, in its backbone as well
+register_checkpoint_conversion_mapping("ToSTBackbone", [_RestoreName("o_proj", "out_proj")], overwrite=True)
 add_class_names("tost_vision")
 
 
