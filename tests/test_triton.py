@@ -162,6 +162,23 @@ class TestKernels:
             w[..., 1, 1] *= 1e-8 if causal else 1e-14
         check(leaves, causal=causal)
 
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("magnitude", [1e-15, 1e-11, 1e-9, 1e9, 1e12, 1e15])
+    def test_channels_of_any_magnitude(self, form, magnitude):
+        """Squares and reciprocals of sums of squares have to stay in float32's range, in every channel's gradient."""
+        leaves = make_form(form, 1, 9, 3, 8, state=False)
+        leaves["w"].data[..., :2] *= magnitude
+        causal = form != "bidirectional"
+        results = []
+        for run, dtype in ((run_kernels, torch.float32), (run_reference, torch.float64)):
+            inputs = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+            output, membership = run(inputs, causal=causal)[:2]
+            loss = output.sum() + (membership * torch.linspace(-1, 1, 3, device=DEVICE, dtype=dtype)).sum()
+            results.append([output, torch.autograd.grad(loss, inputs["w"])[0]])
+        for actual, expected in zip(*results):
+            errors, scales = (x.double().square().mean((0, 1)).sqrt() for x in (actual - expected, expected))
+            assert (errors <= 1e-5 * scales).all(), errors / scales
+
     @pytest.mark.parametrize("form, B, T", [("causal", 0, 5), ("bidirectional", 2, 0), ("decay", 2, 0)])
     def test_no_tokens(self, form, B, T):
         causal, leaves = form != "bidirectional", make_form(form, B, T, 3, 8)

@@ -287,6 +287,22 @@ def test_low_precision_has_float32_statistics(op, dtype, tolerance, form):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("log_decay, first", [(-18.0, 1000.0), (-13.0, 1.0), (-1e-4, 1.0)])
+def test_steps_forget_as_much_as_the_decay_says(log_decay, first, in_place):
+    """Also what strong decay leaves of large sums."""
+    w, temp = torch.randn(2, 4, 3, 8), torch.ones(3)
+    w[:, 0] *= first
+    decay, states = torch.full((2, 3), log_decay), [None, None]
+    for token in w.unbind(1):
+        for i, dtype in enumerate((torch.float32, torch.float64)):
+            options = {"log_decay": decay.to(dtype), "in_place": in_place and states[i] is not None}
+            result = tssa_step(token.to(dtype), temp.to(dtype), None, states[i], **options)
+            states[i] = result.final_state
+    for actual, expected in zip(*states):
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=0)
+
+
 def test_many_steps_of_weak_decay_do_not_drift():
     """5,000 decoding steps with decays near 1; with decays rounded to float32 the error would be 1e-4."""
     w, log_decay = torch.randn(5000, 1, 2, 4), torch.tensor([-1e-4, -3e-5])

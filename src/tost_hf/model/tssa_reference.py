@@ -238,11 +238,11 @@ def step(
     Returns:
         Output (B, H, p) in the dtype of `w`, membership (B, H), and the sums after the token.
     """
-    add = torch.Tensor.add_ if in_place else torch.add
+    add, multiply = (torch.Tensor.add_, torch.Tensor.mul_) if in_place else (torch.add, torch.mul)
     if log_decay is not None:
-        # s + s (a - 1) instead of s a: rounding an a close to 1 would add the same error at every step
-        decay_minus_one = log_decay.expm1().expand(state.sum_membership.shape)
-        state = TSSAState(*(add(s, s * unsqueeze_like(decay_minus_one, s)) for s in state))
+        # in float64, since a rounded decay close to 1 would add the same error at every step
+        decay = log_decay.to(state.sum_membership.dtype).exp().expand(state.sum_membership.shape)
+        state = TSSAState(*(multiply(s, unsqueeze_like(decay, s)).to(s.dtype) for s in state))
     x = mask_padding(w, padding, temp.dtype)
     sq = x * x
     sum_sq = add(state.sum_sq, sq)

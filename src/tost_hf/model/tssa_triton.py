@@ -332,7 +332,8 @@ def _bwd_score(x, S, q, CAUSAL: tl.constexpr):
     """1 / S, and the gradient of S through the score, from the score's gradient q (TILE, HEADS)."""
     S, is_clamped = _clamp(S, CAUSAL)
     inverse = _reciprocal(S)
-    return inverse, tl.where(is_clamped, 0.0, -q[:, :, None] * inverse * inverse * (x * x))
+    # factors near 1 and near the result: the square of the inverse would be out of range for channels below 1e-10 or above 1e9
+    return inverse, tl.where(is_clamped, 0.0, -(q[:, :, None] * inverse) * (inverse * x * x))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
