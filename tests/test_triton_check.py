@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from test_triton import DEVICE, INTERPRETED, ON_GPU, needs_triton
+from torch.utils.checkpoint import checkpoint
 
 from tost_hf.model import tssa_triton
 
@@ -97,6 +98,29 @@ class TestKernelsAreChecked:
         monkeypatch.setenv("TOST_HF_BACKEND", "triton")
         with pytest.raises(RuntimeError, match="ptxas died"):
             operator.tssa(w, temp)
+
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_check_within_activation_checkpointing(self, autocast):
+        """The check's tensors are not saved: the recomputation, which does not check again, would find too few."""
+        w = make_tokens(1, 5, 2, 8).requires_grad_()
+        temp = torch.ones(2, device=DEVICE)
+
+        def run(w):
+            return operator.tssa(w * 2, temp, backend="triton").output
+
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            output = checkpoint(run, w, use_reentrant=False)
+        assert len(tssa_triton._problems) == 1
+        actual, expected = (torch.autograd.grad(x.sum(), w)[0] for x in (output, run(w)))
+        assert torch.equal(actual, expected)
+
+    def test_lost_context(self, monkeypatch):
+        """The reference cannot run on the device, either."""
+        monkeypatch.setattr(tssa_triton, "chunk_fwd_output_kernel", UncompilableKernel())
+        monkeypatch.setattr(tssa_triton, "_is_context_lost", lambda device: True)
+        monkeypatch.setattr(operator, "_choose_backend", lambda *args: "triton")
+        with pytest.raises(RuntimeError, match=r"ptxas died.*restart it"):
+            operator.tssa(make_tokens(1, 5, 2, 8), torch.ones(2, device=DEVICE))
 
     def test_checks_once_and_not_during_compilation(self, monkeypatch):
         checks, find = [], tssa_triton._find_problem

@@ -90,7 +90,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def state(self) -> TSSAState | None:
-        """The three running sums, or None before the first token."""
+        """A copy of the three running sums, which later tokens do not change; None before the first token."""
+        state = self.load_state()
+        return None if state is None else TSSAState(*(x.clone() for x in state))
+
+    def load_state(self) -> TSSAState | None:
+        """The three running sums for the next tokens, which may update them in place; None before the first token."""
         if not self.is_initialized:
             return None
         self.prefetch()
@@ -101,7 +106,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def may_be_overwritten(self) -> bool:
-        """Whether a step may update the tensors of `state` in place: neither other tensors nor a backward pass use them."""
+        """Whether a step may update the sums in place: neither other tensors nor a backward pass use them."""
         if not self.is_initialized or self.record_past or torch.is_grad_enabled():
             return False
         state = self._stored_state()

@@ -313,7 +313,7 @@ class TokenStatisticsSelfAttention(nn.Module):
 
     def _compute_statistics(self, w, positions, log_decay, mask, seq_idx, cache_layer) -> TSSAOutput:
         """Runs the operator, or its one-token step when decoding with a cache layer."""
-        state = None if cache_layer is None else cache_layer.state
+        state = None if cache_layer is None else cache_layer.load_state()
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
         if cache_layer is None or w.shape[1] > 1:
             return self.operators.tssa(

@@ -25,6 +25,7 @@ contains this file: an installed package and remote code can both be loaded. Thi
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -978,18 +979,26 @@ def find_kernel_problem(w: torch.Tensor, form: str, *, decay: bool = False, grad
     if key not in _problems:
         if w.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        _problems[key] = _find_problem(*key)
+        # in a thread of its own, as modes and hooks are per thread: autograd, inference, autocast, and the hooks of activation
+        # checkpointing, which would save the check's tensors, too
+        with ThreadPoolExecutor(1) as executor:
+            _problems[key] = executor.submit(_find_problem, *key).result()
     return _problems[key]
 
 
 def _find_problem(device, dtype, H, p, form, decay, gradients) -> str | None:
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(device.type, enabled=False):
+        with torch.set_grad_enabled(gradients):
             errors = _compute_relative_errors(device, dtype, H, p, form, decay, gradients)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # any failure of the compiler, the driver or a launch: the reference still runs
+    except Exception as error:  # any failure of the compiler, the driver or a launch
         problem = f"failed with {type(error).__name__}: {str(error)[:500]}"
+        if _is_context_lost(device):
+            raise RuntimeError(
+                f"The Triton kernels {problem}. The CUDA context is lost, so nothing else can run on {device} in this "
+                "process: restart it with TOST_HF_BACKEND=torch, and report this message to the authors of tost_hf."
+            ) from error
     else:
         mismatches = [f"{name} by {error:.1e}" for name, error in errors.items() if not error < CHECK_TOLERANCES[dtype]]
         if not mismatches:
@@ -1000,6 +1009,16 @@ def _find_problem(device, dtype, H, p, form, decay, gradients) -> str | None:
         f"on {device_name} the Triton kernels {problem}. Please report this message to the authors of tost_hf (heads {H}, "
         f"head_dim {p}, {dtype}, {form}{', decay' * decay}{', gradients' * gradients}, torch {torch.__version__})"
     )
+
+
+def _is_context_lost(device: torch.device) -> bool:
+    """Whether a failed launch has left the device unusable for this process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _compute_relative_errors(device, dtype, H, p, form, decay, gradients) -> dict[str, float]:
