@@ -133,7 +133,26 @@ def fill_cache(model, tokens, static=False, record=False):
 
 
 def state_tensors(cache):
-    return [x for layer in cache.layers for x in layer.state]
+    return [x for layer in cache.layers for x in layer.load_state()]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_state_does_not_change_with_the_next_token(tiny_model, prompt, static):
+    cache = fill_cache(tiny_model, prompt, static)
+    state = cache.layers[0].state
+    initial_state = [x.clone() for x in state]
+    tiny_model(prompt[:, :1], past_key_values=cache, position_ids=torch.full((1, 1), prompt.shape[1]))
+    assert all(map(torch.equal, state, initial_state)) and not torch.equal(cache.layers[0].state[0], state[0])
+
+
+def test_generate_with_gradient_checkpointing(tiny_model, prompt):
+    expected = tiny_model.generate(prompt, max_new_tokens=5, do_sample=False)
+    tiny_model.gradient_checkpointing_enable()
+    tiny_model.train()  # without dropout
+    assert torch.equal(tiny_model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
+    with pytest.raises(ValueError, match="cache and gradient checkpointing"):
+        tiny_model.generate(prompt, max_new_tokens=5, past_key_values=ToSTCache(tiny_model.config))
 
 
 def test_repeated_crops(tiny_model):
@@ -282,6 +301,8 @@ def test_generate_from_a_saved_document(long_model, tokens, tmp_path):
 def test_prefill_cache_rejects_bad_documents(long_model, tokens):
     with pytest.raises(ValueError, match="at least one token"):
         prefill_cache(long_model, tokens[:, :0])
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        prefill_cache(long_model, tokens, chunk_size=0)
     with pytest.raises(ValueError, match="positions for 16: use a shorter prompt"):
         prefill_cache(ToSTForCausalLM(small_config(vocab_size=320, max_position_embeddings=16)), tokens)
 

@@ -87,8 +87,65 @@ def test_no_synchronization(options, inputs):
             )
 
 
+@pytest.mark.parametrize("inputs", [{}, {"attention_mask": torch.ones(2, 9)}], ids=["unpadded", "mask"])
+@pytest.mark.parametrize("options", [{}, TOST_PLUS, HYBRID, {"is_causal": False}], ids=["text", "plus", "hybrid", "encoder"])
+def test_positions_on_other_devices_mean_what_they_mean_on_the_cpu(options, inputs, monkeypatch):
+    """Packed sequences where they restart, and nothing else: found by reading one flag, and none in a decoding step."""
+    config, embeds = small_config(**options), torch.zeros(2, 9, 32)
+    arguments = {"past_key_values": None, "seq_idx": None, "cu_seq_lens_q": None, "use_cache": config.is_causal}
+    arguments |= {"attention_mask": None} | inputs
+    monkeypatch.setattr(config, "_attn_implementation", "sdpa")
+    reads = []
+
+    def read(x):
+        reads.append(x)
+        return bool(x.item())
+
+    for positions in (torch.arange(9), torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2])):
+        arguments["position_ids"] = positions.expand(2, 9)
+        expected = inputs_tost.resolve_inputs(config, embeds, **arguments)
+        reads.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(inputs_tost, "_is_readable", lambda x: False)
+            patch.setattr(inputs_tost, "_is_on_device", lambda x: not inputs_tost.is_traced())
+            patch.setattr(inputs_tost, "build_attention_masks", lambda *args: {})
+            patch.setattr(torch.Tensor, "__bool__", read)
+            actual = inputs_tost.resolve_inputs(config, embeds, **arguments)
+            assert len(reads) == 1
+            cache = actual.past_key_values
+            if cache is not None:
+                step = arguments | {"position_ids": torch.tensor([[9]]), "past_key_values": cache, "attention_mask": None}
+                inputs_tost.resolve_inputs(config, embeds[:, :1], **step)
+                assert len(reads) == 1
+        assert (actual.seq_idx is None) == (expected.seq_idx is None) == (positions[4] == 4)
+        assert actual.seq_idx is None or torch.equal(actual.seq_idx, expected.seq_idx)
+        assert (actual.past_key_values is None) == (expected.past_key_values is None)
+
+
+def per_sample_gradients(model, tokens):
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters, tokens):
+        options = {"labels": tokens[None], "use_cache": False}
+        return torch.func.functional_call(model, parameters, (tokens[None],), options).loss
+
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, tokens)
+
+
+@pytest.mark.parametrize("options", [{}, TOST_PLUS], ids=["text", "plus"])
+def test_per_sample_gradients_by_torch_func(options):
+    model, tokens = randomize(ToSTForCausalLM(small_config(tie_word_embeddings=False, **options))), random_ids(3, 9)
+    model.double()
+    gradients = per_sample_gradients(model, tokens)
+    for i, sample in enumerate(tokens):
+        model.zero_grad()
+        model(sample[None], labels=sample[None]).loss.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name][i], parameter.grad)
+
+
 def test_packing_without_reads(monkeypatch):
-    """Logits and cache are the same where position_ids are not read, as on devices other than the CPU."""
+    """Logits and cache are the same where position_ids are not read, as in compiled programs."""
     model, tokens = randomize(ToSTForCausalLM(small_config(**TOST_PLUS))).eval(), random_ids(2, 9)
     for positions in (torch.arange(9), torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2])):
         expected = model(tokens, position_ids=positions.expand(2, 9))

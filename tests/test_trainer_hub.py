@@ -53,6 +53,15 @@ print(snapshot_download(argv[0], allow_patterns="last-checkpoint/*", local_dir=a
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md", *CODE_FILES["tost"]}
 
 
+def test_gitignore_of_the_output_folder_is_extended(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, *args, **kwargs: None)  # it connects to the Hub
+    trainer = tost_hf.ToSTTrainer(tiny_model, tost_hf.ToSTTrainingArguments(str(tmp_path), use_cpu=True))
+    (tmp_path / ".gitignore").write_text("secrets/\n*.log")
+    for _ in range(2):
+        trainer.init_hf_repo()
+    assert (tmp_path / ".gitignore").read_text() == "secrets/\n*.log\ntraining_args.bin\n"
+
+
 @pytest.fixture(scope="module")
 def clients(hub, tmp_path_factory):
     preload = "import datasets, tost_hf.training.trainer"

@@ -57,14 +57,16 @@ def prefill_cache(
     """Processes a prompt (1, T) of any length by chunked prefill: activations take the memory of `chunk_size` tokens.
 
     Raises:
-        ValueError: the prompt is empty, not one sequence, or longer than the model's position table.
+        ValueError: the prompt is empty, not one sequence, or longer than the model's position table; `chunk_size` is below 1.
 
     Example:
         >>> cache = prefill_cache(model, input_ids, progress_bar=True)
         >>> save_cache(cache, "manual.safetensors")
     """
-    if input_ids.ndim != 2 or len(input_ids) != 1 or not input_ids.numel() or chunk_size < 1:
+    if input_ids.ndim != 2 or len(input_ids) != 1 or not input_ids.numel():
         raise ValueError(f"input_ids must be (1, T) with at least one token, got {tuple(input_ids.shape)}.")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
     max_length = model.config.max_position_embeddings
     if max_length is not None and input_ids.shape[1] > max_length:
         raise ValueError(

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from .cache_tost import ToSTCache, check_cache, get_cached_length
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
-from .tssa_reference import sequence_starts
+from .tssa_reference import is_traced, sequence_starts
 
 
 class ToSTInputs(NamedTuple):
@@ -76,8 +76,8 @@ def resolve_inputs(
         _check_continuation(position_ids, full_mask, past_length)
     position_ids = position_ids.expand(B, T)
     _check_positions(position_ids, mask, past_length, config.max_position_embeddings)
-    # packed sequences have no single state; if position_ids cannot be read, it is unknown whether sequences are packed
-    may_be_unpacked = seq_idx is None or (explicit_idx is None and not _is_readable(seq_idx))
+    # packed sequences have no single state; while a compiler traces, it is unknown whether position_ids restart
+    may_be_unpacked = seq_idx is None or (explicit_idx is None and not _is_readable(seq_idx) and not _is_on_device(seq_idx))
     if use_cache and past_key_values is None and may_be_unpacked:
         past_key_values = ToSTCache(config)
     attention_masks = prepared_masks or build_attention_masks(
@@ -111,9 +111,14 @@ def check_prompt(inputs: torch.Tensor | None, options: dict) -> None:
         )
 
 
+def _is_on_device(x: torch.Tensor) -> bool:
+    """Whether reading a tensor's values synchronizes a device; false if they cannot be read at all."""
+    return x.device.type not in ("cpu", "meta") and not is_traced()
+
+
 def _is_readable(x: torch.Tensor) -> bool:
     """Whether a tensor's values can be read without synchronizing a device."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not is_traced()
 
 
 # Padding ---------------------------------------------------------------------------------------------------------------
@@ -211,7 +216,8 @@ def _real_sequence_starts(seq_idx: torch.Tensor, mask: torch.Tensor | None) -> t
 def _infer_seq_idx(position_ids: torch.Tensor, mask: torch.Tensor | None, has_cache: bool) -> torch.Tensor | None:
     """Sequence numbers (B, T) if positions of real tokens restart at 0, otherwise None.
 
-    Where positions cannot be read, it returns numbers even without a restart, but None with a cache, which excludes packing.
+    On other devices than the CPU one flag is read, as in transformers' `find_packed_sequence_indices`, and none with a cache,
+    which excludes packing. While a compiler traces, it returns numbers even without a restart.
     """
     is_readable = _is_readable(position_ids)
     if position_ids.shape[1] == 1 or (has_cache and not is_readable):
@@ -221,7 +227,7 @@ def _infer_seq_idx(position_ids: torch.Tensor, mask: torch.Tensor | None, has_ca
     has_previous = mask & (previous >= 0)
     restarts = has_previous & (position_ids == 0)
     if not is_readable:
-        return restarts.cumsum(1)
+        return restarts.cumsum(1) if not _is_on_device(position_ids) or restarts.any() else None
     # positions from `generate` may decrease after padding: it continues from a padding token's 0
     t = torch.arange(mask.shape[1], device=mask.device)
     decreases = has_previous & ~restarts & (position_ids <= position_ids.gather(1, previous.clamp_min(0)))

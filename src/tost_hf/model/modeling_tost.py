@@ -31,7 +31,7 @@ from .cache_tost import get_cached_length
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .inputs_tost import build_attention_masks, check_prompt, resolve_inputs
 from .layers_tost import MLP, ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias
-from .tssa_reference import compute_dtype
+from .tssa_reference import compute_dtype, is_traced
 
 
 logger = logging.get_logger(__name__)
@@ -425,9 +425,9 @@ class ToSTModel(ToSTPreTrainedModel):
                 sequence begins (`DataCollatorWithFlattening`).
             past_key_values: running statistics of the preceding tokens; updated in place.
             inputs_embeds: (B, T, D) embedded tokens instead of `input_ids`.
-            use_cache: whether to return the running statistics. Packed sequences and encoders have none. On devices other than
-                the CPU the values of `position_ids` are not read: sequences packed by these alone return the statistics of the
-                last one.
+            use_cache: whether to return the running statistics. Packed sequences and encoders have none. In compiled programs
+                the values of `position_ids` are not read: sequences packed by these alone return the statistics of the last
+                one.
             seq_idx: (B, T) sequence number of each token of packed sequences.
             cu_seq_lens_q: (sequences + 1,) cumulative lengths of the sequences packed into a batch of size 1.
 
@@ -489,7 +489,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 f"{tuple(input_ids.shape)}."
             )
         # on other devices the check would synchronize, and their embedding kernels have an assertion
-        if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
+        if input_ids.device.type == "cpu" and input_ids.numel() and not is_traced():
             low, high, size = int(input_ids.min()), int(input_ids.max()), self.config.vocab_size
             if low < 0 or high >= size:
                 raise IndexError(f"input_ids must lie between 0 and {size - 1}, got values from {low} to {high}.")
@@ -614,11 +614,14 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, *args, **kwargs):
-        """As `GenerationMixin.generate`.
+        """As `GenerationMixin.generate`; in training with gradient checkpointing without a cache, which that would ignore.
 
         Raises:
             ValueError: `past_key_values` already covers the whole prompt, so there is no new token to process.
         """
+        if self.training and self.model.gradient_checkpointing and kwargs.get("past_key_values") is None:
+            logger.warning_once("generate runs without a cache, as gradient checkpointing is on; call eval() for faster text.")
+            kwargs["use_cache"] = False
         check_prompt(inputs, kwargs)
         return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # declares another class for self
 

@@ -24,6 +24,7 @@ from .tssa_reference import (
     as_state,
     bidirectional,
     compute_dtype,
+    is_traced,
     reset_at_starts,
     select_bias,
     softmax_over_heads,
@@ -147,9 +148,11 @@ def tssa(
 
 
 def _needs_reference(w: torch.Tensor) -> bool:
-    """Whether to run the reference: under torch.export and jit.trace, and compiled for devices other than the CPU."""
-    traced = torch.compiler.is_exporting() or torch.jit.is_tracing()
-    return traced or (torch.compiler.is_compiling() and w.device.type != "cpu")
+    """Whether to run the reference: under torch.export and jit.trace, compiled for devices other than the CPU, and in
+    transforms of torch.func, for which the operators have no rules."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return True
+    return w.device.type != "cpu" if torch.compiler.is_compiling() else is_traced()
 
 
 def tssa_step(
@@ -228,7 +231,7 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
 
 def _runs_on_kernels(w: torch.Tensor, backend: str | None, form: str, **options: bool) -> bool:
     """Whether the kernels are chosen for tokens w (..., H, p), can run on their device, and passed their self-check."""
-    if _choose_backend(backend, w.device.type, w.dtype) == "torch":
+    if _choose_backend(backend, w.device.type, w.dtype) == "torch" or (is_traced() and not torch.compiler.is_compiling()):
         return False
     from .tssa_triton import find_kernel_problem
 
@@ -321,7 +324,7 @@ def _check_positions(w: torch.Tensor, denom_bias: torch.Tensor | None, positions
 def _check_mask(mask: torch.Tensor | None) -> None:
     """Raises for a mask with other values than 0 and 1, such as an additive one. On a GPU, which would synchronise, checks
     the dtype only."""
-    if mask is None or mask.dtype == torch.bool or torch.compiler.is_compiling():
+    if mask is None or mask.dtype == torch.bool or is_traced():
         return
     if not ((mask == 0) | (mask == 1)).all() if mask.device.type == "cpu" else mask.is_floating_point():
         raise ValueError(
@@ -341,7 +344,7 @@ def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bo
     if not 0 < dims <= len(tokens) or tuple(log_decay.shape) != tuple(tokens[-dims:]):
         shapes = [tuple(tokens[start:]) for start in reversed(range(len(tokens)))]
         raise ValueError(f"log_decay must have one of the shapes {', '.join(map(str, shapes))}, got {tuple(log_decay.shape)}.")
-    if log_decay.device.type == "cpu" and not torch.compiler.is_compiling() and bool((log_decay > 0).any()):
+    if log_decay.device.type == "cpu" and not is_traced() and bool((log_decay > 0).any()):
         raise ValueError(f"log_decay must be at most 0, or the sums grow without bound; got {log_decay.max().item():.3g}.")
 
 

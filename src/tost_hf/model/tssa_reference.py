@@ -70,6 +70,11 @@ class TSSAState(NamedTuple):
     sum_membership: torch.Tensor
 
 
+def is_traced() -> bool:
+    """Whether values cannot be read: a compiler traces, or a transform of torch.func is active."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which statistics of `dtype` inputs are computed: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -6,7 +6,7 @@ import shutil
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from ..files import is_weights_name
+from ..files import is_weights_name, staged_file
 from ..hub.cards import build_card, is_hub_id, save_card
 from ..hub.records import CARD
 from ..model.base_tost import AUTO_MAPS, ToSTBaseModel, code_files
@@ -16,8 +16,8 @@ from .checkpoints import output_folder
 class PublishingTrainer(Trainer):
     """`Trainer` whose `push_to_hub` uploads the model's source files and its card.
 
-    It writes a `.gitignore` to the output folder, which excludes `training_args.bin` (a pickle) from uploads. The strategies
-    "checkpoint" and "all_checkpoints" push the training state, too, which is needed to resume.
+    It adds `training_args.bin` (a pickle) to the `.gitignore` of the output folder, which excludes it from uploads. The
+    strategies "checkpoint" and "all_checkpoints" push the training state, too, which is needed to resume.
     """
 
     def init_hf_repo(self, *args, **kwargs) -> None:
@@ -25,7 +25,11 @@ class PublishingTrainer(Trainer):
         folder = output_folder(self)
         if self.is_world_process_zero():
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".gitignore").write_text(f"{TRAINING_ARGS_NAME}\n")
+            ignored = folder / ".gitignore"
+            lines = ignored.read_text().splitlines() if ignored.exists() else []
+            if TRAINING_ARGS_NAME not in lines:
+                with staged_file(ignored) as staged:
+                    staged.write_text("\n".join([*lines, TRAINING_ARGS_NAME, ""]))
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, ToSTBaseModel):
             model.config.auto_map = dict(AUTO_MAPS[model.config.model_type])  # save_pretrained then adds the code
