@@ -13,7 +13,10 @@ from conftest import small_config
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from tost_hf import ToSTForCausalLM
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS
@@ -101,6 +104,7 @@ def test_register_still_omits_class_names():
     AutoModelForCausalLM.register(OtherConfig, OtherModel)
     del AutoModelForCausalLM._model_mapping._extra_content[OtherConfig]
     assert "tost_other" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "tost" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert "tost_vision" in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 
 def test_trl_still_looks_for_classes_in_transformers():
