@@ -25,7 +25,7 @@ from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, Trainer
 
 from tost_hf import ToSTConfig, ToSTVisionConfig
 from tost_hf.files import RUN_ARGUMENTS, TRAINER_STATE, staged_file
-from tost_hf.hub.checks import HUB_TOKEN
+from tost_hf.hub.contents import HUB_TOKEN
 from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 from tost_hf.training.checkpoints import choose_checkpoint

@@ -38,7 +38,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 import tost_hf  # noqa: F401  registers the models with the Auto classes
 from tost_hf.files import EVALUATION
 from tost_hf.hub.cards import build_card, save_card
-from tost_hf.hub.publishing import model_files
+from tost_hf.hub.contents import model_files
 from tost_hf.hub.records import CARD
 from tost_hf.training.metrics import perplexity
 

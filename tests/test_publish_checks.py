@@ -10,7 +10,9 @@ from hub_clients import language_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tost_hf.hub import publish, verify
+from tost_hf.cli import main
+from tost_hf.hub import publish, publish_space, verify
+from tost_hf.hub.contents import model_files
 from tost_hf.model.base_tost import CODE_FILES
 
 
@@ -44,6 +46,11 @@ def edit_weight(key: str, compute):
         weights[name] = compute(weights[name])
 
     return edit_weights(edit)
+
+
+def rename_weights(folder):
+    (folder / "model.safetensors").rename(folder / "w.safetensors")
+    edit_json("config.json", transformers_weights="w.safetensors")(folder)
 
 
 def enlarge_tokenizer(folder):
@@ -81,6 +88,19 @@ FAULTS = {  # an edit of the folder, and a word of the error message
     "generate": (edit_json("generation_config.json", custom_generate="evil/repo"), "custom_generate"),
     "generation-mode": (edit_json("generation_config.json", penalty_alpha=0.6), "penalty_alpha"),
     "kernel": (edit_json("config.json", _attn_implementation={"": "evil/kernel"}), "attn_implementation"),
+    "weights-of-another-name": (rename_weights, "transformers_weights"),
+    "configuration-of-another-name": (
+        edit_json("config.json", configuration_files=["config.4.0.0.json"]),
+        "configuration_files",
+    ),
+    "tokenizer-of-another-name": (edit_json("tokenizer_config.json", fast_tokenizer_files=["a.json"]), "fast_tokenizer_files"),
+    "adapter": (write_file("adapter_config.json", b'{"base_model_name_or_path": "a/b"}'), "base_model_name_or_path"),
+    "old-shard": (write_file("model-00001-of-00001.safetensors", b"old"), "model-00001-of-00001"),
+    "index-and-model": (write_file("model.safetensors.index.json", b"{}"), "more than one model"),
+    "integers": (edit_weight("in_proj", lambda x: x.to(torch.int8)), "I8"),
+    "booleans": (edit_weight("in_proj", lambda x: x.to(torch.bool)), "BOOL"),
+    "complex-numbers": (edit_weight("in_proj", lambda x: x.to(torch.complex64)), "C64"),
+    "8-bit-floats": (edit_weight("in_proj", lambda x: x.to(torch.float8_e4m3fn)), "F8_E4M3"),
     "a-later-key": (edit_json("tokenizer_config.json", a_later_key=[{"b": EVIL}]), "Evil"),
 }
 
@@ -109,10 +129,91 @@ def test_rejected_folders(folder, introduce_fault, word):
     check_rejected(folder, word)
 
 
-def test_missing_shard(tmp_path):
+def rename_shard(folder, name):
+    """Renames the first of the shards, also in the index: transformers loads the same model."""
+    index, shard = folder / "model.safetensors.index.json", min(folder.glob("model-*"))
+    index.write_text(index.read_text().replace(shard.name, name))
+    shard.rename(folder / name)
+
+
+def store_twice(folder):
+    """Stores a tensor, with another value, in a second shard; the index names the first."""
+    first, second = sorted(folder.glob("model-*"))[:2]
+    name, tensor = load_file(first).popitem()
+    save_file(load_file(second) | {name: 2 * tensor}, second, metadata={"format": "pt"})
+
+
+SHARD_FAULTS = {
+    "missing": (lambda folder: next(folder.glob("model-00002*")).unlink(), "model-00002"),
+    "of-another-name": (lambda folder: rename_shard(folder, "part.safetensors"), "part.safetensors"),
+    "out-of-the-folder": (lambda folder: rename_shard(folder, "../model-00001-of-00004.safetensors"), "../model-00001"),
+    "pickle": (lambda folder: rename_shard(folder, "shard.bin"), "shard.bin"),
+    "tensor-twice": (store_twice, "differs from model-00002"),
+    "old": (write_file("model-00009-of-00009.safetensors", b"old"), "model-00009"),
+    "index-garbage": (write_file("model.safetensors.index.json", b'{"metadata": {}, "weight_map": 1}'), "index.json"),
+}
+
+
+@pytest.mark.parametrize(("introduce_fault", "word"), SHARD_FAULTS.values(), ids=SHARD_FAULTS)
+def test_rejected_shards(tmp_path, introduce_fault, word):
     folder = language_folder(tmp_path / "model", max_shard_size="40KB")
-    next(folder.glob("model-00002*")).unlink()
-    check_rejected(folder, "model-00002")
+    introduce_fault(folder)
+    check_rejected(folder, word)
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "chat_template.jinja", "curve.png", "model.safetensors"])
+def test_links_out_of_the_folder_are_rejected(folder, name):
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n![loss](curve.png)\n")
+    target = folder.with_name("target")
+    (folder / name).rename(target) if (folder / name).exists() else target.write_text("private")
+    (folder / name).symlink_to(target)
+    check_rejected(folder, name)
+
+
+def test_space_with_a_link_out_of_the_folder_is_rejected(tmp_path):
+    for name in ("README.md", "space.json", "model/export.json"):
+        (tmp_path / "page" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "page" / name).write_text("{}")
+    (tmp_path / "page/index.html").symlink_to(tmp_path)
+    publish_space(tmp_path / "page", "tost/page", dry_run=True)  # folders are left out
+    (tmp_path / "page/tost.js").symlink_to(__file__)
+    with pytest.raises(ValueError, match=r"tost\.js is a link"):
+        publish_space(tmp_path / "page", "tost/page", dry_run=True)
+
+
+def test_links_of_the_hub_cache(folder):
+    """A downloaded snapshot, whose files are links to blobs, can be published; so can links within the folder."""
+    snapshot, blobs = folder.with_name("snapshots") / "0123", folder.with_name("blobs")
+    snapshot.parent.mkdir()
+    blobs.mkdir()
+    folder.rename(snapshot)
+    for path in list(snapshot.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    (snapshot / "LICENSE").symlink_to("README.md")
+    assert {"LICENSE", "model.safetensors"} <= set(publish(snapshot, "tost/valid", dry_run=True).uploaded)
+    assert all(check.passed for check in verify(snapshot)), verify(snapshot)
+
+
+def test_checks_load_only_published_files(folder):
+    """A tokenizer that loads from the folder, but whose vocabulary is in a file that is not published, is rejected."""
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ProphetNetTokenizer"}')
+    (folder / "prophetnet.tokenizer").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "few", "words"]))
+    assert AutoTokenizer.from_pretrained(folder)("few words")["input_ids"] == [5, 6, 3]
+    assert "prophetnet.tokenizer" not in model_files(folder)
+    check_rejected(folder, "tokenizer")
+
+
+COMMANDS = (["info"], ["card", "--overwrite"], ["inspect", "text", "--out", "out"], ["export", "out"], ["space", "out"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command[0] for command in COMMANDS])
+def test_all_commands_reject_foreign_code(folder, command, capsys, monkeypatch):
+    edit_json("config.json", _attn_implementation={"": "evil/kernel"})(folder)
+    monkeypatch.chdir(folder.parent)
+    assert main([command[0], str(folder), *command[1:]]) == 1
+    assert "attn_implementation" in capsys.readouterr().err and not Path("out").exists()
 
 
 def test_harmless_occurrences_of_code_keys(folder):

@@ -18,8 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from .files import check_file, check_folder, is_weights_name, open_safetensors, staged_file, staged_folder
+from .files import check_file, check_folder, open_safetensors, staged_file, staged_folder
 from .hub.checks import empty_model, load_config
+from .hub.contents import weights_files
 from .image_processing import save_image_processor
 from .model.configuration_tost import ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
@@ -233,9 +234,9 @@ def convert_to_original(
         >>> convert_to_original("./my-tost", "ckpt.pt")
     """
     source, target = Path(model_dir), Path(output_file)
-    weights = [path for path in sorted(source.glob("*.safetensors")) if is_weights_name(path.name)]
-    check_file(target, overwrite, sources=[*source.glob(CONFIG_NAME), *weights])
     model_config = cast(Config, load_config(source))
+    weights = list(weights_files(source).values())
+    check_file(target, overwrite, sources=[source / CONFIG_NAME, *weights])
     settings: dict[str, object]
     if isinstance(model_config, ToSTVisionConfig):
         fixed = {**_FIXED_IN_VISION, "embedding_dropout": model_config.hidden_dropout}
@@ -247,7 +248,7 @@ def convert_to_original(
         settings = {"model_args": model_args | {"TSSA": True}, "iter_num": iter_num}
         settings |= {"best_val_loss": torch.tensor(best_val_loss), "config": dict(config or {})}
     state_dict: StateDict = {}
-    for path in weights:
+    for path in filter(lambda path: path.suffix == ".safetensors", weights):
         with open_safetensors(path) as file:
             state_dict |= {name: file.get_tensor(name) for name in file.keys()}
     if "model.embed_tokens.weight" in state_dict:  # tied weights, which the authors' format stores twice

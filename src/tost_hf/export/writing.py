@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig
 from ..cache_files import state_bytes
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
 from ..hub.checks import load_config
-from ..hub.loading import TOKENIZER_FILES, load_fitting_tokenizer, load_model, resolve_model_folder
+from ..hub.contents import TOKENIZER_FILES
+from ..hub.loading import load_fitting_tokenizer, load_model, resolve_model_folder
 from ..hub.records import IMAGE_PROCESSOR_FILES
 from .comparing import Agreement, compare
 from .onnx_program import save_onnx

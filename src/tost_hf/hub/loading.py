@@ -2,7 +2,7 @@
 """Loads models, tokenizers and image processors of a folder or repository, without running any of its code."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +18,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from ..files import open_safetensors
 from .checks import model_class
+from .contents import TOKENIZER_FILES, linked_folder, model_files, weights_files
 from .records import IMAGE_PROCESSOR_FILES
 
 
 NUM_TOKENS = 16
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 T = TypeVar("T")
 
 
@@ -62,16 +65,22 @@ def resolve_model_folder(source: str | os.PathLike, revision: str | None = None)
 
 
 def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """Loads the model of a folder with this package's code, in evaluation mode.
+    """Loads the model of a folder from `weights_files`, with this package's code, in evaluation mode.
 
     Raises:
+        FileNotFoundError, ValueError: as `weights_files`.
         ValueError: it cannot be loaded; its tensors are not those of the configuration's model, or not finite.
     """
     cls: Any = model_class(config)
     options = {"local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, info = _load(f"The model in {folder}", lambda: cls.from_pretrained(folder, **options))
+    weights = weights_files(folder)
+    files = weights | {name: folder / name for name in (CONFIG_NAME, GENERATION_CONFIG_NAME) if (folder / name).is_file()}
+    with linked_folder(folder, files) as links:
+        model, info = _load(f"The model in {folder}", lambda: cls.from_pretrained(links, **options))
+    model.name_or_path = model.config.name_or_path = os.fspath(folder)
     problems = {"lacks": info["missing_keys"], "has unexpected": info["unexpected_keys"]}
     problems["has other shapes for"] = [f"{name} {list(stored)}" for name, stored, _ in info["mismatched_keys"]]
+    problems["has numbers of other types than floating point in"] = list(_find_other_dtypes(weights, model))
     problems["has NaN or infinite values in"] = [name for name, x in model.state_dict().items() if not x.isfinite().all()]
     for problem, names in problems.items():
         if names:
@@ -79,27 +88,42 @@ def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
+def _find_other_dtypes(weights: Mapping[str, Path], model: PreTrainedModel) -> Iterator[str]:
+    """Stored tensors that are not floating point, although the model's are, and that loading would convert."""
+    integers = {name for name, x in model.state_dict().items() if not x.is_floating_point()}  # BatchNorm's counters
+    for path in weights.values():
+        if path.suffix == ".safetensors":
+            with open_safetensors(path) as file:
+                dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+            yield from (f"{name} ({x})" for name, x in dtypes.items() if x not in WEIGHT_DTYPES and name not in integers)
+
+
 def check_loading(folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedModel, str]:
     """Loads and runs the model, and loads its tokenizer or image processor if the folder has their files.
+
+    All of them are loaded from `model_files`, the files that are published.
 
     Returns:
         The model, and a short description of its output.
 
     Raises:
+        FileNotFoundError, ValueError: as `model_files`.
         ValueError: one of them cannot be loaded without running the folder's code, or the output is not finite.
     """
     model = load_model(folder, config)
     output = _run(model, config)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        _load("generation_config.json", lambda: GenerationConfig.from_pretrained(folder, local_files_only=True))
-    if config.model_type == "tost":
-        if any((folder / name).is_file() for name in TOKENIZER_FILES):
-            tokenizer = load_fitting_tokenizer(str(folder), config)
-            _load("The tokenizer", lambda: tokenizer("A few words."))
-    elif any((folder / name).is_file() for name in IMAGE_PROCESSOR_FILES) and not hasattr(AutoImageProcessor, "_backends"):
+    files = model_files(folder)
+    with linked_folder(folder, files) as links:
+        if model.can_generate() and GENERATION_CONFIG_NAME in files:
+            _load(GENERATION_CONFIG_NAME, lambda: GenerationConfig.from_pretrained(links, local_files_only=True))
+        if config.model_type == "tost":
+            if not files.keys().isdisjoint(TOKENIZER_FILES):
+                tokenizer = load_fitting_tokenizer(str(links), config)
+                _load("The tokenizer", lambda: tokenizer("A few words."))
         # with "_backends" it is a dummy object: this version of transformers requires torchvision, which is not installed
-        options = {"trust_remote_code": False, "local_files_only": True}
-        _load("The image processor", lambda: AutoImageProcessor.from_pretrained(folder, **options))
+        elif not files.keys().isdisjoint(IMAGE_PROCESSOR_FILES) and not hasattr(AutoImageProcessor, "_backends"):
+            options = {"trust_remote_code": False, "local_files_only": True}
+            _load("The image processor", lambda: AutoImageProcessor.from_pretrained(links, **options))
     return model, output
 
 

@@ -5,29 +5,21 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import validate_repo_id
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME
 
-from ..files import RECORDS, is_weights_name
+from ..files import is_weights_name
 from ..model.base_tost import AUTO_MAPS, CODE_FILES, code_files
 from ..version import __version__
-from .checks import check_card, check_code_references, check_no_hub_token, check_space, load_config
-from .loading import TOKENIZER_FILES, check_loading, translate_hub_errors
-from .records import CARD, IMAGE_PROCESSOR_FILES
+from .checks import check_card, check_space, load_config
+from .contents import check_no_hub_token, model_files, space_files
+from .loading import check_loading, translate_hub_errors
 
 
-MODEL_FILES = (  # patterns of uploaded files, besides the weights, the card's images and ToST's source files
-    *(CONFIG_NAME, GENERATION_CONFIG_NAME, CARD, "LICENSE*"),
-    *(*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("additional_chat_templates/*.jinja", *IMAGE_PROCESSOR_FILES, *RECORDS),
-)
-SPACE_FILES = (CARD, "space.json", "index.html", "tost.js", "vendor/*", "model/*")  # as `tost-hf space` writes them
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 CODE_NAMES = {name for names in CODE_FILES.values() for name in names}
 
 
@@ -90,7 +82,8 @@ def publish(
         commit_message: "Publish with tost_hf VERSION" by default.
 
     Raises:
-        ValueError: the folder is not a complete model, contains a token of the Hub or refers to foreign code.
+        ValueError: the folder is not a complete model, contains a token of the Hub, a link out of the folder or old weights
+            beside the model's, or refers to foreign code.
         OSError: the Hub rejected the commit or could not be reached, and nothing became visible; or it rejected the tag, which
             publishing again sets.
 
@@ -101,7 +94,6 @@ def publish(
     config = load_config(folder)
     files = model_files(folder)
     check_no_hub_token(files)
-    check_code_references(files)
     check_card(folder)
     model, _ = check_loading(folder, config)
     content = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
@@ -133,7 +125,7 @@ def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> Pu
         repo_id, options: as in `publish`, without `with_code`.
 
     Raises:
-        ValueError: the folder is not such a page, or contains a token of the Hub.
+        ValueError: the folder is not such a page, or contains a token of the Hub or a link out of the folder.
         OSError: as in `publish`.
 
     Example:
@@ -141,29 +133,9 @@ def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> Pu
     """
     folder = Path(folder)
     check_space(folder)
-    files = _match_files(folder, SPACE_FILES)
+    files = space_files(folder)
     check_no_hub_token(files)
     return _upload(folder, files, repo_id, "space", **options)
-
-
-def model_files(folder: Path) -> dict[str, Path]:
-    """The published files of a model folder, name -> path, without ToST's source files."""
-    files = _match_files(folder, MODEL_FILES)
-    files |= {path.name: path for path in sorted(folder.iterdir()) if is_weights_name(path.name)}
-    card = files[CARD].read_text(encoding="utf-8", errors="replace") if CARD in files else ""
-    image_paths = [path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES]
-    images = {path.relative_to(folder).as_posix(): path for path in image_paths}
-    return files | {name: path for name, path in images.items() if f"({name})" in card or f'"{name}"' in card}
-
-
-def _match_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    # slashes are compared because "*" matches them in fnmatch: "LICENSE*" is for the folder itself
-    return {
-        name: path
-        for name, path in paths.items()
-        if any(fnmatch(name, pattern) and name.count("/") <= pattern.count("/") for pattern in patterns)
-    }
 
 
 @translate_hub_errors()

@@ -17,7 +17,8 @@ from transformers.utils import CONFIG_NAME
 from ..files import name_file_in_errors
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
-from .checks import check_card, check_code_references, check_no_hub_token, load_config, model_class
+from .checks import check_card, load_config, model_class
+from .contents import check_no_hub_token, check_references
 from .facts import describe
 from .loading import NUM_TOKENS, check_loading, download
 from .records import CARD, load_card
@@ -36,9 +37,9 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
     """Checks a model folder, or a repository of the Hub after downloading it.
 
     Compares the hashes of downloaded files with the Hub's listing; checks the configuration, the code, the card's metadata (a
-    repository's also by the Hub), and the tensors' names, shapes and values; loads the model with this package's code, never
-    with remote code, and runs it: a language model must generate the same tokens with and without its cache, a vision model
-    must return finite logits.
+    repository's also by the Hub), and the tensors' names, shapes and values; loads the model, from the files that `publish`
+    sends and no others, with this package's code, never with remote code, and runs it: a language model must generate the
+    same tokens with and without its cache, a vision model must return finite logits.
 
     Returns:
         One `Check` for each of these; the source is valid if all of them passed.
@@ -88,7 +89,7 @@ def _check_files(files: dict[str, Path]) -> str:
 
 
 def _check_config(folder: Path, files: dict[str, Path]) -> str:
-    check_code_references(files)
+    check_references(files)
     config = load_config(folder)
     return f"{model_class(config).__name__}, {config.num_hidden_layers} layers of width {config.hidden_size}"
 
@@ -147,7 +148,7 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         folder = Path(source)
         sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
     else:
-        folder, hub_info = download(str(source), revision, token, ["config.json", "README.md", "generation_config.json"])
+        folder, hub_info = download(str(source), revision, token, ["*config.json", CARD])
         facts["repository"] = f"{hub_info.id} at {hub_info.sha}{', private' if hub_info.private else ''}"
         file_sizes = {sibling.rfilename: sibling.size or 0 for sibling in hub_info.siblings or []}
         sizes = {name: size for name, size in file_sizes.items() if name.endswith(".safetensors")}

@@ -69,7 +69,7 @@ def inspect_path(
     Returns and raises as `inspect_model`, and what transformers raises for a missing tokenizer or image processor.
     """
     folder = resolve_model_folder(model)
-    config = load_config(folder)
+    config = load_config(folder, trust_remote_code)
     source, processor_or_tokenizer = os.fspath(folder if processor is None else processor), None
     with name_file_in_errors(Path(source)):
         if isinstance(config, ToSTConfig):

@@ -14,7 +14,8 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, is_vision_available
 from ..export import export_model
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config, parameter_count
-from ..hub.loading import TOKENIZER_FILES, resolve_model_folder
+from ..hub.contents import TOKENIZER_FILES
+from ..hub.loading import resolve_model_folder
 from ..hub.records import CARD, load_card
 from ..image_processing import make_image_processor
 from ..interpret.plots import head_style
