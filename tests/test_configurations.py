@@ -46,7 +46,7 @@ INVALID_FIELDS_OF_ONE = [
     ("tost", {"eos_token_id": [3, -2]}),
     ("tost", {"pad_token_id": "pad"}),
     ("tost", {"vocab_size": 0}),
-    ("tost", {"max_position_embeddings": 0}),
+    *(("tost", {"max_position_embeddings": value}) for value in (0, 3.5, math.nan, "8")),
     ("tost", {"forgetting": "always"}),
     ("tost", {"conv_kernel": 1}),
     ("tost", {"layer_types": ["conv", FULL]}),
@@ -142,6 +142,21 @@ def test_loading_with_other_fields(tmp_path):
             AutoConfig.from_pretrained(tmp_path, **fields)
     _, unused = ToSTConfig.from_pretrained(tmp_path, hidden_size=64, dtype="auto", nonsense=1, return_unused_kwargs=True)
     assert unused == {"nonsense": 1}
+
+
+@pytest.mark.parametrize(
+    "name, value", [("max_position_embeddings", None), ("n_positions", None), ("max_position_embeddings", math.inf)]
+)
+def test_position_free_models_have_no_maximum_length(name, value, tmp_path):
+    """Other libraries compare `max_position_embeddings` with lengths; JSON has no infinity."""
+    assigned = small_config()
+    setattr(assigned, name, value)
+    for config in (small_config(**{name: value}), assigned):
+        assert config.is_position_free and config.max_position_embeddings == config.n_positions == math.inf
+        config.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] is None
+        assert AutoConfig.from_pretrained(tmp_path).is_position_free
+    assert not small_config().is_position_free
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, *LRA_PRESETS, *VISION_PRESETS])

@@ -327,7 +327,7 @@ def test_presets_beyond_the_paper():
     for name in ("tost-base", "tost-medium", "tost-large"):
         assert ToSTConfig.from_preset(name).options() == {}
     plus = ToSTConfig.from_preset("tost-plus-base")
-    assert plus.options() == {"forgetting": "token", "conv_kernel": 4} and plus.max_position_embeddings is None
+    assert plus.options() == {"forgetting": "token", "conv_kernel": 4} and plus.is_position_free
     hybrid = ToSTConfig.from_preset("tost-hybrid-base", num_hidden_layers=6)
     assert [kind == "full_attention" for kind in hybrid.layer_types] == [False, False, False, True, False, False]
     state = state_bytes(ToSTConfig.from_preset("tost-base"))

@@ -63,7 +63,7 @@ def test_config_overrides():
     overrides = "n_embd=64,num_attention_heads=2,max_position_embeddings=null,layer_norm_eps=1e-6,use_bias=True"
     config = run_clm.load_config(run_clm.ModelArguments(config_overrides=overrides))
     assert (config.hidden_size, config.intermediate_size, config.num_attention_heads) == (64, 256, 2)
-    assert (config.max_position_embeddings, config.layer_norm_eps, config.use_bias) == (None, 1e-6, True)
+    assert (config.is_position_free, config.layer_norm_eps, config.use_bias) == (True, 1e-6, True)
     gpt2_config = run_clm.load_config(run_clm.ModelArguments(model_type="gpt2", config_overrides="n_layer=3"))
     assert (gpt2_config.model_type, gpt2_config.num_hidden_layers) == ("gpt2", 3)
 

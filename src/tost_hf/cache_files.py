@@ -68,7 +68,7 @@ def prefill_cache(
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
     max_length = model.config.max_position_embeddings
-    if max_length is not None and input_ids.shape[1] > max_length:
+    if input_ids.shape[1] > max_length:
         raise ValueError(
             f"The prompt has {input_ids.shape[1]:,} tokens, the model positions for {max_length:,}: use a shorter prompt, or "
             "a model without a position table."

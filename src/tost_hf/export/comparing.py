@@ -91,7 +91,7 @@ def _make_inputs(program: ModelProgram, batch: int) -> tuple[torch.Tensor, ...]:
     if program.is_vision:
         sides = [count * config.patch_size for count in (6, 8 - batch)]
         return (torch.randn([batch, config.num_channels, *sides], generator=generator),)
-    shape = batch, min(PROMPT_TOKENS, config.max_position_embeddings or PROMPT_TOKENS)
+    shape = batch, min(PROMPT_TOKENS, config.max_position_embeddings)
     input_ids = torch.randint(config.vocab_size, shape, generator=generator)
     mask = torch.ones_like(input_ids)
     mask[-1, : 2 * (batch > 1)] = 0
@@ -112,7 +112,7 @@ def _generate_greedily(model: PreTrainedModel) -> torch.Tensor:
     """The ids (1, tokens) of greedy generation, which does not stop at an end-of-sequence token."""
     config: Any = model.config
     start_id = config.bos_token_id if isinstance(config.bos_token_id, int) else 0
-    num_new_tokens = min(GREEDY_TOKENS, config.max_position_embeddings or GREEDY_TOKENS) - 1
+    num_new_tokens = min(GREEDY_TOKENS, config.max_position_embeddings) - 1
     prompt = torch.tensor([[min(max(start_id, 0), config.vocab_size - 1)]])
     options = {"max_new_tokens": num_new_tokens, "min_new_tokens": num_new_tokens, "do_sample": False, "pad_token_id": 0}
     return cast(Any, model).generate(prompt, attention_mask=torch.ones_like(prompt), **options)

@@ -132,8 +132,9 @@ def make_metadata(program: ModelProgram, dtype: str) -> dict:
         "outputs": [to_dict(spec) for spec in program.outputs],
     }
     if isinstance(program, LanguageProgram):
-        fields = ["vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"]
-        metadata |= {name: getattr(config, name) for name in fields}
+        names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+        fields = config.to_dict()
+        metadata |= {name: fields[name] for name in names}
         metadata["statistics_layers"] = [
             i for i, layer_type in enumerate(config.all_layer_types) if "statistics" in layer_type
         ]

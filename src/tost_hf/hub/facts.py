@@ -24,9 +24,8 @@ def describe(config: Any) -> dict[str, str]:
         height, image_width = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
         facts["images"] = f"{height} x {image_width} pixels, patches of {config.patch_size}, attention {config.attention_type}"
     else:
-        positions = config.max_position_embeddings
         facts["vocabulary"] = f"{config.vocab_size:,}"
-        facts["positions"] = f"{positions:,}" if positions else "no limit (position-free)"
+        facts["positions"] = "no limit (position-free)" if config.is_position_free else f"{config.max_position_embeddings:,}"
         facts["state"] = _describe_state(config)
         if options.pop("layer_types", None):
             layer_types = enumerate(config.layer_types, start=1)

@@ -134,7 +134,7 @@ def _run(model: PreTrainedModel, config: PreTrainedConfig) -> str:
         image_size = 4 * config.patch_size
         inputs = torch.linspace(-2, 2, config.num_channels * image_size**2).view(1, -1, image_size, image_size).to(model.dtype)
     else:
-        num_tokens = min(NUM_TOKENS, config.max_position_embeddings or NUM_TOKENS)
+        num_tokens = min(NUM_TOKENS, config.max_position_embeddings)
         inputs = torch.linspace(0, config.vocab_size - 1, num_tokens).long()[None]
     output = model(inputs)
     if not output[0].isfinite().all():

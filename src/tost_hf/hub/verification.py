@@ -105,7 +105,7 @@ def _generate(model: Any, config: PreTrainedConfig) -> str:
     model.generation_config = GenerationConfig()  # the folder's may ask for arbitrarily long generation
     start_id = config.bos_token_id if config.bos_token_id is not None else 0
     prompt = torch.tensor([[min(start_id, config.vocab_size - 1)]])
-    num_tokens = min(NUM_TOKENS, (config.max_position_embeddings or NUM_TOKENS + 1) - 1)
+    num_tokens = min(NUM_TOKENS, config.max_position_embeddings - 1)
     options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
     cached = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=True, **options)
     uncached = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **options)

@@ -208,7 +208,7 @@ def _inspect_text(model, tokenizer, input, layers: list[int]) -> tuple[ModelTrac
     is_file = isinstance(input, os.PathLike) or os.path.isfile(input)
     input_ids = tokenizer(Path(input).read_text(encoding="utf-8") if is_file else input, return_tensors="pt")["input_ids"]
     limit = model.config.max_position_embeddings
-    if limit is not None and input_ids.shape[1] > limit:
+    if input_ids.shape[1] > limit:
         warnings.warn(f"The text has {input_ids.shape[1]} tokens; only the first {limit} are shown.", stacklevel=3)
         input_ids = input_ids[:, :limit]
     trace = trace_model(model, input_ids=input_ids)

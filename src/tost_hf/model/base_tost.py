@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import shutil
 import sys
@@ -89,6 +90,7 @@ def code_files(model_type: str, origin: str | os.PathLike | None = None) -> dict
 
 
 FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # rule: (check, names of fields)
+    "be an integer, or None for no limit": (lambda x: isinstance(x, int) or x == math.inf, "max_position_embeddings"),
     "be at least 1": (
         lambda x: x >= 1,
         "vocab_size max_position_embeddings num_hidden_layers num_class_attention_layers num_attention_heads num_channels",

@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of ToST text models, and presets of the paper's sizes."""
 
+import math
 from typing import Any, cast
 
 from huggingface_hub.dataclasses import strict
@@ -74,8 +75,8 @@ class ToSTConfig(ToSTBaseConfig):
         intermediate_size: width of the MLP; 4 * `hidden_size` if None.
         hidden_act: activation of the MLP; "gelu" is the exact (erf) one.
         max_position_embeddings: length of the learned position tables (`embed_positions`, and `denom_bias` in each layer),
-            which is the maximum sequence length. None for the position-free variant, which has neither table and no limit.
-            Also `n_positions`.
+            which is the maximum sequence length. None for the position-free variant, which has neither table and no limit;
+            the attribute is then infinity, which other libraries compare with lengths, and None in files. Also `n_positions`.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of both LayerScale vectors of a block.
         use_bias: whether the Linear and LayerNorm layers of the blocks and the final norm have a bias. `lm_head` has none.
@@ -145,7 +146,7 @@ class ToSTConfig(ToSTBaseConfig):
     num_attention_heads: int = 12
     intermediate_size: int | None = None
     hidden_act: str = "gelu"
-    max_position_embeddings: int | None = 1024
+    max_position_embeddings: int | float | None = 1024
     layer_norm_eps: float | int = 1e-5
     layer_scale_init_value: float | int = 1e-5
     use_bias: bool = False
@@ -201,6 +202,11 @@ class ToSTConfig(ToSTBaseConfig):
         # @strict runs the validators as well, but wraps their error in another one
         self.validate_architecture()
 
+    def __setattr__(self, name: str, value: Any):
+        if value is None and self.attribute_map.get(name, name) == "max_position_embeddings":
+            value = math.inf
+        super().__setattr__(name, value)
+
     def validate_architecture(self):
         check_fields(self)
         if self.forgetting not in FORGETTING_TYPES:
@@ -215,6 +221,8 @@ class ToSTConfig(ToSTBaseConfig):
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
         fields = super().to_dict()
         fields["use_cache"] = fields.pop("_use_cache") and self.is_causal
+        if self.is_position_free:  # JSON has no infinity
+            fields["max_position_embeddings"] = None
         for name in ("layer_types", "num_key_value_heads"):
             if (value := fields.pop(f"_{name}", None)) is not None:
                 fields[name] = value
@@ -287,9 +295,14 @@ class ToSTConfig(ToSTBaseConfig):
         """Has no effect: the plan follows from the fields. transformers 5.18 sets one for tied embeddings."""
 
     @property
+    def is_position_free(self) -> bool:
+        """Whether the model has no position tables, and so no maximum length."""
+        return self.max_position_embeddings == math.inf
+
+    @property
     def rotates(self) -> bool:
         """Whether the model has attention layers with rotary positions."""
-        return self.max_position_embeddings is None and set(self.all_layer_types) != {CAUSAL_STATISTICS}
+        return self.is_position_free and set(self.all_layer_types) != {CAUSAL_STATISTICS}
 
     @property
     def all_layer_types(self) -> list[str]:

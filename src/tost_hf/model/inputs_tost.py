@@ -6,6 +6,7 @@ compilers cannot read them. The one exception is a sequence longer than the posi
 not name the cause.
 """
 
+import math
 from typing import NamedTuple, cast
 
 import torch
@@ -75,7 +76,7 @@ def resolve_inputs(
     else:
         _check_continuation(position_ids, full_mask, past_length)
     position_ids = position_ids.expand(B, T)
-    _check_positions(position_ids, mask, past_length, config.max_position_embeddings)
+    _check_positions(position_ids, mask, past_length, cast(float, config.max_position_embeddings))
     # packed sequences have no single state; while a compiler traces, it is unknown whether position_ids restart
     may_be_unpacked = seq_idx is None or (explicit_idx is None and not _is_readable(seq_idx) and not _is_on_device(seq_idx))
     if use_cache and past_key_values is None and may_be_unpacked:
@@ -276,8 +277,8 @@ def _check_continuation(position_ids: torch.Tensor, full_mask: torch.Tensor | No
         )
 
 
-def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past_length, limit: int | None) -> None:
-    if limit is None or torch.compiler.is_compiling():
+def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past_length, limit: float) -> None:
+    if limit == math.inf or torch.compiler.is_compiling():
         return
     # a position is at most the number of preceding tokens: on other devices values are read only if that exceeds the limit
     if not _is_readable(position_ids) and (

@@ -207,12 +207,13 @@ class ToSTAttention(nn.Module):
 
 
 def _make_tssa(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttention:
+    has_denom_bias = config.is_causal and not config.is_position_free
     return TokenStatisticsSelfAttention(
         config.hidden_size,
         config.num_attention_heads,
         causal=config.is_causal,
         layer_idx=layer_idx,
-        max_position_embeddings=config.max_position_embeddings if config.is_causal else None,
+        max_position_embeddings=cast(int, config.max_position_embeddings) if has_denom_bias else None,
         in_bias=config.use_bias,
         out_bias=config.use_bias,
         attention_dropout=config.attention_dropout,
@@ -349,7 +350,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
         Raises:
             ValueError: the size is not a positive integer, or the model has no positions.
         """
-        if self.config.max_position_embeddings is None:
+        if self.config.is_position_free:
             raise ValueError("This model is position-free: it has no position tables to resize, and no limit.")
         if not isinstance(new_num_position_embeddings, int) or new_num_position_embeddings < 1:
             raise ValueError(f"The number of positions must be a positive integer, got {new_num_position_embeddings!r}.")
@@ -392,8 +393,8 @@ class ToSTModel(ToSTPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
-        if config.max_position_embeddings is not None:
-            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        if not config.is_position_free:
+            self.embed_positions = nn.Embedding(cast(int, config.max_position_embeddings), config.hidden_size)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm: nn.Module = nn.Identity()

@@ -7,7 +7,7 @@ graph.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -133,8 +133,8 @@ class CausalStatistics(MambaBase, nn.Module):
         self.convolution = None if config.conv_kernel is None else ShortConvolution(width, config.conv_kernel)
         self.temp = self._per_head_parameter(1)
         self.denom_bias = self.forget_bias = self.forget_proj = None
-        if config.max_position_embeddings is not None:
-            self.denom_bias = self._per_head_parameter(config.max_position_embeddings, 1)
+        if not config.is_position_free:
+            self.denom_bias = self._per_head_parameter(cast(int, config.max_position_embeddings), 1)
         if config.forgetting != "none":
             self.forget_bias = self._per_head_parameter()
         if config.forgetting == "token":

@@ -126,7 +126,7 @@ class ToSTModel(nn.Module):
         self.embed_positions = None
         if get_pp_group().is_first_rank or (get_pp_group().is_last_rank and config.tie_word_embeddings):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens")
-        if config.max_position_embeddings is not None:
+        if not config.is_position_free:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.start_layer, self.end_layer, self.layers = make_layers(
             config.num_hidden_layers,

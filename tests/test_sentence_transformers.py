@@ -1,0 +1,58 @@
+"""sentence-transformers: embeddings and scores of texts, with and without position tables."""
+
+import pytest
+import torch
+from conftest import randomize
+from hub_clients import save_tokenizer
+from transformers import AutoTokenizer
+
+from tost_hf import ToSTConfig, ToSTForSequenceClassification, ToSTModel
+from tost_hf.model.configuration_tost import LRA_PRESETS, PRESETS
+
+
+library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+
+TEXTS = [("a few words. " * 300)[:3000], "a few words."]  # a token is a byte
+PAIRS = [(TEXTS[0][:1600], TEXTS[0][:1400]), ("a few", "words")]
+
+
+def save_model(model_class, preset: str, folder, **options):
+    """Saves a small model with a preset's options, and a tokenizer of bytes."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 320}
+    model = randomize(model_class(ToSTConfig.from_preset(preset, bos_token_id=0, eos_token_id=0, **sizes, **options))).eval()
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, *LRA_PRESETS])
+def test_sentence_transformer(tmp_path, preset):
+    """Embeddings of 3,000 tokens are the mean of the features, of as many tokens as the model has positions for."""
+    model = save_model(ToSTModel, preset, tmp_path / "model")
+    encoder = library.SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    embeddings = encoder.encode(TEXTS, convert_to_tensor=True)
+    for text, embedding in zip(TEXTS, embeddings):
+        tokens = torch.tensor([list(encoder.tokenizer(text)["input_ids"])])
+        assert tokens.shape[1] == len(text)
+        with torch.no_grad():
+            features = model(tokens[:, : int(min(3000, model.config.max_position_embeddings))]).last_hidden_state
+        torch.testing.assert_close(embedding, features[0].mean(0), rtol=1e-4, atol=1e-5)
+    encoder.save(str(tmp_path / "saved"))
+    loaded = library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert torch.equal(loaded.encode(TEXTS, convert_to_tensor=True), embeddings)
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, *LRA_PRESETS])
+def test_cross_encoder(tmp_path, preset):
+    model = save_model(ToSTForSequenceClassification, preset, tmp_path / "model", num_labels=1, pad_token_id=0)
+    scorer = library.CrossEncoder(str(tmp_path / "model"), device="cpu")
+    scores = scorer.predict(PAIRS, convert_to_tensor=True)
+    with torch.no_grad():
+        expected = model(**scorer.tokenizer(*PAIRS[1], return_tensors="pt")).logits[0].sigmoid()
+    torch.testing.assert_close(scores[1:], expected, rtol=1e-4, atol=1e-5)
+    scorer.save_pretrained(str(tmp_path / "saved"))
+    loaded = library.CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    assert torch.equal(loaded.predict(PAIRS, convert_to_tensor=True), scores)
