@@ -23,6 +23,10 @@ def write_file(name: str, data: bytes):
     return lambda folder: (folder / name).write_bytes(data)
 
 
+def copy_file(source: str, target: str):
+    return lambda folder: shutil.copy(folder / source, folder / target)
+
+
 def remove_file(name: str):
     return lambda folder: (folder / name).unlink()
 
@@ -95,7 +99,7 @@ FAULTS = {  # an edit of the folder, and a word of the error message
     ),
     "tokenizer-of-another-name": (edit_json("tokenizer_config.json", fast_tokenizer_files=["a.json"]), "fast_tokenizer_files"),
     "adapter": (write_file("adapter_config.json", b'{"base_model_name_or_path": "a/b"}'), "base_model_name_or_path"),
-    "old-shard": (write_file("model-00001-of-00001.safetensors", b"old"), "model-00001-of-00001"),
+    "old-shard": (copy_file("model.safetensors", "model-00001-of-00001.safetensors"), "model-00001-of-00001"),
     "index-and-model": (write_file("model.safetensors.index.json", b"{}"), "more than one model"),
     "integers": (edit_weight("in_proj", lambda x: x.to(torch.int8)), "I8"),
     "booleans": (edit_weight("in_proj", lambda x: x.to(torch.bool)), "BOOL"),
@@ -145,11 +149,11 @@ def store_twice(folder):
 
 SHARD_FAULTS = {
     "missing": (lambda folder: next(folder.glob("model-00002*")).unlink(), "model-00002"),
-    "of-another-name": (lambda folder: rename_shard(folder, "part.safetensors"), "part.safetensors"),
-    "out-of-the-folder": (lambda folder: rename_shard(folder, "../model-00001-of-00004.safetensors"), "../model-00001"),
-    "pickle": (lambda folder: rename_shard(folder, "shard.bin"), "shard.bin"),
+    "of-another-name": (lambda folder: rename_shard(folder, "part.safetensors"), "names 'part"),
+    "out-of-the-folder": (lambda folder: rename_shard(folder, "../model-00001-of-00004.safetensors"), "names '../model"),
+    "pickle": (lambda folder: rename_shard(folder, "shard.bin"), "names 'shard"),
     "tensor-twice": (store_twice, "differs from model-00002"),
-    "old": (write_file("model-00009-of-00009.safetensors", b"old"), "model-00009"),
+    "old": (copy_file("model-00001-of-00004.safetensors", "model-00009-of-00009.safetensors"), "model-00009"),
     "index-garbage": (write_file("model.safetensors.index.json", b'{"metadata": {}, "weight_map": 1}'), "index.json"),
 }
 
