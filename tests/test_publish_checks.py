@@ -214,6 +214,8 @@ COMMANDS = (["info"], ["card", "--overwrite"], ["inspect", "text", "--out", "out
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[command[0] for command in COMMANDS])
 def test_all_commands_reject_foreign_code(folder, command, capsys, monkeypatch):
+    if command[0] == "export":
+        pytest.importorskip("onnxscript", reason="an export to ONNX needs the extra `export`")
     edit_json("config.json", _attn_implementation={"": "evil/kernel"})(folder)
     monkeypatch.chdir(folder.parent)
     assert main([command[0], str(folder), *command[1:]]) == 1

@@ -137,6 +137,19 @@ def test_pickled_weights_are_rejected(saved, tiny_model):
         AutoModelForCausalLM.from_pretrained(saved, use_safetensors=False)
 
 
+@pytest.mark.parametrize("first", [0, -1])
+def test_index_of_pickled_weights_is_rejected(tiny_model, tmp_path, monkeypatch, first):
+    """transformers opens the files of an index as safetensors or as pickles, depending on the first."""
+    tiny_model.save_pretrained(tmp_path, max_shard_size="40KB")
+    index = tmp_path / "model.safetensors.index.json"
+    for shard in sorted(tmp_path.glob("model-*"))[first:]:
+        torch.save(load_file(shard), shard.with_suffix(".bin"))
+        index.write_text(index.read_text().replace(shard.name, shard.with_suffix(".bin").name))
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(ValueError, match=r"names .*\.bin"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_config_of_another_model(tmp_path):
     GPT2Config(n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})

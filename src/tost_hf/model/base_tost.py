@@ -235,13 +235,22 @@ class ToSTBaseModel(PreTrainedModel):
         """As `PreTrainedModel.from_pretrained`, from safetensors files only: weights are never unpickled.
 
         Raises:
-            ValueError: `use_safetensors=False`, or a `distributed_config` with pipeline parallelism.
+            ValueError: `use_safetensors=False`, an index that names other files, or a `distributed_config` with pipeline
+                parallelism.
             OSError: there are no safetensors weights.
         """
         if use_safetensors is False:
             raise ValueError("ToST models load safetensors weights only; convert pickled ones with `tost-hf convert`.")
         _reject_pipeline_parallelism(kwargs.get("distributed_config"))
         return super().from_pretrained(pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs)
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs):
+        """transformers calls it with the files to load: those of an index may be pickles despite `use_safetensors=True`."""
+        other_files = [file for file in checkpoint_files or () if not file.endswith(".safetensors")]
+        if state_dict is None and other_files:
+            raise ValueError(f"The weights' index names {other_files[0]}, which is no safetensors file: save the model again.")
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
     def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
         """As `PreTrainedModel.save_pretrained`.
