@@ -22,7 +22,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..files import open_safetensors
 from .checks import model_class
-from .contents import TOKENIZER_FILES, linked_folder, model_files, weights_files
+from .contents import TOKENIZER_FILES, linked_folder, weights_files
 from .records import IMAGE_PROCESSOR_FILES
 
 
@@ -46,9 +46,15 @@ def translate_hub_errors() -> Iterator[None]:
 def download(
     repo_id: str, revision: str | None = None, token: str | None = None, patterns: list[str] | None = None
 ) -> tuple[Path, ModelInfo]:
-    """Downloads a model repository, or its files that match `patterns`; returns the cache folder and the Hub's model info."""
+    """Downloads a model repository, or those of its files outside subfolders that match `patterns`.
+
+    Returns:
+        The cache folder, and the Hub's model info.
+    """
     info = HfApi(token=token).model_info(repo_id, revision=revision, files_metadata=True)
-    return Path(snapshot_download(repo_id, revision=info.sha, token=token, allow_patterns=patterns)), info
+    ignored = "*/*" if patterns else None
+    folder = snapshot_download(repo_id, revision=info.sha, token=token, allow_patterns=patterns, ignore_patterns=ignored)
+    return Path(folder), info
 
 
 def resolve_model_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
@@ -71,49 +77,53 @@ def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
         FileNotFoundError, ValueError: as `weights_files`.
         ValueError: it cannot be loaded; its tensors are not those of the configuration's model, or not finite.
     """
+    configs = {name: folder / name for name in (CONFIG_NAME, GENERATION_CONFIG_NAME) if (folder / name).is_file()}
+    with linked_folder(folder, weights_files(folder) | configs) as links:
+        model = _load_links(links, config)
+    model.name_or_path = model.config.name_or_path = os.fspath(folder)
+    return model
+
+
+def _load_links(links: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """Loads and checks the model of a `linked_folder`, in evaluation mode."""
     cls: Any = model_class(config)
     options = {"local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    weights = weights_files(folder)
-    files = weights | {name: folder / name for name in (CONFIG_NAME, GENERATION_CONFIG_NAME) if (folder / name).is_file()}
-    with linked_folder(folder, files) as links:
-        model, info = _load(f"The model in {folder}", lambda: cls.from_pretrained(links, **options))
-    model.name_or_path = model.config.name_or_path = os.fspath(folder)
+    model, info = _load(f"The model in {links}", lambda: cls.from_pretrained(links, **options))
     problems = {"lacks": info["missing_keys"], "has unexpected": info["unexpected_keys"]}
     problems["has other shapes for"] = [f"{name} {list(stored)}" for name, stored, _ in info["mismatched_keys"]]
-    problems["has numbers of other types than floating point in"] = list(_find_other_dtypes(weights, model))
+    problems["has numbers of other types than floating point in"] = list(_find_other_dtypes(links, model))
     problems["has NaN or infinite values in"] = [name for name, x in model.state_dict().items() if not x.isfinite().all()]
     for problem, names in problems.items():
         if names:
-            raise ValueError(f"The model in {folder} {problem} {', '.join(sorted(names)[:5])}, {len(names)} in all.")
+            raise ValueError(f"The model in {links} {problem} {', '.join(sorted(names)[:5])}, {len(names)} in all.")
     return model.eval()
 
 
-def _find_other_dtypes(weights: Mapping[str, Path], model: PreTrainedModel) -> Iterator[str]:
+def _find_other_dtypes(folder: Path, model: PreTrainedModel) -> Iterator[str]:
     """Stored tensors that are not floating point, although the model's are, and that loading would convert."""
     integers = {name for name, x in model.state_dict().items() if not x.is_floating_point()}  # BatchNorm's counters
-    for path in weights.values():
-        if path.suffix == ".safetensors":
-            with open_safetensors(path) as file:
-                dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
-            yield from (f"{name} ({x})" for name, x in dtypes.items() if x not in WEIGHT_DTYPES and name not in integers)
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_safetensors(path) as file:
+            dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+        yield from (f"{name} ({x})" for name, x in dtypes.items() if x not in WEIGHT_DTYPES and name not in integers)
 
 
-def check_loading(folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedModel, str]:
-    """Loads and runs the model, and loads its tokenizer or image processor if the folder has their files.
+def check_loading(folder: Path, files: Mapping[str, Path], config: PreTrainedConfig) -> tuple[PreTrainedModel, str]:
+    """Loads and runs the model, and loads its tokenizer or image processor, from `files`, those that are published.
 
-    All of them are loaded from `model_files`, the files that are published.
+    Args:
+        folder: the model folder, which errors name.
+        files: its `model_files`.
 
     Returns:
         The model, and a short description of its output.
 
     Raises:
-        FileNotFoundError, ValueError: as `model_files`.
         ValueError: one of them cannot be loaded without running the folder's code, or the output is not finite.
     """
-    model = load_model(folder, config)
-    output = _run(model, config)
-    files = model_files(folder)
     with linked_folder(folder, files) as links:
+        model = _load_links(links, config)
+        output = _run(model, config)
         if model.can_generate() and GENERATION_CONFIG_NAME in files:
             _load(GENERATION_CONFIG_NAME, lambda: GenerationConfig.from_pretrained(links, local_files_only=True))
         if config.model_type == "tost":

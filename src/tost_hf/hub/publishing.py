@@ -95,7 +95,7 @@ def publish(
     files = model_files(folder)
     check_no_hub_token(files)
     check_card(folder)
-    model, _ = check_loading(folder, config)
+    model, _ = check_loading(folder, files, config)
     content = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     content.pop("auto_map", None)
     if with_code:

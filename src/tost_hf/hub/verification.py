@@ -18,7 +18,7 @@ from ..files import name_file_in_errors
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
 from .checks import check_card, load_config, model_class
-from .contents import check_no_hub_token, check_references
+from .contents import check_no_hub_token, check_references, model_files
 from .facts import describe
 from .loading import NUM_TOKENS, check_loading, download
 from .records import CARD, load_card
@@ -95,7 +95,7 @@ def _check_config(folder: Path, files: dict[str, Path]) -> str:
 
 
 def _run(folder: Path, config: PreTrainedConfig) -> str:
-    model, output = check_loading(folder, config)
+    model, output = check_loading(folder, model_files(folder), config)
     generated = f"; {_generate(model, config)}" if model.can_generate() else ""
     return f"{model.num_parameters():,} parameters, all finite; {output}{generated}"
 

@@ -249,7 +249,9 @@ class ToSTBaseModel(PreTrainedModel):
         """transformers calls it with the files to load: those of an index may be pickles despite `use_safetensors=True`."""
         other_files = [file for file in checkpoint_files or () if not file.endswith(".safetensors")]
         if state_dict is None and other_files:
-            raise ValueError(f"The weights' index names {other_files[0]}, which is no safetensors file: save the model again.")
+            raise ValueError(
+                f"The weights' index names {other_files[0]}, which is not a safetensors file: save the model again."
+            )
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
     def save_pretrained(self, save_directory, *args, with_code: bool | None = None, **kwargs):
