@@ -45,7 +45,7 @@ def assert_same_text(source: Path, folder: Path) -> None:
     """Asserts that the script of an exported folder generates the same text as `generate`."""
     model, tokenizer = tost_hf.ToSTForCausalLM.from_pretrained(source), byte_tokenizer()
     # without a position limit, longer than one chunk of a program with fixed shapes
-    text = "To be" if not model.config.is_position_free else "To be, or not to be, that is the question:"
+    text = "To be, or not to be, that is the question:" if model.config.is_position_free else "To be"
     prompt = tokenizer(text, return_tensors="pt")
     expected = tokenizer.decode(model.generate(**prompt, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True)
     assert run_script(folder, "generate.py", text, "--tokens", "20") == f"{expected}\n"

@@ -94,8 +94,8 @@ def demo_folders(tmp_path, monkeypatch):
 def missing_libraries(block: str) -> list[str]:
     """Other projects' libraries that a block needs and that are not installed."""
     optional = {"trl": "from trl ", "peft": "from peft ", "bitsandbytes": "BitsAndBytesConfig", "vllm": "from vllm "}
-    optional["sentence_transformers"] = "from sentence_transformers "
-    optional |= {"openvino": "OpenVINOExporter", "executorch": "ExecutorchExporter"}
+    optional |= {"sentence_transformers": "from sentence_transformers ", "openvino": "OpenVINOExporter"}
+    optional |= {"executorch": "ExecutorchExporter"}
     return [library for library, marker in optional.items() if marker in block and find_spec(library) is None]
 
 

@@ -169,7 +169,10 @@ def test_rejected_shards(tmp_path, introduce_fault, word):
 def test_links_out_of_the_folder_are_rejected(folder, name):
     (folder / "README.md").write_text("---\nlicense: mit\n---\n![loss](curve.png)\n")
     target = folder.with_name("target")
-    (folder / name).rename(target) if (folder / name).exists() else target.write_text("private")
+    if (folder / name).exists():
+        (folder / name).rename(target)
+    else:
+        target.write_text("private")
     (folder / name).symlink_to(target)
     check_rejected(folder, name)
 

@@ -10,7 +10,7 @@ from tost_hf import ToSTConfig, ToSTForSequenceClassification, ToSTModel
 from tost_hf.model.configuration_tost import LRA_PRESETS, PRESETS
 
 
-library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
 TEXTS = [("a few words. " * 300)[:3000], "a few words."]  # a token is a byte
 PAIRS = [(TEXTS[0][:1600], TEXTS[0][:1400]), ("a few", "words")]
@@ -32,27 +32,27 @@ def save_model(model_class, preset: str, folder, **options):
 def test_sentence_transformer(tmp_path, preset):
     """Embeddings of 3,000 tokens are the mean of the features, of as many tokens as the model has positions for."""
     model = save_model(ToSTModel, preset, tmp_path / "model")
-    encoder = library.SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    encoder = sentence_transformers.SentenceTransformer(str(tmp_path / "model"), device="cpu")
     embeddings = encoder.encode(TEXTS, convert_to_tensor=True)
     for text, embedding in zip(TEXTS, embeddings):
-        tokens = torch.tensor([list(encoder.tokenizer(text)["input_ids"])])
+        tokens = encoder.tokenizer(text, return_tensors="pt")["input_ids"]
         assert tokens.shape[1] == len(text)
         with torch.no_grad():
-            features = model(tokens[:, : int(min(3000, model.config.max_position_embeddings))]).last_hidden_state
+            features = model(tokens[:, : min(3000, model.config.max_position_embeddings)]).last_hidden_state
         torch.testing.assert_close(embedding, features[0].mean(0), rtol=1e-4, atol=1e-5)
     encoder.save(str(tmp_path / "saved"))
-    loaded = library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    loaded = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert torch.equal(loaded.encode(TEXTS, convert_to_tensor=True), embeddings)
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, *LRA_PRESETS])
 def test_cross_encoder(tmp_path, preset):
     model = save_model(ToSTForSequenceClassification, preset, tmp_path / "model", num_labels=1, pad_token_id=0)
-    scorer = library.CrossEncoder(str(tmp_path / "model"), device="cpu")
+    scorer = sentence_transformers.CrossEncoder(str(tmp_path / "model"), device="cpu")
     scores = scorer.predict(PAIRS, convert_to_tensor=True)
     with torch.no_grad():
         expected = model(**scorer.tokenizer(*PAIRS[1], return_tensors="pt")).logits[0].sigmoid()
     torch.testing.assert_close(scores[1:], expected, rtol=1e-4, atol=1e-5)
     scorer.save_pretrained(str(tmp_path / "saved"))
-    loaded = library.CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    loaded = sentence_transformers.CrossEncoder(str(tmp_path / "saved"), device="cpu")
     assert torch.equal(loaded.predict(PAIRS, convert_to_tensor=True), scores)

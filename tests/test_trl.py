@@ -132,16 +132,16 @@ def test_grpo(folder, text_model, tokenizer):
     assert rewarded_probability(trainer.model) > initial + 0.1
 
 
-def test_grpo_with_tools(tmp_path, tokenizer, monkeypatch):
+def test_grpo_with_tools(folder, tokenizer, monkeypatch):
     """TRL compares a conversation's length with `max_position_embeddings`, also where the model has no maximum."""
-    tokenizer.pad_token = tokenizer.eos_token
     tokenizer.response_template = {}  # the parser below replaces it
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}"
         "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}{% endfor %}"
     )
     config = small_config(vocab_size=300, max_position_embeddings=None, bos_token_id=0, eos_token_id=0)
-    model, lengths, rewards = randomize(ToSTForCausalLM(config)), [], []
+    randomize(ToSTForCausalLM(config)).save_pretrained(folder)
+    lengths, rewards = [], []
 
     def parse_response(tokenizer, ids, prefix, tools):
         """The model calls the tool once."""
@@ -163,18 +163,10 @@ def test_grpo_with_tools(tmp_path, tokenizer, monkeypatch):
         return rewards[-len(completions) :]
 
     monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", parse_response)
-    settings = {"num_generations": 2, "max_completion_length": 99, "max_steps": 1, "per_device_train_batch_size": 2}
-    settings |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    settings["generation_kwargs"] = {"max_new_tokens": 8}  # of each turn
-    trainer = trl.GRPOTrainer(
-        model,
-        args=trl.GRPOConfig(output_dir=str(tmp_path), **settings),
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "the heads"}]}] * 2),
-        processing_class=tokenizer,
-        reward_funcs=reward,
-        tools=[count_words],
-    )
-    trainer.train()
+    examples = [{"prompt": [{"role": "user", "content": "the heads"}]}] * 2
+    options = {"reward_funcs": reward, "tools": [count_words], "processing_class": tokenizer}
+    settings = {"num_generations": 2, "max_completion_length": 99, "generation_kwargs": {"max_new_tokens": 8}}  # of each turn
+    train(trl.GRPOTrainer, folder, examples, options=options, **settings)
     assert rewards == [2.0, 2.0] and max(lengths) > min(lengths)  # the answer was generated after the tool's result
 
 
