@@ -3,12 +3,16 @@
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from kernel_cases import load_again
 from test_tssa import make, padding_mask
+from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import TokenStatisticsSelfAttention, ToSTCache, ToSTConfig, TSSAState, tssa, tssa_step
+from tost_hf.model import tssa_cpu
 from tost_hf.model.tssa import _choose_backend, _warn_of_fallback
 
 
@@ -43,12 +47,13 @@ def fake_kernels(monkeypatch):
 def test_backend_by_argument_and_environment(fake_kernels, monkeypatch):
     w, temp, bias = make(dtype=torch.float32)
     mask = padding_mask(70)
-    expected = tssa(w, temp, bias, mask=mask)
+    expected = tssa(w, temp, bias, mask=mask, backend="torch")
     state = TSSAState(*(x.clone() for x in expected.final_state))
-    expected_step = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0])
-    assert fake_kernels.calls == []  # auto is torch on the CPU
+    expected_step = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0], backend="torch")
+    tssa(w, temp, bias, mask=mask)
+    assert fake_kernels.calls == []  # auto is numba on the CPU
     torch.testing.assert_close(tssa(w, temp, bias, mask=mask, backend="triton"), expected)
-    torch.testing.assert_close(tssa(w, temp, causal=False, backend="triton"), tssa(w, temp, causal=False))
+    torch.testing.assert_close(tssa(w, temp, causal=False, backend="triton"), tssa(w, temp, causal=False, backend="torch"))
     actual_step = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0], backend="triton")
     torch.testing.assert_close(actual_step, expected_step)
     torch.testing.assert_close(state, expected.final_state, rtol=0, atol=0)  # the caller's state is not modified
@@ -93,3 +98,29 @@ def test_unavailable_backends(fake_kernels, monkeypatch):
     monkeypatch.setenv("TOST_HF_BACKEND", "fast")
     with pytest.raises(ValueError, match="fast"):
         tssa(w, temp, bias)
+
+
+def test_without_numba(monkeypatch):
+    """The reference runs, with one warning that names what to install."""
+    w, temp, _ = make(dtype=torch.float32)
+    monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
+    monkeypatch.setattr(tssa_cpu, "numba", None)
+    monkeypatch.setattr(tssa_cpu, "_import_error", ImportError("No module named 'numba'"), raising=False)
+    _warn_of_fallback.cache_clear()
+    with pytest.warns(UserWarning, match=r"No module named 'numba'.*pip install \"tost-hf\[cpu\]\"") as warnings:
+        outputs = [tssa(w, temp), tssa(w, temp), tssa(w, temp, causal=False)]
+        tssa_step(w[:, 0], temp, None, None)
+    assert len(warnings) == 1 and torch.equal(outputs[0].output, tssa(w, temp, backend="torch").output)
+    with pytest.raises(ValueError, match="numba"):
+        tssa(w, temp, backend="numba")
+    with pytest.raises(ValueError, match=r"torch\.float64"):
+        monkeypatch.undo()
+        tssa(w.double(), temp.double(), backend="numba")
+
+
+def test_loads_without_numba(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    module = load_again("without_numba", "tssa_cpu")
+    assert "numba cannot be imported" in module.find_unsupported(torch.float32, "cpu")
+    assert not {"numba", "llvmlite"} & set(get_imports(tssa_cpu.__file__))  # else transformers would require them
+    assert "from .tssa import" not in Path(tssa_cpu.__file__).read_text()  # tssa.py imports this file

@@ -7,7 +7,6 @@ import torch
 from conftest import randomize, small_config
 
 from tost_hf import ToSTCache, ToSTForCausalLM
-from tost_hf.model import tssa_chunked
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -90,19 +89,6 @@ def test_training_options(tiny_model, inputs, checkpointing, autocast):
             tiny_model.train()
         compiled = torch.compile(tiny_model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(loss_and_gradients(compiled, tokens, **inputs), expected, **CLOSE)
-
-
-def test_operators_pass_opcheck():
-    """Schemas, fake tensors and autograd: without decay, with decay, without gradients."""
-    w, temp, bias = torch.randn(2, 300, 3, 4), torch.rand(3), torch.randn(2, 300, 3)
-    state = torch.rand(2, 3, 4), torch.rand(2, 3, 4).double(), torch.rand(2, 3).double()
-    log_decay = -torch.rand(2, 300, 3)
-    operator = tssa_chunked._forward_operator._opoverload
-    for use_decay, needs_grad in ((False, True), (True, True), (True, False)):
-        inputs = [x.clone().requires_grad_(needs_grad) for x in (w, temp, bias)]
-        sums = [x.clone().requires_grad_(needs_grad) for x in state]
-        options = None, log_decay.clone().requires_grad_(needs_grad) if use_decay else None
-        torch.library.opcheck(operator, (*inputs, *options, *sums, needs_grad, tssa_chunked.CHUNK_TOKENS, not use_decay))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])

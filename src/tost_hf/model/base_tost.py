@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 OPERATOR_FILES = (
     "tssa.py",
     "tssa_reference.py",
-    "tssa_chunked.py",
+    "tssa_cpu.py",
     "tssa_triton.py",
 )
 _SHARED_FILES = ("base_tost.py", "layers_tost.py", *OPERATOR_FILES)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .tssa import TSSAOutput, tssa, tssa_step
+from .tssa import TSSAOutput, find_kernels, tssa, tssa_step
 from .tssa_reference import TSSAState, compute_dtype, sequence_starts
 
 
@@ -54,14 +54,20 @@ class ShortConvolution(nn.Module):
             The convolved tokens (B, T, D), and the last `kernel_size - 1` real inputs (B, kernel_size - 1, D), oldest first.
         """
         state_len, T = self.kernel_size - 1, hidden_states.shape[1]
-        # renumber the sequences, as numbers may repeat
-        seq_idx = None if seq_idx is None else F.pad(sequence_starts(seq_idx).cumsum(1), (state_len, 0))
+        mask = None if mask is None else mask.bool()
+        seq_idx = None if seq_idx is None else sequence_starts(seq_idx).cumsum(1)  # as numbers may repeat
+        is_on_cpu = hidden_states.device.type == "cpu" and hidden_states.dtype == self.weight.dtype != torch.float16
+        if is_on_cpu and find_kernels(hidden_states, None, "step" if T == 1 else "causal") == "numba":
+            from .tssa_cpu import convolve
+
+            return convolve(hidden_states, self.weight, mask, seq_idx, conv_state)
+        seq_idx = None if seq_idx is None else F.pad(seq_idx, (state_len, 0))
         window = F.pad(hidden_states, (0, 0, state_len, 0))
         if conv_state is not None:
             window = torch.cat([conv_state.to(hidden_states.dtype), hidden_states], 1)
         indices = None
         if mask is not None:
-            indices = left_padding_indices(F.pad(mask.bool(), (state_len, 0), value=True))
+            indices = left_padding_indices(F.pad(mask, (state_len, 0), value=True))
             window = permute_tokens(window, indices)
             seq_idx = None if seq_idx is None else permute_tokens(seq_idx, indices)
         weights = self.weight.unbind(1)
@@ -76,7 +82,7 @@ class ShortConvolution(nn.Module):
             indices = (indices[:, state_len:] - state_len).clamp_min(0)
             output = output.gather(1, indices.unsqueeze(-1).expand_as(output))
         # a copy, as a view would keep the whole window in memory
-        return output, window[:, -state_len:].clone()
+        return output, window[:, T:].clone()
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kernel_size={self.kernel_size}"

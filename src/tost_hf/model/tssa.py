@@ -4,10 +4,10 @@
 TSSA compares no pairs of tokens: time is linear in the number of tokens, and the causal form needs only three running sums
 (`TSSAState`). tssa_reference.py defines what is computed. All computation is in float32, or in float64 for float64 inputs.
 
-The argument `backend` or, without it, the environment variable TOST_HF_BACKEND chooses "torch" (PyTorch, on every device and
-for every dtype), "triton" (the kernels of tssa_triton.py) or "auto" (the kernels on a GPU where they can run, else PyTorch).
-In PyTorch the causal form is computed in chunks (tssa_chunked.py); the bidirectional form, single tokens, torch.export and
-compilers for devices other than the CPU run the reference implementation (tssa_reference.py).
+The argument `backend` or, without it, the environment variable TOST_HF_BACKEND chooses "torch" (the reference implementation,
+on every device and for every dtype), "numba" (the kernels for CPUs, tssa_cpu.py), "triton" (the kernels for GPUs,
+tssa_triton.py) or "auto" (the kernels for the device where they can run, else the reference implementation). Programs of
+torch.export contain the reference implementation.
 """
 
 import functools
@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 
-from .tssa_chunked import causal as causal_chunked
 from .tssa_reference import (
     TSSAState,
     as_state,
@@ -35,7 +34,7 @@ from .tssa_reference import (
 from .tssa_reference import causal as causal_reference
 
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "numba", "triton")
 
 
 class TSSAOutput(NamedTuple):
@@ -90,11 +89,11 @@ def tssa(
         initial_state: running sums over the tokens before the first; causal form only.
         log_decay: logarithm of the decay, at most 0: a head's sums are multiplied by the decay before a token is added. (H,),
             (T, H) or (B, T, H); causal form only. None, like 0, for no decay. Padding has no decay.
-        normalize_scores: whether the squares in the scores are divided by their sums. Without it (the paper's ablation), and
-            for packed sequences in the bidirectional form, the backend "torch" runs whatever `backend` says.
+        normalize_scores: whether the squares in the scores are divided by their sums. Without it (the paper's ablation) no
+            Triton kernel runs; for packed sequences in the bidirectional form, no kernel.
         softmax: a function that replaces `tssa_reference.softmax_over_heads` where w contains only some of the heads (tensor
             parallelism); the reference implementation runs. None for all heads.
-        backend: "auto", "torch" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
+        backend: "auto", "torch", "numba" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
 
     Returns:
         `TSSAOutput` with the output (B, T, H, p) in `w`'s dtype, the membership (B, H, T) and, for the causal form, the
@@ -103,6 +102,7 @@ def tssa(
     Raises:
         ValueError: shapes disagree, `initial_state` / `denom_bias` / `log_decay` is passed to the bidirectional form,
             `log_decay` is above 0, or the backend is unknown or does not support these tokens.
+        IndexError: a position is not an index into `denom_bias` (on a CPU).
         RuntimeError: the requested backend is "triton", and its kernels fail or are wrong on this device.
 
     Example:
@@ -123,36 +123,33 @@ def tssa(
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(initial_state or ()))
     if causal and seq_idx is not None:
         log_decay = reset_at_starts(log_decay, seq_idx, dtype)
-    supports_kernels = softmax is None and normalize_scores and (causal or seq_idx is None)
-    temp, bias = temp.to(dtype), select_bias(denom_bias, positions, dtype)
-    form = "causal" if causal else "bidirectional"
-    if supports_kernels and _runs_on_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad):
+    temp, form = temp.to(dtype), "causal" if causal else "bidirectional"
+    kernels = None
+    if softmax is None and (causal or seq_idx is None):
+        kernels = find_kernels(w, backend, form, normalize_scores, decay=log_decay is not None, gradients=needs_grad)
+    if kernels == "numba":
+        from .tssa_cpu import tssa_cpu
+
+        bias = None if denom_bias is None else denom_bias.to(dtype)
+        state = None if initial_state is None else as_state(initial_state, w)
+        inputs = w, temp, bias, positions, mask, log_decay, state
+        output, membership, final_state = tssa_cpu(*inputs, normalize_scores, causal, needs_grad)
+        return TSSAOutput(output, membership.transpose(1, 2), final_state)
+    bias = select_bias(denom_bias, positions, dtype)
+    if kernels == "triton":
         from .tssa_triton import tssa_triton
 
         output, membership, final_state = tssa_triton(w, temp, bias, mask, log_decay, initial_state, causal)
         return TSSAOutput(output, membership.transpose(1, 2), final_state)
     padding, softmax = None if mask is None else ~mask, softmax or softmax_over_heads
-    if not causal:
-        output, membership = bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores)
-        return TSSAOutput(output, membership.transpose(1, 2), None)
-    state = None if initial_state is None else as_state(initial_state, w)
-    if softmax is not softmax_over_heads or _needs_reference(w):
+    if causal:
+        state = None if initial_state is None else as_state(initial_state, w)
         inputs = w, temp, bias, padding, state, log_decay
         output, membership, final_state = causal_reference(*inputs, softmax, normalize_scores)
     else:
-        bias = w.new_zeros(1, 1, 1, dtype=dtype) if bias is None else bias
-        state = zero_state(w) if state is None else state
-        inputs = w, temp, bias.expand(w.shape[:3]), padding, state, log_decay
-        output, membership, final_state = causal_chunked(*inputs, normalize_scores)
+        output, membership = bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores)
+        final_state = None
     return TSSAOutput(output, membership.transpose(1, 2), final_state)
-
-
-def _needs_reference(w: torch.Tensor) -> bool:
-    """Whether to run the reference: under torch.export and jit.trace, compiled for devices other than the CPU, and in
-    transforms of torch.func, for which the operators have no rules."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return True
-    return w.device.type != "cpu" if torch.compiler.is_compiling() else is_traced()
 
 
 def tssa_step(
@@ -181,7 +178,7 @@ def tssa_step(
         log_decay: (H,) or (B, H); as in `tssa`.
         normalize_scores: as in `tssa`.
         softmax: as in `tssa`.
-        backend: as in `tssa`. The kernel has no gradient: where one is needed, the reference runs.
+        backend: as in `tssa`. The Triton kernel has no gradient: where one is needed, the reference runs.
         in_place: whether the tensors of `state` are updated in place, as in decoding. They must have the dtypes of a
             `TSSAState`, and nothing may need a gradient.
 
@@ -207,12 +204,26 @@ def tssa_step(
         raise ValueError(
             "tssa_step cannot update a state in place if a gradient is needed or if it has other dtypes than a TSSAState."
         )
-    supports_kernels = softmax is None and normalize_scores
     dtype, mask = compute_dtype(w.dtype), None if mask is None else mask.bool()
-    temp, bias = temp.reshape(-1).to(dtype), select_bias(denom_bias, positions, dtype)
+    temp = temp.reshape(-1).to(dtype)
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
     state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
-    if supports_kernels and _runs_on_kernels(w, backend, "step", decay=log_decay is not None) and not needs_grad:
+    kernels = None
+    if softmax is None:
+        kernels = find_kernels(w, backend, "step", normalize_scores, decay=log_decay is not None)
+    if kernels == "numba":
+        from .tssa_cpu import step_cpu, tssa_cpu
+
+        bias = None if denom_bias is None else denom_bias.to(dtype)
+        if in_place:
+            output, membership = step_cpu(w, temp, bias, positions, mask, log_decay, state, normalize_scores)
+            return TSSAOutput(output, membership, state)
+        bias = bias if bias is None or positions is not None else bias.unsqueeze(-2)
+        tokens = w.unsqueeze(1), temp, bias, *(None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
+        output, membership, final_state = tssa_cpu(*tokens, state, normalize_scores, True, needs_grad)
+        return TSSAOutput(output.squeeze(1), membership.squeeze(1), final_state)
+    bias = select_bias(denom_bias, positions, dtype)
+    if kernels == "triton" and not needs_grad:
         from .tssa_triton import tssa_step_triton
 
         if not in_place:
@@ -229,34 +240,59 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
 
 
-def _runs_on_kernels(w: torch.Tensor, backend: str | None, form: str, **options: bool) -> bool:
-    """Whether the kernels are chosen for tokens w (..., H, p), can run on their device, and passed their self-check."""
-    if _choose_backend(backend, w.device.type, w.dtype) == "torch" or (is_traced() and not torch.compiler.is_compiling()):
-        return False
+def find_kernels(
+    w: torch.Tensor, backend: str | None, form: str, normalize_scores: bool = True, **options: bool
+) -> str | None:
+    """The kernels, "numba" or "triton", that are chosen for tokens w (..., H, p) and can run; None for the reference.
+
+    `form` is "causal", "bidirectional" or "step"; the other options are those of `tssa_triton.find_kernel_problem`.
+    """
+    chosen = _choose_backend(backend, w.device.type, w.dtype)
+    is_compiling = torch.compiler.is_compiling()
+    if chosen == "torch" or (is_traced() and not is_compiling):
+        return None
+    if chosen == "numba":
+        # compilers fuse the reference step with what surrounds it
+        is_opaque = torch.compiler.is_exporting() or torch.jit.is_tracing() or (is_compiling and form == "step")
+        has_array = is_compiling or type(w) in (torch.Tensor, torch.nn.Parameter)
+        return chosen if has_array and not is_opaque else None
+    if not normalize_scores:
+        return None
     from .tssa_triton import find_kernel_problem
 
     problem = find_kernel_problem(w, form, **options)
-    return problem is None or _fall_back(problem, backend, RuntimeError)
+    return chosen if problem is None or _fall_back(problem, _request_backend(backend), RuntimeError) else None
 
 
 @torch.compiler.assume_constant_result
 def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str:
-    """The backend, "torch" or "triton", for a dtype and a device type; see `tssa`."""
-    requested_backend = backend or os.environ.get("TOST_HF_BACKEND") or "auto"
-    if requested_backend not in BACKENDS:
-        raise ValueError(f"There is no TSSA backend {requested_backend!r}; choose one of {', '.join(BACKENDS)}.")
-    if requested_backend == "torch" or (requested_backend == "auto" and (device != "cuda" or dtype == torch.float64)):
+    """The backend, "torch", "numba" or "triton", for a dtype and a device type; see `tssa`."""
+    return _find_backend(_request_backend(backend), device, dtype)
+
+
+def _request_backend(backend: str | None) -> str:
+    return backend or os.environ.get("TOST_HF_BACKEND") or "auto"
+
+
+@functools.cache
+def _find_backend(requested: str, device: str, dtype: torch.dtype) -> str:
+    if requested not in BACKENDS:
+        raise ValueError(f"There is no TSSA backend {requested!r}; choose one of {', '.join(BACKENDS)}.")
+    chosen = {"cpu": "numba", "cuda": "triton"}.get(device, "torch") if requested == "auto" else requested
+    if chosen == "torch" or (requested == "auto" and dtype == torch.float64):
         return "torch"
-    from .tssa_triton import find_unsupported
-
+    if chosen == "numba":
+        from .tssa_cpu import find_unsupported
+    else:
+        from .tssa_triton import find_unsupported
     problem = find_unsupported(dtype, device)
-    return "triton" if problem is None or _fall_back(problem, backend, ValueError) else "torch"
+    return chosen if problem is None or _fall_back(problem, requested, ValueError) else "torch"
 
 
-def _fall_back(problem: str, backend: str | None, error: type[Exception]) -> bool:
+def _fall_back(problem: str, requested: str, error: type[Exception]) -> bool:
     """Returns False, with one warning per process, as the kernels cannot run; raises if they were requested."""
-    if (backend or os.environ.get("TOST_HF_BACKEND")) == "triton":
-        raise error(f"The TSSA backend 'triton' cannot run: {problem}; choose 'auto' or 'torch'.")
+    if requested != "auto":
+        raise error(f"The TSSA backend {requested!r} cannot run: {problem}; choose 'auto' or 'torch'.")
     _warn_of_fallback(problem)
     return False
 
@@ -264,8 +300,8 @@ def _fall_back(problem: str, backend: str | None, error: type[Exception]) -> boo
 @functools.cache
 def _warn_of_fallback(reason: str) -> None:
     warnings.warn(
-        f"TSSA runs in PyTorch on the GPU, which is slow: {reason}. backend='torch' or "
-        "TOST_HF_BACKEND=torch chooses it without this warning.",
+        f"TSSA runs by its reference implementation, which is slow: {reason}. backend='torch' or TOST_HF_BACKEND=torch "
+        "chooses it without this warning.",
         stacklevel=2,
     )
 

@@ -1,0 +1,1074 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""TSSA and the short convolution on CPUs: loops over tokens, compiled by numba, with the backward in closed form.
+
+tssa_reference.py defines what is computed and the names S, N, D and Pi. Sequences are ranges of one array of tokens (N, H, p),
+so that the sequences of a batch, one-token steps and the requests that vLLM serves together are computed by the same loops.
+Tokens are processed in chunks. Running sums are the sums before the chunk, a `carry`, multiplied by the decays of the chunk's
+tokens up to this one, plus the `local` sums of the chunk's tokens. Both are float32, but at the end of a chunk they are added
+in float64, so that the error does not grow with the number of tokens. The backward recomputes the sums of a chunk from those
+before it, which the forward saves, and goes through the chunks from the last to the first.
+
+A decay of 0 resets the sums instead of multiplying them, so that infinities and NaN do not reach other packed sequences.
+Gradients `grad_x` are with respect to x. The output is computed as -w Pi D / (N + D), where D includes the epsilon.
+
+Loops over channels start at 0, as numba vectorises no others. bfloat16, which numba lacks, is passed as its bits (uint16).
+"""
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from .tssa_reference import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, TSSAState, custom_operator, state_dtypes, state_shapes
+
+
+try:
+    import numba
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+except ImportError as error:
+    numba, _import_error = None, error
+
+
+CHUNK_TOKENS = 32
+F32, F64 = np.float32, np.float64
+EPS_S, EPS_D, EPS_S_BIDIRECTIONAL = F32(EPS_SUM_SQ), F32(EPS_MEMBERSHIP), F32(EPS_NORM**2)
+WEAK_DECAY = F32(-0.1)  # log decays above are expanded around a decay of 1, below which this would cancel digits
+
+
+def _jit(function: Callable) -> Any:
+    if numba is None:
+        return function
+    # sums may be reordered, but not as if there were no infinities and NaN
+    options: dict[str, Any] = {"fastmath": {"contract", "nsz", "arcp", "reassoc"}, "error_model": "numpy", "nogil": True}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # neither this folder nor the user's cache is writable
+        return numba.njit(**options)(function)
+
+
+def _intrinsic(function: Callable) -> Any:
+    return function if numba is None else intrinsic(function)
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+@_intrinsic
+def _load(typing_context, x):
+    """x, or the bits of a bfloat16, as float32."""
+
+    def widen(context, builder, signature, args):
+        bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(bits, ir.FloatType())
+
+    def identity(context, builder, signature, args):
+        return args[0]
+
+    return types.float32(x), widen if x == types.uint16 else identity
+
+
+@_intrinsic
+def _cast(typing_context, x, like):
+    """float32 x as a float32, or as the bits of the nearest bfloat16 if `like` are such bits."""
+
+    def narrow(context, builder, signature, args):
+        integer = ir.IntType(32)
+        bits, sixteen = builder.bitcast(args[0], integer), ir.Constant(integer, 16)
+        is_odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(integer, 1))
+        rounded = builder.add(bits, builder.add(is_odd, ir.Constant(integer, 0x7FFF)))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])  # rounding might carry into the exponent
+        high_bits = builder.select(is_nan, ir.Constant(integer, 0x7FC0), builder.lshr(rounded, sixteen))
+        return builder.trunc(high_bits, ir.IntType(16))
+
+    def identity(context, builder, signature, args):
+        return args[0]
+
+    return like(types.float32, like), narrow if like == types.uint16 else identity
+
+
+# Causal form ----------------------------------------------------------------------------------------------------------
+
+
+@_jit
+def _select_tokens(first, last, mask, has_mask, tokens):
+    """Writes the indices of the real tokens from `first` to before `last` to `tokens`; returns their number."""
+    n = 0
+    for t in range(first, last):
+        if not has_mask or mask[t]:
+            tokens[n] = t
+            n += 1
+    return n
+
+
+@_jit
+def _is_reset(t, first, mask, has_mask, log_decay, h):
+    """Whether a packed sequence starts in the padding directly before token t."""
+    while has_mask and t > first and not mask[t - 1]:
+        t -= 1
+        if log_decay[t, h] == -np.inf:
+            return True
+    return False
+
+
+@_jit
+def _compute_decays(log_decay, first, mask, has_mask, tokens, n, decay, from_start, to_end, total):
+    """Decays of a chunk's tokens (n, H), their products from its first token and after each token, and the total (H,)."""
+    for h in range(total.shape[0]):
+        total[h] = 1
+        for j in range(n):
+            logarithm = log_decay[tokens[j], h]
+            if _is_reset(tokens[j], first, mask, has_mask, log_decay, h):
+                a = F64(0)
+            elif logarithm > WEAK_DECAY:
+                a = F64(1) + F64(math.expm1(logarithm))
+            else:
+                a = F64(math.exp(logarithm))
+            decay[j, h] = a
+            total[h] *= a
+            from_start[j, h] = total[h]
+        to_end[n, h] = 1
+        for j in range(n - 1, -1, -1):
+            to_end[j, h] = 0 if decay[j, h] == 0 else to_end[j + 1, h] * decay[j, h]
+
+
+@_jit
+def _split_sums(sums, H, P):
+    """Views of S and N (H, P) and D (H, 1) in one vector."""
+    size = H * P
+    return sums[:size].reshape((H, P)), sums[size : 2 * size].reshape((H, P)), sums[2 * size :].reshape((H, 1))
+
+
+@_jit
+def _copy(source, target):
+    for h in range(source.shape[0]):
+        for i in range(source.shape[1]):
+            target[h, i] = source[h, i]
+
+
+@_jit
+def _reset(h, total, carry, local):
+    for i in range(total.shape[1]):
+        total[h, i] = 0
+        carry[h, i] = 0
+        local[h, i] = 0
+
+
+@_jit
+def _fold(total_decay, total, carry, local):
+    """Adds the sums of a chunk to the total; `carry` is its copy in float32."""
+    for h in range(total.shape[0]):
+        for i in range(total.shape[1]):
+            total[h, i] = total[h, i] * total_decay[h] + F64(local[h, i])
+            carry[h, i] = total[h, i]
+            local[h, i] = 0
+
+
+@_jit
+def _softmax_over_heads(logits):
+    largest = F32(-np.inf)
+    for h in range(logits.shape[0]):
+        largest = max(largest, logits[h])
+    total = F32(0)
+    for h in range(logits.shape[0]):
+        logits[h] = math.exp(logits[h] - largest)
+        total += logits[h]
+    for h in range(logits.shape[0]):
+        logits[h] /= total
+
+
+@_jit
+def _causal_forward(
+    first, last, starts, w, temp, mask, has_mask, log_decay, has_decay, normalize_scores, rows, has_state, bias, has_bias,
+    positions, has_positions, sum_sq, sum_weighted_sq, sum_membership, output, membership, saves, score, carries,
+):  # fmt: skip
+    """The sequences from `first` to before `last`. Sequence r has the tokens from starts[r] to before starts[r + 1]; its sums
+    are in rows[r] of the three state arrays, which are updated."""
+    H, P = w.shape[1], w.shape[2]
+    S, N, D = np.empty((H, P), F64), np.empty((H, P), F64), np.empty((H, 1), F64)
+    S_carry, N_carry, D_carry = np.empty((H, P), F32), np.empty((H, P), F32), np.empty((H, 1), F32)
+    S_local, N_local, D_local = np.zeros((H, P), F32), np.zeros((H, P), F32), np.zeros((H, 1), F32)
+    tokens, total_decay = np.empty(CHUNK_TOKENS, np.int64), np.ones(H, F64)
+    decay, from_start = np.ones((CHUNK_TOKENS, H), F32), np.ones((CHUNK_TOKENS, H), F32)
+    to_end, zero = np.ones((CHUNK_TOKENS + 1, H), F32), output.dtype.type(0)
+    for r in range(first, last):
+        row = rows[r]
+        for h in range(H):
+            D[h, 0] = sum_membership[row, h] if has_state[r] else 0
+            for i in range(P):
+                S[h, i] = sum_sq[row, h, i] if has_state[r] else 0
+            for i in range(P):
+                N[h, i] = sum_weighted_sq[row, h, i] if has_state[r] else 0
+        total_decay[:] = 1
+        _fold(total_decay, S, S_carry, S_local)
+        _fold(total_decay, N, N_carry, N_local)
+        _fold(total_decay, D, D_carry, D_local)
+        for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
+            end = min(start + CHUNK_TOKENS, starts[r + 1])
+            if saves:
+                saved_S, saved_N, saved_D = _split_sums(carries[r, (start - starts[r]) // CHUNK_TOKENS], H, P)
+                _copy(S_carry, saved_S)
+                _copy(N_carry, saved_N)
+                _copy(D_carry, saved_D)
+            n = _select_tokens(start, end, mask, has_mask, tokens)
+            if n < end - start:
+                for t in range(start, end):
+                    if not mask[t]:
+                        output[t] = zero
+                        membership[t] = 0
+                        if saves:
+                            score[t] = 0
+            if has_decay:
+                _compute_decays(log_decay, starts[r], mask, has_mask, tokens, n, decay, from_start, to_end, total_decay)
+            for j in range(n):
+                t = tokens[j]
+                for h in range(H):
+                    a, A, sum_of_ratios = decay[j, h], from_start[j, h], F32(0)
+                    if a == 0:
+                        _reset(h, S, S_carry, S_local)
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        q = v * v
+                        s = S_local[h, i] * a + q
+                        S_local[h, i] = s
+                        sum_of_ratios += q / max(S_carry[h, i] * A + s, EPS_S)
+                    if not normalize_scores:
+                        sum_of_ratios = F32(0)
+                        for i in range(P):
+                            v = _load(w[t, h, i])
+                            sum_of_ratios += v * v
+                    if has_bias:
+                        position = positions[t] if has_positions else t % bias.shape[1]
+                        if not 0 <= position < bias.shape[1]:
+                            raise IndexError("A position is not below max_position_embeddings.")
+                        sum_of_ratios += F32(P) * bias[h, position]
+                    if saves:
+                        score[t, h] = sum_of_ratios
+                    membership[t, h] = sum_of_ratios * temp[h]
+                _softmax_over_heads(membership[t])
+            _fold(total_decay, S, S_carry, S_local)
+            for j in range(n):
+                t = tokens[j]
+                for h in range(H):
+                    a, A, pi = decay[j, h], from_start[j, h], membership[t, h]
+                    if a == 0:
+                        _reset(h, N, N_carry, N_local)
+                        _reset(h, D, D_carry, D_local)
+                    D_local[h, 0] = D_local[h, 0] * a + pi
+                    d = D_carry[h, 0] * A + D_local[h, 0] + EPS_D
+                    scale = -pi * d
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        s = N_local[h, i] * a + pi * (v * v)
+                        N_local[h, i] = s
+                        output[t, h, i] = _cast(scale * v / (N_carry[h, i] * A + s + d), zero)
+            _fold(total_decay, N, N_carry, N_local)
+            _fold(total_decay, D, D_carry, D_local)
+        for h in range(H):
+            if has_decay and _is_reset(starts[r + 1], starts[r], mask, has_mask, log_decay, h):
+                _reset(h, S, S_carry, S_local)
+                _reset(h, N, N_carry, N_local)
+                _reset(h, D, D_carry, D_local)
+            sum_membership[row, h] = D[h, 0]
+            for i in range(P):
+                sum_sq[row, h, i] = S[h, i]
+            for i in range(P):
+                sum_weighted_sq[row, h, i] = N[h, i]
+
+
+@_jit
+def _causal_backward(
+    first, last, starts, w, temp, mask, has_mask, log_decay, has_decay, normalize_scores, membership, score, carries, grad_output,
+    grad_membership, has_grad_membership, grad_S, grad_N, grad_D, grad_w, grad_temp, grad_score, grad_log_decay,
+):  # fmt: skip
+    """The gradients of the sequences from `first` to before `last`. `grad_S`, `grad_N` and `grad_D` are the gradients of the
+    final sums and become those of the initial ones. The running sums of U are the gradients of N, W of S and V of D."""
+    H, P = w.shape[1], w.shape[2]
+    U, W, V = np.empty((H, P), F64), np.empty((H, P), F64), np.empty((H, 1), F64)
+    U_carry, W_carry, V_carry = np.empty((H, P), F32), np.empty((H, P), F32), np.empty((H, 1), F32)
+    U_local, W_local, V_local = np.zeros((H, P), F32), np.zeros((H, P), F32), np.zeros((H, 1), F32)
+    sums, D = np.empty((CHUNK_TOKENS + 1, P), F32), np.empty((CHUNK_TOKENS + 1, H), F32)
+    grad_x, grad_pi = np.empty((CHUNK_TOKENS, H, P), F32), np.empty((CHUNK_TOKENS, H), F32)
+    tokens, total_decay = np.empty(CHUNK_TOKENS, np.int64), np.ones(H, F64)
+    decay, from_start = np.ones((CHUNK_TOKENS, H), F32), np.ones((CHUNK_TOKENS, H), F32)
+    to_end, zero = np.ones((CHUNK_TOKENS + 1, H), F32), grad_w.dtype.type(0)
+    for r in range(first, last):
+        for h in range(H):
+            V[h, 0] = grad_D[r, h]
+            for i in range(P):
+                U[h, i] = grad_N[r, h, i]
+            for i in range(P):
+                W[h, i] = grad_S[r, h, i]
+            if has_decay and _is_reset(starts[r + 1], starts[r], mask, has_mask, log_decay, h):
+                _reset(h, U, U_carry, U_local)
+                _reset(h, W, W_carry, W_local)
+                _reset(h, V, V_carry, V_local)
+        total_decay[:] = 1
+        _fold(total_decay, U, U_carry, U_local)
+        _fold(total_decay, W, W_carry, W_local)
+        _fold(total_decay, V, V_carry, V_local)
+        for k in range((starts[r + 1] - starts[r] + CHUNK_TOKENS - 1) // CHUNK_TOKENS - 1, -1, -1):
+            start = starts[r] + k * CHUNK_TOKENS
+            end = min(start + CHUNK_TOKENS, starts[r + 1])
+            saved_S, saved_N, saved_D = _split_sums(carries[r, k], H, P)
+            n = _select_tokens(start, end, mask, has_mask, tokens)
+            if n < end - start:
+                for t in range(start, end):
+                    if not mask[t]:
+                        grad_score[t] = 0
+                        grad_w[t] = zero
+                        if has_decay:
+                            grad_log_decay[t] = 0
+            if has_decay:
+                _compute_decays(log_decay, starts[r], mask, has_mask, tokens, n, decay, from_start, to_end, total_decay)
+
+            # output -> N, D and membership
+            for h in range(H):
+                D[0, h] = saved_D[h, 0]
+                for i in range(P):
+                    sums[0, i] = saved_N[h, i]
+                for j in range(n):
+                    t, a = tokens[j], decay[j, h]
+                    pi = membership[t, h]
+                    if a == 0:
+                        D[j + 1, h] = pi
+                        for i in range(P):
+                            v = _load(w[t, h, i])
+                            sums[j + 1, i] = pi * (v * v)
+                    else:
+                        D[j + 1, h] = D[j, h] * a + pi
+                        for i in range(P):
+                            v = _load(w[t, h, i])
+                            sums[j + 1, i] = sums[j, i] * a + pi * (v * v)
+                for j in range(n - 1, -1, -1):
+                    t, a, A = tokens[j], decay[j, h], to_end[j + 1, h]
+                    pi, d = membership[t, h], D[j + 1, h] + EPS_D
+                    pi_d = pi * d
+                    sum_gx, sum_N, sum_U, sum_decay = F32(0), F32(0), F32(0), F32(0)
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        N = sums[j + 1, i]
+                        inverse = F32(1) / (N + d)
+                        e = _load(grad_output[t, h, i]) * inverse
+                        y = e * v
+                        sum_gx += y
+                        y *= inverse
+                        sum_N += y * N
+                        u = U_local[h, i] + y * pi_d
+                        U_local[h, i] = u * a
+                        u += U_carry[h, i] * A
+                        sum_U += v * v * u
+                        sum_decay += u * sums[j, i]
+                        grad_x[j, h, i] = F32(2) * pi * v * u - e * pi_d
+                    u = V_local[h, 0] - pi * sum_N
+                    V_local[h, 0] = u * a
+                    u += V_carry[h, 0] * A
+                    grad_pi[j, h] = sum_U - sum_gx * d + u
+                    if has_grad_membership:
+                        grad_pi[j, h] += grad_membership[t, h]
+                    if has_decay:
+                        grad_log_decay[t, h] = a * (sum_decay + u * D[j, h]) if a > 0 else 0
+                        if a == 0:
+                            _reset(h, U, U_carry, U_local)
+                            _reset(h, V, V_carry, V_local)
+            _fold(total_decay, U, U_carry, U_local)
+            _fold(total_decay, V, V_carry, V_local)
+
+            # membership -> score, the only step across heads
+            for j in range(n):
+                t, mean = tokens[j], F32(0)
+                for h in range(H):
+                    mean += membership[t, h] * grad_pi[j, h]
+                for h in range(H):
+                    grad_logit = membership[t, h] * (grad_pi[j, h] - mean)
+                    grad_temp[r, h] += grad_logit * score[t, h]
+                    grad_score[t, h] = grad_logit * temp[h]
+
+            # score -> squares and S
+            for h in range(H):
+                for i in range(P):
+                    sums[0, i] = saved_S[h, i]
+                for j in range(n):
+                    t, a = tokens[j], decay[j, h]
+                    if a == 0:
+                        for i in range(P):
+                            v = _load(w[t, h, i])
+                            sums[j + 1, i] = v * v
+                    else:
+                        for i in range(P):
+                            v = _load(w[t, h, i])
+                            sums[j + 1, i] = sums[j, i] * a + v * v
+                for j in range(n - 1, -1, -1):
+                    t, a, A, sum_decay = tokens[j], decay[j, h], to_end[j + 1, h], F32(0)
+                    if normalize_scores:
+                        for i in range(P):
+                            v = _load(w[t, h, i])
+                            S = sums[j + 1, i]
+                            inverse = F32(1) / max(S, EPS_S)
+                            e = grad_score[t, h] * inverse
+                            y = v * v * e * inverse
+                            u = W_local[h, i] - (y if S >= EPS_S else F32(0))
+                            W_local[h, i] = u * a
+                            u += W_carry[h, i] * A
+                            sum_decay += u * sums[j, i]
+                            grad_w[t, h, i] = _cast(grad_x[j, h, i] + F32(2) * v * (e + u), zero)
+                    else:
+                        for i in range(P):
+                            u = W_local[h, i]
+                            W_local[h, i] = u * a
+                            u += W_carry[h, i] * A
+                            sum_decay += u * sums[j, i]
+                            v = _load(w[t, h, i])
+                            grad_w[t, h, i] = _cast(grad_x[j, h, i] + F32(2) * v * (grad_score[t, h] + u), zero)
+                    if has_decay:
+                        grad_log_decay[t, h] += a * sum_decay if a > 0 else 0
+                        if a == 0:
+                            _reset(h, W, W_carry, W_local)
+            _fold(total_decay, W, W_carry, W_local)
+        for h in range(H):
+            grad_D[r, h] = V[h, 0]
+            for i in range(P):
+                grad_N[r, h, i] = U[h, i]
+            for i in range(P):
+                grad_S[r, h, i] = W[h, i]
+
+
+# Bidirectional form ---------------------------------------------------------------------------------------------------
+
+
+@_jit
+def _bidirectional_forward(
+    first, last, starts, w, temp, mask, has_mask, normalize_scores, output, membership, score, carries
+):  # fmt: skip
+    """The sequences from `first` to before `last`; their sums are written to `carries` (sequences, 1, 2 H p + H)."""
+    H, P = w.shape[1], w.shape[2]
+    total_D, total, one = np.empty((H, 1), F64), np.empty((H, P), F64), np.ones(H, F64)
+    local, factor, D_local = np.zeros((H, P), F32), np.ones((H, P), F32), np.zeros((H, 1), F32)
+    tokens, zero = np.empty(CHUNK_TOKENS, np.int64), output.dtype.type(0)
+    for r in range(first, last):
+        S, N, D = _split_sums(carries[r, 0], H, P)
+        total[:] = 0
+        total_D[:] = 0
+        for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
+            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, has_mask, tokens)
+            for j in range(n):
+                for h in range(H):
+                    for i in range(P):
+                        v = _load(w[tokens[j], h, i])
+                        local[h, i] += v * v
+            _fold(one, total, S, local)
+        if normalize_scores:
+            for h in range(H):
+                for i in range(P):
+                    factor[h, i] = F32(1) / max(S[h, i], EPS_S_BIDIRECTIONAL)
+        total[:] = 0
+        for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
+            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, has_mask, tokens)
+            for j in range(n):
+                t = tokens[j]
+                for h in range(H):
+                    sum_of_ratios = F32(0)
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        sum_of_ratios += v * v * factor[h, i]
+                    score[t, h] = sum_of_ratios
+                    membership[t, h] = sum_of_ratios * temp[h]
+                _softmax_over_heads(membership[t])
+                for h in range(H):
+                    pi = membership[t, h]
+                    D_local[h, 0] += pi
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        local[h, i] += pi * (v * v)
+            _fold(one, total, N, local)
+            _fold(one, total_D, D, D_local)
+        for h in range(H):
+            d = D[h, 0] + EPS_D
+            for i in range(P):
+                local[h, i] = d / (N[h, i] + d)
+        for t in range(starts[r], starts[r + 1]):
+            if has_mask and not mask[t]:
+                output[t] = zero
+                membership[t] = 0
+                score[t] = 0
+            else:
+                for h in range(H):
+                    pi = membership[t, h]
+                    for i in range(P):
+                        output[t, h, i] = _cast(-pi * _load(w[t, h, i]) * local[h, i], zero)
+        local[:] = 0
+        if not normalize_scores:
+            S[:] = 0  # below the minimum, where it has no gradient
+
+
+@_jit
+def _bidirectional_backward(
+    first, last, starts, w, temp, mask, has_mask, normalize_scores, membership, score, carries, grad_output, grad_membership,
+    has_grad_membership, grad_w, grad_temp,
+):  # fmt: skip
+    """The gradients of the sequences from `first` to before `last`."""
+    H, P = w.shape[1], w.shape[2]
+    total, one, local = np.empty((H, P), F64), np.ones(H, F64), np.zeros((H, P), F32)
+    scale, factor = np.empty((H, P), F32), np.ones((H, P), F32)  # 1 / (1 + N / D) and 1 / S
+    U, W, V, grad_pi = np.empty((H, P), F32), np.empty((H, P), F32), np.empty(H, F32), np.empty(H, F32)
+    tokens, zero = np.empty(CHUNK_TOKENS, np.int64), grad_w.dtype.type(0)
+    grad_score = np.empty((starts[last] - starts[first], H), F32)
+    for r in range(first, last):
+        S, N, D = _split_sums(carries[r, 0], H, P)
+        # output -> N and D
+        total[:] = 0
+        for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
+            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, has_mask, tokens)
+            for j in range(n):
+                t = tokens[j]
+                for h in range(H):
+                    pi = membership[t, h]
+                    for i in range(P):
+                        local[h, i] += pi * _load(w[t, h, i]) * _load(grad_output[t, h, i])
+            _fold(one, total, U, local)
+        for h in range(H):
+            d, sum_N = D[h, 0] + EPS_D, F32(0)
+            for i in range(P):
+                inverse = F32(1) / (N[h, i] + d)
+                scale[h, i] = d * inverse
+                u = U[h, i] * inverse
+                sum_N += u * N[h, i] * inverse
+                U[h, i] = u * scale[h, i]
+                if normalize_scores:
+                    factor[h, i] = F32(1) / max(S[h, i], EPS_S_BIDIRECTIONAL)
+            V[h] = -sum_N
+
+        # membership -> score -> S
+        total[:] = 0
+        for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
+            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, has_mask, tokens)
+            for j in range(n):
+                t, mean = tokens[j], F32(0)
+                for h in range(H):
+                    sum_U = V[h]
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        sum_U += v * v * U[h, i] - v * _load(grad_output[t, h, i]) * scale[h, i]
+                    grad_pi[h] = sum_U + grad_membership[t, h] if has_grad_membership else sum_U
+                    mean += membership[t, h] * grad_pi[h]
+                for h in range(H):
+                    grad_logit = membership[t, h] * (grad_pi[h] - mean)
+                    grad_temp[r, h] += grad_logit * score[t, h]
+                    s = grad_logit * temp[h]
+                    grad_score[t - starts[first], h] = s
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        local[h, i] -= (v * factor[h, i]) * (v * factor[h, i]) * s
+            _fold(one, total, W, local)
+        for h in range(H):
+            for i in range(P):
+                W[h, i] = W[h, i] if S[h, i] >= EPS_S_BIDIRECTIONAL else 0
+
+        for t in range(starts[r], starts[r + 1]):
+            if has_mask and not mask[t]:
+                grad_w[t] = zero
+            else:
+                for h in range(H):
+                    pi, s = membership[t, h], grad_score[t - starts[first], h]
+                    for i in range(P):
+                        grad_sq = pi * U[h, i] + s * factor[h, i] + W[h, i]
+                        g = F32(2) * _load(w[t, h, i]) * grad_sq - pi * scale[h, i] * _load(grad_output[t, h, i])
+                        grad_w[t, h, i] = _cast(g, zero)
+
+
+# Short convolution ----------------------------------------------------------------------------------------------------
+
+
+@_jit
+def _transpose_weight(weight):
+    result = np.empty((weight.shape[1], weight.shape[0]), F32)
+    for i in range(weight.shape[0]):
+        for k in range(weight.shape[1]):
+            result[k, i] = _load(weight[i, k])
+    return result
+
+
+@_jit
+def _convolve(first, last, starts, x, weight, mask, has_mask, seq_idx, is_packed, rows, has_state, state, output):
+    """`layers_tost.ShortConvolution`: the tokens x (N, D) of the sequences from `first` to before `last`; weight (D, K).
+
+    `state` (rows, K - 1, D) is updated. The j-th token before a token is at previous[j - 1] if that is not negative, else in
+    row -1 - previous[j - 1] of the window, the state before the sequence.
+    """
+    width, K = weight.shape
+    window, total, zero = np.zeros((K - 1, width), F32), np.empty(width, F32), output.dtype.type(0)
+    previous, factors = np.empty(K, np.int64), _transpose_weight(weight)
+    for r in range(first, last):
+        for k in range(K - 1):
+            previous[k] = k + 1 - K
+            for i in range(width):
+                window[k, i] = _load(state[rows[r], k, i]) if has_state[r] else F32(0)
+        in_sequence, sequence = K - 1, 0  # how many tokens before the next one are in its sequence
+        for t in range(starts[r], starts[r + 1]):
+            if has_mask and not mask[t]:
+                output[t] = zero
+                continue
+            if is_packed and seq_idx[t] != sequence:
+                in_sequence, sequence = 0, seq_idx[t]
+            for i in range(width):
+                total[i] = (F32(1) + factors[0, i]) * _load(x[t, i])
+            for j in range(in_sequence):
+                p = previous[j]
+                if p >= 0:
+                    for i in range(width):
+                        total[i] += factors[j + 1, i] * _load(x[p, i])
+                else:
+                    for i in range(width):
+                        total[i] += factors[j + 1, i] * window[-1 - p, i]
+            for i in range(width):
+                output[t, i] = _cast(total[i], zero)
+            for j in range(K - 2, 0, -1):
+                previous[j] = previous[j - 1]
+            previous[0] = t
+            in_sequence = min(in_sequence + 1, K - 1)
+        for k in range(K - 1):
+            p = previous[K - 2 - k]
+            for i in range(width):
+                state[rows[r], k, i] = x[p, i] if p >= 0 else _cast(window[-1 - p, i], zero)
+
+
+@_jit
+def _convolve_backward(
+    first, last, starts, x, weight, mask, has_mask, seq_idx, is_packed, state, grad_output, grad_state, grad_x, grad_weight
+):  # fmt: skip
+    """The gradients, in reverse order of the tokens: the j-th token after a token is at following[j - 1].
+
+    `grad_state` (sequences, K - 1, D) is the gradient of the state after a sequence, and becomes that of the state before it.
+    """
+    width, K = weight.shape
+    total, value, grad_final = np.empty(width, F32), np.empty(width, F32), np.empty((K - 1, width), F32)
+    following, factors, zero = np.empty(K, np.int64), _transpose_weight(weight), grad_x.dtype.type(0)
+    for r in range(first, last):
+        for k in range(K - 1):
+            for i in range(width):
+                grad_final[k, i] = _load(grad_state[r, k, i])
+        count, in_sequence, sequence = 0, 0, 0  # real tokens after this one, and those of them in its sequence
+        for t in range(starts[r + 1] - 1, starts[r] - K, -1):
+            is_token, k = t >= starts[r], t - starts[r] + K - 1  # or row k of the state
+            if is_token and has_mask and not mask[t]:
+                grad_x[t] = zero
+                continue
+            number = seq_idx[t] if is_packed and is_token else 0
+            if number != sequence:
+                in_sequence, sequence = 0, number
+            for i in range(width):
+                value[i] = _load(x[t, i]) if is_token else _load(state[r, k, i])
+            for i in range(width):
+                total[i] = grad_final[K - 2 - count, i] if count < K - 1 else F32(0)
+            if is_token:
+                for i in range(width):
+                    g = _load(grad_output[t, i])
+                    total[i] += (F32(1) + factors[0, i]) * g
+                    grad_weight[r, 0, i] += g * value[i]
+            for j in range(in_sequence):
+                p = following[j]
+                if p >= 0:
+                    for i in range(width):
+                        g = _load(grad_output[p, i])
+                        total[i] += factors[j + 1, i] * g
+                        grad_weight[r, j + 1, i] += g * value[i]
+            for i in range(width):
+                if is_token:
+                    grad_x[t, i] = _cast(total[i], zero)
+                else:
+                    grad_state[r, k, i] = _cast(total[i], zero)
+            for j in range(K - 2, 0, -1):
+                following[j] = following[j - 1]
+            following[0] = t if is_token else -1
+            in_sequence, count = min(in_sequence + 1, K - 1), count + 1
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+MIN_THREADED_WORK = 2**18  # numbers; for fewer, other threads take longer to start than to compute
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="tost_hf")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
+
+
+def _run(kernel: Callable, starts: np.ndarray, tokens: np.ndarray, *args) -> None:
+    """Calls a kernel for all sequences, with torch's number of threads where this pays."""
+    count, threads = len(starts) - 1, torch.get_num_threads()
+    if count == 1 or threads == 1 or tokens.size < MIN_THREADED_WORK:
+        kernel(0, count, starts, tokens, *args)
+        return
+    bounds = np.searchsorted(starts, starts[-1] * np.arange(threads + 1) / threads)
+    ranges = [(first, last) for first, last in pairwise(bounds.tolist()) if first < last]
+    futures = [_pool().submit(kernel, *sequences, starts, tokens, *args) for sequences in ranges[1:]]
+    kernel(*ranges[0], starts, tokens, *args)
+    for future in futures:
+        future.result()
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    """The array of x, of any strides; of bfloat16, the bits."""
+    x = x.detach() if x.requires_grad else x
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _flat(x: torch.Tensor | None) -> np.ndarray | None:
+    """A contiguous array (B T, ...) of x (B, T, ...)."""
+    return None if x is None else np.ascontiguousarray(_array(x)).reshape(-1, *x.shape[2:])
+
+
+def _contiguous(x: torch.Tensor | None) -> np.ndarray | None:
+    return None if x is None else np.ascontiguousarray(_array(x))
+
+
+def _heads_first(bias: torch.Tensor | None) -> np.ndarray | None:
+    """A contiguous array (H, n) of a bias (..., H)."""
+    return None if bias is None else np.ascontiguousarray(_array(bias).reshape(-1, bias.shape[-1]).T)
+
+
+def _optional(x: np.ndarray | None, dtype: type, ndim: int) -> tuple[np.ndarray, bool]:
+    """x, or an array of its type, and whether there is an x; numba has no optional arrays."""
+    return (_placeholder(dtype, ndim), False) if x is None else (x, True)
+
+
+@functools.cache
+def _placeholder(dtype: type, ndim: int) -> np.ndarray:
+    return np.empty((0,) * ndim, dtype)
+
+
+def compute_causal(
+    starts: np.ndarray,
+    rows: np.ndarray,
+    has_state: np.ndarray,
+    w: np.ndarray,
+    temp: np.ndarray,
+    bias: np.ndarray | None,
+    positions: np.ndarray | None,
+    mask: np.ndarray | None,
+    log_decay: np.ndarray | None,
+    normalize_scores: bool,
+    state: Iterable[np.ndarray],
+    output: np.ndarray,
+    membership: np.ndarray,
+    score: np.ndarray | None = None,
+    carries: np.ndarray | None = None,
+) -> None:
+    """Causal TSSA of sequences of any lengths, without a gradient; all arrays but those of `state` are contiguous.
+
+    Args:
+        starts: (R + 1,) int64: the index of each sequence's first token, and the number of tokens.
+        rows: (R,) int64, each sequence's row in the arrays of `state`.
+        has_state: (R,) bool; a sequence without a state starts with zero sums.
+        w: (N, H, p), float32 or the bits of bfloat16.
+        temp: (H,) float32.
+        bias: (H, n) float32; token t has entry t modulo n or, with `positions` (N,) int64, entry positions[t].
+        mask: (N,) bool, true at real tokens.
+        log_decay: (N, H) float32.
+        state: the three sums, (rows, H, p), (rows, H, p) and (rows, H); updated in place.
+        output: (N, H, p), as `w`; written.
+        membership: (N, H) float32; written.
+        score: (N, H) float32; written for the backward, as are
+        carries: (R, chunks, 2 H p + H) float32, the sums before each chunk of equally long sequences.
+    """
+    tokens = w, temp, *_optional(mask, np.bool_, 1), *_optional(log_decay, F32, 2), normalize_scores
+    biases = *_optional(bias, F32, 2), *_optional(positions, np.int64, 1)
+    saved = score is not None, _optional(score, F32, 2)[0], _optional(carries, F32, 3)[0]
+    _run(_causal_forward, starts, *tokens, rows, has_state, *biases, *state, output, membership, *saved)
+
+
+def _batch_starts(x: torch.Tensor) -> np.ndarray:
+    B, T = x.shape[:2]
+    return np.arange(0, B * T + 1, T) if T else np.zeros(B + 1, np.int64)
+
+
+def _carry_shape(w: torch.Tensor, causal: bool) -> tuple[int, int, int]:
+    """Shape of the sums before all chunks of tokens w (B, T, H, p), or of the sums of all tokens."""
+    B, T, H, p = w.shape
+    return B, (T + CHUNK_TOKENS - 1) // CHUNK_TOKENS if causal else 1, 2 * H * p + H
+
+
+def _copy_state(state: Iterable[torch.Tensor | None], w: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of three sums, or of their gradients; zeros for None."""
+    return [
+        w.new_zeros(shape, dtype=dtype) if x is None else x.to(dtype, memory_format=torch.contiguous_format, copy=True)
+        for x, shape, dtype in zip(state, state_shapes(w), state_dtypes(w))
+    ]
+
+
+# Operators, opaque to compilers. They cannot return None: outputs that are not needed are empty tensors. ---------------
+
+
+_Tensor = torch.Tensor
+
+
+def _compute_forward(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    sum_sq: torch.Tensor | None,
+    sum_weighted_sq: torch.Tensor | None,
+    sum_membership: torch.Tensor | None,
+    normalize_scores: bool,
+    causal: bool,
+    needs_grad: bool,
+) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]:
+    """Output, membership, the three sums after the last token (empty in the bidirectional form), score and carries.
+
+    The last two are for the backward; the causal form without gradients has none. The carries are flattened, as compilers
+    would specialise on whether the number of chunks is 1.
+    """
+    output, membership = w.new_empty(w.shape), w.new_empty(w.shape[:3], dtype=torch.float32)
+    saves = needs_grad or not causal
+    score = membership.new_empty(membership.shape if saves else 0)
+    carries = membership.new_empty(_carry_shape(w, causal) if saves else 0)
+    tokens, results = (_flat(w), _contiguous(temp)), [_flat(output), _flat(membership)]
+    saved = [_flat(score), _array(carries)] if saves else []
+    if causal:
+        state = _copy_state((sum_sq, sum_weighted_sq, sum_membership), w)
+        sequences = _batch_starts(w), np.arange(len(w)), np.full(len(w), sum_sq is not None)
+        options = _heads_first(bias), *map(_flat, (positions, mask, log_decay)), normalize_scores
+        compute_causal(*sequences, *tokens, *options, map(_array, state), *results, *saved)
+    else:
+        state = [membership.new_empty(0) for _ in range(3)]
+        options = *_optional(_flat(mask), np.bool_, 1), normalize_scores
+        _run(_bidirectional_forward, _batch_starts(w), *tokens, *options, *results, *saved)
+    return output, membership, *state, score, carries.flatten()
+
+
+_forward = custom_operator("tssa_cpu_forward")(_compute_forward)
+
+
+@_forward.register_fake
+def _(w, temp, bias, positions, mask, log_decay, sum_sq, sum_weighted_sq, sum_membership, normalize, causal, needs_grad):
+    heads, saves = w.shape[:3], needs_grad or not causal
+    sizes = heads, heads if saves else 0, math.prod(_carry_shape(w, causal)) if saves else 0
+    membership, score, carries = (w.new_empty(size, dtype=torch.float32) for size in sizes)
+    state = _copy_state([None] * 3, w) if causal else [membership.new_empty(0) for _ in range(3)]
+    return w.new_empty(w.shape), membership, *state, score, carries
+
+
+@custom_operator("tssa_cpu_backward")
+def _backward(
+    grad_output: torch.Tensor | None,
+    grad_membership: torch.Tensor | None,
+    grad_sum_sq: torch.Tensor | None,
+    grad_sum_weighted_sq: torch.Tensor | None,
+    grad_sum_membership: torch.Tensor | None,
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    mask: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    membership: torch.Tensor,
+    score: torch.Tensor,
+    carries: torch.Tensor,
+    normalize_scores: bool,
+    causal: bool,
+) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]:
+    """Gradients of w, temp, and in the causal form of the score, the log decay, and the three sums before the first token."""
+    grad_output = torch.zeros_like(w) if grad_output is None else grad_output
+    grad_w, grad_temp = w.new_empty(w.shape), temp.new_zeros(w.shape[0], w.shape[2], dtype=torch.float64)
+    grad_score = torch.empty_like(score) if causal else score.new_empty(0)
+    grad_log_decay = score.new_empty(0) if log_decay is None else torch.empty_like(score)
+    tokens = _flat(w), _contiguous(temp), *_optional(_flat(mask), np.bool_, 1)
+    saved = _flat(membership), _flat(score), _array(carries).reshape(_carry_shape(w, causal))
+    grads = _flat(grad_output), *_optional(_flat(grad_membership), F32, 2)
+    results = _flat(grad_w), _array(grad_temp)
+    if causal:
+        state = _copy_state((grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership), w)
+        tokens = *tokens, *_optional(_flat(log_decay), F32, 2), normalize_scores
+        grads = *grads, *map(_array, state)
+        results = *results, _flat(grad_score), _placeholder(F32, 2) if log_decay is None else _flat(grad_log_decay)
+        _run(_causal_backward, _batch_starts(w), *tokens, *saved, *grads, *results)
+    else:
+        state = [score.new_empty(0) for _ in range(3)]
+        _run(_bidirectional_backward, _batch_starts(w), *tokens, normalize_scores, *saved, *grads, *results)
+    return grad_w, grad_temp.sum(0).float(), grad_score, grad_log_decay, *state
+
+
+@_backward.register_fake
+def _(*args):
+    w, temp, _, log_decay, _, score, _, _, causal = args[5:]
+    state = _copy_state([None] * 3, w) if causal else [score.new_empty(0) for _ in range(3)]
+    grad_score, grad_log_decay = (
+        score.new_empty(size) for size in (score.shape if causal else 0, 0 if log_decay is None else score.shape)
+    )
+    return w.new_empty(w.shape), temp.new_empty(temp.shape), grad_score, grad_log_decay, *state
+
+
+def _setup_context(ctx, inputs, output):
+    w, temp, bias, positions, mask, log_decay, sum_sq, *_, ctx.normalize_scores, ctx.causal, _ = inputs
+    ctx.save_for_backward(w, temp, positions, mask, log_decay, output[1], *output[5:])
+    ctx.mark_non_differentiable(*output[5 if ctx.causal else 2 :])
+    ctx.set_materialize_grads(False)
+    ctx.bias_shape, ctx.has_state = None if bias is None else bias.shape, sum_sq is not None
+
+
+def _differentiate(ctx, *grads):
+    # accessed once, as activation checkpointing recomputes them at each access
+    w, temp, positions, mask, log_decay, *saved = ctx.saved_tensors
+    inputs = w, temp, mask, log_decay, *saved, ctx.normalize_scores, ctx.causal
+    grad_w, grad_temp, grad_score, grad_log_decay, *grad_state = _backward(*grads[:5], *inputs)
+    grad_bias = None
+    if ctx.bias_shape is not None:
+        grad_bias = w.shape[-1] * grad_score
+        if positions is None:
+            grad_bias = grad_bias.sum_to_size(ctx.bias_shape)
+        else:
+            table = grad_bias.new_zeros(ctx.bias_shape)
+            grad_bias = table.index_add(0, positions.flatten(), grad_bias.flatten(0, 1))
+    grad_decay, grad_state = None if log_decay is None else grad_log_decay, grad_state if ctx.has_state else [None] * 3
+    return grad_w, grad_temp, grad_bias, None, None, grad_decay, *grad_state, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+@custom_operator("convolution_cpu_forward")
+def convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    conv_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `layers_tost.ShortConvolution`, with sequences numbered from 1; weight (D, K) of the dtype of x (B, T, D)."""
+    output, state = x.new_empty(x.shape), _copy_conv_state(conv_state, x, weight)
+    tokens = _flat(x), _contiguous(weight)
+    options = *_optional(_flat(mask), np.bool_, 1), *_optional(_flat(seq_idx), np.int64, 1)
+    sequences = np.arange(len(x)), np.ones(len(x), np.bool_)
+    _run(_convolve, _batch_starts(x), *tokens, *options, *sequences, _array(state), _flat(output))
+    return output, state
+
+
+@convolve.register_fake
+def _(x, weight, *_):
+    return x.new_empty(x.shape), _copy_conv_state(None, x, weight)
+
+
+def _copy_conv_state(state: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    shape = x.shape[0], weight.shape[1] - 1, x.shape[2]
+    return x.new_zeros(shape) if state is None else state.to(x.dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+@custom_operator("convolution_cpu_backward")
+def _convolve_backward_operator(
+    grad_output: torch.Tensor | None,
+    grad_final_state: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    conv_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the tokens, the weight and the state before the tokens."""
+    grad_output = torch.zeros_like(x) if grad_output is None else grad_output
+    grad_x, grad_weight = x.new_empty(x.shape), x.new_zeros(len(x), *weight.shape[::-1], dtype=torch.float64)
+    state, grad_state = (_copy_conv_state(s, x, weight) for s in (conv_state, grad_final_state))
+    tokens = _flat(x), _contiguous(weight)
+    options = *_optional(_flat(mask), np.bool_, 1), *_optional(_flat(seq_idx), np.int64, 1), _array(state)
+    grads = _flat(grad_output), _array(grad_state), _flat(grad_x), _array(grad_weight)
+    _run(_convolve_backward, _batch_starts(x), *tokens, *options, *grads)
+    return grad_x, grad_weight.sum(0).t().to(weight.dtype).contiguous(), grad_state
+
+
+@_convolve_backward_operator.register_fake
+def _(grad_output, grad_final_state, x, weight, *_):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), _copy_conv_state(None, x, weight)
+
+
+def _setup_convolution_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_convolution(ctx, *grads):
+    inputs = ctx.saved_tensors
+    grad_x, grad_weight, grad_state = _convolve_backward_operator(*grads, *inputs)
+    return grad_x, grad_weight, None, None, None if inputs[-1] is None else grad_state
+
+
+convolve.register_autograd(_differentiate_convolution, setup_context=_setup_convolution_context)
+
+
+# Functions that tssa.py calls -----------------------------------------------------------------------------------------
+
+
+def find_unsupported(dtype: torch.dtype, device: str) -> str | None:
+    """Why the kernels do not accept a dtype on a device type, or None."""
+    if numba is None:
+        return f'numba cannot be imported ({_import_error}): pip install "tost-hf[cpu]"'
+    if device == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    return f"the numba kernels do not support {dtype} tokens on {device}"
+
+
+def tssa_cpu(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    state: TSSAState | None,
+    normalize_scores: bool,
+    causal: bool,
+    needs_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, TSSAState | None]:
+    """`tssa.tssa` with the kernels, without its checks.
+
+    Args:
+        w: (B, T, H, p), of a dtype that `find_unsupported` accepts; float16 is cast.
+        temp: (H,), float32.
+        bias: (T, H), (1, T, H) or (B, T, H), float32, or with `positions` (B, T) of each position, (n, H).
+        mask: (B, T), bool, true at real tokens, or None.
+        log_decay: (B, T, H) or (B, T, 1), float32, or None; ignored at padding.
+        state: sums before the first token, or None.
+
+    Returns:
+        The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the sums after the last token (None in the
+        bidirectional form), all differentiable once.
+    """
+    tokens = w.float() if w.dtype == torch.float16 else w
+    log_decay = None if log_decay is None else log_decay.expand(w.shape[:3])
+    positions = None if positions is None else positions.long().expand(w.shape[:2])
+    inputs = tokens, temp, bias, positions, mask, log_decay, *(state or (None, None, None)), normalize_scores, causal
+    # the dispatcher takes as long as the kernel for 50 tokens
+    forward = _forward if needs_grad or torch.compiler.is_compiling() else _compute_forward
+    output, membership, *final_state = forward(*inputs, needs_grad)[:5]
+    return output.to(w.dtype), membership, TSSAState(*final_state) if causal else None
+
+
+def step_cpu(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    state: TSSAState,
+    normalize_scores: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and membership of one token w (B, H, p) of each sequence; updates `state` in place, without a gradient."""
+    tokens = w.float() if w.dtype == torch.float16 else w
+    output, membership = tokens.new_empty(w.shape), w.new_empty(w.shape[:2], dtype=torch.float32)
+    sequences = np.arange(len(w) + 1), np.arange(len(w)), np.ones(len(w), np.bool_)
+    inputs = _contiguous(tokens), _contiguous(temp), _heads_first(bias)
+    options = *map(_contiguous, (None if positions is None else positions.long(), mask, log_decay)), normalize_scores
+    compute_causal(*sequences, *inputs, *options, map(_array, state), _array(output), _array(membership))
+    return output.to(w.dtype), membership
