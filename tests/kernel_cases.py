@@ -5,9 +5,12 @@ cancel. So a result may differ from the float64 reference by `SLACK` eps sqrt(to
 its change, in units of eps, when all inputs are perturbed by eps. Results stored in 16 bits are rounded once more.
 """
 
+import atexit
 import importlib
 import math
+import shutil
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -112,11 +115,15 @@ def find_failures(errors: dict[str, tuple[float, float]]) -> dict[str, tuple[flo
 
 
 def load_again(package: str, module: str):
-    """Imports a module a second time in another package, as remote code is loaded beside the installed package."""
+    """Imports a module from a copy of its folder in another package, as remote code is loaded beside the installed package."""
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         del sys.modules[name]
+    folder = Path(tempfile.mkdtemp())  # numba's cached code is bound to the names of file and module
+    atexit.register(shutil.rmtree, folder)
+    for file in Path(tssa_reference.__file__).parent.glob("*.py"):
+        shutil.copy(file, folder)
     sys.modules[package] = types.ModuleType(package)
-    sys.modules[package].__path__ = [str(Path(tssa_reference.__file__).parent)]
+    sys.modules[package].__path__ = [str(folder)]
     return importlib.import_module(f"{package}.{module}")
 
 
@@ -371,5 +378,5 @@ class KernelTests:
     def test_second_derivatives_raise(self):
         leaves = self.make(1, 5, 2, 8)
         (grad,) = torch.autograd.grad(self.run(leaves)[0].square().sum(), leaves["w"], create_graph=True)
-        with pytest.raises(RuntimeError, match="no autograd formula"):
+        with pytest.raises(RuntimeError, match=r"no autograd formula|differentiate twice"):
             grad.sum().backward()

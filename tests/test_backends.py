@@ -13,7 +13,14 @@ from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import TokenStatisticsSelfAttention, ToSTCache, ToSTConfig, TSSAState, tssa, tssa_step
 from tost_hf.model import tssa_cpu
-from tost_hf.model.tssa import _choose_backend, _warn_of_fallback
+from tost_hf.model.tssa import _choose_backend, _find_backend, _warn_of_fallback
+
+
+@pytest.fixture(autouse=True)
+def forget_backends():
+    _find_backend.cache_clear()
+    yield
+    _find_backend.cache_clear()
 
 
 @pytest.fixture
@@ -85,6 +92,7 @@ def test_unavailable_backends(fake_kernels, monkeypatch):
         tssa(w, temp, bias, backend="cuda")
     assert _choose_backend("auto", "cuda", torch.float64) == "torch"
     fake_kernels.problem = "Triton is not installed"
+    _find_backend.cache_clear()
     with pytest.raises(ValueError, match="Triton"):
         tssa_step(w[:, 0], temp, None, None, backend="triton")
     _warn_of_fallback.cache_clear()

@@ -1,5 +1,6 @@
 """The reference implementation against the definition of TSSA, and the operator on top of it."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -44,23 +45,19 @@ def padding_mask(T):
     return mask
 
 
-def compile_aot_eager(fn):
-    """The code path of compilers with AOT autograd, without code generation."""
-    torch._dynamo.reset()
-    return torch.compile(fn, backend="aot_eager", fullgraph=True)
-
-
-def tssa_traced(*args, **kwargs):
-    """The code path of torch.export and of compilers for other devices, whose backward autograd derives."""
+def tssa_traced(*args, is_exporting=True, **kwargs):
+    """The code path of torch.export and, with `is_exporting=False`, of compilers, whose backward autograd derives."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        patch.setattr(torch.compiler, "is_exporting", lambda: True)
-        return tssa(*args, **kwargs)
+        patch.setattr(torch.compiler, "is_exporting", lambda: is_exporting)
+        return tssa(*args, **kwargs, backend="torch")
 
 
-@pytest.fixture(params=["eager", "compiled", "traced"])
+@pytest.fixture(params=["eager", "compiled", "exported"])
 def op(request):
-    return {"eager": tssa, "compiled": compile_aot_eager(tssa), "traced": tssa_traced}[request.param]
+    return {"eager": tssa, "compiled": functools.partial(tssa_traced, is_exporting=False), "exported": tssa_traced}[
+        request.param
+    ]
 
 
 def tssa_by_definition(w, temp, bias, mask, causal, log_decay=None):

@@ -1,10 +1,13 @@
 """Preemption, sampling and prefix caching; tests that the patches of vLLM are still needed."""
 
+import importlib
+
 import pytest
 from conftest import generate_reference, generate_with_vllm, make_prompts
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.triton_utils import dispatcher
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tost_hf import ToSTForCausalLM
@@ -74,3 +77,10 @@ def test_block_sizes_still_need_a_patch(folders, monkeypatch):
     assert block_sizes() == (32, 32)
     monkeypatch.setattr(verification, "set_block_size", lambda config: None)
     assert block_sizes() == (128, 16)
+
+
+def test_imported_llvmlite_still_needs_a_patch(folders, engine, monkeypatch):
+    importlib.import_module("llvmlite.binding.ffi")
+    monkeypatch.setattr(dispatcher, "_rebind_kernels", dispatcher._rebind_kernels._before_tost_hf)
+    with pytest.raises(AttributeError, match="no attribute 'get'"):
+        engine(folders / "conv_token")

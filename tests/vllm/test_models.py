@@ -40,7 +40,10 @@ def test_greedy_generation(folders, engine, kind):
     assert generate_with_vllm(llm, prompts) == expected
 
 
-def test_chunked_prefill(folders, engine):
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_chunked_prefill(folders, engine, backend, monkeypatch):
+    """With one call a layer for all requests, and as on GPUs, where prompts are padded."""
+    monkeypatch.setenv("TOST_HF_BACKEND", backend)
     prompts = make_prompts()
     expected = generate_reference(ToSTForCausalLM.from_pretrained(folders / "hybrid"), prompts)
     assert generate_with_vllm(engine(folders / "hybrid", max_num_batched_tokens=64), prompts) == expected

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from .tssa_reference import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, TSSAState, custom_operator, state_dtypes, state_shapes
 
@@ -285,8 +286,8 @@ def _causal_forward(
 
 @_jit
 def _causal_backward(
-    first, last, starts, w, temp, mask, has_mask, log_decay, has_decay, normalize_scores, membership, score, carries, grad_output,
-    grad_membership, has_grad_membership, grad_S, grad_N, grad_D, grad_w, grad_temp, grad_score, grad_log_decay,
+    first, last, starts, w, temp, mask, has_mask, log_decay, has_decay, normalize_scores, membership, score, carries,
+    grad_output, grad_membership, has_grad_membership, grad_S, grad_N, grad_D, grad_w, grad_temp, grad_score, grad_log_decay,
 ):  # fmt: skip
     """The gradients of the sequences from `first` to before `last`. `grad_S`, `grad_N` and `grad_D` are the gradients of the
     final sums and become those of the initial ones. The running sums of U are the gradients of N, W of S and V of D."""
@@ -789,9 +790,10 @@ def compute_causal(
     _run(_causal_forward, starts, *tokens, rows, has_state, *biases, *state, output, membership, *saved)
 
 
-def _batch_starts(x: torch.Tensor) -> np.ndarray:
-    B, T = x.shape[:2]
-    return np.arange(0, B * T + 1, T) if T else np.zeros(B + 1, np.int64)
+@functools.lru_cache(64)
+def _batch(B: int, T: int, has_state: bool = True) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`starts`, `rows` and `has_state` of B sequences of T tokens, as in `compute_causal`."""
+    return np.arange(B + 1) * T, np.arange(B), np.full(B, has_state)
 
 
 def _carry_shape(w: torch.Tensor, causal: bool) -> tuple[int, int, int]:
@@ -800,10 +802,10 @@ def _carry_shape(w: torch.Tensor, causal: bool) -> tuple[int, int, int]:
     return B, (T + CHUNK_TOKENS - 1) // CHUNK_TOKENS if causal else 1, 2 * H * p + H
 
 
-def _copy_state(state: Iterable[torch.Tensor | None], w: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of three sums, or of their gradients; zeros for None."""
+def _copy_state(state: Iterable[torch.Tensor | None], w: torch.Tensor, fill: Callable = torch.zeros) -> list[torch.Tensor]:
+    """Contiguous copies of three sums, or of their gradients; for None new ones."""
     return [
-        w.new_zeros(shape, dtype=dtype) if x is None else x.to(dtype, memory_format=torch.contiguous_format, copy=True)
+        fill(shape, dtype=dtype) if x is None else x.clone(memory_format=torch.contiguous_format)
         for x, shape, dtype in zip(state, state_shapes(w), state_dtypes(w))
     ]
 
@@ -840,14 +842,14 @@ def _compute_forward(
     tokens, results = (_flat(w), _contiguous(temp)), [_flat(output), _flat(membership)]
     saved = [_flat(score), _array(carries)] if saves else []
     if causal:
-        state = _copy_state((sum_sq, sum_weighted_sq, sum_membership), w)
-        sequences = _batch_starts(w), np.arange(len(w)), np.full(len(w), sum_sq is not None)
+        state = _copy_state((sum_sq, sum_weighted_sq, sum_membership), w, torch.empty)
+        sequences = _batch(*w.shape[:2], sum_sq is not None)
         options = _heads_first(bias), *map(_flat, (positions, mask, log_decay)), normalize_scores
         compute_causal(*sequences, *tokens, *options, map(_array, state), *results, *saved)
     else:
         state = [membership.new_empty(0) for _ in range(3)]
         options = *_optional(_flat(mask), np.bool_, 1), normalize_scores
-        _run(_bidirectional_forward, _batch_starts(w), *tokens, *options, *results, *saved)
+        _run(_bidirectional_forward, _batch(*w.shape[:2])[0], *tokens, *options, *results, *saved)
     return output, membership, *state, score, carries.flatten()
 
 
@@ -863,8 +865,7 @@ def _(w, temp, bias, positions, mask, log_decay, sum_sq, sum_weighted_sq, sum_me
     return w.new_empty(w.shape), membership, *state, score, carries
 
 
-@custom_operator("tssa_cpu_backward")
-def _backward(
+def _compute_backward(
     grad_output: torch.Tensor | None,
     grad_membership: torch.Tensor | None,
     grad_sum_sq: torch.Tensor | None,
@@ -894,11 +895,14 @@ def _backward(
         tokens = *tokens, *_optional(_flat(log_decay), F32, 2), normalize_scores
         grads = *grads, *map(_array, state)
         results = *results, _flat(grad_score), _placeholder(F32, 2) if log_decay is None else _flat(grad_log_decay)
-        _run(_causal_backward, _batch_starts(w), *tokens, *saved, *grads, *results)
+        _run(_causal_backward, _batch(*w.shape[:2])[0], *tokens, *saved, *grads, *results)
     else:
         state = [score.new_empty(0) for _ in range(3)]
-        _run(_bidirectional_backward, _batch_starts(w), *tokens, normalize_scores, *saved, *grads, *results)
+        _run(_bidirectional_backward, _batch(*w.shape[:2])[0], *tokens, normalize_scores, *saved, *grads, *results)
     return grad_w, grad_temp.sum(0).float(), grad_score, grad_log_decay, *state
+
+
+_backward = custom_operator("tssa_cpu_backward")(_compute_backward)
 
 
 @_backward.register_fake
@@ -923,9 +927,10 @@ def _differentiate(ctx, *grads):
     # accessed once, as activation checkpointing recomputes them at each access
     w, temp, positions, mask, log_decay, *saved = ctx.saved_tensors
     inputs = w, temp, mask, log_decay, *saved, ctx.normalize_scores, ctx.causal
-    grad_w, grad_temp, grad_score, grad_log_decay, *grad_state = _backward(*grads[:5], *inputs)
+    backward = _compute_backward if type(w) is torch.Tensor else _backward  # which compilers trace
+    grad_w, grad_temp, grad_score, grad_log_decay, *grad_state = backward(*grads[:5], *inputs)
     grad_bias = None
-    if ctx.bias_shape is not None:
+    if ctx.needs_input_grad[2]:
         grad_bias = w.shape[-1] * grad_score
         if positions is None:
             grad_bias = grad_bias.sum_to_size(ctx.bias_shape)
@@ -937,6 +942,18 @@ def _differentiate(ctx, *grads):
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+class _Function(torch.autograd.Function):
+    """The operator without torch's dispatcher, which takes longer than the kernels for a few hundred tokens."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _compute_forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(once_differentiable(_differentiate))
 
 
 @custom_operator("convolution_cpu_forward")
@@ -951,8 +968,8 @@ def convolve(
     output, state = x.new_empty(x.shape), _copy_conv_state(conv_state, x, weight)
     tokens = _flat(x), _contiguous(weight)
     options = *_optional(_flat(mask), np.bool_, 1), *_optional(_flat(seq_idx), np.int64, 1)
-    sequences = np.arange(len(x)), np.ones(len(x), np.bool_)
-    _run(_convolve, _batch_starts(x), *tokens, *options, *sequences, _array(state), _flat(output))
+    starts, *sequences = _batch(*x.shape[:2], conv_state is not None)
+    _run(_convolve, starts, *tokens, *options, *sequences, _array(state), _flat(output))
     return output, state
 
 
@@ -983,7 +1000,7 @@ def _convolve_backward_operator(
     tokens = _flat(x), _contiguous(weight)
     options = *_optional(_flat(mask), np.bool_, 1), *_optional(_flat(seq_idx), np.int64, 1), _array(state)
     grads = _flat(grad_output), _array(grad_state), _flat(grad_x), _array(grad_weight)
-    _run(_convolve_backward, _batch_starts(x), *tokens, *options, *grads)
+    _run(_convolve_backward, _batch(*x.shape[:2])[0], *tokens, *options, *grads)
     return grad_x, grad_weight.sum(0).t().to(weight.dtype).contiguous(), grad_state
 
 
@@ -1048,10 +1065,10 @@ def tssa_cpu(
     log_decay = None if log_decay is None else log_decay.expand(w.shape[:3])
     positions = None if positions is None else positions.long().expand(w.shape[:2])
     inputs = tokens, temp, bias, positions, mask, log_decay, *(state or (None, None, None)), normalize_scores, causal
-    # the dispatcher takes as long as the kernel for 50 tokens
-    forward = _forward if needs_grad or torch.compiler.is_compiling() else _compute_forward
+    forward = _forward if torch.compiler.is_compiling() else _Function.apply if needs_grad else _compute_forward
     output, membership, *final_state = forward(*inputs, needs_grad)[:5]
-    return output.to(w.dtype), membership, TSSAState(*final_state) if causal else None
+    output = output if output.dtype == w.dtype else output.to(w.dtype)
+    return output, membership, TSSAState(*final_state) if causal else None
 
 
 def step_cpu(
@@ -1067,8 +1084,49 @@ def step_cpu(
     """Output and membership of one token w (B, H, p) of each sequence; updates `state` in place, without a gradient."""
     tokens = w.float() if w.dtype == torch.float16 else w
     output, membership = tokens.new_empty(w.shape), w.new_empty(w.shape[:2], dtype=torch.float32)
-    sequences = np.arange(len(w) + 1), np.arange(len(w)), np.ones(len(w), np.bool_)
     inputs = _contiguous(tokens), _contiguous(temp), _heads_first(bias)
     options = *map(_contiguous, (None if positions is None else positions.long(), mask, log_decay)), normalize_scores
-    compute_causal(*sequences, *inputs, *options, map(_array, state), _array(output), _array(membership))
+    compute_causal(*_batch(len(w), 1), *inputs, *options, map(_array, state), _array(output), _array(membership))
     return output.to(w.dtype), membership
+
+
+def compute_sequences(
+    starts: np.ndarray,
+    rows: torch.Tensor,
+    has_state: np.ndarray,
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    normalize_scores: bool,
+    state: TSSAState,
+    output: torch.Tensor,
+) -> None:
+    """Causal TSSA of sequences of any lengths: `compute_causal` of tensors, without padding and membership."""
+    inputs = (
+        _contiguous(w),
+        _contiguous(temp.flatten()),
+        _heads_first(bias),
+        _contiguous(positions),
+        None,
+        _contiguous(log_decay),
+    )
+    membership = np.empty(w.shape[:2], F32)
+    results = map(_array, state), _array(output), membership
+    compute_causal(starts, _array(rows), has_state, *inputs, normalize_scores, *results)
+
+
+def convolve_sequences(
+    starts: np.ndarray,
+    rows: torch.Tensor,
+    has_state: np.ndarray,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """The short convolution of tokens x (N, D) of sequences as in `compute_causal`; updates `conv_state` (rows, K - 1, D)."""
+    options = *_optional(None, np.bool_, 1), *_optional(None, np.int64, 1)
+    sequences = _array(rows), has_state, _array(conv_state)
+    _run(_convolve, starts, _contiguous(x), _contiguous(weight), *options, *sequences, _array(output))

@@ -6,9 +6,11 @@ graph; the short convolution and the operator, which need to know the requests, 
 graph.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -32,7 +34,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from ..model.configuration_tost import ToSTConfig
 from ..model.layers_tost import ShortConvolution
-from ..model.tssa import tssa, tssa_step
+from ..model.tssa import find_kernels, tssa, tssa_step
 from ..model.tssa_reference import TSSAState
 
 
@@ -42,48 +44,92 @@ OPERATORS = ("vllm::tost_short_convolution", "vllm::tost_causal_statistics")
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-class Prefill(NamedTuple):
-    """A prompt, or a chunk of one, in a batch."""
+class Prompts(NamedTuple):
+    """Prompts, or chunks of prompts, as a batch with padding on the right: for backends without sequences of any lengths."""
 
-    request: int
-    start: int
-    end: int
-    has_state: bool  # False at the start of a prompt, where the block is uninitialised
+    blocks: torch.Tensor  # (B,)
+    has_state: torch.Tensor  # (B,)
+    tokens: torch.Tensor  # (B, T): indices of the tokens; 0 at padding
+    mask: torch.Tensor  # (B, T)
+    real_tokens: torch.Tensor  # indices into the flattened `tokens`
+
+    def gather(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """The values of the tokens (B, T, ...) among those of all tokens."""
+        return None if x is None else x[self.tokens]
+
+    def scatter(self, values: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes values of the tokens (B, T, ...) to those of all tokens."""
+        output[self.tokens.flatten()[self.real_tokens]] = values.flatten(0, 1)[self.real_tokens]
+
+    def load(self, states: torch.Tensor) -> torch.Tensor:
+        """The states of the sequences; 0 for new ones."""
+        has_state = self.has_state.view(-1, *[1] * (states.ndim - 1))
+        return states[self.blocks].masked_fill(~has_state, 0)
 
 
 @dataclass
 class ToSTMetadata:
-    """The requests of a forward pass. Decodes come first: one new token each."""
+    """The requests of a forward pass with at least one new token. Decodes come first: one new token each."""
 
+    starts: np.ndarray  # (requests + 1,): index of each request's first token, and the number of tokens
+    has_state: np.ndarray  # (requests,): false at the start of a prompt, where the block is uninitialised
     blocks: torch.Tensor  # (requests,): the block of each request's state in vLLM's cache
-    num_decodes: int
-    new_blocks: torch.Tensor | None  # blocks of decodes without a state: prompts of one token; None if there are none
-    prefills: list[Prefill]
-    num_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.starts[-1])
+
+    @functools.cached_property
+    def decodes(self) -> torch.Tensor:
+        """Blocks of the requests with one new token and a state that precede all others."""
+        is_decode = (np.diff(self.starts) == 1) & self.has_state
+        return self.blocks[: int(np.cumprod(is_decode).sum())]
+
+    @functools.cached_property
+    def prompts(self) -> list[Prompts]:
+        """The other requests, in groups that padding at most doubles."""
+        lengths, groups = np.diff(self.starts), list[list[int]]()
+        for request in sorted(range(len(self.decodes), len(lengths)), key=lambda i: -lengths[i]):
+            group = [*groups[-1], request] if groups else []
+            if group and len(group) * lengths[group[0]] <= 2 * lengths[group].sum():
+                groups[-1] = group
+            else:
+                groups.append([request])
+        return [self._pad(np.array(group)) for group in groups]
+
+    def _pad(self, requests: np.ndarray) -> Prompts:
+        starts, lengths = self.starts[requests, None], np.diff(self.starts)[requests, None]
+        positions = np.arange(lengths.max())
+        mask = positions < lengths
+        arrays = requests, self.has_state[requests], np.where(mask, starts + positions, 0), mask, np.flatnonzero(mask)
+        requests_on_device, *others = (
+            async_tensor_h2d(x.tolist(), dtype=_DTYPES[x.dtype.kind], device=self.blocks.device) for x in arrays
+        )
+        return Prompts(self.blocks[requests_on_device], *others)
+
+
+_DTYPES = {"i": torch.long, "b": torch.bool}
 
 
 class ToSTMetadataBuilder(LinearAttentionMetadataBuilder):
     """Builds the metadata from CPU tensors, without GPU synchronisation."""
 
-    _cudagraph_support = AttentionCGSupport.NEVER  # a captured graph would replay one batch's prefills
+    _cudagraph_support = AttentionCGSupport.NEVER  # a captured graph would replay one batch's prompts
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> ToSTMetadata:
         batch, mode = common_attn_metadata, self.vllm_config.cache_config.mamba_cache_mode
         blocks = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode)[:, 0].long()
-        bounds = batch.query_start_loc_cpu.tolist()
-        lengths = batch.seq_lens_cpu_upper_bound.tolist()  # exact for prefills, above 1 for decodes
-        num_decodes, new_requests, prefills = 0, list[int](), list[Prefill]()
-        for request, (start, end, length) in enumerate(zip(bounds, bounds[1:], lengths)):
-            has_state = length > end - start
-            if end - start == 1 and not prefills:
-                num_decodes += 1
-                new_requests += [] if has_state else [request]
-            elif end > start:
-                prefills.append(Prefill(request, start, end, has_state))
-        new_blocks = blocks[async_tensor_h2d(new_requests, dtype=torch.long, device=blocks.device)] if new_requests else None
-        return ToSTMetadata(blocks, num_decodes, new_blocks, prefills, bounds[-1])
+        starts = batch.query_start_loc_cpu.numpy().astype(np.int64)
+        lengths = np.diff(starts)
+        # vLLM's lengths are exact for prompts, and above 1 for decodes
+        has_state = batch.seq_lens_cpu_upper_bound.numpy()[: len(lengths)] > lengths
+        if not lengths.all():
+            requests = np.flatnonzero(lengths)
+            starts, has_state = np.append(starts[requests], starts[-1]), has_state[requests]
+            blocks = blocks[async_tensor_h2d(requests.tolist(), dtype=torch.long, device=blocks.device)]
+        return ToSTMetadata(starts, has_state, blocks[: len(has_state)])
 
 
 class ToSTBackend(LinearAttentionBackend):
@@ -109,10 +155,11 @@ def state_size(config: ToSTConfig, dtype: torch.dtype, tp_size: int) -> int:
     return width + heads + -(-(4 * width + conv_bytes) // 8)
 
 
-def sharded_membership(score: torch.Tensor, temp: torch.Tensor, padding: None) -> torch.Tensor:
-    """`tssa_reference.softmax_over_heads` with heads sharded over processes; vLLM's batches have no padding."""
+def sharded_membership(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """`tssa_reference.softmax_over_heads` with heads sharded over processes."""
     logits = tensor_model_parallel_all_gather((score * temp).contiguous(), -1)
-    return logits.softmax(-1).chunk(get_tensor_model_parallel_world_size(), -1)[get_tensor_model_parallel_rank()]
+    membership = logits.softmax(-1).chunk(get_tensor_model_parallel_world_size(), -1)[get_tensor_model_parallel_rank()]
+    return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
 
 
 class CausalStatistics(MambaBase, nn.Module):
@@ -202,36 +249,42 @@ class CausalStatistics(MambaBase, nn.Module):
             torch.ops.vllm.tost_short_convolution(hidden_states, convolved, self.prefix)
             hidden_states = convolved
         w = self.in_proj(hidden_states)[0]
-        forget_logit = None
+        log_decay = None
         if self.forget_bias is not None:
             forget_logit = self.forget_bias.expand(len(w), -1)
             if self.forget_proj is not None:
                 forget_logit = forget_logit + self.forget_proj(hidden_states)[0]
+            log_decay = F.logsigmoid(forget_logit)
         output = torch.empty_like(w)
-        torch.ops.vllm.tost_causal_statistics(w, forget_logit, positions, output, self.prefix)
+        torch.ops.vllm.tost_causal_statistics(w, log_decay, positions, output, self.prefix)
         return self.out_proj(output)[0]
+
+    def _runs_on_cpu_kernels(self, x: torch.Tensor) -> bool:
+        return x.dtype != torch.float16 and find_kernels(x, None, "causal", self.config.normalize_scores) == "numba"
 
     def convolve(self, hidden_states: torch.Tensor, output: torch.Tensor, batch: ToSTMetadata) -> None:
         """Fills `output` (N, D) with the convolved tokens."""
         assert self.convolution is not None
         conv_states = self.conv_state
-        if batch.new_blocks is not None:
-            conv_states[batch.new_blocks] = 0
-        if n := batch.num_decodes:
-            blocks = batch.blocks[:n]
-            convolved, conv_states[blocks] = self.convolution(hidden_states[:n].unsqueeze(1), conv_state=conv_states[blocks])
-            output[:n] = convolved.squeeze(1)
-        for request, start, end, has_state in batch.prefills:
-            block = batch.blocks[request : request + 1]
-            conv_state = conv_states[block] if has_state else None
-            convolved, conv_states[block] = self.convolution(hidden_states[None, start:end], conv_state=conv_state)
-            output[start:end] = convolved[0]
+        if self._runs_on_cpu_kernels(hidden_states):
+            from ..model.tssa_cpu import convolve_sequences
+
+            inputs = batch.blocks, batch.has_state, hidden_states, self.convolution.weight
+            convolve_sequences(batch.starts, *inputs, conv_states, output)
+        else:
+            if n := len(batch.decodes):
+                convolved, states = self.convolution(hidden_states[:n].unsqueeze(1), conv_state=conv_states[batch.decodes])
+                output[:n], conv_states[batch.decodes] = convolved.squeeze(1), states
+            for prompts in batch.prompts:
+                inputs = prompts.gather(hidden_states), prompts.mask, None, prompts.load(conv_states)
+                convolved, conv_states[prompts.blocks] = self.convolution(*inputs)
+                prompts.scatter(convolved, output)
         output[batch.num_tokens :] = 0
 
     def compute_statistics(
         self,
         w: torch.Tensor,
-        forget_logit: torch.Tensor | None,
+        log_decay: torch.Tensor | None,
         positions: torch.Tensor,
         output: torch.Tensor,
         batch: ToSTMetadata | None,
@@ -241,48 +294,33 @@ class CausalStatistics(MambaBase, nn.Module):
         Without a batch, in vLLM's profiling run, all tokens are computed as one prompt.
         """
         w, output = (x.unflatten(-1, (self.num_heads, -1)) for x in (w, output))
-        log_decay = None if forget_logit is None else F.logsigmoid(forget_logit)
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
-
-        def prefill(tokens: slice, state: TSSAState | None) -> TSSAState | None:
-            attended, _, state = tssa(
-                w[None, tokens],
-                self.temp,
-                bias,
-                positions=None if bias is None else positions[None, tokens],
-                initial_state=state,
-                log_decay=None if log_decay is None else log_decay[None, tokens],
-                normalize_scores=self.config.normalize_scores,
-                softmax=self.softmax,
-            )
-            output[tokens] = attended[0]
-            return state
-
+        positions_of_bias = None if bias is None else positions
+        options: dict[str, Any] = {"normalize_scores": self.config.normalize_scores, "softmax": self.softmax}
         if batch is None:
-            prefill(slice(None), None)
+            inputs = {"positions": positions_of_bias, "log_decay": log_decay}
+            inputs = {name: None if x is None else x[None] for name, x in inputs.items()}
+            output.copy_(tssa(w[None], self.temp, bias, **inputs, **options).output[0])
             return
         sums = self.sums
-        if batch.new_blocks is not None:
-            for cached_sum in sums:
-                cached_sum[batch.new_blocks] = 0
-        if n := batch.num_decodes:
-            blocks = batch.blocks[:n]
-            output[:n], _, state = tssa_step(
-                w[:n],
-                self.temp,
-                bias,
-                TSSAState(*(cached_sum[blocks] for cached_sum in sums)),
-                positions=None if bias is None else positions[:n],
-                log_decay=None if log_decay is None else log_decay[:n],
-                normalize_scores=self.config.normalize_scores,
-                softmax=self.softmax,
-                in_place=True,
-            )
-            _store_state(sums, blocks, state)
-        for request, start, end, has_state in batch.prefills:
-            block = batch.blocks[request : request + 1]
-            state = TSSAState(*(cached_sum[block] for cached_sum in sums)) if has_state else None
-            _store_state(sums, block, prefill(slice(start, end), state))
+        if self.softmax is None and self._runs_on_cpu_kernels(w):
+            from ..model.tssa_cpu import compute_sequences
+
+            inputs = w, self.temp, bias, positions_of_bias, log_decay, options["normalize_scores"], sums
+            compute_sequences(batch.starts, batch.blocks, batch.has_state, *inputs, output)
+        else:
+            if n := len(batch.decodes):
+                inputs = {"positions": positions_of_bias, "log_decay": log_decay}
+                inputs = {name: None if x is None else x[:n] for name, x in inputs.items()}
+                state = TSSAState(*(x[batch.decodes] for x in sums))
+                output[:n], _, state = tssa_step(w[:n], self.temp, bias, state, **inputs, **options, in_place=True)
+                _store_state(sums, batch.decodes, state)
+            for prompts in batch.prompts:
+                inputs = {"positions": prompts.gather(positions_of_bias), "log_decay": prompts.gather(log_decay)}
+                inputs |= {"mask": prompts.mask, "initial_state": TSSAState(*map(prompts.load, sums))}
+                values, _, state = tssa(prompts.gather(w), self.temp, bias, **inputs, **options)
+                prompts.scatter(values, output)
+                _store_state(sums, prompts.blocks, state)
         output[batch.num_tokens :] = 0
 
 
@@ -314,13 +352,13 @@ def _short_convolution(hidden_states: torch.Tensor, output: torch.Tensor, layer_
 @eager_break_during_capture
 def _causal_statistics(
     w: torch.Tensor,
-    forget_logit: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
     positions: torch.Tensor,
     output: torch.Tensor,
     layer_name: str,
 ) -> None:
     layer, batch = _get_layer_and_batch(layer_name)
-    layer.compute_statistics(w, forget_logit, positions, output, batch)
+    layer.compute_statistics(w, log_decay, positions, output, batch)
 
 
 direct_register_custom_op("tost_short_convolution", _short_convolution, mutates_args=["output"])

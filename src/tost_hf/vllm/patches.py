@@ -2,6 +2,7 @@
 """Workarounds for bugs of vLLM on CPUs. A test in tests/vllm/test_engine.py fails when one is no longer needed."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ def apply_patches() -> None:
     """Applies all patches but `set_block_size`, which needs an engine's configuration."""
     if current_platform.is_cpu():
         allow_seeds_in_chunked_prefill()
+        allow_llvmlite()
 
 
 def set_block_size(vllm_config: VllmConfig) -> None:
@@ -60,3 +62,28 @@ def _hide_generators_in_chunked_prefill(method: Callable) -> Callable:
 
     wrapper._before_tost_hf = method  # type: ignore[attr-defined]
     return wrapper
+
+
+def allow_llvmlite() -> None:
+    """vLLM 0.32 on CPUs: an engine does not start in a process that has imported numba.
+
+    To replace its Triton kernels vLLM reads `__dict__` of all objects in all modules; for the library of llvmlite, numba's
+    compiler, that is no dict. Here the module with this object is hidden meanwhile.
+    """
+    from vllm.triton_utils import dispatcher
+
+    rebind, module_name = dispatcher._rebind_kernels, "llvmlite.binding.ffi"
+    if hasattr(rebind, "_before_tost_hf"):
+        return
+
+    @functools.wraps(rebind)
+    def wrapper(*args: Any) -> None:
+        module = sys.modules.pop(module_name, None)
+        try:
+            rebind(*args)
+        finally:
+            if module is not None:
+                sys.modules[module_name] = module
+
+    wrapper._before_tost_hf = rebind  # type: ignore[attr-defined]
+    dispatcher._rebind_kernels = wrapper
