@@ -708,8 +708,9 @@ if hasattr(os, "register_at_fork"):
 
 def _run(kernel: Callable, starts: np.ndarray, tokens: np.ndarray, *args) -> None:
     """Calls a kernel for all sequences, with torch's number of threads where this pays."""
-    count, threads = len(starts) - 1, torch.get_num_threads()
-    if count == 1 or threads == 1 or tokens.size < MIN_THREADED_WORK:
+    count = starts.shape[0] - 1
+    threads = 1 if count == 1 or tokens.size < MIN_THREADED_WORK else torch.get_num_threads()
+    if threads == 1:
         kernel(0, count, starts, tokens, *args)
         return
     bounds = np.searchsorted(starts, starts[-1] * np.arange(threads + 1) / threads)
@@ -720,34 +721,40 @@ def _run(kernel: Callable, starts: np.ndarray, tokens: np.ndarray, *args) -> Non
         future.result()
 
 
-def _array(x: torch.Tensor) -> np.ndarray:
+def as_array(x: torch.Tensor) -> np.ndarray:
     """The array of x, of any strides; of bfloat16, the bits."""
-    x = x.detach() if x.requires_grad else x
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+    if x.requires_grad:
+        x = x.detach()
+    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
 def _flat(x: torch.Tensor | None) -> np.ndarray | None:
     """A contiguous array (B T, ...) of x (B, T, ...)."""
-    return None if x is None else np.ascontiguousarray(_array(x)).reshape(-1, *x.shape[2:])
+    return None if x is None else np.ascontiguousarray(as_array(x)).reshape(-1, *x.shape[2:])
 
 
 def _contiguous(x: torch.Tensor | None) -> np.ndarray | None:
-    return None if x is None else np.ascontiguousarray(_array(x))
+    return None if x is None else np.ascontiguousarray(as_array(x))
 
 
-def _heads_first(bias: torch.Tensor | None) -> np.ndarray | None:
+def parameter_array(x: torch.Tensor) -> np.ndarray:
+    """A contiguous array of a parameter. `numpy()` would fix the size of the storage, which FSDP frees and allocates again."""
+    x = x.detach().view(torch.uint16) if x.dtype == torch.bfloat16 else x.detach()
+    return np.ascontiguousarray(np.from_dlpack(x))  # type: ignore[arg-type]
+
+
+def _bias_array(bias: torch.Tensor | None) -> np.ndarray | None:
     """A contiguous array (H, n) of a bias (..., H)."""
-    return None if bias is None else np.ascontiguousarray(_array(bias).reshape(-1, bias.shape[-1]).T)
+    return None if bias is None else parameter_array(bias.reshape(-1, bias.shape[-1]).t())
 
 
-def _optional(x: np.ndarray | None, dtype: type, ndim: int) -> tuple[np.ndarray, bool]:
+def _optional(x: np.ndarray | None, placeholder: np.ndarray) -> tuple[np.ndarray, bool]:
     """x, or an array of its type, and whether there is an x; numba has no optional arrays."""
-    return (_placeholder(dtype, ndim), False) if x is None else (x, True)
+    return (placeholder, False) if x is None else (x, True)
 
 
-@functools.cache
-def _placeholder(dtype: type, ndim: int) -> np.ndarray:
-    return np.empty((0,) * ndim, dtype)
+_NO_MASK, _NO_INDEX = np.empty(0, np.bool_), np.empty(0, np.int64)
+_NO_HEADS, _NO_CARRIES = np.empty((0, 0), F32), np.empty((0, 0, 0), F32)
 
 
 def compute_causal(
@@ -784,9 +791,9 @@ def compute_causal(
         score: (N, H) float32; written for the backward, as are
         carries: (R, chunks, 2 H p + H) float32, the sums before each chunk of equally long sequences.
     """
-    tokens = w, temp, *_optional(mask, np.bool_, 1), *_optional(log_decay, F32, 2), normalize_scores
-    biases = *_optional(bias, F32, 2), *_optional(positions, np.int64, 1)
-    saved = score is not None, _optional(score, F32, 2)[0], _optional(carries, F32, 3)[0]
+    tokens = w, temp, *_optional(mask, _NO_MASK), *_optional(log_decay, _NO_HEADS), normalize_scores
+    biases = *_optional(bias, _NO_HEADS), *_optional(positions, _NO_INDEX)
+    saved = score is not None, _optional(score, _NO_HEADS)[0], _optional(carries, _NO_CARRIES)[0]
     _run(_causal_forward, starts, *tokens, rows, has_state, *biases, *state, output, membership, *saved)
 
 
@@ -839,16 +846,16 @@ def _compute_forward(
     saves = needs_grad or not causal
     score = membership.new_empty(membership.shape if saves else 0)
     carries = membership.new_empty(_carry_shape(w, causal) if saves else 0)
-    tokens, results = (_flat(w), _contiguous(temp)), [_flat(output), _flat(membership)]
-    saved = [_flat(score), _array(carries)] if saves else []
+    tokens, results = (_flat(w), parameter_array(temp)), [_flat(output), _flat(membership)]
+    saved = [_flat(score), as_array(carries)] if saves else []
     if causal:
         state = _copy_state((sum_sq, sum_weighted_sq, sum_membership), w, torch.empty)
         sequences = _batch(*w.shape[:2], sum_sq is not None)
-        options = _heads_first(bias), *map(_flat, (positions, mask, log_decay)), normalize_scores
-        compute_causal(*sequences, *tokens, *options, map(_array, state), *results, *saved)
+        options = _bias_array(bias), *map(_flat, (positions, mask, log_decay)), normalize_scores
+        compute_causal(*sequences, *tokens, *options, map(as_array, state), *results, *saved)
     else:
         state = [membership.new_empty(0) for _ in range(3)]
-        options = *_optional(_flat(mask), np.bool_, 1), normalize_scores
+        options = *_optional(_flat(mask), _NO_MASK), normalize_scores
         _run(_bidirectional_forward, _batch(*w.shape[:2])[0], *tokens, *options, *results, *saved)
     return output, membership, *state, score, carries.flatten()
 
@@ -886,15 +893,15 @@ def _compute_backward(
     grad_w, grad_temp = w.new_empty(w.shape), temp.new_zeros(w.shape[0], w.shape[2], dtype=torch.float64)
     grad_score = torch.empty_like(score) if causal else score.new_empty(0)
     grad_log_decay = score.new_empty(0) if log_decay is None else torch.empty_like(score)
-    tokens = _flat(w), _contiguous(temp), *_optional(_flat(mask), np.bool_, 1)
-    saved = _flat(membership), _flat(score), _array(carries).reshape(_carry_shape(w, causal))
-    grads = _flat(grad_output), *_optional(_flat(grad_membership), F32, 2)
-    results = _flat(grad_w), _array(grad_temp)
+    tokens = _flat(w), parameter_array(temp), *_optional(_flat(mask), _NO_MASK)
+    saved = _flat(membership), _flat(score), as_array(carries).reshape(_carry_shape(w, causal))
+    grads = _flat(grad_output), *_optional(_flat(grad_membership), _NO_HEADS)
+    results = _flat(grad_w), as_array(grad_temp)
     if causal:
         state = _copy_state((grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership), w)
-        tokens = *tokens, *_optional(_flat(log_decay), F32, 2), normalize_scores
-        grads = *grads, *map(_array, state)
-        results = *results, _flat(grad_score), _placeholder(F32, 2) if log_decay is None else _flat(grad_log_decay)
+        tokens = *tokens, *_optional(_flat(log_decay), _NO_HEADS), normalize_scores
+        grads = *grads, *map(as_array, state)
+        results = *results, _flat(grad_score), _NO_HEADS if log_decay is None else _flat(grad_log_decay)
         _run(_causal_backward, _batch(*w.shape[:2])[0], *tokens, *saved, *grads, *results)
     else:
         state = [score.new_empty(0) for _ in range(3)]
@@ -966,10 +973,10 @@ def convolve(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `layers_tost.ShortConvolution`, with sequences numbered from 1; weight (D, K) of the dtype of x (B, T, D)."""
     output, state = x.new_empty(x.shape), _copy_conv_state(conv_state, x, weight)
-    tokens = _flat(x), _contiguous(weight)
-    options = *_optional(_flat(mask), np.bool_, 1), *_optional(_flat(seq_idx), np.int64, 1)
+    tokens = _flat(x), parameter_array(weight)
+    options = *_optional(_flat(mask), _NO_MASK), *_optional(_flat(seq_idx), _NO_INDEX)
     starts, *sequences = _batch(*x.shape[:2], conv_state is not None)
-    _run(_convolve, starts, *tokens, *options, *sequences, _array(state), _flat(output))
+    _run(_convolve, starts, *tokens, *options, *sequences, as_array(state), _flat(output))
     return output, state
 
 
@@ -997,9 +1004,9 @@ def _convolve_backward_operator(
     grad_output = torch.zeros_like(x) if grad_output is None else grad_output
     grad_x, grad_weight = x.new_empty(x.shape), x.new_zeros(len(x), *weight.shape[::-1], dtype=torch.float64)
     state, grad_state = (_copy_conv_state(s, x, weight) for s in (conv_state, grad_final_state))
-    tokens = _flat(x), _contiguous(weight)
-    options = *_optional(_flat(mask), np.bool_, 1), *_optional(_flat(seq_idx), np.int64, 1), _array(state)
-    grads = _flat(grad_output), _array(grad_state), _flat(grad_x), _array(grad_weight)
+    tokens = _flat(x), parameter_array(weight)
+    options = *_optional(_flat(mask), _NO_MASK), *_optional(_flat(seq_idx), _NO_INDEX), as_array(state)
+    grads = _flat(grad_output), as_array(grad_state), _flat(grad_x), as_array(grad_weight)
     _run(_convolve_backward, _batch(*x.shape[:2])[0], *tokens, *options, *grads)
     return grad_x, grad_weight.sum(0).t().to(weight.dtype).contiguous(), grad_state
 
@@ -1084,49 +1091,20 @@ def step_cpu(
     """Output and membership of one token w (B, H, p) of each sequence; updates `state` in place, without a gradient."""
     tokens = w.float() if w.dtype == torch.float16 else w
     output, membership = tokens.new_empty(w.shape), w.new_empty(w.shape[:2], dtype=torch.float32)
-    inputs = _contiguous(tokens), _contiguous(temp), _heads_first(bias)
+    inputs = _contiguous(tokens), parameter_array(temp), _bias_array(bias)
     options = *map(_contiguous, (None if positions is None else positions.long(), mask, log_decay)), normalize_scores
-    compute_causal(*_batch(len(w), 1), *inputs, *options, map(_array, state), _array(output), _array(membership))
+    compute_causal(*_batch(len(w), 1), *inputs, *options, map(as_array, state), as_array(output), as_array(membership))
     return output.to(w.dtype), membership
-
-
-def compute_sequences(
-    starts: np.ndarray,
-    rows: torch.Tensor,
-    has_state: np.ndarray,
-    w: torch.Tensor,
-    temp: torch.Tensor,
-    bias: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    log_decay: torch.Tensor | None,
-    normalize_scores: bool,
-    state: TSSAState,
-    output: torch.Tensor,
-) -> None:
-    """Causal TSSA of sequences of any lengths: `compute_causal` of tensors, without padding and membership."""
-    inputs = (
-        _contiguous(w),
-        _contiguous(temp.flatten()),
-        _heads_first(bias),
-        _contiguous(positions),
-        None,
-        _contiguous(log_decay),
-    )
-    membership = np.empty(w.shape[:2], F32)
-    results = map(_array, state), _array(output), membership
-    compute_causal(starts, _array(rows), has_state, *inputs, normalize_scores, *results)
 
 
 def convolve_sequences(
     starts: np.ndarray,
-    rows: torch.Tensor,
+    rows: np.ndarray,
     has_state: np.ndarray,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    conv_state: torch.Tensor,
-    output: torch.Tensor,
+    x: np.ndarray,
+    weight: np.ndarray,
+    state: np.ndarray,
+    output: np.ndarray,
 ) -> None:
-    """The short convolution of tokens x (N, D) of sequences as in `compute_causal`; updates `conv_state` (rows, K - 1, D)."""
-    options = *_optional(None, np.bool_, 1), *_optional(None, np.int64, 1)
-    sequences = _array(rows), has_state, _array(conv_state)
-    _run(_convolve, starts, _contiguous(x), _contiguous(weight), *options, *sequences, _array(output))
+    """The short convolution of tokens x (N, D) of sequences as in `compute_causal`; updates `state` (rows, K - 1, D)."""
+    _run(_convolve, starts, x, weight, _NO_MASK, False, _NO_INDEX, False, rows, has_state, state, output)

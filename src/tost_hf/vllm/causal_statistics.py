@@ -35,6 +35,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from ..model.configuration_tost import ToSTConfig
 from ..model.layers_tost import ShortConvolution
 from ..model.tssa import find_kernels, tssa, tssa_step
+from ..model.tssa_cpu import as_array, compute_causal, convolve_sequences, parameter_array
 from ..model.tssa_reference import TSSAState
 
 
@@ -78,6 +79,11 @@ class ToSTMetadata:
     @property
     def num_tokens(self) -> int:
         return int(self.starts[-1])
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """`blocks` as an array, on a CPU."""
+        return self.blocks.numpy()
 
     @functools.cached_property
     def decodes(self) -> torch.Tensor:
@@ -189,7 +195,12 @@ class CausalStatistics(MambaBase, nn.Module):
                 width, config.num_attention_heads, bias=False, prefix=f"{prefix}.forget_proj"
             )
         self.softmax = sharded_membership if self.tp_size > 1 else None
+        self.normalize_scores = config.normalize_scores
+        tokens = torch.empty(0, dtype=self.dtype)
+        kernels = None if self.dtype == torch.float16 else find_kernels(tokens, None, "causal", self.normalize_scores)
+        self.runs_on_cpu_kernels = kernels == "numba"
         self.kv_cache = (torch.tensor([]),)
+        self._parameter_arrays: dict[str, tuple[int, np.ndarray]] = {}
         compilation = vllm_config.compilation_config
         if prefix in compilation.static_forward_context:
             raise ValueError(f"Duplicate layer name: {prefix}")
@@ -217,7 +228,15 @@ class CausalStatistics(MambaBase, nn.Module):
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.float64,)
 
-    # Views are created on each access: vLLM frees a cache by replacing `kv_cache`.
+    @property
+    def kv_cache(self) -> tuple[torch.Tensor, ...] | list[torch.Tensor]:  # type: ignore[override]  # declared as an attribute
+        """vLLM's blocks. vLLM frees them by replacing this attribute, so that no view may stay."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, kv_cache: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> None:
+        self._kv_cache = kv_cache
+        self._state_arrays: list[np.ndarray] = []
 
     def _split_state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of all blocks: two sums in float64, one in float32, and the remainder, which contains `conv_state`."""
@@ -240,6 +259,24 @@ class CausalStatistics(MambaBase, nn.Module):
         state_len, conv_state = self.convolution.kernel_size - 1, self._split_state()[-1].view(self.dtype)
         return conv_state[:, : state_len * self.config.hidden_size].unflatten(1, (state_len, -1))
 
+    # Arrays for the kernels on CPUs, stored, as to make them takes longer than to decode a token
+
+    def state_arrays(self) -> list[np.ndarray]:
+        """Arrays of `sums` and, with a convolution, `conv_state`."""
+        if not self._state_arrays:
+            states = [*self.sums, *([] if self.convolution is None else [self.conv_state])]
+            self._state_arrays = [as_array(x) for x in states]
+        return self._state_arrays
+
+    def parameter_array(self, name: str, parameter: nn.Parameter | None) -> np.ndarray | None:
+        if parameter is None:
+            return None
+        address, array = self._parameter_arrays.get(name, (None, None))
+        if address != parameter.data_ptr():
+            array = parameter_array(parameter if name == "weight" else parameter.squeeze(-1))
+            self._parameter_arrays[name] = parameter.data_ptr(), array
+        return array
+
     # Tokens
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -259,19 +296,14 @@ class CausalStatistics(MambaBase, nn.Module):
         torch.ops.vllm.tost_causal_statistics(w, log_decay, positions, output, self.prefix)
         return self.out_proj(output)[0]
 
-    def _runs_on_cpu_kernels(self, x: torch.Tensor) -> bool:
-        return x.dtype != torch.float16 and find_kernels(x, None, "causal", self.config.normalize_scores) == "numba"
-
     def convolve(self, hidden_states: torch.Tensor, output: torch.Tensor, batch: ToSTMetadata) -> None:
         """Fills `output` (N, D) with the convolved tokens."""
-        assert self.convolution is not None
-        conv_states = self.conv_state
-        if self._runs_on_cpu_kernels(hidden_states):
-            from ..model.tssa_cpu import convolve_sequences
-
-            inputs = batch.blocks, batch.has_state, hidden_states, self.convolution.weight
-            convolve_sequences(batch.starts, *inputs, conv_states, output)
+        if self.runs_on_cpu_kernels:
+            weight = self.parameter_array("weight", self.convolution.weight)
+            sequences, tokens = (batch.starts, batch.rows, batch.has_state), as_array(hidden_states)
+            convolve_sequences(*sequences, tokens, weight, self.state_arrays()[3], as_array(output))
         else:
+            conv_states = self.conv_state
             if n := len(batch.decodes):
                 convolved, states = self.convolution(hidden_states[:n].unsqueeze(1), conv_state=conv_states[batch.decodes])
                 output[:n], conv_states[batch.decodes] = convolved.squeeze(1), states
@@ -279,7 +311,8 @@ class CausalStatistics(MambaBase, nn.Module):
                 inputs = prompts.gather(hidden_states), prompts.mask, None, prompts.load(conv_states)
                 convolved, conv_states[prompts.blocks] = self.convolution(*inputs)
                 prompts.scatter(convolved, output)
-        output[batch.num_tokens :] = 0
+        if batch.num_tokens < len(output):
+            output[batch.num_tokens :] = 0
 
     def compute_statistics(
         self,
@@ -293,35 +326,57 @@ class CausalStatistics(MambaBase, nn.Module):
 
         Without a batch, in vLLM's profiling run, all tokens are computed as one prompt.
         """
+        if batch is not None and self.runs_on_cpu_kernels and self.softmax is None:
+            shape = len(w), self.num_heads, self.head_dim
+            temp, bias = (self.parameter_array(name, self._parameters.get(name)) for name in ("temp", "denom_bias"))
+            compute_causal(
+                *(batch.starts, batch.rows, batch.has_state),
+                as_array(w).reshape(shape),
+                temp,
+                bias,
+                None if bias is None else as_array(positions),
+                None,
+                None if log_decay is None else as_array(log_decay),
+                self.normalize_scores,
+                self.state_arrays()[:3],
+                as_array(output).reshape(shape),
+                np.empty(shape[:2], np.float32),
+            )
+        else:
+            self._compute_by_form(w, log_decay, positions, output, batch)
+        if batch is not None and batch.num_tokens < len(output):
+            output[batch.num_tokens :] = 0
+
+    def _compute_by_form(self, w, log_decay, positions, output, batch) -> None:
+        """`compute_statistics` by one-token steps and padded prompts."""
         w, output = (x.unflatten(-1, (self.num_heads, -1)) for x in (w, output))
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
-        positions_of_bias = None if bias is None else positions
-        options: dict[str, Any] = {"normalize_scores": self.config.normalize_scores, "softmax": self.softmax}
+        inputs = {"positions": None if bias is None else positions, "log_decay": log_decay}
+        options: dict[str, Any] = {"normalize_scores": self.normalize_scores, "softmax": self.softmax}
         if batch is None:
-            inputs = {"positions": positions_of_bias, "log_decay": log_decay}
             inputs = {name: None if x is None else x[None] for name, x in inputs.items()}
             output.copy_(tssa(w[None], self.temp, bias, **inputs, **options).output[0])
             return
         sums = self.sums
-        if self.softmax is None and self._runs_on_cpu_kernels(w):
-            from ..model.tssa_cpu import compute_sequences
-
-            inputs = w, self.temp, bias, positions_of_bias, log_decay, options["normalize_scores"], sums
-            compute_sequences(batch.starts, batch.blocks, batch.has_state, *inputs, output)
-        else:
-            if n := len(batch.decodes):
-                inputs = {"positions": positions_of_bias, "log_decay": log_decay}
-                inputs = {name: None if x is None else x[:n] for name, x in inputs.items()}
-                state = TSSAState(*(x[batch.decodes] for x in sums))
-                output[:n], _, state = tssa_step(w[:n], self.temp, bias, state, **inputs, **options, in_place=True)
-                _store_state(sums, batch.decodes, state)
-            for prompts in batch.prompts:
-                inputs = {"positions": prompts.gather(positions_of_bias), "log_decay": prompts.gather(log_decay)}
-                inputs |= {"mask": prompts.mask, "initial_state": TSSAState(*map(prompts.load, sums))}
-                values, _, state = tssa(prompts.gather(w), self.temp, bias, **inputs, **options)
-                prompts.scatter(values, output)
-                _store_state(sums, prompts.blocks, state)
-        output[batch.num_tokens :] = 0
+        if n := len(batch.decodes):
+            decode_inputs = {name: None if x is None else x[:n] for name, x in inputs.items()}
+            state = TSSAState(*(x[batch.decodes] for x in sums))
+            output[:n], _, state = tssa_step(w[:n], self.temp, bias, state, **decode_inputs, **options, in_place=True)
+            _store_state(sums, batch.decodes, state)
+        for prompts in batch.prompts:
+            prompt_inputs = {name: prompts.gather(x) for name, x in inputs.items()}
+            initial_state = TSSAState(*map(prompts.load, sums))
+            result = tssa(
+                prompts.gather(w),
+                self.temp,
+                bias,
+                mask=prompts.mask,
+                initial_state=initial_state,
+                **prompt_inputs,
+                **options,
+            )
+            prompts.scatter(result.output, output)
+            _store_state(sums, prompts.blocks, result.final_state)
 
 
 def _store_state(sums: TSSAState, blocks: torch.Tensor, state: TSSAState | None) -> None:
