@@ -1,11 +1,13 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Decoding latency of a ToST-base-sized model and of transformers' GPT-2 of equal width.
+"""Decoding latency of ToST and of transformers' GPT-2: of ToST-base's width and depth, or small.
 
     python examples/benchmarks/run.py decode                                     # CPU: positions 10, 100 and 1,000
+    python examples/benchmarks/run.py decode --size small --batch 1 8 32
     python examples/benchmarks/run.py decode --models ToST "ToST conv token" --positions 10 10000
     python examples/benchmarks/run.py decode --static --compile --batch 1 64 1024   # the fastest mode (default on a GPU)
 
-Random weights (they do not change the cost). Decodes one token per step from a cache of all tokens before the position; the
+Random weights (they do not change the cost). The small models have about 21 million parameters, tables of positions, whose look-up
+is free, not counted: ToST 7 layers, GPT-2 6. Decodes one token per step from a cache of all tokens before the position; the
 models are interleaved. `--static` uses static caches, GPT-2's just long enough for the position; `--compile` compiles the step
 (with CUDA graphs on a GPU; a model for which they are skipped is not timed). With a static cache transformers passes an
 explicit mask to GPT-2's attention, which excludes PyTorch's flash kernel. Reports the time of a step (for the whole batch),
@@ -25,7 +27,11 @@ from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spre
 from transformers import DynamicCache, StaticCache
 
 
-VOCAB_SIZE, LAYERS = 50304, 12
+VOCAB_SIZE = 4096
+SIZES = {  # vocabulary, width, and layers of ToST and GPT-2
+    "base": {"vocab_size": 50304, "width": 768, "layers": (12, 12)},
+    "small": {"vocab_size": VOCAB_SIZE, "width": 512, "layers": (7, 6)},
+}
 MODELS = (*(name for name in OPTIONS if name != NO_STATISTICS), "GPT-2")
 
 
@@ -104,7 +110,8 @@ def benchmark_batch(models, batch: int, positions, args, report: Report) -> None
                 runs[name, position] = steps
     seconds = measure(runs, args.repeats, device=args.device, reset=lambda name: runs[name].reset())
     for (name, position), steps in runs.items():
-        case = {"model": name, "position": position, "batch": batch, "layers": LAYERS, "dtype": dtype_name(args.dtype)}
+        layers = models[name].config.num_hidden_layers
+        case = {"model": name, "position": position, "batch": batch, "layers": layers, "dtype": dtype_name(args.dtype)}
         case |= {"cache": "static" if args.static else "dynamic", "code": "compiled" if args.compile else "eager"}
         step = spread(seconds[name, position]) * (1 / args.steps)
         baseline = seconds.get(("GPT-2", position))
@@ -122,6 +129,7 @@ def benchmark_batch(models, batch: int, positions, args, report: Report) -> None
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["ToST", "GPT-2"])
+    parser.add_argument("--size", choices=SIZES, default="base")
     parser.add_argument("--positions", type=int, nargs="+", help="default: 10 100 1000; 1024 on a GPU")
     parser.add_argument("--batch", type=int, nargs="+", help="default: 1; 1 64 1024 on a GPU")
     parser.add_argument("--steps", type=int, help="consecutive tokens in one timed run; default: 1; 16 on a GPU")
@@ -142,7 +150,13 @@ def run(args: argparse.Namespace, report: Report) -> None:
     torch._inductor.config.triton.cudagraph_or_error = True  # without CUDA graphs a step would measure the host's launches
     torch.manual_seed(0)
     max_length = max(1024, max(positions) + args.steps)
-    sizes = {"vocab_size": VOCAB_SIZE, "width": 768, "layers": LAYERS, "head_dim": 64, "context": max_length}
-    models = {name: make_language_model(name, **sizes).eval().to(args.device, args.dtype) for name in args.models}
+    sizes = SIZES[args.size] | {"head_dim": 64, "context": max_length}
+    tost_layers, baseline_layers = sizes.pop("layers")
+    models = {
+        name: make_language_model(name, layers=tost_layers if name in OPTIONS else baseline_layers, **sizes)
+        .eval()
+        .to(args.device, args.dtype)
+        for name in args.models
+    }
     for batch in batches:
         benchmark_batch(models, batch, positions, args, report)

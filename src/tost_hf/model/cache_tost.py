@@ -110,7 +110,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         if not self.is_initialized or self.record_past or torch.is_grad_enabled():
             return False
         state = self._stored_state()
-        if any(x is not y for x, y in zip(as_state(state, state.sum_sq), state)):  # cast, for example by an exporter
+        if as_state(state, state.sum_sq) is not state:  # cast, for example by an exporter
             return False
         return self.static if torch.compiler.is_compiling() else all(map(_can_update_in_place, state))
 

@@ -102,6 +102,11 @@ def permute_tokens(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 # MLP and ISTA step ----------------------------------------------------------------------------------------------------
 
 
+def make_dropout(p: float) -> nn.Module:
+    """A dropout with probability p; of 0 an identity, as an idle `nn.Dropout` takes as long as a residual connection."""
+    return nn.Dropout(p) if p else nn.Identity()
+
+
 class MLP(nn.Module):
     """Two linear layers with the activation of `config` between them; `inner_dropout` acts on the intermediate features."""
 
@@ -109,9 +114,9 @@ class MLP(nn.Module):
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.act_fn = ACT2FN[config.hidden_act]
-        self.inner_dropout = nn.Dropout(inner_dropout)
+        self.inner_dropout = make_dropout(inner_dropout)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = make_dropout(config.hidden_dropout)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         intermediate = self.inner_dropout(self.act_fn(self.up_proj(hidden_states)))
@@ -232,7 +237,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         self.convolution = None if conv_kernel is None else ShortConvolution(hidden_size, conv_kernel)
         self.in_proj = nn.Linear(hidden_size, hidden_size, bias=in_bias)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=out_bias)
-        self.out_dropout = nn.Dropout(hidden_dropout)
+        self.out_dropout = make_dropout(hidden_dropout)
         dtype = compute_dtype(torch.get_default_dtype())  # not the dtype of the other weights
         self.temp = nn.Parameter(torch.ones(num_attention_heads, 1, dtype=dtype))
         self.denom_bias = None

@@ -30,7 +30,7 @@ from .base_tost import ToSTBaseModel, add_class_names
 from .cache_tost import get_cached_length
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .inputs_tost import build_attention_masks, check_prompt, resolve_inputs
-from .layers_tost import MLP, ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias
+from .layers_tost import MLP, ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias, make_dropout
 from .tssa_reference import compute_dtype, is_traced
 
 
@@ -153,7 +153,7 @@ class ToSTAttention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, num_key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, num_key_value_heads * self.head_dim, bias=bias)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
-        self.out_dropout = nn.Dropout(config.hidden_dropout)
+        self.out_dropout = make_dropout(config.hidden_dropout)
 
     def forward(
         self,
@@ -277,12 +277,12 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
 
 def add_attention_and_mlp(layer: Any, hidden_states: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
     """The rest of a `ToSTDecoderLayer` (or a module with its attributes) after the attention: both residuals and the MLP."""
-    hidden_states = hidden_states + layer.attention_layer_scale * attn_output
+    hidden_states = torch.addcmul(hidden_states, layer.attention_layer_scale, attn_output)
     if not layer.pre_norm:
         hidden_states = layer.input_layernorm(hidden_states)
     output = layer.mlp(layer.post_attention_layernorm(hidden_states) if layer.pre_norm else hidden_states)
     if layer.mlp_layer_scale is not None:
-        output = hidden_states + layer.mlp_layer_scale * output
+        output = torch.addcmul(hidden_states, layer.mlp_layer_scale, output)
     return output if layer.pre_norm else layer.post_attention_layernorm(output)
 
 
@@ -395,7 +395,7 @@ class ToSTModel(ToSTPreTrainedModel):
         self.embed_positions = None
         if not config.is_position_free:
             self.embed_positions = nn.Embedding(cast(int, config.max_position_embeddings), config.hidden_size)
-        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
+        self.embedding_dropout = make_dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm: nn.Module = nn.Identity()
         if config.pre_norm:
@@ -891,7 +891,7 @@ class ToSTForTokenClassification(ToSTPreTrainedModel):
         super().__init__(config)
         self.num_labels = cast(int, config.num_labels)
         self.model = ToSTModel(config)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = make_dropout(config.hidden_dropout)
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 

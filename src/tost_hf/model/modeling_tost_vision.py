@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .base_tost import ToSTBaseModel, add_class_names
 from .configuration_tost_vision import ToSTVisionConfig
-from .layers_tost import MLP, ISTAStep, TokenStatisticsSelfAttention
+from .layers_tost import MLP, ISTAStep, TokenStatisticsSelfAttention, make_dropout
 from .tssa_reference import compute_dtype
 
 
@@ -161,7 +161,7 @@ class ToSTVisionEmbeddings(nn.Module):
         super().__init__()
         self.patch_embeddings = ToSTVisionPatchEmbeddings(config)
         self.position_embeddings = ToSTVisionPositionEmbeddings(config)
-        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.dropout = make_dropout(config.embedding_dropout)
 
     def forward(self, pixel_values: torch.Tensor | None) -> torch.Tensor:
         """The patches of images (B, C, height, width) in row-major order, (B, N, D)."""
@@ -186,7 +186,7 @@ class _QKVAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        self.out_dropout = nn.Dropout(config.hidden_dropout)
+        self.out_dropout = make_dropout(config.hidden_dropout)
 
     def split(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each (B, H, N, p)."""

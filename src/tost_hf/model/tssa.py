@@ -200,14 +200,14 @@ def tssa_step(
     """
     _check_log_decay(log_decay, w, causal=True)
     needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(state or ()))
-    if in_place and state is not None and (needs_grad or any(x is not y for x, y in zip(as_state(state, w), state))):
+    cast_state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
+    if in_place and state is not None and (needs_grad or any(x is not y for x, y in zip(cast_state, state))):
         raise ValueError(
             "tssa_step cannot update a state in place if a gradient is needed or if it has other dtypes than a TSSAState."
         )
-    dtype, mask = compute_dtype(w.dtype), None if mask is None else mask.bool()
+    state, dtype, mask = cast_state, compute_dtype(w.dtype), None if mask is None else mask.bool()
     temp = temp.reshape(-1).to(dtype)
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
-    state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
     kernels = None
     if softmax is None:
         kernels = find_kernels(w, backend, "step", normalize_scores, decay=log_decay is not None)

@@ -98,8 +98,9 @@ def zero_state(w: torch.Tensor) -> TSSAState:
 
 
 def as_state(sums: Iterable[torch.Tensor], w: torch.Tensor) -> TSSAState:
-    """Casts three sums to the dtypes of a state for tokens like `w`."""
-    return TSSAState(*(x.to(dtype) for x, dtype in zip(sums, state_dtypes(w))))
+    """Casts three sums to the dtypes of a state for tokens like `w`; returns a state that has them itself."""
+    sums, dtypes = TSSAState(*sums) if type(sums) is not TSSAState else sums, state_dtypes(w)
+    return sums if (*(x.dtype for x in sums),) == dtypes else TSSAState(*(x.to(dtype) for x, dtype in zip(sums, dtypes)))
 
 
 def softmax_over_heads(score: torch.Tensor, temp: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
