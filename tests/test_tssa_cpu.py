@@ -35,9 +35,9 @@ class TestKernels(KernelTests):
         state = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(state, state_dtypes(w))]
         inputs = [w, temp, bias, None, padding_mask(70), log_decay if decay else None, *state]
         inputs = inputs if causal else [w, temp, None, None, padding_mask(70), None, None, None, None]
-        torch.library.opcheck(tssa_cpu._forward, (*inputs, normalize_scores, bool(causal), True))
+        torch.library.opcheck(tssa_cpu._forward.operator, (*inputs, normalize_scores, bool(causal), True))
         inputs = [x if x is None else x.detach() for x in inputs]
-        torch.library.opcheck(tssa_cpu._forward, (*inputs, normalize_scores, bool(causal), False))
+        torch.library.opcheck(tssa_cpu._forward.operator, (*inputs, normalize_scores, bool(causal), False))
 
     def test_no_grad_saves_nothing_for_backward(self):
         w, temp, *_ = (x.detach() for x in self.make(2, 70, 3, 4).values())
@@ -81,8 +81,8 @@ def test_convolution(kernel_size, dtype, masked, packed, has_state):
 def test_convolution_passes_opcheck():
     convolution, x, mask, seq_idx, state = make_convolution(3, torch.float32, True, True, True)
     inputs = x.requires_grad_(), convolution.weight, mask, sequence_starts(seq_idx).cumsum(1), state.requires_grad_()
-    torch.library.opcheck(tssa_cpu.convolve, inputs)
-    torch.library.opcheck(tssa_cpu.convolve, (*(x.detach() for x in inputs[:2]), None, None, None))
+    torch.library.opcheck(tssa_cpu.convolve.operator, inputs)
+    torch.library.opcheck(tssa_cpu.convolve.operator, (*(x.detach() for x in inputs[:2]), None, None, None))
 
 
 # Threads and processes ----------------------------------------------------------------------------------------------

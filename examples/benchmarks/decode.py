@@ -6,13 +6,13 @@
     python examples/benchmarks/run.py decode --models ToST "ToST conv token" --positions 10 10000
     python examples/benchmarks/run.py decode --static --compile --batch 1 64 1024   # the fastest mode (default on a GPU)
 
-Random weights (they do not change the cost). The small models have about 21 million parameters, tables of positions, whose look-up
-is free, not counted: ToST 7 layers, GPT-2 6. Decodes one token per step from a cache of all tokens before the position; the
-models are interleaved. `--static` uses static caches, GPT-2's just long enough for the position; `--compile` compiles the step
-(with CUDA graphs on a GPU; a model for which they are skipped is not timed). With a static cache transformers passes an
-explicit mask to GPT-2's attention, which excludes PyTorch's flash kernel. Reports the time of a step (for the whole batch),
-tokens per second, the bytes of the cache, and without `--static` the peak memory of a forward pass over one sequence up to the
-position, beyond the loaded model.
+Random weights (they do not change the cost). The small models, ToST of 7 layers and GPT-2 of 6, have about 21 million
+parameters without the tables of positions, whose look-up is free. Decodes one token per step from a cache of all tokens
+before the position; the models are interleaved. `--static` uses static caches, GPT-2's just long enough for the position;
+`--compile` compiles the step (with CUDA graphs on a GPU; a model for which they are skipped is not timed). With a static
+cache transformers passes an explicit mask to GPT-2's attention, which excludes PyTorch's flash kernel. Reports the time of a
+step (for the whole batch), tokens per second, the bytes of the cache, and without `--static` the peak memory of a forward
+pass over one sequence up to the position, beyond the loaded model.
 """
 
 import argparse

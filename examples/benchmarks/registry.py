@@ -165,16 +165,15 @@ def attention(q, k, v, causal=True):
 
 OPERATORS = {
     "triton": Operator(make_tssa("triton")),
-    "compiled": Operator(make_tssa("torch"), compiled=True),
-    "eager": Operator(make_tssa("torch")),
+    "numba": Operator(make_tssa("numba")),
     "reference": Operator(reference),
     "reference compiled": Operator(reference, compiled=True),
     "sdpa": Operator(attention, ("tokens", "tokens", "tokens"), is_tssa=False),
 }
 DECAY_OPERATORS = {  # value of `forgetting` to the operator with this decay
-    "none": Operator(make_tssa("torch")),
-    "head": Operator(make_tssa("torch"), ("tokens", "temp", "denom_bias", "head_decay")),
-    "token": Operator(make_tssa("torch"), ("tokens", "temp", "denom_bias", "token_decay")),
+    "none": Operator(make_tssa("auto")),
+    "head": Operator(make_tssa("auto"), ("tokens", "temp", "denom_bias", "head_decay")),
+    "token": Operator(make_tssa("auto"), ("tokens", "temp", "denom_bias", "token_decay")),
 }
 PASSES = ("forward", "forward + backward")
 

@@ -99,20 +99,20 @@ def _cast(typing_context, x, like):
 
 
 @_jit
-def _select_tokens(first, last, mask, has_mask, tokens):
+def _select_tokens(first, last, mask, tokens):
     """Writes the indices of the real tokens from `first` to before `last` to `tokens`; returns their number."""
     n = 0
     for t in range(first, last):
-        if not has_mask or mask[t]:
+        if mask[t]:
             tokens[n] = t
             n += 1
     return n
 
 
 @_jit
-def _is_reset(t, first, mask, has_mask, log_decay, h):
+def _is_reset(t, first, mask, log_decay, h):
     """Whether a packed sequence starts in the padding directly before token t."""
-    while has_mask and t > first and not mask[t - 1]:
+    while t > first and not mask[t - 1]:
         t -= 1
         if log_decay[t, h] == -np.inf:
             return True
@@ -120,13 +120,13 @@ def _is_reset(t, first, mask, has_mask, log_decay, h):
 
 
 @_jit
-def _compute_decays(log_decay, first, mask, has_mask, tokens, n, decay, from_start, to_end, total):
+def _compute_decays(log_decay, first, mask, tokens, n, decay, from_start, to_end, total):
     """Decays of a chunk's tokens (n, H), their products from its first token and after each token, and the total (H,)."""
     for h in range(total.shape[0]):
         total[h] = 1
         for j in range(n):
             logarithm = log_decay[tokens[j], h]
-            if _is_reset(tokens[j], first, mask, has_mask, log_decay, h):
+            if _is_reset(tokens[j], first, mask, log_decay, h):
                 a = F64(0)
             elif logarithm > WEAK_DECAY:
                 a = F64(1) + F64(math.expm1(logarithm))
@@ -187,12 +187,13 @@ def _softmax_over_heads(logits):
 
 @_jit
 def _causal_forward(
-    first, last, starts, w, temp, mask, has_mask, log_decay, has_decay, normalize_scores, rows, has_state, bias, has_bias,
-    positions, has_positions, sum_sq, sum_weighted_sq, sum_membership, output, membership, saves, score, carries,
+    first, last, starts, w, temp, mask, log_decay, normalize_scores, rows, has_state, bias,
+    positions, sum_sq, sum_weighted_sq, sum_membership, output, membership, score, carries,
 ):  # fmt: skip
     """The sequences from `first` to before `last`. Sequence r has the tokens from starts[r] to before starts[r + 1]; its sums
-    are in rows[r] of the three state arrays, which are updated."""
+    are in rows[r] of the three state arrays, which are updated. Arrays without elements stand for None."""
     H, P = w.shape[1], w.shape[2]
+    has_decay, has_positions, saves = len(log_decay) > 0, len(positions) > 0, len(carries) > 0
     S, N, D = np.empty((H, P), F64), np.empty((H, P), F64), np.empty((H, 1), F64)
     S_carry, N_carry, D_carry = np.empty((H, P), F32), np.empty((H, P), F32), np.empty((H, 1), F32)
     S_local, N_local, D_local = np.zeros((H, P), F32), np.zeros((H, P), F32), np.zeros((H, 1), F32)
@@ -218,7 +219,7 @@ def _causal_forward(
                 _copy(S_carry, saved_S)
                 _copy(N_carry, saved_N)
                 _copy(D_carry, saved_D)
-            n = _select_tokens(start, end, mask, has_mask, tokens)
+            n = _select_tokens(start, end, mask, tokens)
             if n < end - start:
                 for t in range(start, end):
                     if not mask[t]:
@@ -227,7 +228,7 @@ def _causal_forward(
                         if saves:
                             score[t] = 0
             if has_decay:
-                _compute_decays(log_decay, starts[r], mask, has_mask, tokens, n, decay, from_start, to_end, total_decay)
+                _compute_decays(log_decay, starts[r], mask, tokens, n, decay, from_start, to_end, total_decay)
             for j in range(n):
                 t = tokens[j]
                 for h in range(H):
@@ -245,11 +246,10 @@ def _causal_forward(
                         for i in range(P):
                             v = _load(w[t, h, i])
                             sum_of_ratios += v * v
-                    if has_bias:
-                        position = positions[t] if has_positions else t % bias.shape[1]
-                        if not 0 <= position < bias.shape[1]:
-                            raise IndexError("A position is not below max_position_embeddings.")
-                        sum_of_ratios += F32(P) * bias[h, position]
+                    position = positions[t] if has_positions else t % bias.shape[1]
+                    if not 0 <= position < bias.shape[1]:
+                        raise IndexError("A position is not below max_position_embeddings.")
+                    sum_of_ratios += F32(P) * bias[h, position]
                     if saves:
                         score[t, h] = sum_of_ratios
                     membership[t, h] = sum_of_ratios * temp[h]
@@ -273,7 +273,7 @@ def _causal_forward(
             _fold(total_decay, N, N_carry, N_local)
             _fold(total_decay, D, D_carry, D_local)
         for h in range(H):
-            if has_decay and _is_reset(starts[r + 1], starts[r], mask, has_mask, log_decay, h):
+            if has_decay and _is_reset(starts[r + 1], starts[r], mask, log_decay, h):
                 _reset(h, S, S_carry, S_local)
                 _reset(h, N, N_carry, N_local)
                 _reset(h, D, D_carry, D_local)
@@ -286,12 +286,12 @@ def _causal_forward(
 
 @_jit
 def _causal_backward(
-    first, last, starts, w, temp, mask, has_mask, log_decay, has_decay, normalize_scores, membership, score, carries,
-    grad_output, grad_membership, has_grad_membership, grad_S, grad_N, grad_D, grad_w, grad_temp, grad_score, grad_log_decay,
+    first, last, starts, w, temp, mask, log_decay, normalize_scores, membership, score, carries,
+    grad_output, grad_membership, grad_S, grad_N, grad_D, grad_w, grad_temp, grad_score, grad_log_decay,
 ):  # fmt: skip
     """The gradients of the sequences from `first` to before `last`. `grad_S`, `grad_N` and `grad_D` are the gradients of the
     final sums and become those of the initial ones. The running sums of U are the gradients of N, W of S and V of D."""
-    H, P = w.shape[1], w.shape[2]
+    H, P, has_decay = w.shape[1], w.shape[2], len(log_decay) > 0
     U, W, V = np.empty((H, P), F64), np.empty((H, P), F64), np.empty((H, 1), F64)
     U_carry, W_carry, V_carry = np.empty((H, P), F32), np.empty((H, P), F32), np.empty((H, 1), F32)
     U_local, W_local, V_local = np.zeros((H, P), F32), np.zeros((H, P), F32), np.zeros((H, 1), F32)
@@ -307,7 +307,7 @@ def _causal_backward(
                 U[h, i] = grad_N[r, h, i]
             for i in range(P):
                 W[h, i] = grad_S[r, h, i]
-            if has_decay and _is_reset(starts[r + 1], starts[r], mask, has_mask, log_decay, h):
+            if has_decay and _is_reset(starts[r + 1], starts[r], mask, log_decay, h):
                 _reset(h, U, U_carry, U_local)
                 _reset(h, W, W_carry, W_local)
                 _reset(h, V, V_carry, V_local)
@@ -319,7 +319,7 @@ def _causal_backward(
             start = starts[r] + k * CHUNK_TOKENS
             end = min(start + CHUNK_TOKENS, starts[r + 1])
             saved_S, saved_N, saved_D = _split_sums(carries[r, k], H, P)
-            n = _select_tokens(start, end, mask, has_mask, tokens)
+            n = _select_tokens(start, end, mask, tokens)
             if n < end - start:
                 for t in range(start, end):
                     if not mask[t]:
@@ -328,7 +328,7 @@ def _causal_backward(
                         if has_decay:
                             grad_log_decay[t] = 0
             if has_decay:
-                _compute_decays(log_decay, starts[r], mask, has_mask, tokens, n, decay, from_start, to_end, total_decay)
+                _compute_decays(log_decay, starts[r], mask, tokens, n, decay, from_start, to_end, total_decay)
 
             # output -> N, D and membership
             for h in range(H):
@@ -338,16 +338,10 @@ def _causal_backward(
                 for j in range(n):
                     t, a = tokens[j], decay[j, h]
                     pi = membership[t, h]
-                    if a == 0:
-                        D[j + 1, h] = pi
-                        for i in range(P):
-                            v = _load(w[t, h, i])
-                            sums[j + 1, i] = pi * (v * v)
-                    else:
-                        D[j + 1, h] = D[j, h] * a + pi
-                        for i in range(P):
-                            v = _load(w[t, h, i])
-                            sums[j + 1, i] = sums[j, i] * a + pi * (v * v)
+                    D[j + 1, h] = (D[j, h] * a if a > 0 else 0) + pi
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        sums[j + 1, i] = (sums[j, i] * a if a > 0 else F32(0)) + pi * (v * v)
                 for j in range(n - 1, -1, -1):
                     t, a, A = tokens[j], decay[j, h], to_end[j + 1, h]
                     pi, d = membership[t, h], D[j + 1, h] + EPS_D
@@ -371,9 +365,7 @@ def _causal_backward(
                     u = V_local[h, 0] - pi * sum_N
                     V_local[h, 0] = u * a
                     u += V_carry[h, 0] * A
-                    grad_pi[j, h] = sum_U - sum_gx * d + u
-                    if has_grad_membership:
-                        grad_pi[j, h] += grad_membership[t, h]
+                    grad_pi[j, h] = sum_U - sum_gx * d + u + grad_membership[t, h]
                     if has_decay:
                         grad_log_decay[t, h] = a * (sum_decay + u * D[j, h]) if a > 0 else 0
                         if a == 0:
@@ -398,14 +390,9 @@ def _causal_backward(
                     sums[0, i] = saved_S[h, i]
                 for j in range(n):
                     t, a = tokens[j], decay[j, h]
-                    if a == 0:
-                        for i in range(P):
-                            v = _load(w[t, h, i])
-                            sums[j + 1, i] = v * v
-                    else:
-                        for i in range(P):
-                            v = _load(w[t, h, i])
-                            sums[j + 1, i] = sums[j, i] * a + v * v
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        sums[j + 1, i] = (sums[j, i] * a if a > 0 else F32(0)) + v * v
                 for j in range(n - 1, -1, -1):
                     t, a, A, sum_decay = tokens[j], decay[j, h], to_end[j + 1, h], F32(0)
                     if normalize_scores:
@@ -446,7 +433,7 @@ def _causal_backward(
 
 @_jit
 def _bidirectional_forward(
-    first, last, starts, w, temp, mask, has_mask, normalize_scores, output, membership, score, carries
+    first, last, starts, w, temp, mask, normalize_scores, output, membership, score, carries
 ):  # fmt: skip
     """The sequences from `first` to before `last`; their sums are written to `carries` (sequences, 1, 2 H p + H)."""
     H, P = w.shape[1], w.shape[2]
@@ -458,7 +445,7 @@ def _bidirectional_forward(
         total[:] = 0
         total_D[:] = 0
         for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
-            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, has_mask, tokens)
+            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, tokens)
             for j in range(n):
                 for h in range(H):
                     for i in range(P):
@@ -471,7 +458,7 @@ def _bidirectional_forward(
                     factor[h, i] = F32(1) / max(S[h, i], EPS_S_BIDIRECTIONAL)
         total[:] = 0
         for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
-            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, has_mask, tokens)
+            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, tokens)
             for j in range(n):
                 t = tokens[j]
                 for h in range(H):
@@ -495,7 +482,7 @@ def _bidirectional_forward(
             for i in range(P):
                 local[h, i] = d / (N[h, i] + d)
         for t in range(starts[r], starts[r + 1]):
-            if has_mask and not mask[t]:
+            if not mask[t]:
                 output[t] = zero
                 membership[t] = 0
                 score[t] = 0
@@ -511,8 +498,8 @@ def _bidirectional_forward(
 
 @_jit
 def _bidirectional_backward(
-    first, last, starts, w, temp, mask, has_mask, normalize_scores, membership, score, carries, grad_output, grad_membership,
-    has_grad_membership, grad_w, grad_temp,
+    first, last, starts, w, temp, mask, normalize_scores, membership, score, carries, grad_output, grad_membership,
+     grad_w, grad_temp,
 ):  # fmt: skip
     """The gradients of the sequences from `first` to before `last`."""
     H, P = w.shape[1], w.shape[2]
@@ -526,7 +513,7 @@ def _bidirectional_backward(
         # output -> N and D
         total[:] = 0
         for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
-            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, has_mask, tokens)
+            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, tokens)
             for j in range(n):
                 t = tokens[j]
                 for h in range(H):
@@ -549,7 +536,7 @@ def _bidirectional_backward(
         # membership -> score -> S
         total[:] = 0
         for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
-            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, has_mask, tokens)
+            n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, tokens)
             for j in range(n):
                 t, mean = tokens[j], F32(0)
                 for h in range(H):
@@ -557,7 +544,7 @@ def _bidirectional_backward(
                     for i in range(P):
                         v = _load(w[t, h, i])
                         sum_U += v * v * U[h, i] - v * _load(grad_output[t, h, i]) * scale[h, i]
-                    grad_pi[h] = sum_U + grad_membership[t, h] if has_grad_membership else sum_U
+                    grad_pi[h] = sum_U + grad_membership[t, h]
                     mean += membership[t, h] * grad_pi[h]
                 for h in range(H):
                     grad_logit = membership[t, h] * (grad_pi[h] - mean)
@@ -573,7 +560,7 @@ def _bidirectional_backward(
                 W[h, i] = W[h, i] if S[h, i] >= EPS_S_BIDIRECTIONAL else 0
 
         for t in range(starts[r], starts[r + 1]):
-            if has_mask and not mask[t]:
+            if not mask[t]:
                 grad_w[t] = zero
             else:
                 for h in range(H):
@@ -597,7 +584,7 @@ def _transpose_weight(weight):
 
 
 @_jit
-def _convolve(first, last, starts, x, weight, mask, has_mask, seq_idx, is_packed, rows, has_state, state, output):
+def _convolve(first, last, starts, x, weight, mask, seq_idx, rows, has_state, state, output):
     """`layers_tost.ShortConvolution`: the tokens x (N, D) of the sequences from `first` to before `last`; weight (D, K).
 
     `state` (rows, K - 1, D) is updated. The j-th token before a token is at previous[j - 1] if that is not negative, else in
@@ -613,10 +600,10 @@ def _convolve(first, last, starts, x, weight, mask, has_mask, seq_idx, is_packed
                 window[k, i] = _load(state[rows[r], k, i]) if has_state[r] else F32(0)
         in_sequence, sequence = K - 1, 0  # how many tokens before the next one are in its sequence
         for t in range(starts[r], starts[r + 1]):
-            if has_mask and not mask[t]:
+            if not mask[t]:
                 output[t] = zero
                 continue
-            if is_packed and seq_idx[t] != sequence:
+            if len(seq_idx) > 0 and seq_idx[t] != sequence:
                 in_sequence, sequence = 0, seq_idx[t]
             for i in range(width):
                 total[i] = (F32(1) + factors[0, i]) * _load(x[t, i])
@@ -642,7 +629,7 @@ def _convolve(first, last, starts, x, weight, mask, has_mask, seq_idx, is_packed
 
 @_jit
 def _convolve_backward(
-    first, last, starts, x, weight, mask, has_mask, seq_idx, is_packed, state, grad_output, grad_state, grad_x, grad_weight
+    first, last, starts, x, weight, mask, seq_idx, state, grad_output, grad_state, grad_x, grad_weight
 ):  # fmt: skip
     """The gradients, in reverse order of the tokens: the j-th token after a token is at following[j - 1].
 
@@ -658,10 +645,10 @@ def _convolve_backward(
         count, in_sequence, sequence = 0, 0, 0  # real tokens after this one, and those of them in its sequence
         for t in range(starts[r + 1] - 1, starts[r] - K, -1):
             is_token, k = t >= starts[r], t - starts[r] + K - 1  # or row k of the state
-            if is_token and has_mask and not mask[t]:
+            if is_token and not mask[t]:
                 grad_x[t] = zero
                 continue
-            number = seq_idx[t] if is_packed and is_token else 0
+            number = seq_idx[t] if len(seq_idx) > 0 and is_token else 0
             if number != sequence:
                 in_sequence, sequence = 0, number
             for i in range(width):
@@ -695,6 +682,8 @@ def _convolve_backward(
 
 
 MIN_THREADED_WORK = 2**18  # numbers; for fewer, other threads take longer to start than to compute
+# numba has no optional arrays: these stand for None
+_NO_INDEX, _NO_HEADS, _NO_CARRIES = np.empty(0, np.int64), np.empty((0, 0), F32), np.empty((0, 0, 0), F32)
 
 
 @functools.cache
@@ -728,33 +717,34 @@ def as_array(x: torch.Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def _flat(x: torch.Tensor | None) -> np.ndarray | None:
-    """A contiguous array (B T, ...) of x (B, T, ...)."""
-    return None if x is None else np.ascontiguousarray(as_array(x)).reshape(-1, *x.shape[2:])
-
-
-def _contiguous(x: torch.Tensor | None) -> np.ndarray | None:
-    return None if x is None else np.ascontiguousarray(as_array(x))
-
-
 def parameter_array(x: torch.Tensor) -> np.ndarray:
     """A contiguous array of a parameter. `numpy()` would fix the size of the storage, which FSDP frees and allocates again."""
     x = x.detach().view(torch.uint16) if x.dtype == torch.bfloat16 else x.detach()
     return np.ascontiguousarray(np.from_dlpack(x))  # type: ignore[arg-type]
 
 
-def _bias_array(bias: torch.Tensor | None) -> np.ndarray | None:
-    """A contiguous array (H, n) of a bias (..., H)."""
-    return None if bias is None else parameter_array(bias.reshape(-1, bias.shape[-1]).t())
+def _flat(x: torch.Tensor | None) -> Any:
+    """A contiguous array (B T, ...) of x (B, T, ...)."""
+    return None if x is None else np.ascontiguousarray(as_array(x)).reshape(-1, *x.shape[2:])
 
 
-def _optional(x: np.ndarray | None, placeholder: np.ndarray) -> tuple[np.ndarray, bool]:
-    """x, or an array of its type, and whether there is an x; numba has no optional arrays."""
-    return (placeholder, False) if x is None else (x, True)
+def _or(x: np.ndarray | None, placeholder: np.ndarray) -> np.ndarray:
+    return placeholder if x is None else x
 
 
-_NO_MASK, _NO_INDEX = np.empty(0, np.bool_), np.empty(0, np.int64)
-_NO_HEADS, _NO_CARRIES = np.empty((0, 0), F32), np.empty((0, 0, 0), F32)
+def _mask(mask: torch.Tensor | None, tokens: np.ndarray) -> np.ndarray:
+    return np.ones(len(tokens), np.bool_) if mask is None else _flat(mask)
+
+
+def _bias(bias: torch.Tensor | None, temp: np.ndarray) -> np.ndarray:
+    """The array (H, n) of a bias (..., H), or 0."""
+    return np.zeros((len(temp), 1), F32) if bias is None else parameter_array(bias.reshape(-1, len(temp)).t())
+
+
+@functools.lru_cache(64)
+def _batch(B: int, T: int, has_state: bool = True) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`starts`, `rows` and `has_state` of B sequences of T tokens, as in `compute_causal`."""
+    return np.arange(B + 1) * T, np.arange(B), np.full(B, has_state)
 
 
 def compute_causal(
@@ -763,16 +753,16 @@ def compute_causal(
     has_state: np.ndarray,
     w: np.ndarray,
     temp: np.ndarray,
-    bias: np.ndarray | None,
+    bias: np.ndarray,
     positions: np.ndarray | None,
-    mask: np.ndarray | None,
+    mask: np.ndarray,
     log_decay: np.ndarray | None,
     normalize_scores: bool,
     state: Iterable[np.ndarray],
     output: np.ndarray,
     membership: np.ndarray,
-    score: np.ndarray | None = None,
-    carries: np.ndarray | None = None,
+    score: np.ndarray = _NO_HEADS,
+    carries: np.ndarray = _NO_CARRIES,
 ) -> None:
     """Causal TSSA of sequences of any lengths, without a gradient; all arrays but those of `state` are contiguous.
 
@@ -791,16 +781,58 @@ def compute_causal(
         score: (N, H) float32; written for the backward, as are
         carries: (R, chunks, 2 H p + H) float32, the sums before each chunk of equally long sequences.
     """
-    tokens = w, temp, *_optional(mask, _NO_MASK), *_optional(log_decay, _NO_HEADS), normalize_scores
-    biases = *_optional(bias, _NO_HEADS), *_optional(positions, _NO_INDEX)
-    saved = score is not None, _optional(score, _NO_HEADS)[0], _optional(carries, _NO_CARRIES)[0]
-    _run(_causal_forward, starts, *tokens, rows, has_state, *biases, *state, output, membership, *saved)
+    inputs = w, temp, mask, _or(log_decay, _NO_HEADS), normalize_scores, rows, has_state, bias, _or(positions, _NO_INDEX)
+    _run(_causal_forward, starts, *inputs, *state, output, membership, score, carries)
 
 
-@functools.lru_cache(64)
-def _batch(B: int, T: int, has_state: bool = True) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`starts`, `rows` and `has_state` of B sequences of T tokens, as in `compute_causal`."""
-    return np.arange(B + 1) * T, np.arange(B), np.full(B, has_state)
+def convolve_sequences(
+    starts: np.ndarray,
+    rows: np.ndarray,
+    has_state: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    mask: np.ndarray,
+    seq_idx: np.ndarray | None,
+    state: np.ndarray,
+    output: np.ndarray,
+) -> None:
+    """The short convolution of tokens x (N, D) of sequences as in `compute_causal`; updates `state` (rows, K - 1, D)."""
+    _run(_convolve, starts, x, weight, mask, _or(seq_idx, _NO_INDEX), rows, has_state, state, output)
+
+
+# Operators. They cannot return None: outputs that are not needed are empty tensors. ------------------------------------
+
+
+def _make_operator(name, schema, compute, fake, setup_context, differentiate) -> Callable:
+    """A differentiable function; compilers see it as one operator."""
+    operator = custom_operator(name, schema)(compute)
+    operator.register_fake(fake)
+    operator.register_autograd(differentiate, setup_context=setup_context)
+
+    class Function(torch.autograd.Function):  # torch's dispatcher takes longer than the kernels for a few hundred tokens
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = compute(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(once_differentiable(differentiate))
+
+    def run(*inputs):
+        if torch.compiler.is_compiling():
+            return operator(*inputs)
+        needs_grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        return Function.apply(*inputs) if needs_grad else compute(*inputs)
+
+    run.operator = operator  # type: ignore[attr-defined]  # for tests
+    return run
+
+
+def _make_backward(name, schema, compute, fake) -> Callable:
+    """A function for the backward pass: `compute` of plain tensors, and an operator of those that compilers trace."""
+    operator = custom_operator(name, schema)(compute)
+    operator.register_fake(fake)
+    return lambda x, *inputs: (compute if type(x) is torch.Tensor else operator)(x, *inputs)
 
 
 def _carry_shape(w: torch.Tensor, causal: bool) -> tuple[int, int, int]:
@@ -809,133 +841,95 @@ def _carry_shape(w: torch.Tensor, causal: bool) -> tuple[int, int, int]:
     return B, (T + CHUNK_TOKENS - 1) // CHUNK_TOKENS if causal else 1, 2 * H * p + H
 
 
-def _copy_state(state: Iterable[torch.Tensor | None], w: torch.Tensor, fill: Callable = torch.zeros) -> list[torch.Tensor]:
-    """Contiguous copies of three sums, or of their gradients; for None new ones."""
+def _copy_state(state: Iterable[torch.Tensor | None], w: torch.Tensor, causal: bool = True) -> list[torch.Tensor]:
+    """Contiguous copies of three sums, or of their gradients; for None zeros, in the bidirectional form nothing."""
     return [
-        fill(shape, dtype=dtype) if x is None else x.clone(memory_format=torch.contiguous_format)
+        torch.zeros(shape if causal else 0, dtype=dtype) if x is None else x.clone(memory_format=torch.contiguous_format)
         for x, shape, dtype in zip(state, state_shapes(w), state_dtypes(w))
     ]
 
 
-# Operators, opaque to compilers. They cannot return None: outputs that are not needed are empty tensors. ---------------
-
-
-_Tensor = torch.Tensor
-
-
-def _compute_forward(
-    w: torch.Tensor,
-    temp: torch.Tensor,
-    bias: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    log_decay: torch.Tensor | None,
-    sum_sq: torch.Tensor | None,
-    sum_weighted_sq: torch.Tensor | None,
-    sum_membership: torch.Tensor | None,
-    normalize_scores: bool,
-    causal: bool,
-    needs_grad: bool,
-) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]:
+def _compute_forward(w, temp, bias, positions, mask, log_decay, S, N, D, normalize_scores, causal, needs_grad):
     """Output, membership, the three sums after the last token (empty in the bidirectional form), score and carries.
 
     The last two are for the backward; the causal form without gradients has none. The carries are flattened, as compilers
     would specialise on whether the number of chunks is 1.
     """
-    output, membership = w.new_empty(w.shape), w.new_empty(w.shape[:3], dtype=torch.float32)
-    saves = needs_grad or not causal
+    output, membership, saves = w.new_empty(w.shape), w.new_empty(w.shape[:3], dtype=torch.float32), needs_grad or not causal
     score = membership.new_empty(membership.shape if saves else 0)
     carries = membership.new_empty(_carry_shape(w, causal) if saves else 0)
-    tokens, results = (_flat(w), parameter_array(temp)), [_flat(output), _flat(membership)]
-    saved = [_flat(score), as_array(carries)] if saves else []
+    state, sequences = _copy_state((S, N, D), w, causal), _batch(*w.shape[:2], S is not None)
+    tokens, heads = _flat(w), parameter_array(temp)
+    results, saved = (_flat(output), _flat(membership)), (_flat(score), as_array(carries)) if saves else ()
     if causal:
-        state = _copy_state((sum_sq, sum_weighted_sq, sum_membership), w, torch.empty)
-        sequences = _batch(*w.shape[:2], sum_sq is not None)
-        options = _bias_array(bias), *map(_flat, (positions, mask, log_decay)), normalize_scores
-        compute_causal(*sequences, *tokens, *options, map(as_array, state), *results, *saved)
+        options = _bias(bias, heads), _flat(positions), _mask(mask, tokens), _flat(log_decay), normalize_scores
+        compute_causal(*sequences, tokens, heads, *options, map(as_array, state), *results, *saved)
     else:
-        state = [membership.new_empty(0) for _ in range(3)]
-        options = *_optional(_flat(mask), _NO_MASK), normalize_scores
-        _run(_bidirectional_forward, _batch(*w.shape[:2])[0], *tokens, *options, *results, *saved)
+        inputs = tokens, heads, _mask(mask, tokens), normalize_scores
+        _run(_bidirectional_forward, sequences[0], *inputs, *results, *saved)
     return output, membership, *state, score, carries.flatten()
 
 
-_forward = custom_operator("tssa_cpu_forward")(_compute_forward)
-
-
-@_forward.register_fake
-def _(w, temp, bias, positions, mask, log_decay, sum_sq, sum_weighted_sq, sum_membership, normalize, causal, needs_grad):
-    heads, saves = w.shape[:3], needs_grad or not causal
-    sizes = heads, heads if saves else 0, math.prod(_carry_shape(w, causal)) if saves else 0
+def _fake_forward(w, temp, bias, positions, mask, log_decay, S, N, D, normalize_scores, causal, needs_grad):
+    saves = needs_grad or not causal
+    sizes = w.shape[:3], w.shape[:3] if saves else 0, math.prod(_carry_shape(w, causal)) if saves else 0
     membership, score, carries = (w.new_empty(size, dtype=torch.float32) for size in sizes)
-    state = _copy_state([None] * 3, w) if causal else [membership.new_empty(0) for _ in range(3)]
-    return w.new_empty(w.shape), membership, *state, score, carries
+    return w.new_empty(w.shape), membership, *_copy_state([None] * 3, w, causal), score, carries
 
 
 def _compute_backward(
-    grad_output: torch.Tensor | None,
-    grad_membership: torch.Tensor | None,
-    grad_sum_sq: torch.Tensor | None,
-    grad_sum_weighted_sq: torch.Tensor | None,
-    grad_sum_membership: torch.Tensor | None,
-    w: torch.Tensor,
-    temp: torch.Tensor,
-    mask: torch.Tensor | None,
-    log_decay: torch.Tensor | None,
-    membership: torch.Tensor,
-    score: torch.Tensor,
-    carries: torch.Tensor,
-    normalize_scores: bool,
-    causal: bool,
-) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]:
+    w, temp, mask, log_decay, membership, score, carries, grad_output, grad_membership, grad_S, grad_N, grad_D,
+    normalize_scores, causal,
+):  # fmt: skip
     """Gradients of w, temp, and in the causal form of the score, the log decay, and the three sums before the first token."""
-    grad_output = torch.zeros_like(w) if grad_output is None else grad_output
     grad_w, grad_temp = w.new_empty(w.shape), temp.new_zeros(w.shape[0], w.shape[2], dtype=torch.float64)
-    grad_score = torch.empty_like(score) if causal else score.new_empty(0)
-    grad_log_decay = score.new_empty(0) if log_decay is None else torch.empty_like(score)
-    tokens = _flat(w), parameter_array(temp), *_optional(_flat(mask), _NO_MASK)
+    grad_score = score.new_empty(score.shape if causal else 0)
+    grad_log_decay = score.new_empty(0 if log_decay is None else score.shape)
+    state, starts = _copy_state((grad_S, grad_N, grad_D), w, causal), _batch(*w.shape[:2])[0]
+    grad_output, grad_membership = (
+        torch.zeros_like(x) if grad is None else grad for x, grad in ((w, grad_output), (membership, grad_membership))
+    )
+    tokens = _flat(w)
+    inputs = tokens, parameter_array(temp), _mask(mask, tokens)
     saved = _flat(membership), _flat(score), as_array(carries).reshape(_carry_shape(w, causal))
-    grads = _flat(grad_output), *_optional(_flat(grad_membership), _NO_HEADS)
-    results = _flat(grad_w), as_array(grad_temp)
+    grads, results = (_flat(grad_output), _flat(grad_membership)), (_flat(grad_w), as_array(grad_temp))
     if causal:
-        state = _copy_state((grad_sum_sq, grad_sum_weighted_sq, grad_sum_membership), w)
-        tokens = *tokens, *_optional(_flat(log_decay), _NO_HEADS), normalize_scores
-        grads = *grads, *map(as_array, state)
+        inputs, grads = (*inputs, _or(_flat(log_decay), _NO_HEADS)), (*grads, *map(as_array, state))
         results = *results, _flat(grad_score), _NO_HEADS if log_decay is None else _flat(grad_log_decay)
-        _run(_causal_backward, _batch(*w.shape[:2])[0], *tokens, *saved, *grads, *results)
-    else:
-        state = [score.new_empty(0) for _ in range(3)]
-        _run(_bidirectional_backward, _batch(*w.shape[:2])[0], *tokens, normalize_scores, *saved, *grads, *results)
+    kernel = _causal_backward if causal else _bidirectional_backward
+    _run(kernel, starts, *inputs, normalize_scores, *saved, *grads, *results)
     return grad_w, grad_temp.sum(0).float(), grad_score, grad_log_decay, *state
 
 
-_backward = custom_operator("tssa_cpu_backward")(_compute_backward)
+def _fake_backward(w, temp, mask, log_decay, membership, score, *args):
+    grad_score, grad_log_decay = (score.new_empty(score.shape if x else 0) for x in (args[-1], log_decay is not None))
+    grad_state = _copy_state([None] * 3, w, args[-1])
+    return w.new_empty(w.shape), temp.new_empty(temp.shape), grad_score, grad_log_decay, *grad_state
 
 
-@_backward.register_fake
-def _(*args):
-    w, temp, _, log_decay, _, score, _, _, causal = args[5:]
-    state = _copy_state([None] * 3, w) if causal else [score.new_empty(0) for _ in range(3)]
-    grad_score, grad_log_decay = (
-        score.new_empty(size) for size in (score.shape if causal else 0, 0 if log_decay is None else score.shape)
-    )
-    return w.new_empty(w.shape), temp.new_empty(temp.shape), grad_score, grad_log_decay, *state
+_backward = _make_backward(
+    "tssa_cpu_backward",
+    "(Tensor w, Tensor temp, Tensor? mask, Tensor? log_decay, Tensor membership, Tensor score, Tensor carries, "
+    "Tensor? grad_output, Tensor? grad_membership, Tensor? grad_S, Tensor? grad_N, Tensor? grad_D, bool normalize_scores, "
+    "bool causal) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _compute_backward,
+    _fake_backward,
+)
 
 
 def _setup_context(ctx, inputs, output):
-    w, temp, bias, positions, mask, log_decay, sum_sq, *_, ctx.normalize_scores, ctx.causal, _ = inputs
+    w, temp, bias, positions, mask, log_decay, S, _, _, ctx.normalize_scores, ctx.causal, _ = inputs
     ctx.save_for_backward(w, temp, positions, mask, log_decay, output[1], *output[5:])
     ctx.mark_non_differentiable(*output[5 if ctx.causal else 2 :])
     ctx.set_materialize_grads(False)
-    ctx.bias_shape, ctx.has_state = None if bias is None else bias.shape, sum_sq is not None
+    ctx.bias_shape, ctx.has_state = None if bias is None else bias.shape, S is not None
 
 
 def _differentiate(ctx, *grads):
     # accessed once, as activation checkpointing recomputes them at each access
     w, temp, positions, mask, log_decay, *saved = ctx.saved_tensors
-    inputs = w, temp, mask, log_decay, *saved, ctx.normalize_scores, ctx.causal
-    backward = _compute_backward if type(w) is torch.Tensor else _backward  # which compilers trace
-    grad_w, grad_temp, grad_score, grad_log_decay, *grad_state = backward(*grads[:5], *inputs)
+    inputs = w, temp, mask, log_decay, *saved, *grads[:5], ctx.normalize_scores, ctx.causal
+    grad_w, grad_temp, grad_score, grad_log_decay, *grad_state = _backward(*inputs)
     grad_bias = None
     if ctx.needs_input_grad[2]:
         grad_bias = w.shape[-1] * grad_score
@@ -948,41 +942,16 @@ def _differentiate(ctx, *grads):
     return grad_w, grad_temp, grad_bias, None, None, grad_decay, *grad_state, None, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-class _Function(torch.autograd.Function):
-    """The operator without torch's dispatcher, which takes longer than the kernels for a few hundred tokens."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _compute_forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(once_differentiable(_differentiate))
-
-
-@custom_operator("convolution_cpu_forward")
-def convolve(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mask: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    conv_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `layers_tost.ShortConvolution`, with sequences numbered from 1; weight (D, K) of the dtype of x (B, T, D)."""
-    output, state = x.new_empty(x.shape), _copy_conv_state(conv_state, x, weight)
-    tokens = _flat(x), parameter_array(weight)
-    options = *_optional(_flat(mask), _NO_MASK), *_optional(_flat(seq_idx), _NO_INDEX)
-    starts, *sequences = _batch(*x.shape[:2], conv_state is not None)
-    _run(_convolve, starts, *tokens, *options, *sequences, as_array(state), _flat(output))
-    return output, state
-
-
-@convolve.register_fake
-def _(x, weight, *_):
-    return x.new_empty(x.shape), _copy_conv_state(None, x, weight)
+_forward = _make_operator(
+    "tssa_cpu_forward",
+    "(Tensor w, Tensor temp, Tensor? bias, Tensor? positions, Tensor? mask, Tensor? log_decay, Tensor? S, Tensor? N, "
+    "Tensor? D, bool normalize_scores, bool causal, bool needs_grad) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _compute_forward,
+    _fake_forward,
+    _setup_context,
+    _differentiate,
+)
 
 
 def _copy_conv_state(state: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -990,30 +959,32 @@ def _copy_conv_state(state: torch.Tensor | None, x: torch.Tensor, weight: torch.
     return x.new_zeros(shape) if state is None else state.to(x.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-@custom_operator("convolution_cpu_backward")
-def _convolve_backward_operator(
-    grad_output: torch.Tensor | None,
-    grad_final_state: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mask: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    conv_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _compute_convolution(x, weight, mask, seq_idx, conv_state):
+    output, state, tokens = x.new_empty(x.shape), _copy_conv_state(conv_state, x, weight), _flat(x)
+    inputs = tokens, parameter_array(weight), _mask(mask, tokens), _flat(seq_idx)
+    convolve_sequences(*_batch(*x.shape[:2], conv_state is not None), *inputs, as_array(state), _flat(output))
+    return output, state
+
+
+def _compute_convolution_backward(x, weight, mask, seq_idx, conv_state, grad_output, grad_final_state):
     """Gradients of the tokens, the weight and the state before the tokens."""
     grad_output = torch.zeros_like(x) if grad_output is None else grad_output
     grad_x, grad_weight = x.new_empty(x.shape), x.new_zeros(len(x), *weight.shape[::-1], dtype=torch.float64)
     state, grad_state = (_copy_conv_state(s, x, weight) for s in (conv_state, grad_final_state))
-    tokens = _flat(x), parameter_array(weight)
-    options = *_optional(_flat(mask), _NO_MASK), *_optional(_flat(seq_idx), _NO_INDEX), as_array(state)
-    grads = _flat(grad_output), as_array(grad_state), _flat(grad_x), as_array(grad_weight)
-    _run(_convolve_backward, _batch(*x.shape[:2])[0], *tokens, *options, *grads)
+    tokens = _flat(x)
+    inputs = tokens, parameter_array(weight), _mask(mask, tokens), _or(_flat(seq_idx), _NO_INDEX), as_array(state)
+    results = as_array(grad_state), _flat(grad_x), as_array(grad_weight)
+    _run(_convolve_backward, _batch(*x.shape[:2])[0], *inputs, _flat(grad_output), *results)
     return grad_x, grad_weight.sum(0).t().to(weight.dtype).contiguous(), grad_state
 
 
-@_convolve_backward_operator.register_fake
-def _(grad_output, grad_final_state, x, weight, *_):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), _copy_conv_state(None, x, weight)
+_convolution_backward = _make_backward(
+    "convolution_cpu_backward",
+    "(Tensor x, Tensor weight, Tensor? mask, Tensor? seq_idx, Tensor? conv_state, Tensor? grad_output, "
+    "Tensor? grad_final_state) -> (Tensor, Tensor, Tensor)",
+    _compute_convolution_backward,
+    lambda x, weight, *_: (torch.empty_like(x), torch.empty_like(weight), _copy_conv_state(None, x, weight)),
+)
 
 
 def _setup_convolution_context(ctx, inputs, output):
@@ -1023,11 +994,19 @@ def _setup_convolution_context(ctx, inputs, output):
 
 def _differentiate_convolution(ctx, *grads):
     inputs = ctx.saved_tensors
-    grad_x, grad_weight, grad_state = _convolve_backward_operator(*grads, *inputs)
+    grad_x, grad_weight, grad_state = _convolution_backward(*inputs, *grads)
     return grad_x, grad_weight, None, None, None if inputs[-1] is None else grad_state
 
 
-convolve.register_autograd(_differentiate_convolution, setup_context=_setup_convolution_context)
+# As `layers_tost.ShortConvolution`, with sequences numbered from 1; weight (D, K) of the dtype of x (B, T, D)
+convolve = _make_operator(
+    "convolution_cpu_forward",
+    "(Tensor x, Tensor weight, Tensor? mask, Tensor? seq_idx, Tensor? conv_state) -> (Tensor, Tensor)",
+    _compute_convolution,
+    lambda x, weight, *_: (torch.empty_like(x), _copy_conv_state(None, x, weight)),
+    _setup_convolution_context,
+    _differentiate_convolution,
+)
 
 
 # Functions that tssa.py calls -----------------------------------------------------------------------------------------
@@ -1061,7 +1040,7 @@ def tssa_cpu(
         temp: (H,), float32.
         bias: (T, H), (1, T, H) or (B, T, H), float32, or with `positions` (B, T) of each position, (n, H).
         mask: (B, T), bool, true at real tokens, or None.
-        log_decay: (B, T, H) or (B, T, 1), float32, or None; ignored at padding.
+        log_decay: (B, T, H) or (B, T, 1), float32, or None; of padding only -inf counts, the start of a packed sequence.
         state: sums before the first token, or None.
 
     Returns:
@@ -1072,8 +1051,7 @@ def tssa_cpu(
     log_decay = None if log_decay is None else log_decay.expand(w.shape[:3])
     positions = None if positions is None else positions.long().expand(w.shape[:2])
     inputs = tokens, temp, bias, positions, mask, log_decay, *(state or (None, None, None)), normalize_scores, causal
-    forward = _forward if torch.compiler.is_compiling() else _Function.apply if needs_grad else _compute_forward
-    output, membership, *final_state = forward(*inputs, needs_grad)[:5]
+    output, membership, *final_state = _forward(*inputs, needs_grad)[:5]
     output = output if output.dtype == w.dtype else output.to(w.dtype)
     return output, membership, TSSAState(*final_state) if causal else None
 
@@ -1089,22 +1067,11 @@ def step_cpu(
     normalize_scores: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and membership of one token w (B, H, p) of each sequence; updates `state` in place, without a gradient."""
-    tokens = w.float() if w.dtype == torch.float16 else w
-    output, membership = tokens.new_empty(w.shape), w.new_empty(w.shape[:2], dtype=torch.float32)
-    inputs = _contiguous(tokens), parameter_array(temp), _bias_array(bias)
-    options = *map(_contiguous, (None if positions is None else positions.long(), mask, log_decay)), normalize_scores
-    compute_causal(*_batch(len(w), 1), *inputs, *options, map(as_array, state), as_array(output), as_array(membership))
-    return output.to(w.dtype), membership
-
-
-def convolve_sequences(
-    starts: np.ndarray,
-    rows: np.ndarray,
-    has_state: np.ndarray,
-    x: np.ndarray,
-    weight: np.ndarray,
-    state: np.ndarray,
-    output: np.ndarray,
-) -> None:
-    """The short convolution of tokens x (N, D) of sequences as in `compute_causal`; updates `state` (rows, K - 1, D)."""
-    _run(_convolve, starts, x, weight, _NO_MASK, False, _NO_INDEX, False, rows, has_state, state, output)
+    tokens = np.ascontiguousarray(as_array(w.float() if w.dtype == torch.float16 else w))
+    heads, results = parameter_array(temp), (np.empty_like(tokens), np.empty(tokens.shape[:2], F32))
+    positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
+    positions = None if positions is None else positions.long()
+    options = _bias(bias, heads), _flat(positions), _mask(mask, tokens), _flat(log_decay), normalize_scores
+    compute_causal(*_batch(len(tokens), 1), tokens, heads, *options, map(as_array, state), *results)
+    output, membership = map(torch.from_numpy, results)
+    return output.view(torch.bfloat16) if w.dtype == torch.bfloat16 else output.to(w.dtype), membership

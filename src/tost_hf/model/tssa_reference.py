@@ -150,9 +150,12 @@ def _operator_namespace(package: str) -> str:
 OPERATOR_NAMESPACE = _operator_namespace(__name__.rpartition(".")[0])
 
 
-def custom_operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable:
-    """A decorator that registers a function as a `torch.library` operator, which is opaque to compilers."""
-    return torch.library.custom_op(f"{OPERATOR_NAMESPACE}::{name}", mutates_args=mutates_args)
+def custom_operator(name: str, schema: str | None = None, mutates_args: tuple[str, ...] = ()) -> Callable:
+    """A decorator that registers a function as a `torch.library` operator, which is opaque to compilers.
+
+    `schema` lists arguments and results; by default it follows from the function's types.
+    """
+    return torch.library.custom_op(f"{OPERATOR_NAMESPACE}::{name}", mutates_args=mutates_args, schema=schema)
 
 
 def causal(

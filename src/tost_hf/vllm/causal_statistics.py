@@ -86,6 +86,10 @@ class ToSTMetadata:
         return self.blocks.numpy()
 
     @functools.cached_property
+    def mask(self) -> np.ndarray:
+        return np.ones(self.num_tokens, np.bool_)
+
+    @functools.cached_property
     def decodes(self) -> torch.Tensor:
         """Blocks of the requests with one new token and a state that precede all others."""
         is_decode = (np.diff(self.starts) == 1) & self.has_state
@@ -200,6 +204,7 @@ class CausalStatistics(MambaBase, nn.Module):
         kernels = None if self.dtype == torch.float16 else find_kernels(tokens, None, "causal", self.normalize_scores)
         self.runs_on_cpu_kernels = kernels == "numba"
         self.kv_cache = (torch.tensor([]),)
+        self.no_bias = np.zeros((self.num_heads, 1), np.float32)
         self._parameter_arrays: dict[str, tuple[int, np.ndarray]] = {}
         compilation = vllm_config.compilation_config
         if prefix in compilation.static_forward_context:
@@ -301,7 +306,7 @@ class CausalStatistics(MambaBase, nn.Module):
         if self.runs_on_cpu_kernels:
             weight = self.parameter_array("weight", self.convolution.weight)
             sequences, tokens = (batch.starts, batch.rows, batch.has_state), as_array(hidden_states)
-            convolve_sequences(*sequences, tokens, weight, self.state_arrays()[3], as_array(output))
+            convolve_sequences(*sequences, tokens, weight, batch.mask, None, self.state_arrays()[3], as_array(output))
         else:
             conv_states = self.conv_state
             if n := len(batch.decodes):
@@ -333,9 +338,9 @@ class CausalStatistics(MambaBase, nn.Module):
                 *(batch.starts, batch.rows, batch.has_state),
                 as_array(w).reshape(shape),
                 temp,
-                bias,
+                self.no_bias if bias is None else bias,
                 None if bias is None else as_array(positions),
-                None,
+                batch.mask,
                 None if log_decay is None else as_array(log_decay),
                 self.normalize_scores,
                 self.state_arrays()[:3],
