@@ -10,6 +10,7 @@ import argparse
 import csv
 import datetime
 import fcntl
+import os
 import platform
 import shlex
 import statistics
@@ -68,7 +69,8 @@ def get_versions() -> str:
 def make_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
     """The command that repeats a run, with the placeholders (metavars) of data folders."""
     placeholders = {action.option_strings[-1]: action.metavar for action in parser._actions if isinstance(action.metavar, str)}
-    return shlex.join(
+    backend = os.environ.get("TOST_HF_BACKEND")
+    return (f"TOST_HF_BACKEND={backend} " if backend else "") + shlex.join(
         [*RUNNER.split(), *(placeholders.get(previous_word, word) for previous_word, word in zip(["", *argv], argv))]
     )
 
