@@ -132,8 +132,9 @@ def tssa(
 
         bias = None if denom_bias is None else denom_bias.to(dtype)
         state = None if initial_state is None else as_state(initial_state, w)
-        inputs = w, temp, bias, positions, mask, log_decay, state
-        output, membership, final_state = tssa_cpu(*inputs, normalize_scores, causal, needs_grad)
+        output, membership, final_state = tssa_cpu(
+            w, temp, bias, positions, mask, log_decay, state, normalize_scores, causal, needs_grad
+        )
         return TSSAOutput(output, membership.transpose(1, 2), final_state)
     bias = select_bias(denom_bias, positions, dtype)
     if kernels == "triton":
@@ -144,8 +145,7 @@ def tssa(
     padding, softmax = None if mask is None else ~mask, softmax or softmax_over_heads
     if causal:
         state = None if initial_state is None else as_state(initial_state, w)
-        inputs = w, temp, bias, padding, state, log_decay
-        output, membership, final_state = causal_reference(*inputs, softmax, normalize_scores)
+        output, membership, final_state = causal_reference(w, temp, bias, padding, state, log_decay, softmax, normalize_scores)
     else:
         output, membership = bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores)
         final_state = None
@@ -219,8 +219,10 @@ def tssa_step(
             output, membership = step_cpu(w, temp, bias, positions, mask, log_decay, state, normalize_scores)
             return TSSAOutput(output, membership, state)
         bias = bias if bias is None or positions is not None else bias.unsqueeze(-2)
-        tokens = w.unsqueeze(1), temp, bias, *(None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
-        output, membership, final_state = tssa_cpu(*tokens, state, normalize_scores, True, needs_grad)
+        positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
+        output, membership, final_state = tssa_cpu(
+            w.unsqueeze(1), temp, bias, positions, mask, log_decay, state, normalize_scores, True, needs_grad
+        )
         return TSSAOutput(output.squeeze(1), membership.squeeze(1), final_state)
     bias = select_bias(denom_bias, positions, dtype)
     if kernels == "triton" and not needs_grad:

@@ -35,7 +35,7 @@ try:
     from numba import types
     from numba.extending import intrinsic
 except ImportError as error:
-    numba, _import_error = None, error
+    numba, _import_error = None, error  # type: ignore[assignment]
 
 
 CHUNK_TOKENS = 32
@@ -720,7 +720,7 @@ def as_array(x: torch.Tensor) -> np.ndarray:
 def parameter_array(x: torch.Tensor) -> np.ndarray:
     """A contiguous array of a parameter. `numpy()` would fix the size of the storage, which FSDP frees and allocates again."""
     x = x.detach().view(torch.uint16) if x.dtype == torch.bfloat16 else x.detach()
-    return np.ascontiguousarray(np.from_dlpack(x))  # type: ignore[arg-type]
+    return np.ascontiguousarray(np.from_dlpack(x))
 
 
 def _flat(x: torch.Tensor | None) -> Any:
@@ -816,7 +816,7 @@ def _make_operator(name, schema, compute, fake, setup_context, differentiate) ->
             setup_context(ctx, inputs, output)
             return output
 
-        backward = staticmethod(once_differentiable(differentiate))
+        backward = staticmethod(once_differentiable(differentiate))  # type: ignore[assignment]
 
     def run(*inputs):
         if torch.compiler.is_compiling():
@@ -862,8 +862,15 @@ def _compute_forward(w, temp, bias, positions, mask, log_decay, S, N, D, normali
     tokens, heads = _flat(w), parameter_array(temp)
     results, saved = (_flat(output), _flat(membership)), (_flat(score), as_array(carries)) if saves else ()
     if causal:
-        options = _bias(bias, heads), _flat(positions), _mask(mask, tokens), _flat(log_decay), normalize_scores
-        compute_causal(*sequences, tokens, heads, *options, map(as_array, state), *results, *saved)
+        options: tuple[Any, ...] = (
+            _bias(bias, heads),
+            _flat(positions),
+            _mask(mask, tokens),
+            _flat(log_decay),
+            normalize_scores,
+        )
+        outputs = map(as_array, state), *results, *saved
+        compute_causal(*sequences, tokens, heads, *options, *outputs)
     else:
         inputs = tokens, heads, _mask(mask, tokens), normalize_scores
         _run(_bidirectional_forward, sequences[0], *inputs, *results, *saved)
@@ -890,9 +897,10 @@ def _compute_backward(
         torch.zeros_like(x) if grad is None else grad for x, grad in ((w, grad_output), (membership, grad_membership))
     )
     tokens = _flat(w)
-    inputs = tokens, parameter_array(temp), _mask(mask, tokens)
+    inputs: tuple[Any, ...] = tokens, parameter_array(temp), _mask(mask, tokens)
     saved = _flat(membership), _flat(score), as_array(carries).reshape(_carry_shape(w, causal))
-    grads, results = (_flat(grad_output), _flat(grad_membership)), (_flat(grad_w), as_array(grad_temp))
+    grads: tuple[Any, ...] = _flat(grad_output), _flat(grad_membership)
+    results: tuple[Any, ...] = _flat(grad_w), as_array(grad_temp)
     if causal:
         inputs, grads = (*inputs, _or(_flat(log_decay), _NO_HEADS)), (*grads, *map(as_array, state))
         results = *results, _flat(grad_score), _NO_HEADS if log_decay is None else _flat(grad_log_decay)
@@ -1071,7 +1079,8 @@ def step_cpu(
     heads, results = parameter_array(temp), (np.empty_like(tokens), np.empty(tokens.shape[:2], F32))
     positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
     positions = None if positions is None else positions.long()
-    options = _bias(bias, heads), _flat(positions), _mask(mask, tokens), _flat(log_decay), normalize_scores
-    compute_causal(*_batch(len(tokens), 1), tokens, heads, *options, map(as_array, state), *results)
+    options: tuple[Any, ...] = _bias(bias, heads), _flat(positions), _mask(mask, tokens), _flat(log_decay), normalize_scores
+    outputs = map(as_array, state), *results
+    compute_causal(*_batch(len(tokens), 1), tokens, heads, *options, *outputs)  # type: ignore[call-arg]
     output, membership = map(torch.from_numpy, results)
     return output.view(torch.bfloat16) if w.dtype == torch.bfloat16 else output.to(w.dtype), membership

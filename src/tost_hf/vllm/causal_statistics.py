@@ -234,7 +234,7 @@ class CausalStatistics(MambaBase, nn.Module):
         return (torch.float64,)
 
     @property
-    def kv_cache(self) -> tuple[torch.Tensor, ...] | list[torch.Tensor]:  # type: ignore[override]  # declared as an attribute
+    def kv_cache(self) -> tuple[torch.Tensor, ...] | list[torch.Tensor]:
         """vLLM's blocks. vLLM frees them by replacing this attribute, so that no view may stay."""
         return self._kv_cache
 
@@ -273,7 +273,7 @@ class CausalStatistics(MambaBase, nn.Module):
             self._state_arrays = [as_array(x) for x in states]
         return self._state_arrays
 
-    def parameter_array(self, name: str, parameter: nn.Parameter | None) -> np.ndarray | None:
+    def parameter_array(self, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None:
             return None
         address, array = self._parameter_arrays.get(name, (None, None))
@@ -303,6 +303,7 @@ class CausalStatistics(MambaBase, nn.Module):
 
     def convolve(self, hidden_states: torch.Tensor, output: torch.Tensor, batch: ToSTMetadata) -> None:
         """Fills `output` (N, D) with the convolved tokens."""
+        assert self.convolution is not None
         if self.runs_on_cpu_kernels:
             weight = self.parameter_array("weight", self.convolution.weight)
             sequences, tokens = (batch.starts, batch.rows, batch.has_state), as_array(hidden_states)
@@ -356,7 +357,7 @@ class CausalStatistics(MambaBase, nn.Module):
         """`compute_statistics` by one-token steps and padded prompts."""
         w, output = (x.unflatten(-1, (self.num_heads, -1)) for x in (w, output))
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
-        inputs = {"positions": None if bias is None else positions, "log_decay": log_decay}
+        inputs: dict[str, Any] = {"positions": None if bias is None else positions, "log_decay": log_decay}
         options: dict[str, Any] = {"normalize_scores": self.normalize_scores, "softmax": self.softmax}
         if batch is None:
             inputs = {name: None if x is None else x[None] for name, x in inputs.items()}
@@ -364,10 +365,11 @@ class CausalStatistics(MambaBase, nn.Module):
             return
         sums = self.sums
         if n := len(batch.decodes):
-            decode_inputs = {name: None if x is None else x[:n] for name, x in inputs.items()}
+            decode_inputs: dict[str, Any] = {name: None if x is None else x[:n] for name, x in inputs.items()}
             state = TSSAState(*(x[batch.decodes] for x in sums))
-            output[:n], _, state = tssa_step(w[:n], self.temp, bias, state, **decode_inputs, **options, in_place=True)
-            _store_state(sums, batch.decodes, state)
+            result = tssa_step(w[:n], self.temp, bias, state, **decode_inputs, **options, in_place=True)
+            output[:n] = result.output
+            _store_state(sums, batch.decodes, result.final_state)
         for prompts in batch.prompts:
             prompt_inputs = {name: prompts.gather(x) for name, x in inputs.items()}
             initial_state = TSSAState(*map(prompts.load, sums))
