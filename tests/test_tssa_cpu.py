@@ -58,7 +58,7 @@ def make_convolution(kernel_size, dtype, packed, masked, has_state):
     return convolution, x, mask if masked else None, seq_idx if packed else None, state if has_state else None
 
 
-@pytest.mark.parametrize("masked, packed, has_state", itertools.product([False, True], repeat=3))
+@pytest.mark.parametrize("masked, packed, has_state", list(itertools.product([False, True], repeat=3)))
 @pytest.mark.parametrize("kernel_size, dtype", [(1, torch.float32), (2, torch.bfloat16), (4, torch.float32)], ids=str)
 def test_convolution(kernel_size, dtype, masked, packed, has_state):
     """Outputs, the last inputs, and all gradients equal those of float64, in PyTorch."""

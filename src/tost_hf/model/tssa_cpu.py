@@ -499,7 +499,7 @@ def _bidirectional_forward(
 @_jit
 def _bidirectional_backward(
     first, last, starts, w, temp, mask, normalize_scores, membership, score, carries, grad_output, grad_membership,
-     grad_w, grad_temp,
+    grad_w, grad_temp,
 ):  # fmt: skip
     """The gradients of the sequences from `first` to before `last`."""
     H, P = w.shape[1], w.shape[2]
