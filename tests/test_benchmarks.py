@@ -118,8 +118,17 @@ def test_op(tmp_path, capsys):
 @pytest.mark.slow
 def test_memory_of_the_operator(tmp_path):
     records = run("op", tmp_path, "--memory", "--shape", 1, 65536, 4, 64, "--variants", "numba", "reference")
-    peaks = {x["variant"]: float(x["value"]) for x in records if x["metric"] == "peak / bytes of w"}
-    assert 1 <= peaks["numba"] < 2 < peaks["reference"]  # the output; the reference also stores intermediate tensors
+    peaks = {(x["variant"], x["pass"]): float(x["value"]) for x in records if x["metric"] == "peak / bytes of w"}
+    for pass_name, count in zip(registry.PASSES, (1, 2)):  # the output, its input's gradient; the reference stores more
+        assert count <= peaks["numba", pass_name] < count + 1 < peaks["reference", pass_name]
+
+
+@pytest.mark.slow
+def test_first_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(op, "PASSES", ("forward",))
+    seconds = {(x["form"], x["metric"]): float(x["value"]) for x in run("first_use", tmp_path)}
+    for form in ("causal", "bidirectional"):
+        assert seconds[form, "s, filled cache"] < seconds[form, "s, empty cache"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,12 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The TSSA operator beside its reference implementation and attention (`op`), and the cost of its options (`options`)."""
+"""The TSSA operator beside its reference implementation and attention (`op`), the cost of its options (`options`), and of
+compiling its kernels (`first_use`)."""
 
+import os
+import time
 from dataclasses import replace
+from itertools import product
+from tempfile import TemporaryDirectory
 
 import torch
 from registry import DECAY_OPERATORS, OPERATORS, PASSES, benchmark, make_grad, make_run
@@ -11,11 +16,11 @@ from tost_hf import TokenStatisticsSelfAttention
 
 
 OP = """The TSSA operator, the reference implementation, and attention: forward and backward, causal and bidirectional; with
---memory the peak memory of a forward pass over 131,072 tokens.
+--memory the peak memory of both passes over 131,072 tokens.
 
 `reference` is the reference implementation with autograd's backward, as in the authors' eager code: in float32 for any dtype
 of the input, as in their training under bfloat16 autocast. `sdpa` is PyTorch's attention on queries, keys and values of the
-same shape.
+same shape. `copy` only copies the tokens: the time that the memory's bandwidth permits.
 
 On a GPU the times exclude the host's time to launch kernels.
 """
@@ -47,19 +52,23 @@ def time_operators(runs: dict, shape, form: str, pass_name: str, args, report: R
         report.add({"variant": variant} | case, metrics)
 
 
-def measure_peak(variant: str, shape, dtype, device: str) -> tuple[int, int]:
-    """Peak memory of a forward pass beyond its inputs, and the bytes of w."""
-    operator = OPERATORS[variant]
-    small_inputs = operator.make_inputs((1, 2, *shape[2:]), True, dtype, device)
-    make_run(operator.make(True), small_inputs, None, "forward")()  # compiles kernels
-    inputs = operator.make_inputs(shape, True, dtype, device)
-    return peak_bytes(make_run(operator.make(True), inputs, None, "forward"), device), inputs[0].nbytes
+def measure_peak(variant: str, shape, pass_name: str, dtype, device: str) -> tuple[int, int]:
+    """Peak memory of a pass beyond its inputs and the output's gradient, and the bytes of w."""
+
+    def prepare(shape):
+        operator, grad = OPERATORS[variant], make_grad(shape, dtype, device)
+        inputs = operator.make_inputs(shape, True, dtype, device)
+        return make_run(operator.make(True), inputs, grad, pass_name), inputs[0].nbytes
+
+    prepare((1, 2, *shape[2:]))[0]()  # compiles kernels
+    run, size = prepare(shape)
+    return peak_bytes(run, device), size
 
 
 def report_memory(shape, args, report: Report) -> None:
-    case = {"form": "causal", "pass": "forward", **dict(zip("BTHp", shape)), "dtype": dtype_name(args.dtype)}
-    for variant in args.variants or ("numba", "reference"):
-        peak, size = run_in_new_process(measure_peak, variant, shape, args.dtype, args.device)
+    for variant, pass_name in product(args.variants or ("numba", "reference"), PASSES):
+        case = {"form": "causal", "pass": pass_name, **dict(zip("BTHp", shape)), "dtype": dtype_name(args.dtype)}
+        peak, size = run_in_new_process(measure_peak, variant, shape, pass_name, args.dtype, args.device)
         report.add({"variant": variant} | case, {"peak MiB": peak / 2**20, "peak / bytes of w": peak / size})
 
 
@@ -68,7 +77,7 @@ def add_op_arguments(parser) -> None:
     parser.add_argument("--shape", type=int, **shape)
     parser.add_argument("--form", nargs="+", choices=("causal", "bidirectional"), default=("causal", "bidirectional"))
     parser.add_argument("--variants", nargs="+", choices=OPERATORS, help="default: all; with --memory numba and reference")
-    parser.add_argument("--memory", action="store_true", help="peak memory of a long forward pass instead of times")
+    parser.add_argument("--memory", action="store_true", help="peak memory for long sequences instead of times")
 
 
 @benchmark("op", OP, add_op_arguments, dtype=True, environment=KEEP_FREED_MEMORY)
@@ -142,3 +151,34 @@ def run_options(args, report: Report) -> None:
                 for kind, times in seconds.items():
                     case = {"option": kind, "what": subject, "code": code, "pass": pass_name, **dict(zip("BTHp", shape))}
                     report.add(case, {"ms": spread(times) * 1e3, "this / plain": ratio(times, seconds["none"])})
+
+
+# Compile time of the kernels in numba ---------------------------------------------------------------------------------
+
+FIRST_USE = """Seconds of the first pass of an attention layer in a new process, with an empty and with a filled cache of
+compiled kernels. The causal layer has a short convolution and decay per token. The pass imports numba.
+"""
+
+
+def time_first_pass(cache: str, form: str, pass_name: str, dtype: torch.dtype) -> float:
+    os.environ["NUMBA_CACHE_DIR"] = cache  # numba reads it when the pass imports it
+    options = {"forgetting": "token", "conv_kernel": CONV_KERNEL_SIZE} if form == "causal" else {}
+    layer = TokenStatisticsSelfAttention(64, 4, causal=form == "causal", **options).to(dtype)
+    inputs = [torch.randn(1, 8, 64).to(dtype).requires_grad_(), *layer.parameters()]
+    run = make_run(lambda hidden_states, *_: layer(hidden_states)[0], inputs, make_grad((1, 8, 64), dtype, "cpu"), pass_name)
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+@benchmark("first_use", FIRST_USE, repeats=3, dtype=True)
+def run_first_use(args, report: Report) -> None:
+    for form in ("causal", "bidirectional"):
+        for pass_name in PASSES:
+            seconds: dict[str, list[float]] = {"empty cache": [], "filled cache": []}
+            for _ in range(args.repeats):
+                with TemporaryDirectory() as cache:
+                    for times in seconds.values():
+                        times.append(run_in_new_process(time_first_pass, cache, form, pass_name, args.dtype))
+            case = {"form": form, "pass": pass_name, "dtype": dtype_name(args.dtype)}
+            report.add(case, {f"s, {state}": spread(times) for state, times in seconds.items()})

@@ -36,6 +36,7 @@ BENCHMARKS = {  # name to the module that registers it
     "decode": "decode",
     "exported_state": "exports",
     "exports": "exports",
+    "first_use": "op",
     "interactions": "interactions",
     "kernel_times": "kernel_times",
     "locality": "synthetic",
@@ -169,6 +170,7 @@ OPERATORS = {
     "reference": Operator(reference),
     "reference compiled": Operator(reference, compiled=True),
     "sdpa": Operator(attention, ("tokens", "tokens", "tokens"), is_tssa=False),
+    "copy": Operator(lambda w, causal: w.clone(), ("tokens",), is_tssa=False),
 }
 DECAY_OPERATORS = {  # value of `forgetting` to the operator with this decay
     "none": Operator(make_tssa("auto")),

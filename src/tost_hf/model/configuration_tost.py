@@ -109,7 +109,7 @@ class ToSTConfig(ToSTBaseConfig):
         ista_step_size: step size of the ISTA step.
         ista_threshold: threshold of the ISTA step.
         normalize_scores: whether memberships are computed from squares that are normalised per channel over the tokens, as
-            published, or from unnormalised squares (the paper's ablation), for which the backend "torch" runs on every device.
+            published, or from unnormalised squares (the paper's ablation), for which there is no Triton kernel.
         pre_norm: whether LayerNorm is applied before the attention and the MLP, as published, and after the last block; if
             False, it is applied after each of the two residual connections instead.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.

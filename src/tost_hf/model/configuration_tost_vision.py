@@ -56,7 +56,7 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         ista_step_size: step size of the ISTA step.
         ista_threshold: threshold of the ISTA step.
         normalize_scores: whether memberships are computed from squares that are normalised per channel over the patches, as
-            published, or from unnormalised squares (the paper's ablation), for which the backend "torch" runs on every device.
+            published, or from unnormalised squares (the paper's ablation), for which there is no Triton kernel.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of the LayerScale vectors (the authors' eta).
         qkv_bias: whether the attentions' input projections have a bias.

@@ -186,8 +186,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         forgetting: decay of the running sums: "none", "head" (learned for each head) or "token" (computed for each head from
             each token); causal form only.
         conv_kernel: kernel size of the `ShortConvolution` on the layer's input; None for none. Causal form only.
-        normalize_scores: whether the squares in the scores are divided by their sums. Without it (the paper's ablation) the
-            backend "torch" runs whatever `backend` says.
+        normalize_scores: as in `tssa`.
         backend: as in `tssa`; can be changed later.
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
