@@ -249,15 +249,18 @@ def find_kernels(
 
     `form` is "causal", "bidirectional" or "step"; the other options are those of `tssa_triton.find_kernel_problem`.
     """
+    # exporters replace `max`, without which numba cannot be imported
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return None
     chosen = _choose_backend(backend, w.device.type, w.dtype)
     is_compiling = torch.compiler.is_compiling()
     if chosen == "torch" or (is_traced() and not is_compiling):
         return None
     if chosen == "numba":
         # compilers fuse the reference step with what surrounds it
-        is_opaque = torch.compiler.is_exporting() or torch.jit.is_tracing() or (is_compiling and form == "step")
+        is_fused = is_compiling and form == "step"
         has_array = is_compiling or type(w) in (torch.Tensor, torch.nn.Parameter)
-        return chosen if has_array and not is_opaque else None
+        return chosen if has_array and not is_fused else None
     if not normalize_scores:
         return None
     from .tssa_triton import find_kernel_problem
