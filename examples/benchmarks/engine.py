@@ -144,6 +144,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompts", type=int, nargs="+", default=[100, 1000, 8000], help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--no_prefix_cache", action="store_true", help="serve without vLLM's prefix cache")
 
 
 @benchmark("vllm", __doc__, add_arguments, repeats=3, dtype=True)
@@ -153,6 +154,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     for prompt in args.prompts:
         options = ["--dtype", dtype_name(args.dtype), "--max-model-len", str(prompt + args.tokens)]
         options += ["--kv-cache-memory-bytes", str(CACHE_BYTES)]
+        options += ["--no-enable-prefix-caching"] * args.no_prefix_cache
         with ExitStack() as servers:
             parameters, ports = {}, {}
             for name in args.models:
