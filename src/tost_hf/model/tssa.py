@@ -249,7 +249,7 @@ def find_kernels(
 
     `form` is "causal", "bidirectional" or "step"; the other options are those of `tssa_triton.find_kernel_problem`.
     """
-    # exporters replace `max`, without which numba cannot be imported
+    # programs contain the reference implementation, and exporters replace `max`, without which numba cannot be imported
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return None
     chosen = _choose_backend(backend, w.device.type, w.dtype)
@@ -257,10 +257,9 @@ def find_kernels(
     if chosen == "torch" or (is_traced() and not is_compiling):
         return None
     if chosen == "numba":
-        # compilers fuse the reference step with what surrounds it
-        is_fused = is_compiling and form == "step"
-        has_array = is_compiling or type(w) in (torch.Tensor, torch.nn.Parameter)
-        return chosen if has_array and not is_fused else None
+        # compilers fuse the reference step with what surrounds it; subclasses of tensors may have no array
+        can_run = form != "step" if is_compiling else type(w) in (torch.Tensor, torch.nn.Parameter)
+        return chosen if can_run else None
     if not normalize_scores:
         return None
     from .tssa_triton import find_kernel_problem
