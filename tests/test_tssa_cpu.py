@@ -120,7 +120,7 @@ def test_several_threads(threads):
 def test_fork_after_use(threads):
     w = torch.randn(5, 150, 8, 64)
     expected = run_threaded(w)[0].detach()
-    child = multiprocessing.get_context("fork").Process(target=exit_if_equal, args=(w, expected))
+    child = multiprocessing.get_context("fork").Process(target=exit_if_equal, args=(w, expected), daemon=True)
     child.start()
     child.join(60)
     assert child.exitcode == 0
