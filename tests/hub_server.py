@@ -260,6 +260,8 @@ class Request(BaseHTTPRequestHandler):
         self.reply({"transfer": "basic", "objects": objects})
 
     def store_object(self, sha256: str):
+        if hashlib.sha256(self.log.body).hexdigest() != sha256:
+            raise HubError(400, "The object differs from its SHA-256")
         self.hub.objects[sha256] = self.log.body
         self.reply({})
 

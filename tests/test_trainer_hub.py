@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from hub_clients import Clients, save_tokenizer
@@ -109,6 +110,22 @@ def test_strategies(hub, train, tmp_path, strategy, state_folders):
     assert hub.files(repo)["model.safetensors"] == (tmp_path / "out/model.safetensors").read_bytes()
 
 
+def test_push_in_progress_is_not_overwritten(hub, train, tmp_path):
+    """Weights are copied to the output folder, from which the previous push may still be uploading."""
+
+    def delay_upload(request: str) -> None:  # the client has hashed the file and does not send it yet
+        if "/objects/batch" in request:
+            time.sleep(0.5)
+
+    hub.faults.append(delay_upload)
+    try:
+        train(tmp_path / "out", hub_model_id="tost/delayed", hub_strategy="every_save").check()
+    finally:
+        hub.faults.remove(delay_upload)
+    pushed = [hub.files("tost/delayed", commit)["model.safetensors"] for commit in hub.commits("tost/delayed")[:-1]]
+    assert pushed[1:] == [(tmp_path / f"out/checkpoint-{step}/model.safetensors").read_bytes() for step in (4, 2)]
+
+
 def test_rejected_push(hub, train, tmp_path):
     hub.create("tost/rejected")
     with hub.fail("POST", "/tost/rejected/commit/", status=403):
@@ -138,6 +155,7 @@ def test_overridden_private_methods_exist():
     """Private methods of Trainer that are overridden: names and arguments must not change."""
     for trainer_class, names in (
         (CheckpointTrainer, ("_run_epoch", "_save_checkpoint")),
+        (PublishingTrainer, ("_push_from_checkpoint",)),
         (StreamingTrainer, ("_init_training_state", "_save_rng_state")),
         (ContextParallelTrainer, ("_get_dataloader", "_get_num_items_in_batch")),
         (TensorParallelTrainer, ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_load_from_checkpoint")),

@@ -37,6 +37,11 @@ class PublishingTrainer(Trainer):
                 for name, path in code_files(model.config.model_type).items():
                     shutil.copyfile(path, folder / name)
 
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.args.hub_always_push:  # otherwise this push is skipped while one is in progress
+            self._finish_current_push()  # it uploads the files of the output folder that this push replaces
+        super()._push_from_checkpoint(checkpoint_folder)
+
     def create_model_card(self, language=None, license: str | None = None, tags=None, *args, **kwargs) -> None:
         """Writes the output folder's model card from its files; see `tost_hf.hub.build_card`.
 
