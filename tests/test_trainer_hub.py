@@ -110,18 +110,15 @@ def test_strategies(hub, train, tmp_path, strategy, state_folders):
     assert hub.files(repo)["model.safetensors"] == (tmp_path / "out/model.safetensors").read_bytes()
 
 
-def test_push_in_progress_is_not_overwritten(hub, train, tmp_path):
+def test_push_in_progress_is_not_overwritten(hub, train, tmp_path, monkeypatch):
     """Weights are copied to the output folder, from which the previous push may still be uploading."""
 
     def delay_upload(request: str) -> None:  # the client has hashed the file and does not send it yet
         if "/objects/batch" in request:
             time.sleep(0.5)
 
-    hub.faults.append(delay_upload)
-    try:
-        train(tmp_path / "out", hub_model_id="tost/delayed", hub_strategy="every_save").check()
-    finally:
-        hub.faults.remove(delay_upload)
+    monkeypatch.setattr(hub, "faults", [delay_upload])
+    train(tmp_path / "out", hub_model_id="tost/delayed", hub_strategy="every_save").check()
     pushed = [hub.files("tost/delayed", commit)["model.safetensors"] for commit in hub.commits("tost/delayed")[:-1]]
     assert pushed[1:] == [(tmp_path / f"out/checkpoint-{step}/model.safetensors").read_bytes() for step in (4, 2)]
 

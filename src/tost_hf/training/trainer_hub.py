@@ -17,7 +17,8 @@ class PublishingTrainer(Trainer):
     """`Trainer` whose `push_to_hub` uploads the model's source files and its card.
 
     It adds `training_args.bin` (a pickle) to the `.gitignore` of the output folder, which excludes it from uploads. The
-    strategies "checkpoint" and "all_checkpoints" push the training state, too, which is needed to resume.
+    strategies "checkpoint" and "all_checkpoints" push the training state, too, which is needed to resume. With
+    `hub_always_push` a push waits for the one in progress.
     """
 
     def init_hf_repo(self, *args, **kwargs) -> None:
@@ -39,7 +40,7 @@ class PublishingTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.args.hub_always_push:  # otherwise this push is skipped while one is in progress
-            self._finish_current_push()  # it uploads the files of the output folder that this push replaces
+            self._finish_current_push()  # which uploads files of the output folder that this one replaces
         super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, language=None, license: str | None = None, tags=None, *args, **kwargs) -> None:
