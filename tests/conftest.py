@@ -13,7 +13,7 @@ import pytest
 import torch
 from hub_server import hub  # noqa: F401  a fixture
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoImageProcessor, PreTrainedTokenizerFast
+from transformers import AutoImageProcessor, Cache, PreTrainedTokenizerFast, StaticCache
 
 import tost_hf
 
@@ -74,6 +74,10 @@ def small_config(**changes) -> tost_hf.ToSTConfig:
 def small_vision_config(**changes) -> tost_hf.ToSTVisionConfig:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4, "image_size": 16}
     return tost_hf.ToSTVisionConfig(**(sizes | changes))
+
+
+def make_cache(config: tost_hf.ToSTConfig, static: bool) -> Cache:
+    return StaticCache(config, max_cache_len=99) if static else tost_hf.ToSTCache(config)
 
 
 @pytest.fixture

@@ -16,14 +16,18 @@ from tost_hf.parallel import local_tokens, parallelize
 
 
 LENGTH = 21  # shards of 6, 5, 5 and 5 tokens
+HYBRID = ["linear_attention", "full_attention"]
 OPTIONS = {
     "published": {},
     "decay per head": {"forgetting": "head"},
     "decay per token": {"forgetting": "token", "max_position_embeddings": None},
     "convolution": {"conv_kernel": 4},
     "wide convolution": {"conv_kernel": 12},
+    "hybrid": {"layer_types": HYBRID, "forgetting": "token", "max_position_embeddings": None, "num_key_value_heads": 2},
+    "sliding window": {"layer_types": ["sliding_attention", "linear_attention"], "sliding_window": 8},
     "all": {"forgetting": "token", "conv_kernel": 4, "use_bias": True, "tie_word_embeddings": False},
 }
+EVERY_LAYOUT = ("all", "hybrid", "sliding window")
 
 
 def make_mask():
@@ -135,8 +139,8 @@ def compare_replicas(wrap, get_gradients):
     return compare(make_model(**OPTIONS["all"]), batches[replica], cp_mesh(2), get_gradients, wrap, batches)
 
 
-def compare_checkpointing():
-    model = make_model(**OPTIONS["all"])
+def compare_checkpointing(options: str):
+    model = make_model(**OPTIONS[options])
     model.gradient_checkpointing_enable()
     return compare(model.train(), make_batch("packed and padded"), cp_mesh(4))
 
@@ -229,15 +233,18 @@ def get_misuse_errors():
     """Pairs of an error message and the start that is expected of it."""
     mesh, ids = cp_mesh(4), torch.zeros(1, 9, dtype=torch.long)
     model, unused_model = parallelize(make_model(), mesh), parallelize(make_model(), mesh)
-    hybrid_layers = ["tost_causal_statistics", "full_attention"]
+    dynamic_rope = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
+    flex_model = make_model(**OPTIONS["hybrid"])
+    flex_model.config._attn_implementation = "flex_attention"
     encoder = tost_hf.ToSTModel(small_config(is_causal=False))
     classifier = tost_hf.ToSTForSequenceClassification(small_config())
     different_batches = "ValueError: The processes that share a sequence received different batches"
     cases = [
         (
-            lambda: parallelize(make_model(layer_types=hybrid_layers), mesh),
-            "ValueError: parallelize does not support layers of full",
+            lambda: parallelize(make_model(**OPTIONS["hybrid"], rope_parameters=dynamic_rope), mesh),
+            "ValueError: parallelize does not support rope_type 'dynamic'",
         ),
+        (lambda: parallelize(flex_model, mesh), "ValueError: parallelize does not support attn_implementation="),
         (lambda: parallelize(encoder, mesh), "ValueError: parallelize does not support encoders"),
         (lambda: parallelize(classifier, mesh), "TypeError: parallelize expects"),
         (lambda: parallelize(model, mesh), "ValueError: The model is context-parallel"),
@@ -269,11 +276,13 @@ CASES = {
     for kind, cp, dtype in (("cp 4", 4, torch.float64), ("cp 2", 2, torch.float64), ("cp 4 float32", 4, torch.float32))
     for options in OPTIONS
     for layout in LAYOUTS
-    if (layout == "packed and padded" and (kind == "cp 4" or options == "all")) or (kind == "cp 4" and options == "all")
+    if (layout == "packed and padded" and (kind == "cp 4" or options in EVERY_LAYOUT))
+    or (kind == "cp 4" and options in EVERY_LAYOUT)
 } | {
     "dp 2 x cp 2, DistributedDataParallel": (compare_replicas, DistributedDataParallel, ddp_gradients),
     "dp 2 x cp 2, fully_shard": (compare_replicas, apply_fsdp, fsdp_gradients),
-    "cp 4, gradient checkpointing": (compare_checkpointing,),
+    "cp 4, gradient checkpointing": (compare_checkpointing, "all"),
+    "cp 4, hybrid, gradient checkpointing": (compare_checkpointing, "hybrid"),
     "cp 4 float32, fused loss": (compare_fused_loss,),
     "cp 4, embedded tokens": (compare_inputs_embeds,),
 }

@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
-from tost_hf.model.base_tost import CODE_FILES
+from tost_hf.model.base_tost import AUTO_MAPS, code_files
 
 
 SOURCE = Path(__file__).parents[1] / "src" / "tost_hf"
@@ -90,9 +90,9 @@ def test_no_private_name_is_imported():
 
 
 def test_remote_code_is_the_package_model():
-    files = set(chain(*CODE_FILES.values()))
+    files = set(chain(*map(code_files, AUTO_MAPS)))
     assert files == {path.name for path in (SOURCE / "model").glob("*.py")} - {"__init__.py"}
 
 
 def test_remote_code_is_few_files():
-    assert {kind: len(files) for kind, files in CODE_FILES.items()} == {"tost": 10, "tost_vision": 8}
+    assert {model_type: len(code_files(model_type)) for model_type in AUTO_MAPS} == {"tost": 10, "tost_vision": 8}

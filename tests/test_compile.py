@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import randomize, small_config
+from conftest import make_cache, randomize, small_config
 
-from tost_hf import ToSTCache, ToSTForCausalLM
+from tost_hf import ToSTForCausalLM
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -97,7 +97,7 @@ def test_decoding_compiles_once(tiny_model, backend):
     """20 steps after each of two prompts; the addresses of the cache do not change."""
     counter = make_counting_backend(backend)
     step = torch.compile(tiny_model, fullgraph=True, backend=counter)
-    cache = ToSTCache(tiny_model.config, static=True)
+    cache = make_cache(tiny_model.config, static=True)
     for prompt_length in (8, 13):
         tokens = ids(2, prompt_length + 20)
         cache.reset()

@@ -47,7 +47,7 @@ def test_one_commit_per_publication(hub, published_revisions):
     source, head = published_revisions["v1"]
     files, expected = hub.files("tost/tiny", "v1"), contents(source)
     code = {name for name in files if name.endswith(".py")}
-    assert code == set(tost_hf.model.base_tost.CODE_FILES["tost"])
+    assert code == set(tost_hf.model.base_tost.code_files("tost"))
     assert files.keys() - code == expected.keys()
     assert all(files[name] == expected[name] for name in expected.keys() - {"config.json"})
     config = json.loads(files["config.json"])

@@ -108,7 +108,7 @@ def test_positions_on_other_devices_mean_what_they_mean_on_the_cpu(options, inpu
         with monkeypatch.context() as patch:
             patch.setattr(inputs_tost, "_is_readable", lambda x: False)
             patch.setattr(inputs_tost, "_is_on_device", lambda x: not inputs_tost.is_traced())
-            patch.setattr(inputs_tost, "build_attention_masks", lambda *args: {})
+            patch.setattr(inputs_tost, "create_causal_mask_mapping", lambda *args: {})
             patch.setattr(torch.Tensor, "__bool__", read)
             actual = inputs_tost.resolve_inputs(config, embeds, **arguments)
             assert len(reads) == 1

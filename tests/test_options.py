@@ -1,12 +1,11 @@
 """The options beyond the paper: off by default, and exact with padding, packing, caches, rollback and compilation."""
 
-import dataclasses
 import itertools
 import json
 
 import pytest
 import torch
-from conftest import randomize, small_config
+from conftest import make_cache, randomize, small_config
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_compile import make_counting_backend
@@ -30,7 +29,6 @@ from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
 from tost_hf.model.configuration_tost import OPTION_DEFAULTS
 from tost_hf.model.layers_tost import ShortConvolution
-from tost_hf.model.modeling_tost import rotary_embedding
 
 
 F64 = {"rtol": 1e-9, "atol": 1e-9}
@@ -145,16 +143,13 @@ def test_chunked_prefill_and_decoding_equal_the_full_forward(model, tokens):
         "dynamic without configuration": DynamicCache,
         "static": lambda: StaticCache(model.config, max_cache_len=30),
         "ToSTCache": lambda: ToSTCache(model.config),
-        "static ToSTCache": lambda: ToSTCache(model.config, static=True),
     }
-    if has_attention(model):
-        del caches["static ToSTCache"]
     for padding in ([], padding_positions(model)):
         mask = torch.ones_like(tokens)
         mask[1, padding] = 0
         expected = model(tokens, attention_mask=mask, use_cache=False).logits
-        for make_cache in caches.values():
-            cache, end, logits = make_cache(), 0, []
+        for make_empty_cache in caches.values():
+            cache, end, logits = make_empty_cache(), 0, []
             for size in (1, 1, 5, 2, 7, 1, 1, 5):
                 end += size
                 mask_inputs = {"attention_mask": mask[:, :end]} if padding else {}
@@ -174,7 +169,7 @@ def test_rollback_removes_tokens(model, tokens, num_removed, num_chunks, static)
     rejected_tokens, next_tokens = torch.randint(2, 97, (2, num_removed)), torch.randint(2, 97, (2, 6))
     mask = torch.ones(2, 29, dtype=torch.long)
     mask[1, padding_positions(model)] = 0
-    cache = ToSTCache(model.config, static=static)
+    cache = make_cache(model.config, static)
     cache.activate_past_recording()
     assert cache.is_croppable
     model(tokens, attention_mask=mask[:, :23], past_key_values=cache)
@@ -193,7 +188,7 @@ def test_batch_operations_on_the_state(model, tokens, static):
     """They apply to the tokens recorded for rollback, too."""
     if has_attention(model) and static:
         pytest.skip("keys and values")
-    cache = ToSTCache(model.config, static=static)
+    cache = make_cache(model.config, static)
     cache.activate_past_recording()
     model(tokens, past_key_values=cache)
     cache.batch_repeat_interleave(2)
@@ -453,7 +448,11 @@ def test_attention_implementations_agree(model, tokens, implementation):
     mask[1, [0, 1, 2, 9]] = 0
     expected = [model(tokens, attention_mask=mask).logits, model(tokens, seq_idx=tokens.gt(40).long()).logits]
     model.set_attn_implementation(implementation)
-    assert all(layer.self_attn.config._attn_implementation == implementation for layer in model.model.layers if layer.attends)
+    assert all(
+        layer.self_attn.config._attn_implementation == implementation
+        for layer in model.model.layers
+        if layer.is_softmax_attention
+    )
     actual = [model(tokens, attention_mask=mask).logits, model(tokens, seq_idx=tokens.gt(40).long()).logits]
     torch.testing.assert_close(actual[0][mask == 1], expected[0][mask == 1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-4)
@@ -469,30 +468,17 @@ def test_ambiguous_sliding_windows_are_rejected(tokens):
     positions = torch.full((2, 1), 23)
     with pytest.raises(ValueError, match="covers the cached tokens"):
         model(tokens[:, :1], attention_mask=torch.tensor([[1], [0]]), position_ids=positions, past_key_values=cache)
-    with pytest.raises(ValueError, match="StaticCache"):
-        ToSTCache(model.config, static=True)
-    with pytest.raises(ValueError, match="its layers are"):
+    with pytest.raises(ValueError, match="layers are sliding_attention"):
         build(["mixed"])(tokens, past_key_values=cache)
 
 
-def test_default_layer_types_follow_num_hidden_layers():
-    config = ToSTConfig(layer_types=[TSSA] * 12)
-    config.num_hidden_layers = 3
-    assert config.layer_types == [TSSA] * 3 and "layer_types" not in config.to_dict()
-
-
-def test_default_key_value_heads_follow_num_attention_heads(tmp_path):
-    """The attribute is always a number, as vLLM expects, but the default is not written to the file."""
+def test_computed_fields_are_filled_but_not_saved(tmp_path):
+    """Their values follow from other fields of the file, also from overridden ones."""
     ToSTConfig().save_pretrained(tmp_path)
-    config = ToSTConfig.from_pretrained(tmp_path, num_attention_heads=6)
-    assert config.num_key_value_heads == 6 and "num_key_value_heads" not in config.to_dict()
-    config.num_key_value_heads = 3
-    assert config.to_dict()["num_key_value_heads"] == 3
-    config.num_key_value_heads = None
-    assert config.num_key_value_heads == 6
-    for is_causal in (True, False):
-        config = ToSTConfig(is_causal=is_causal)
-        assert dataclasses.replace(config, vocab_size=97).to_dict() == config.to_dict() | {"vocab_size": 97}
+    config = ToSTConfig.from_pretrained(tmp_path, num_attention_heads=6, num_hidden_layers=3, is_causal=False)
+    assert (config.num_key_value_heads, config.layer_types, config.pooling, config.use_cache) == (6, [TSSA] * 3, "mean", False)
+    assert not {"num_key_value_heads", "layer_types", "pooling"} & config.to_dict().keys()
+    assert ToSTConfig(num_key_value_heads=3, pooling="mean").options() == {"num_key_value_heads": 3, "pooling": "mean"}
 
 
 def test_rotary_positions_keep_their_precision():
@@ -501,7 +487,7 @@ def test_rotary_positions_keep_their_precision():
     position_ids = torch.tensor([[0, 1, 1000]])
     angles = torch.cat([position_ids[..., None].double() / 1e4 ** (torch.arange(0, 8, 2).double() / 8)] * 2, -1)
     for dtype, tolerance in ((torch.float64, 1e-4), (torch.bfloat16, 4e-3)):  # angles in bfloat16 would be off by radians
-        cos, sin = rotary_embedding(model.config, torch.zeros((), dtype=dtype), position_ids)
+        cos, sin = model.model.rotary_emb.to(dtype)(torch.zeros((), dtype=dtype), position_ids)
         assert cos.dtype == dtype
         assert (cos - angles.cos()).abs().max() < tolerance and (sin - angles.sin()).abs().max() < tolerance
 
@@ -511,7 +497,7 @@ def test_attentions_are_those_of_the_softmax_layers(model, tokens):
     assert model(tokens).attentions is None
     model.set_attn_implementation("eager")
     attentions = model(tokens, output_attentions=True).attentions
-    assert len(attentions) == sum(layer.attends for layer in model.model.layers)
+    assert len(attentions) == sum(layer.is_softmax_attention for layer in model.model.layers)
     for weights in attentions:
         assert weights.shape == (2, 4, 23, 23) and (weights.triu(1) == 0).all()
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 23, dtype=weights.dtype))

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import tost_hf
-from tost_hf.model.base_tost import AUTO_MAPS, CODE_FILES
+from tost_hf.model.base_tost import AUTO_MAPS, code_files
 
 
 ROOT = Path(__file__).parents[1]
-REMOTE_CODE = sorted(set(chain(*CODE_FILES.values())))
+REMOTE_CODE = sorted(set(chain(*map(code_files, AUTO_MAPS))))
 
 
 def test_public_names_exist():
@@ -61,14 +61,14 @@ def test_auto_classes_resolve_the_models(tiny_config):
     assert type(AutoModelForCausalLM.from_config(tiny_config)) is tost_hf.ToSTForCausalLM
 
 
-@pytest.mark.parametrize("model_type", CODE_FILES)
+@pytest.mark.parametrize("model_type", AUTO_MAPS)
 def test_code_files_are_the_imported_files(model_type):
     """By the function with which transformers collects the files of remote code: none is missing, none is unused."""
     modules = {reference.partition(".")[0] for reference in AUTO_MAPS[model_type].values()}
     imported_files = {f"{name}.py" for name in modules}
     for name in modules:
         imported_files |= {Path(path).name for path in get_relative_import_files(ROOT / f"src/tost_hf/model/{name}.py")}
-    assert imported_files == set(CODE_FILES[model_type])
+    assert imported_files == set(code_files(model_type))
     for reference in AUTO_MAPS[model_type].values():
         module, _, class_name = reference.partition(".")
         assert hasattr(importlib.import_module(f"tost_hf.model.{module}"), class_name)
@@ -84,7 +84,7 @@ def test_remote_code_imports_only_its_own_files_of_the_package():
 
 
 # The modules of transformers that remote code imports at the top level: every published model depends on them. Other modules
-# are imported where they are used (masking_utils, by attention layers) or reimplemented (rotary positions, eager attention).
+# are imported where they are used (masking_utils, by attention layers) or reimplemented (eager attention).
 TOP_LEVEL_IMPORTS = {
     "transformers": "documented names",
     "transformers.activations": "ACT2FN, as documented for custom models",
@@ -92,6 +92,8 @@ TOP_LEVEL_IMPORTS = {
     "transformers.cache_utils": "Cache and its layers, as documented for custom caches",
     "transformers.conversion_mapping": "register_checkpoint_conversion_mapping, as documented for loading of weights",
     "transformers.core_model_loading": "WeightRenaming, as documented for loading of weights",
+    "transformers.dynamic_module_utils": "custom_object_save, as in every save_pretrained of transformers",
+    "transformers.modeling_rope_utils": "ROPE_INIT_FUNCTIONS and dynamic_rope_update, as in every model with rotary positions",
     "transformers.modeling_layers": "GradientCheckpointingLayer and generic heads, as in every model of transformers",
     "transformers.modeling_outputs": "documented output classes",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS, as documented for custom attention",

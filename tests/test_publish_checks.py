@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from tost_hf.cli import main
 from tost_hf.hub import publish, publish_space, verify
 from tost_hf.hub.contents import model_files
-from tost_hf.model.base_tost import CODE_FILES
+from tost_hf.model.base_tost import code_files
 
 
 EVIL = "evil/repo--module.Evil"
@@ -255,7 +255,7 @@ def test_uploaded_and_left_out_files(folder):
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert set(result.uploaded) == extra_files | model_files | set(CODE_FILES["tost"])
+    assert set(result.uploaded) == extra_files | model_files | set(code_files("tost"))
     assert set(result.left_out) == {name.split("/")[0] + "/" * ("/" in name) for name in left_out}
     without_code = publish(folder, "tost/valid", dry_run=True, with_code=False)
     assert set(without_code.uploaded) == extra_files | model_files and "modeling_tost.py" in without_code.left_out

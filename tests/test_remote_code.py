@@ -13,7 +13,7 @@ from hub_clients import CARD, Client, Clients, language_folder, language_model, 
 from safetensors.torch import load_file
 
 import tost_hf
-from tost_hf.model.base_tost import CODE_FILES
+from tost_hf.model.base_tost import code_files
 
 
 TRUST = {"trust_remote_code": True}
@@ -156,7 +156,7 @@ def test_saving_and_pushing_a_loaded_model(hub, clients, bare_clients, published
     first, second, third = (f"tost/{auto_class}{number}" for number in ("", "-2", "-3"))
     bare_clients.run(SAVE_AND_PUSH, auto_class, first, tmp_path / "saved", second, third, token=hub.token).check()
     files = hub.files(second)
-    assert {name for name in files if name.endswith(".py")} == set(CODE_FILES[json.loads(files["config.json"])["model_type"]])
+    assert {name for name in files if name.endswith(".py")} == set(code_files(json.loads(files["config.json"])["model_type"]))
     for name in files.keys() - {"config.json", "README.md"}:
         assert files[name] == hub.files(first)[name] == (tmp_path / "saved" / name).read_bytes()
     assert json.loads(files["config.json"])["auto_map"] == json.loads(hub.files(first)["config.json"])["auto_map"]
@@ -194,7 +194,7 @@ task = "text-generation" if auto_class == "AutoModelForCausalLM" else "image-cla
 """
     bare_clients.run(code, auto_class, tmp_path / "model", tmp_path / "copy").check()
     files = {path.name for path in (tmp_path / "copy").glob("*.py")}
-    assert files == set(CODE_FILES["tost" if auto_class == "AutoModelForCausalLM" else "tost_vision"])
+    assert files == set(code_files("tost" if auto_class == "AutoModelForCausalLM" else "tost_vision"))
     if saved_object in ("model", "pipeline"):
         expected = bare_clients.load(tmp_path / "model", auto_class, **TRUST)
         assert equal_results(bare_clients.load(tmp_path / "copy", auto_class, **TRUST), expected)
@@ -247,7 +247,7 @@ def test_models_published_by_an_earlier_version(clients, bare_clients, tmp_path,
     clients.run(code, auto_class, folder, tmp_path / "copy").check()
     assert_close(compute_logits(bare_clients, tmp_path / "copy", auto_class, inputs, **TRUST), expected)
     saved = {path.name for path in (tmp_path / "copy").glob("*.py")}
-    assert saved == set(CODE_FILES["tost" if kind == "language" else "tost_vision"])
+    assert saved == set(code_files("tost" if kind == "language" else "tost_vision"))
 
 
 # argv: folder of a hybrid with code, output folder; Trainer's losses of the same batch with and without smoothing, and resumed

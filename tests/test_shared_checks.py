@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 from conftest import small_config, small_vision_config
-from transformers import AutoConfig
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tost_hf import ToSTBackbone, ToSTForCausalLM, ToSTForImageClassification, ToSTForSequenceClassification, ToSTModel
 
@@ -34,22 +35,66 @@ def test_keep_in_fp32_modules_exist(name):
 
 
 def test_rope_parameters_only_with_rotary_layers():
-    """`rope_parameters` is a dict in models with rotary positions; in others it is None and not saved."""
+    """Models without rotary positions have no `rope_parameters`, so that the shared tests of scaling skip them."""
     for fields in ({}, {"layer_types": ROTARY["layer_types"]}, {"max_position_embeddings": None}, {"is_causal": False}):
         config = small_config(**fields)
-        assert config.rope_parameters is None and "rope_parameters" not in config.to_dict()
+        assert not hasattr(config, "rope_parameters") and "rope_parameters" not in config.to_dict()
         assert config == small_config(**fields)
     config = small_config(**ROTARY)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
     assert config == small_config(**ROTARY) != small_config(**ROTARY, rope_parameters={"rope_theta": 5e5})
-    config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
-    model = ToSTModel(config).eval()
-    config.rope_parameters = config.rope_parameters | {"factor": 1.0}
-    tokens, position_ids = torch.arange(1, 7)[None], torch.arange(1, 7)[None]
-    expected = model(tokens, position_ids=position_ids).last_hidden_state
-    config.rope_parameters = config.rope_parameters | {"factor": 2.0}
-    torch.testing.assert_close(model(tokens, position_ids=2 * position_ids).last_hidden_state, expected)
-    loaded = AutoConfig.for_model(**config.to_dict())
-    assert loaded.rope_parameters == config.rope_parameters and loaded.options()["rope_parameters"]["factor"] == 2.0
     legacy_config = small_config(**ROTARY, rope_theta=300.0)  # as in configurations before transformers 5
     assert legacy_config.rope_parameters["rope_theta"] == 300.0
+
+
+ROPE_TYPES = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0, "original_max_position_embeddings": 8},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "longrope": {
+        "factor": 2.0,
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0],
+    },
+    "llama3": {"factor": 2.0, "original_max_position_embeddings": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "default": {"partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+@pytest.mark.parametrize("length", [6, 20])
+def test_rotary_positions_of_every_type(rope_type, length, tmp_path):
+    """Equal to those of a Llama model with the same parameters, also after loading."""
+    rope = {"rope_type": rope_type, "rope_theta": 500.0} | ROPE_TYPES[rope_type]
+    model = ToSTModel(small_config(hidden_size=64, **ROTARY, rope_parameters=dict(rope)))
+    position_ids = torch.arange(length)[None]
+    max_length = int(8 * (rope.get("factor", 1) if rope_type != "dynamic" else 1))
+    llama_config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=max_length, rope_parameters=dict(rope)
+    )
+    if rope_type == "default":  # Llama has no partial rotation
+        llama_config.head_dim = 8
+    expected = LlamaRotaryEmbedding(llama_config)(torch.zeros(1), position_ids)
+    model.save_pretrained(tmp_path)
+    loaded = ToSTModel.from_pretrained(tmp_path)
+    assert loaded.config == model.config or loaded.config.rope_parameters == rope
+    for rotary_embedding in (model.rotary_emb, loaded.rotary_emb, model.to(torch.bfloat16).rotary_emb):
+        for actual, value in zip(rotary_embedding(torch.zeros(1), position_ids), expected):
+            torch.testing.assert_close(actual, value)
+    tokens = torch.arange(1, length + 1)[None]
+    hidden_states = loaded(tokens).last_hidden_state
+    loaded.rotary_emb.attention_scaling = 0.0  # the layers use it
+    assert not torch.equal(loaded(tokens).last_hidden_state, hidden_states)
+
+
+def test_scaled_rotary_positions_need_a_length():
+    for rope_type in ("yarn", "dynamic", "longrope"):
+        with pytest.raises(ValueError, match="original_max_position_embeddings"):
+            small_config(**ROTARY, rope_parameters={"rope_type": rope_type, "factor": 2.0})
+    with pytest.raises(ValueError, match="rope_type"):
+        small_config(**ROTARY, rope_parameters={"rope_type": "spiral"})
+    config = small_config()
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    with pytest.raises(ValueError, match="rope_parameters"):
+        ToSTModel(config)

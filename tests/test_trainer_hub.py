@@ -13,7 +13,7 @@ from scripts import EXAMPLES, command_line
 from transformers import Trainer
 
 import tost_hf
-from tost_hf.model.base_tost import CODE_FILES
+from tost_hf.model.base_tost import code_files
 from tost_hf.training.checkpoints import CheckpointTrainer
 from tost_hf.training.trainer_context_parallel import ContextParallelTrainer
 from tost_hf.training.trainer_hub import PublishingTrainer
@@ -51,7 +51,7 @@ DOWNLOAD_CHECKPOINT = """
 from huggingface_hub import snapshot_download
 print(snapshot_download(argv[0], allow_patterns="last-checkpoint/*", local_dir=argv[1]))
 """
-MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md", *CODE_FILES["tost"]}
+MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md", *code_files("tost")}
 
 
 def test_gitignore_of_the_output_folder_is_extended(tmp_path, tiny_model, monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.utils import logging
 
 from .files import open_safetensors, staged_file
@@ -16,7 +16,6 @@ from .model.cache_tost import (
     STATE_NAMES,
     ToSTCache,
     check_layer_types,
-    get_cached_length,
     get_layer_type,
     set_cached_length,
 )
@@ -97,7 +96,7 @@ def save_cache(cache: Cache, filename: str | os.PathLike) -> None:
     check_layer_types(cache)
     if not cache.layers or not all(cast(Any, layer).is_initialized for layer in cache.layers):
         raise ValueError("The cache is empty: run the model on the tokens to be cached first.")
-    length = int(get_cached_length(cache))
+    length = int(cache.get_seq_length())
     tensors = {
         f"layers.{i}.{name}": x.detach().cpu().contiguous()
         for i, layer in enumerate(cache.layers)
@@ -111,11 +110,12 @@ def load_cache(
     filename: str | os.PathLike,
     config: PreTrainedConfig,
     device: torch.device | str = "cpu",
-    static: bool = False,
-) -> ToSTCache:
+    max_cache_len: int | None = None,
+) -> Cache:
     """Reads a cache that `save_cache` wrote, for a model with configuration `config`.
 
-    Only the model's sizes are compared, not its weights.
+    With `max_cache_len` the result is a `StaticCache` for compiled decoding, else a `ToSTCache`. Only the model's sizes are
+    compared, not its weights.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -141,7 +141,7 @@ def load_cache(
             f"{os.fspath(filename)!r} belongs to another model: this one has {config.num_hidden_layers} layers of "
             f"{config.num_attention_heads} heads with {config.head_dim} channels."
         )
-    cache = ToSTCache(config, static=static)
+    cache: Cache = ToSTCache(config) if max_cache_len is None else StaticCache(config, max_cache_len=max_cache_len)
     for i, layer in enumerate(cache.layers):
         _fill_layer(layer, {name: tensors[f"layers.{i}.{name}"] for name in shapes_by_layer[i]}, length)
     return cache

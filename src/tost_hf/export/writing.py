@@ -135,9 +135,7 @@ def make_metadata(program: ModelProgram, dtype: str) -> dict:
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         fields = config.to_dict()
         metadata |= {name: fields[name] for name in names}
-        metadata["statistics_layers"] = [
-            i for i, layer_type in enumerate(config.all_layer_types) if "statistics" in layer_type
-        ]
+        metadata["statistics_layers"] = [i for i, layer_type in enumerate(config.layer_types) if "statistics" in layer_type]
         metadata["num_attention_heads"] = config.num_attention_heads
         size = state_bytes(config)
         metadata |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}

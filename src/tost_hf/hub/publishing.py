@@ -13,14 +13,14 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import CONFIG_NAME
 
 from ..files import is_weights_name
-from ..model.base_tost import AUTO_MAPS, CODE_FILES, code_files
+from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
 from .checks import check_card, check_space, load_config
 from .contents import check_no_hub_token, model_files, space_files
 from .loading import check_loading, translate_hub_errors
 
 
-CODE_NAMES = {name for names in CODE_FILES.values() for name in names}
+CODE_NAMES = {name for model_type in AUTO_MAPS for name in code_files(model_type)}
 
 
 @dataclass(frozen=True)

@@ -3,35 +3,24 @@
 
 import dataclasses
 import functools
+import importlib
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.utils import cached_file
+from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module, get_relative_import_files
 
 
 # Source files ---------------------------------------------------------------------------------------------------------
 
 
-OPERATOR_FILES = (
-    "tssa.py",
-    "tssa_reference.py",
-    "tssa_cpu.py",
-    "tssa_triton.py",
-)
-_SHARED_FILES = ("base_tost.py", "layers_tost.py", *OPERATOR_FILES)
-CODE_FILES = {  # by model type; siblings of this file, here and in every published folder
-    "tost": (*_SHARED_FILES, "configuration_tost.py", "modeling_tost.py", "cache_tost.py", "inputs_tost.py"),
-    "tost_vision": (*_SHARED_FILES, "configuration_tost_vision.py", "modeling_tost_vision.py"),
-}
 AUTO_MAPS = {  # by model type; the package registers the same classes
     "tost": {
         "AutoConfig": "configuration_tost.ToSTConfig",
@@ -64,26 +53,11 @@ def add_class_names(model_type: str) -> None:
             class_names[model_type] = reference.partition(".")[2]
 
 
-def source_file(name: str) -> Path:
-    """Path of a remote-code file beside this one."""
-    return Path(__file__).with_name(name)
-
-
-def code_files(model_type: str, origin: str | os.PathLike | None = None) -> dict[str, Path]:
-    """Name and path of each source file that is published with a model of this type.
-
-    Args:
-        origin: folder or repository with the files that are not beside this one: transformers copies remote code of a local
-            folder into one module folder per class, and only the files that this class imports.
-
-    Raises:
-        OSError: a file is neither beside this one nor in `origin`.
-    """
-    files = {}
-    for name in CODE_FILES[model_type]:
-        path = source_file(name)
-        files[name] = path if path.is_file() else Path(str(cached_file(origin or path.parent, name)))
-    return files
+def code_files(model_type: str) -> dict[str, Path]:
+    """Name and path of each source file that is published with a model of this type: its module and all it imports."""
+    module = AUTO_MAPS[model_type]["AutoModel"].partition(".")[0]
+    path = Path(__file__).with_name(f"{module}.py")
+    return {Path(file).name: Path(file) for file in (str(path), *get_relative_import_files(path))}
 
 
 # Configurations -------------------------------------------------------------------------------------------------------
@@ -119,13 +93,19 @@ class ToSTBaseConfig(PreTrainedConfig):
         "hidden_dropout_prob": "hidden_dropout",
         "resid_pdrop": "hidden_dropout",
     }
-    option_defaults: ClassVar[dict[str, Any]] = ABLATIONS  # options and their values in published models
 
     def __post_init__(self, **kwargs):
-        for alias, name in self.attribute_map.items():
-            if alias in kwargs:  # set by the field's name, so that its type is checked
-                setattr(self, name, kwargs.pop(alias))
+        self._set_aliases(kwargs)
+        config: Any = self
+        if config.intermediate_size is None:
+            config.intermediate_size = 4 * config.hidden_size
         super().__post_init__(**kwargs)
+
+    def _set_aliases(self, kwargs: dict[str, Any]) -> None:
+        """Moves arguments with names of `attribute_map` to their fields, whose types are checked."""
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:
+                setattr(self, name, kwargs.pop(alias))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -138,13 +118,17 @@ class ToSTBaseConfig(PreTrainedConfig):
     def _merge_fields(cls, fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
         return fields | overrides
 
+    def get_option_defaults(self) -> dict[str, Any]:
+        """The options and their values in published models."""
+        return ABLATIONS
+
     def options(self) -> dict[str, object]:
         """The options whose values differ from those of the published models."""
-        return {name: value for name, value in self.to_dict().items() if name in self.option_defaults}
+        return {name: value for name, value in self.to_dict().items() if name in self.get_option_defaults()}
 
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
-        fields, defaults = super().to_dict(), self.option_defaults
+        fields, defaults = super().to_dict(), self.get_option_defaults()
         return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
 
     @classmethod
@@ -156,13 +140,22 @@ class ToSTBaseConfig(PreTrainedConfig):
         if getattr(self, "auto_map", None):
             self.auto_map = dict(AUTO_MAPS[self.model_type])  # a loaded auto_map may name older files, or their repository
             os.makedirs(save_directory, exist_ok=True)
-            for name, source in code_files(self.model_type, self._name_or_path).items():
-                target = Path(save_directory, name)
-                if source.resolve() != target.resolve():
-                    shutil.copyfile(source, target)
+            custom_object_save(self._load_model_class(), save_directory)
         super().save_pretrained(save_directory)
         if push_to_hub:  # the base class would upload config.json alone
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    def _load_model_class(self) -> type[PreTrainedModel]:
+        """The trunk's class, whose module imports all source files.
+
+        transformers copies remote code of a local folder into one module folder per class, with only the files that the class
+        imports: those of a configuration lack the models.
+        """
+        reference = AUTO_MAPS[self.model_type]["AutoModel"]
+        module, _, class_name = reference.partition(".")
+        if Path(__file__).with_name(f"{module}.py").is_file():
+            return getattr(importlib.import_module(f".{module}", __package__), class_name)
+        return get_class_from_dynamic_module(reference, self._name_or_path)
 
 
 def check_fields(config: PreTrainedConfig) -> None:
@@ -189,7 +182,7 @@ def check_fields(config: PreTrainedConfig) -> None:
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-ADAPTER_TARGETS = ("in_proj", "out_proj")  # the projections of TSSA
+ADAPTER_TARGETS = ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj")  # the projections of TSSA and of softmax attention
 
 
 def _register_adapter_targets(model_type: str) -> None:
@@ -300,12 +293,9 @@ def _reject_pipeline_parallelism(distributed_config) -> None:
 __all__ = [
     "ABLATIONS",
     "AUTO_MAPS",
-    "CODE_FILES",
-    "OPERATOR_FILES",
     "ToSTBaseConfig",
     "ToSTBaseModel",
     "add_class_names",
     "check_fields",
     "code_files",
-    "source_file",
 ]

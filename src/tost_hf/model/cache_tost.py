@@ -47,9 +47,9 @@ class CausalStatisticsLayer(CacheLayerMixin):
     of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost. In a layer with
     a convolution `conv_state` (B, conv_kernel - 1, D) stores the layer's last inputs, oldest first; otherwise None.
 
-    With `max_cache_len` (which `StaticCache` passes) or `static=True` the addresses of all tensors are static, including the
-    token count: a compiled decoding step is neither recompiled nor skipped by CUDA graphs. The cached sums then have no
-    gradient. `max_cache_len` does not limit the sequence: the state has the same size at any length.
+    With `max_cache_len`, which `StaticCache` passes, the addresses of all tensors are static, including the token count: a
+    compiled decoding step is neither recompiled nor skipped by CUDA graphs. The cached sums then have no gradient.
+    `max_cache_len` does not limit the sequence: the state has the same size at any length.
 
     While recording is on (`activate_past_recording`), the tokens since the last `crop`, and up to 64 before it, can be rolled
     back exactly: the sums are recomputed from the state before the recorded tokens, never by subtraction.
@@ -72,9 +72,9 @@ class CausalStatisticsLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False  # early initialisation assumes the shapes of keys and values
 
-    def __init__(self, max_cache_len: int | None = None, static: bool = False, **kwargs):
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
         super().__init__(max_cache_len=max_cache_len)
-        self.static = static or max_cache_len is not None
+        self.static = max_cache_len is not None
         self.max_cache_len = max_cache_len
         self.is_compileable = self.static
         self.sum_sq: torch.Tensor | None = None
@@ -240,6 +240,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
             ValueError: the number is positive, or more tokens would be removed than were recorded.
             RuntimeError: recording is off.
         """
+        if not self.is_initialized:
+            return
         if tokens_to_remove > 0:
             raise ValueError(f"crop expects the number of tokens to remove as a negative number, got {tokens_to_remove}.")
         if not self.record_past:
@@ -362,14 +364,14 @@ class ToSTCache(Cache):
 
     Args:
         config: the model's configuration.
-        static: whether the addresses of tensors are static, for `torch.compile` and CUDA graphs; hybrid models need a
-            `StaticCache` instead.
+
+    `torch.compile` and CUDA graphs need tensors with static addresses: use `StaticCache(config, max_cache_len=...)` there.
 
     Size: num_hidden_layers * (2 * hidden_size + num_attention_heads) numbers per sequence, at any length: for tost-base
     74,304 bytes in files, in float32, and 111,744 in memory, where two of the three sums are float64.
 
     Raises:
-        ValueError: the configuration is an encoder's, or a hybrid's with `static=True`.
+        ValueError: the configuration is an encoder's.
 
     Example:
 
@@ -383,16 +385,13 @@ class ToSTCache(Cache):
     ```
     """
 
-    def __init__(self, config: PreTrainedConfig, static: bool = False):
+    def __init__(self, config: PreTrainedConfig):
         if not config.is_causal:
             raise ValueError("An encoder (is_causal=False) processes the whole sequence at once, so it has no cache.")
         layers = DynamicCache(config=config).layers
-        is_tssa = [get_layer_type(layer) == CAUSAL_STATISTICS for layer in layers]
-        if static and not all(is_tssa):
-            raise ValueError(
-                "Static keys and values need a maximum length: use StaticCache(config=model.config, max_cache_len=...)."
-            )
-        super().__init__([CausalStatisticsLayer(static=static) if tssa else layer for layer, tssa in zip(layers, is_tssa)])
+        # of this module's class: the registered one may be that of remote code
+        layers = [CausalStatisticsLayer() if get_layer_type(layer) == CAUSAL_STATISTICS else layer for layer in layers]
+        super().__init__(layers)
 
 
 def get_layer_type(layer: object) -> str | None:
@@ -404,33 +403,26 @@ def get_layer_type(layer: object) -> str | None:
     return None
 
 
-def get_cached_length(cache: Cache) -> int | torch.Tensor:
-    """Number of tokens in a ToST model's cache, padding included (a 0-dimensional tensor if static or compiled)."""
-    layer = _first_statistics_layer(cache)
-    return cache.get_seq_length() if layer is None else layer.get_seq_length()
+def check_layer_types(cache: Cache, expected: list[str] | None = None) -> None:
+    """Rejects a cache that is not for ToST models, or whose layers have other types (`get_layer_type`) than the expected ones.
 
-
-def _first_statistics_layer(cache: Cache) -> CausalStatisticsLayer | None:
-    """None if there is none, as when `assistant_early_exit` leaves only the first layers of a hybrid, all with attention."""
-    return next((cast(CausalStatisticsLayer, x) for x in cache.layers if get_layer_type(x) == CAUSAL_STATISTICS), None)
-
-
-def check_layer_types(cache: Cache, attention_only: bool = False) -> list[str | None]:
-    """Rejects a cache that is not for ToST models; returns the types of its layers (`get_layer_type`).
-
-    Types are compared, not classes: remote code has a different class of the same name. `attention_only`: whether the cache is
-    for layers of which none is TSSA.
+    Types are compared, not classes: remote code has a different class of the same name.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values must be a transformers Cache such as ToSTCache, got {type(cache).__name__}.")
     layer_types = [get_layer_type(layer) for layer in cache.layers]
+    has_tssa = expected is None or CAUSAL_STATISTICS in expected
     for layer_type, layer in zip(layer_types, cache.layers):
-        if layer_type is None or (CAUSAL_STATISTICS in layer_types) == attention_only:
+        if layer_type is None or (has_tssa and CAUSAL_STATISTICS not in layer_types):
             raise ValueError(
                 f"past_key_values contains {type(layer).__name__}s of another kind of model; a ToST model needs "
                 "ToSTCache(config) or DynamicCache(config=model.config)."
             )
-    return layer_types
+    if expected is not None and layer_types != expected:
+        raise ValueError(
+            f"The cache is another model's: its {len(layer_types)} layers are {', '.join(map(str, layer_types))}, "
+            f"this model's {len(expected)} layers are {', '.join(expected)}."
+        )
 
 
 def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None:
@@ -444,17 +436,9 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
         # an empty DynamicCache() without a configuration
         cache.layers = ToSTCache(config).layers
         cache.layer_class_to_replicate = None
-    layer_types = check_layer_types(cache, attention_only=CAUSAL_STATISTICS not in config.layer_types)
-    if len(cache.layers) != config.num_hidden_layers:
-        raise ValueError(
-            f"The cache is another model's: it has {len(cache.layers)} layers, this model {config.num_hidden_layers}."
-        )
-    if layer_types != config.layer_types:
-        raise ValueError(
-            f"The cache is another model's: its layers are {', '.join(map(str, layer_types))}, "
-            f"this model's {', '.join(config.layer_types)}."
-        )
-    layer = _first_statistics_layer(cache)
+    check_layer_types(cache, config.layer_types[: config.num_hidden_layers])  # `assistant_early_exit` lowers the number
+    tssa_layers = (cast(CausalStatisticsLayer, layer) for layer in cache.layers if get_layer_type(layer) == CAUSAL_STATISTICS)
+    layer = next(tssa_layers, None)  # there may be none before an early exit
     if layer is None or not layer.is_initialized:
         return
     cached_batch_size, *actual = layer.tensors()["sum_sq"].shape

@@ -1,10 +1,14 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of ToST text models, and presets of the paper's sizes."""
 
+import copy
 import math
+from dataclasses import field
 from typing import Any, cast
 
 from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .base_tost import ABLATIONS, ToSTBaseConfig, check_fields
 
@@ -51,15 +55,17 @@ LRA_PRESETS["tost-lra-retrieval"]["architectures"] = ["ToSTModel"]  # the head f
 LRA_PRESETS["tost-lra-image"]["hidden_dropout"] = 0.0
 LRA_PRESETS["tost-lra-pathfinder"]["pre_norm"] = False
 
-OPTION_DEFAULTS = dict.fromkeys(("conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters"))
-OPTION_DEFAULTS["forgetting"] = "none"
-BEYOND_PAPER = tuple(OPTION_DEFAULTS)
-# all options, with the values of the published models
-OPTION_DEFAULTS |= ABLATIONS | {"is_causal": True, "pooling": None, "pre_norm": True}
+BEYOND_PAPER = ("forgetting", "conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters")
+# all options, with the values of the published models; `get_option_defaults` adds those that depend on other fields
+OPTION_DEFAULTS: dict[str, Any] = dict.fromkeys(BEYOND_PAPER)
+OPTION_DEFAULTS |= ABLATIONS | {"forgetting": "none", "is_causal": True, "pooling": None, "pre_norm": True}
 
 FORGETTING_TYPES = ("none", "head", "token")
 POOLING_TYPES = ("mean", "first", "last")
 MAX_CONV_KERNEL = 64
+SCALED_ROPE_TYPES = ("dynamic", "yarn", "longrope", "llama3")  # relative to a length
+BATCH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")  # whose frequencies depend on the longest position of a batch
+ROPE_ERROR = "A model has rope_parameters if it has attention layers and is position-free (max_position_embeddings=None)."
 
 
 @strict
@@ -76,7 +82,7 @@ class ToSTConfig(ToSTBaseConfig):
         hidden_act: activation of the MLP; "gelu" is the exact (erf) one.
         max_position_embeddings: length of the learned position tables (`embed_positions`, and `denom_bias` in each layer),
             which is the maximum sequence length. None for the position-free variant, which has neither table and no limit;
-            the attribute is then infinity, which other libraries compare with lengths, and None in files. Also `n_positions`.
+            the attribute is then infinity, which other libraries compare with lengths, and null in files. Also `n_positions`.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of both LayerScale vectors of a block.
         use_bias: whether the Linear and LayerNorm layers of the blocks and the final norm have a bias. `lm_head` has none.
@@ -91,19 +97,21 @@ class ToSTConfig(ToSTBaseConfig):
         conv_kernel: kernel size of the short causal convolution on each attention layer's normalised input; None for no
             convolution, as published.
         layer_types: type of each layer: "linear_attention" for TSSA, "full_attention" or "sliding_attention". At least one
-            layer must be of the first type, which the attribute returns as "tost_causal_statistics", the type of its cache
-            layer. None if all are, as published.
+            layer must be of the first type, which the attribute lists as "tost_causal_statistics", the type of its cache
+            layer. By default all are, as published.
         sliding_window: number of tokens that a "sliding_attention" layer attends to, including the current one.
         num_key_value_heads: number of key and value heads of the attention layers; must divide `num_attention_heads`, which
             is the default.
-        rope_parameters: parameters of the rotary position embeddings that attention layers have in a position-free model:
-            "rope_theta" and "rope_type", "default" or "linear" (with "factor"). None in other models.
+        rope_parameters: parameters of the rotary position embeddings that attention layers have in a position-free model, as
+            in transformers: "rope_theta", "rope_type" ("default", "linear", "dynamic", "yarn", "longrope", "llama3", ...) with
+            its parameters, and "partial_rotary_factor". Types that scale from a length need it as
+            "original_max_position_embeddings", with a "factor". Other models do not have this attribute.
         is_causal: whether a token depends only on itself and the preceding tokens, as in a language model. False for an
             encoder: each layer sums over the whole sequence, and there is no `denom_bias`, no cache and no generation. The
             order of the tokens is then known from `embed_positions` alone: without it (`max_position_embeddings=None`) an
             encoder treats a sequence as a set of tokens.
         pooling: features that a sequence classifier computes its logits from: those of the "first" or the "last" real token,
-            or the "mean" over real tokens. None for "last" in causal models, as published, and "mean" in encoders.
+            or the "mean" over real tokens. The default is "last" in causal models, as published, and "mean" in encoders.
         mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
             ablation; `ISTAStep`), which replaces the MLP together with its residual connection and LayerScale.
         ista_step_size: step size of the ISTA step.
@@ -132,7 +140,6 @@ class ToSTConfig(ToSTBaseConfig):
 
     model_type = "tost"
     keys_to_ignore_at_inference = ["past_key_values"]
-    option_defaults = OPTION_DEFAULTS
     attribute_map = ToSTBaseConfig.attribute_map | {
         "n_embd": "hidden_size",
         "n_head": "num_attention_heads",
@@ -159,7 +166,7 @@ class ToSTConfig(ToSTBaseConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     num_key_value_heads: int | None = None
-    rope_parameters: dict | None = None
+    rope_parameters: dict | None = field(default_factory=lambda: None)  # no class attribute: `hasattr` is false without it
     is_causal: bool = True
     pooling: str | None = None
     pre_norm: bool = True
@@ -172,6 +179,8 @@ class ToSTConfig(ToSTBaseConfig):
     bos_token_id: int | None = 50256
     eos_token_id: int | list[int] | None = 50256
     pad_token_id: int | None = None
+
+    __eq__ = PreTrainedConfig.__eq__  # that of dataclasses reads `rope_parameters`
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ToSTConfig":
@@ -189,23 +198,26 @@ class ToSTConfig(ToSTBaseConfig):
         return super()._merge_fields(fields, overrides)
 
     def __post_init__(self, **kwargs):
-        rope_parameters = self.rope_parameters
-        super().__post_init__(**kwargs)  # also sets fields that were passed by their GPT-2 names
-        if not self.rotates:
+        self._set_aliases(kwargs)
+        if self.max_position_embeddings is None:
+            self.max_position_embeddings = math.inf
+        if self.layer_types is None:
+            self.layer_types = [CAUSAL_STATISTICS] * self.num_hidden_layers
+        self.layer_types = [CAUSAL_STATISTICS if name == LINEAR_ATTENTION else name for name in self.layer_types]
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.pooling is None:
+            self.pooling = "last" if self.is_causal else "mean"
+        self.use_cache = self.use_cache and self.is_causal
+        if not self.uses_rope:
+            rope_parameters = self.rope_parameters
+            del self.rope_parameters
             if rope_parameters is not None:
-                raise ValueError(
-                    "rope_parameters are for attention layers of position-free models (max_position_embeddings=None)."
-                )
-            self.rope_parameters = None  # transformers sets a default
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
+                raise ValueError(ROPE_ERROR)
+        super().__post_init__(**kwargs)
+        self.base_model_tp_plan = self._make_tp_plan()  # type: ignore[misc]  # of an instance, as it depends on the options
         # @strict runs the validators as well, but wraps their error in another one
         self.validate_architecture()
-
-    def __setattr__(self, name: str, value: Any):
-        if value is None and self.attribute_map.get(name, name) == "max_position_embeddings":
-            value = math.inf
-        super().__setattr__(name, value)
 
     def validate_architecture(self):
         check_fields(self)
@@ -217,22 +229,8 @@ class ToSTConfig(ToSTBaseConfig):
         self._check_attention_layers()
         self._check_encoder()
 
-    def to_dict(self) -> dict:
-        """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
-        fields = super().to_dict()
-        fields["use_cache"] = fields.pop("_use_cache") and self.is_causal
-        if self.is_position_free:  # JSON has no infinity
-            fields["max_position_embeddings"] = None
-        for name in ("layer_types", "num_key_value_heads"):
-            if (value := fields.pop(f"_{name}", None)) is not None:
-                fields[name] = value
-        if "layer_types" in fields:
-            names = {CAUSAL_STATISTICS: LINEAR_ATTENTION}
-            fields["layer_types"] = [names.get(layer_type, layer_type) for layer_type in fields["layer_types"]]
-        return fields
-
     def _check_encoder(self):
-        if self.pooling is not None and self.pooling not in POOLING_TYPES:
+        if self.pooling not in POOLING_TYPES:
             raise ValueError(f"pooling must be one of {', '.join(POOLING_TYPES)}, or None, got {self.pooling!r}.")
         if self.is_causal:
             if self.pooling == "first":
@@ -243,46 +241,91 @@ class ToSTConfig(ToSTBaseConfig):
 
     def validate_layer_type(self):
         """As in transformers, for the types of this model."""
-        supported = (LINEAR_ATTENTION, CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
-        layer_types = self.__dict__.get("_layer_types") or self.all_layer_types  # `_layer_types` is not truncated
+        layer_types = cast("list[str]", self.layer_types)
+        supported = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
         if unknown := [layer_type for layer_type in layer_types if layer_type not in supported]:
-            raise ValueError(f"layer_types must be among {', '.join(supported)}, got {unknown[0]!r}.")
+            raise ValueError(f"layer_types must be among {', '.join((LINEAR_ATTENTION, *supported))}, got {unknown[0]!r}.")
         if len(layer_types) != self.num_hidden_layers:
             raise ValueError(f"layer_types must name every layer: it names {len(layer_types)} of {self.num_hidden_layers}.")
         if CAUSAL_STATISTICS not in layer_types:
             raise ValueError(f"layer_types must contain {LINEAR_ATTENTION} (TSSA) at least once.")
 
     def _check_attention_layers(self):
-        if SLIDING_ATTENTION in self.all_layer_types and (self.sliding_window is None or self.sliding_window < 2):
+        if SLIDING_ATTENTION in cast("list[str]", self.layer_types) and (
+            self.sliding_window is None or self.sliding_window < 2
+        ):
             raise ValueError(
                 f"sliding_attention layers need a sliding_window of at least 2 tokens, got {self.sliding_window}."
             )
-        num_key_value_heads = cast(int, self.num_key_value_heads)  # its property returns no None
+        num_key_value_heads = cast(int, self.num_key_value_heads)
         if num_key_value_heads < 1 or self.num_attention_heads % num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {num_key_value_heads}."
             )
-        if self.rotates and (self.rope_parameters or {}).get("rope_type") not in ("default", "linear"):
-            raise ValueError(
-                "rope_parameters must have rope_type 'default' or 'linear', the same for all layers: other types scale from a "
-                "maximum length, which a position-free model does not have."
-            )
-        if self.rotates and self.head_dim % 2:
+        self.validate_rope()
+        if self.uses_rope and self.head_dim % 2:
             raise ValueError(f"Rotary positions need an even head_dim, got {self.head_dim}.")
 
-    @property
-    def pooling_in_use(self) -> str:
-        """`pooling`, or its default."""
-        return self.pooling or ("last" if self.is_causal else "mean")
+    def validate_rope(self):
+        """As in transformers, for a model without a maximum length."""
+        rope = getattr(self, "rope_parameters", None)
+        if (rope is not None) != self.uses_rope:
+            raise ValueError(ROPE_ERROR)
+        if rope is None:
+            return
+        if (rope_type := rope.get("rope_type")) not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"rope_parameters must have a rope_type among default, {', '.join(ROPE_INIT_FUNCTIONS)}, the same for all "
+                f"layers, got {rope_type!r}."
+            )
+        length, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+        if rope_type in SCALED_ROPE_TYPES and not (isinstance(length, int) and isinstance(factor, int | float)):
+            raise ValueError(
+                f"rope_parameters of rope_type {rope_type!r} need 'factor', and in 'original_max_position_embeddings' the "
+                "length that they scale from: a position-free model has no maximum length."
+            )
+        config = self.with_finite_length()
+        try:
+            super(ToSTConfig, config).validate_rope()
+        except KeyError as error:
+            raise ValueError(error.args[0]) from error
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
+    def with_finite_length(self) -> "ToSTConfig":
+        """A copy with the maximum length that transformers' functions for rotary positions expect."""
+        config, rope = copy.copy(self), cast(dict, self.rope_parameters)
+        is_dynamic = rope["rope_type"] == "dynamic"  # which scales from the maximum length
+        config.max_position_embeddings = rope.get("original_max_position_embeddings", 1)
+        if is_dynamic:
+            config.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
+        else:
+            config.max_position_embeddings = int(config.max_position_embeddings * rope.get("factor", 1))
+        return config
+
+    def get_option_defaults(self) -> dict[str, Any]:
+        """The options and their values in published models."""
+        return OPTION_DEFAULTS | {
+            "layer_types": [CAUSAL_STATISTICS] * self.num_hidden_layers,
+            "num_key_value_heads": self.num_attention_heads,
+            "pooling": "last" if self.is_causal else "mean",
+        }
+
+    def to_dict(self) -> dict:
+        """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
+        fields = super().to_dict()
+        if self.is_position_free:  # JSON has no infinity
+            fields["max_position_embeddings"] = None
+        if "layer_types" in fields:
+            names = {CAUSAL_STATISTICS: LINEAR_ATTENTION}
+            fields["layer_types"] = [names.get(layer_type, layer_type) for layer_type in fields["layer_types"]]
+        return fields
+
+    def _make_tp_plan(self) -> dict[str, str]:
         """How transformers' tensor parallelism shards the heads; "tost_heads" is a style of tost_hf.parallel."""
         has_mlp = self.mlp_type == "mlp"  # an ISTA step is not sharded: every process computes all of it
         colwise = ["self_attn.in_proj", "mlp.up_proj"] if has_mlp else ["self_attn.in_proj"]
         if self.forgetting == "token":
             colwise.append("self_attn.forget_proj")
-        if set(self.all_layer_types) != {CAUSAL_STATISTICS}:
+        if self.has_attention:
             colwise += [f"self_attn.{name}_proj" for name in "qkv"]
         styles = dict.fromkeys(colwise, "colwise") | {"self_attn.out_proj": "rowwise"}
         if has_mlp:
@@ -290,24 +333,20 @@ class ToSTConfig(ToSTBaseConfig):
         styles["self_attn"] = "tost_heads"
         return {"embed_tokens": "embedding_rowwise"} | {f"layers.*.{name}": style for name, style in styles.items()}
 
-    @base_model_tp_plan.setter
-    def base_model_tp_plan(self, plan: dict[str, str]):
-        """Has no effect: the plan follows from the fields. transformers 5.18 sets one for tied embeddings."""
-
     @property
     def is_position_free(self) -> bool:
         """Whether the model has no position tables, and so no maximum length."""
-        return self.max_position_embeddings == math.inf
+        return self.max_position_embeddings in (None, math.inf)
 
     @property
-    def rotates(self) -> bool:
-        """Whether the model has attention layers with rotary positions."""
-        return self.is_position_free and set(self.all_layer_types) != {CAUSAL_STATISTICS}
+    def uses_rope(self) -> bool:
+        """Whether the model has softmax attention layers with rotary positions."""
+        return self.is_position_free and self.has_attention
 
     @property
-    def all_layer_types(self) -> list[str]:
-        """The type of every layer: `layer_types`, whose property never returns None."""
-        return cast("list[str]", self.layer_types)
+    def has_attention(self) -> bool:
+        """Whether some layers are softmax attention."""
+        return set(cast("list[str]", self.layer_types)) != {CAUSAL_STATISTICS}
 
     @property
     def head_dim(self) -> int:
@@ -315,45 +354,8 @@ class ToSTConfig(ToSTBaseConfig):
         return self.hidden_size // self.num_attention_heads
 
 
-def _get_layer_types(config: ToSTConfig) -> list[str]:
-    layer_types = config.__dict__.get("_layer_types")
-    return [CAUSAL_STATISTICS] * config.num_hidden_layers if layer_types is None else layer_types[: config.num_hidden_layers]
-
-
-def _set_layer_types(config: ToSTConfig, layer_types: list[str] | None) -> None:
-    if layer_types is not None:
-        layer_types = [CAUSAL_STATISTICS if layer_type == LINEAR_ATTENTION else layer_type for layer_type in layer_types]
-    if layer_types is not None and set(layer_types) == {CAUSAL_STATISTICS} and len(layer_types) == config.num_hidden_layers:
-        layer_types = None  # as published
-    config.__dict__["_layer_types"] = layer_types
-
-
-def _get_use_cache(config: ToSTConfig) -> bool:
-    return config.__dict__["_use_cache"] and config.is_causal
-
-
-def _set_use_cache(config: ToSTConfig, use_cache: bool) -> None:
-    config.__dict__["_use_cache"] = use_cache
-
-
-def _get_num_key_value_heads(config: ToSTConfig) -> int:
-    num_heads = config.__dict__.get("_num_key_value_heads")
-    return config.num_attention_heads if num_heads is None else num_heads
-
-
-def _set_num_key_value_heads(config: ToSTConfig, num_heads: int | None) -> None:
-    config.__dict__["_num_key_value_heads"] = None if num_heads == config.num_attention_heads else num_heads
-
-
-# Properties replace the fields, so that their defaults follow `num_hidden_layers` and `num_attention_heads` at any time, and
-# `use_cache` follows `is_causal`.
-# transformers' caches read `layer_types`, vLLM's `num_key_value_heads`.
-ToSTConfig.layer_types = property(_get_layer_types, _set_layer_types)  # type: ignore[assignment]
-ToSTConfig.use_cache = property(_get_use_cache, _set_use_cache)  # type: ignore[assignment]
-ToSTConfig.num_key_value_heads = property(_get_num_key_value_heads, _set_num_key_value_heads)  # type: ignore[assignment]
-
-
 __all__ = [
+    "BATCH_DEPENDENT_ROPE_TYPES",
     "BEYOND_PAPER",
     "CAUSAL_STATISTICS",
     "FULL_ATTENTION",

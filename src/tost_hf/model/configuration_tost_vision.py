@@ -127,8 +127,6 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
     def __post_init__(self, **kwargs):
         features = {name: kwargs.pop(name, getattr(self, f"_{name}")) for name in FEATURE_FIELDS}
         super().__post_init__(**kwargs)
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
         self.validate_architecture()  # as in ToSTConfig
         if any(value is not None for value in features.values()):  # otherwise `ToSTBackbone` sets the last stage
             self.set_output_features_output_indices(**features)

@@ -6,7 +6,6 @@ compilers cannot read them. The one exception is a sequence longer than the posi
 not name the cause.
 """
 
-import math
 from typing import NamedTuple, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .cache_tost import ToSTCache, check_cache, get_cached_length
+from .cache_tost import ToSTCache, check_cache
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .tssa_reference import is_traced, sequence_starts
 
@@ -26,7 +25,7 @@ class ToSTInputs(NamedTuple):
     position_ids: torch.Tensor  # (B, T)
     seq_idx: torch.Tensor | None  # (B, T), sequence numbers of packed sequences
     past_key_values: Cache | None
-    attention_masks: dict  # see `build_attention_masks`
+    causal_mask_mapping: dict  # see `create_causal_mask_mapping`
 
 
 def resolve_inputs(
@@ -61,7 +60,7 @@ def resolve_inputs(
         raise ValueError(f"The batch is empty: its shape is ({B}, {T}); a forward pass needs at least one token.")
     if past_key_values is not None:
         check_cache(past_key_values, config, B)
-    past_length = 0 if past_key_values is None else get_cached_length(past_key_values)
+    past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
     if isinstance(past_length, torch.Tensor) and _is_readable(past_length):  # of a static cache
         past_length = int(past_length)
     if isinstance(attention_mask, dict):
@@ -76,15 +75,16 @@ def resolve_inputs(
     else:
         _check_continuation(position_ids, full_mask, past_length)
     position_ids = position_ids.expand(B, T)
-    _check_positions(position_ids, mask, past_length, cast(float, config.max_position_embeddings))
+    if not config.is_position_free:
+        _check_positions(position_ids, mask, past_length, cast(int, config.max_position_embeddings))
     # packed sequences have no single state; while a compiler traces, it is unknown whether position_ids restart
     may_be_unpacked = seq_idx is None or (explicit_idx is None and not _is_readable(seq_idx) and not _is_on_device(seq_idx))
     if use_cache and past_key_values is None and may_be_unpacked:
         past_key_values = ToSTCache(config)
-    attention_masks = prepared_masks or build_attention_masks(
+    causal_mask_mapping = prepared_masks or create_causal_mask_mapping(
         config, inputs_embeds, full_mask, seq_idx, past_key_values, past_length
     )
-    return ToSTInputs(mask, position_ids, seq_idx, past_key_values, attention_masks)
+    return ToSTInputs(mask, position_ids, seq_idx, past_key_values, causal_mask_mapping)
 
 
 def _reject_ring_attention() -> None:
@@ -277,8 +277,8 @@ def _check_continuation(position_ids: torch.Tensor, full_mask: torch.Tensor | No
         )
 
 
-def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past_length, limit: float) -> None:
-    if limit == math.inf or torch.compiler.is_compiling():
+def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past_length, limit: int) -> None:
+    if torch.compiler.is_compiling():
         return
     # a position is at most the number of preceding tokens: on other devices values are read only if that exceeds the limit
     if not _is_readable(position_ids) and (
@@ -301,7 +301,7 @@ def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past
 # Attention masks -------------------------------------------------------------------------------------------------------
 
 
-def build_attention_masks(
+def create_causal_mask_mapping(
     config: PreTrainedConfig,
     inputs_embeds: torch.Tensor,
     mask: torch.Tensor | None,

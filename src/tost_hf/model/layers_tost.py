@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -146,6 +147,20 @@ class ISTAStep(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.dictionary)}, step_size={self.step_size}, threshold={self.threshold}"
+
+
+# Outputs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MembershipsMixin:
+    """Adds `memberships` to an output class of transformers.
+
+    Args:
+        memberships: with `output_memberships=True`, Pi of every TSSA layer, each (B, H, T) in float32, 0 at padding.
+    """
+
+    memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
 # TSSA -----------------------------------------------------------------------------------------------------------------

@@ -21,16 +21,24 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .base_tost import ToSTBaseModel, add_class_names
-from .cache_tost import get_cached_length
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
-from .inputs_tost import build_attention_masks, check_prompt, resolve_inputs
-from .layers_tost import MLP, ISTAStep, ShortConvolution, TokenStatisticsSelfAttention, initial_forget_bias, make_dropout
+from .inputs_tost import check_prompt, create_causal_mask_mapping, resolve_inputs
+from .layers_tost import (
+    MLP,
+    ISTAStep,
+    MembershipsMixin,
+    ShortConvolution,
+    TokenStatisticsSelfAttention,
+    initial_forget_bias,
+    make_dropout,
+)
 from .tssa_reference import compute_dtype, is_traced
 
 
@@ -41,76 +49,97 @@ PROGRESS_DELAY = 5  # seconds before a prefill shows a progress bar
 
 
 @dataclass
-class ToSTModelOutputWithPast(BaseModelOutputWithPast):
-    """Output of `ToSTModel`: the fields of transformers' `BaseModelOutputWithPast`, and `memberships`.
+class ToSTModelOutputWithPast(MembershipsMixin, BaseModelOutputWithPast):
+    """Output of `ToSTModel`.
 
     With `output_attentions=True` and attn_implementation="eager", `attentions` contains the weights of every softmax attention
     layer of a hybrid model, each (B, H, T, cached + T).
-
-    Args:
-        memberships: with `output_memberships=True`, Pi of every TSSA layer, each (B, H, T) in float32, 0 at padding.
-
-    Example:
-
-    ```python
-    >>> model = ToSTModel(ToSTConfig(hidden_size=32, num_attention_heads=4))
-    >>> outputs = model(torch.tensor([[5, 6, 7]]), output_memberships=True)
-    >>> outputs.memberships[0].shape
-    torch.Size([1, 4, 3])
-    ```
     """
-
-    memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
-class ToSTCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """Output of `ToSTForCausalLM`: logits (B, T, vocab_size), the loss, and the fields of `ToSTModelOutputWithPast`.
+class ToSTCausalLMOutputWithPast(MembershipsMixin, CausalLMOutputWithPast):
+    """Output of `ToSTForCausalLM`."""
 
-    Args:
-        memberships: as in `ToSTModelOutputWithPast`.
 
-    Example:
+@dataclass
+class ToSTMaskedLMOutput(MembershipsMixin, MaskedLMOutput):
+    """Output of `ToSTForMaskedLM`."""
 
-    ```python
-    >>> model = ToSTForCausalLM(ToSTConfig(hidden_size=32, num_attention_heads=4))
-    >>> model(torch.tensor([[5, 6, 7]])).past_key_values.get_seq_length()
-    3
-    ```
-    """
 
-    memberships: tuple[torch.FloatTensor, ...] | None = None
+@dataclass
+class ToSTSequenceClassifierOutputWithPast(MembershipsMixin, SequenceClassifierOutputWithPast):
+    """Output of `ToSTForSequenceClassification`."""
+
+
+@dataclass
+class ToSTTokenClassifierOutput(MembershipsMixin, TokenClassifierOutput):
+    """Output of `ToSTForTokenClassification`."""
+
+
+@dataclass
+class ToSTQuestionAnsweringModelOutput(MembershipsMixin, QuestionAnsweringModelOutput):
+    """Output of `ToSTForQuestionAnswering`."""
 
 
 # Softmax attention of hybrid models --------------------------------------------------------------------------------------
 
 
-def rotary_embedding(
-    config: PreTrainedConfig, x: torch.Tensor, position_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of rotary position embeddings (RoFormer, arXiv 2104.09864), each (B, T, head_dim).
+class ToSTRotaryEmbedding(nn.Module):
+    """Rotary position embeddings (RoFormer, arXiv 2104.09864) of every type that transformers computes, in float32.
+
+        angle = position_ids * inv_freq,    inv_freq_i = rope_theta ** (-2 i / rotary_dim), then scaled by `rope_type`
 
     Args:
-        config: its `rope_parameters` have rope_type "default", or "linear", which divides the frequencies by "factor".
-        x: a tensor whose dtype and device the result gets; the computation is in float32.
-        position_ids: (B, T).
+        config: a configuration with `rope_parameters`; "partial_rotary_factor" determines how many channels of a head rotate.
     """
-    rope = config.rope_parameters
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=x.device) / config.head_dim
-    inv_freq = 1.0 / rope["rope_theta"] ** exponent
-    if rope["rope_type"] == "linear":
-        inv_freq = inv_freq / rope["factor"]
-    angle = position_ids[..., None].float() * inv_freq
-    angle = torch.cat([angle, angle], -1)
-    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+    def __init__(self, config: ToSTConfig):
+        super().__init__()
+        self.config = config.with_finite_length()
+        self.rope_type: str = cast(dict, self.config.rope_parameters)["rope_type"]
+        self.max_seq_len_cached = self.original_max_seq_len = self.config.max_position_embeddings
+        inv_freq, self.attention_scaling = self.compute_inv_freq()
+        self.inv_freq = nn.Buffer(inv_freq, persistent=False)
+        self.original_inv_freq = nn.Buffer(inv_freq.clone(), persistent=False)
+
+    def compute_inv_freq(self) -> tuple[torch.Tensor, float]:
+        """The inverse frequencies (rotary_dim / 2,), and the factor on cosines and sines."""
+        init_function = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        return init_function(self.config)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: ToSTConfig, *args, **kwargs) -> tuple[torch.Tensor, float]:
+        """As the functions in transformers' `ROPE_INIT_FUNCTIONS`, for rope_type "default"."""
+        rope: Any = config.rope_parameters
+        rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim), 1.0
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32:  # cast by model.to(dtype) or model.half(), which would round it
+            inv_freq = self.compute_inv_freq()[0].to(self.inv_freq.device)
+            self.inv_freq.data, self.original_inv_freq.data = inv_freq, inv_freq.clone()
+        return self
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, each (B, T, rotary_dim), in the dtype of x, for `position_ids` (B, T)."""
+        angle = position_ids[..., None].float() * self.inv_freq.to(x.device)
+        angle = torch.cat([angle, angle], -1)
+        return (angle.cos() * self.attention_scaling).to(x.dtype), (angle.sin() * self.attention_scaling).to(x.dtype)
 
 
 def apply_rotary_pos_emb(query, key, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Applies rotary position embeddings to queries and keys (B, heads, T, head_dim)."""
+    """Rotates the first channels of queries and keys (B, heads, T, head_dim): as many as cos and sin (B, T, channels) have."""
+    rotary_dim = cos.shape[-1]
 
     def rotate(x):
+        x, rest = x[..., :rotary_dim], x[..., rotary_dim:]
         x1, x2 = x.chunk(2, -1)
-        return x * cos.unsqueeze(1) + torch.cat([-x2, x1], -1) * sin.unsqueeze(1)
+        x = x * cos.unsqueeze(1) + torch.cat([-x2, x1], -1) * sin.unsqueeze(1)
+        return torch.cat([x, rest], -1) if rest.shape[-1] else x
 
     return rotate(query), rotate(key)
 
@@ -159,7 +188,7 @@ class ToSTAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        attention_masks: dict,
+        causal_mask_mapping: dict,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -169,8 +198,8 @@ class ToSTAttention(nn.Module):
         Args:
             hidden_states: (B, T, D).
             attention_mask: (B, T), true at real tokens; without the cached tokens.
-            attention_masks: from `build_attention_masks`.
-            position_embeddings: from `rotary_embedding`; None in models with learned positions.
+            causal_mask_mapping: masks by layer type, from `create_causal_mask_mapping`.
+            position_embeddings: from `ToSTRotaryEmbedding`; None in models with learned positions.
             past_key_values: a cache with an attention layer at `layer_idx`; updated in place.
             kwargs: `position_ids` (B, T), from which flash attention infers packed sequences.
 
@@ -194,7 +223,7 @@ class ToSTAttention(nn.Module):
             query,
             key,
             value,
-            attention_mask=attention_masks[self.layer_type],
+            attention_mask=causal_mask_mapping[self.layer_type],
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
@@ -236,8 +265,8 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         hidden_size, bias = config.hidden_size, config.use_bias
         self.pre_norm = config.pre_norm
         self.input_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps, bias=bias)
-        self.attends = config.all_layer_types[layer_idx] != CAUSAL_STATISTICS
-        self.self_attn = ToSTAttention(config, layer_idx) if self.attends else _make_tssa(config, layer_idx)
+        self.is_softmax_attention = cast(list, config.layer_types)[layer_idx] != CAUSAL_STATISTICS
+        self.self_attn = ToSTAttention(config, layer_idx) if self.is_softmax_attention else _make_tssa(config, layer_idx)
         self.attention_layer_scale = nn.Parameter(torch.full((hidden_size,), float(config.layer_scale_init_value)))
         self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps, bias=bias)
         self.mlp: nn.Module
@@ -258,11 +287,14 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         position_ids: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        attention_masks: dict | None = None,
+        causal_mask_mapping: dict | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        if self.attends:
-            options: dict[str, Any] = {"attention_masks": attention_masks, "position_embeddings": position_embeddings}
+        if self.is_softmax_attention:
+            options: dict[str, Any] = {
+                "causal_mask_mapping": causal_mask_mapping,
+                "position_embeddings": position_embeddings,
+            }
         else:
             options = {"seq_idx": seq_idx}
         attn_output, _ = self.self_attn(
@@ -395,6 +427,7 @@ class ToSTModel(ToSTPreTrainedModel):
         self.embed_positions = None
         if not config.is_position_free:
             self.embed_positions = nn.Embedding(cast(int, config.max_position_embeddings), config.hidden_size)
+        self.rotary_emb = ToSTRotaryEmbedding(config) if config.uses_rope else None
         self.embedding_dropout = make_dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm: nn.Module = nn.Identity()
@@ -443,6 +476,10 @@ class ToSTModel(ToSTPreTrainedModel):
                 "An encoder (is_causal=False) processes the whole sequence at once, so it has no cache: omit past_key_values "
                 "and use_cache."
             )
+        if kwargs.get("output_attentions", self.config.output_attentions) and not self.config.has_attention:
+            logger.warning_once(
+                "output_attentions=True returns no weights, as TSSA has none; output_memberships=True returns memberships."
+            )
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "A cache and gradient checkpointing cannot be used together: transformers would ignore the cache. Call "
@@ -464,8 +501,8 @@ class ToSTModel(ToSTPreTrainedModel):
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(inputs.position_ids)
         position_embeddings = None
-        if self.config.rotates:
-            position_embeddings = rotary_embedding(self.config, hidden_states, inputs.position_ids)
+        if self.rotary_emb is not None:
+            position_embeddings = self.rotary_emb(hidden_states, inputs.position_ids)
         hidden_states = self.embedding_dropout(hidden_states)
         for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers it temporarily
             hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **inputs._asdict())
@@ -678,53 +715,15 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         `generate` calls this for compiled decoding, where a mask that grows with the sequence would recompile every step.
         """
         new_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
-        if set(config.all_layer_types) == {CAUSAL_STATISTICS}:
+        if not config.has_attention:
             return new_mask
-        past_length = 0 if past_key_values is None else int(get_cached_length(past_key_values))
+        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         mask = None if attention_mask is None else attention_mask.bool()
-        masks = build_attention_masks(config, inputs_embeds, mask, None, past_key_values, past_length)
+        masks = create_causal_mask_mapping(config, inputs_embeds, mask, None, past_key_values, past_length)
         return {CAUSAL_STATISTICS: new_mask, **masks}
 
 
 # Other heads ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class ToSTSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """Output of `ToSTForSequenceClassification`: logits (B, num_labels), and the fields of `ToSTModelOutputWithPast`.
-
-    Args:
-        memberships: as in `ToSTModelOutputWithPast`.
-
-    Example:
-
-    ```python
-    >>> model = ToSTForSequenceClassification(ToSTConfig(hidden_size=32, num_attention_heads=4))
-    >>> model(torch.tensor([[5, 6, 7]])).logits.shape
-    torch.Size([1, 2])
-    ```
-    """
-
-    memberships: tuple[torch.FloatTensor, ...] | None = None
-
-
-@dataclass
-class ToSTMaskedLMOutput(MaskedLMOutput):
-    """Output of `ToSTForMaskedLM`: the fields of transformers' `MaskedLMOutput`, and `memberships`.
-
-    Args:
-        memberships: as in `ToSTModelOutputWithPast`.
-
-    Example:
-
-    ```python
-    >>> model = ToSTForMaskedLM(ToSTConfig(hidden_size=32, num_attention_heads=4, is_causal=False))
-    >>> model(torch.tensor([[5, 6, 7]])).logits.shape
-    torch.Size([1, 3, 50304])
-    ```
-    """
-
-    memberships: tuple[torch.FloatTensor, ...] | None = None
 
 
 class ToSTForSequenceClassification(ToSTPreTrainedModel):
@@ -784,7 +783,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
             mask = attention_mask[:, -logits.shape[1] :] != 0
         elif self.config.is_causal and input_ids is not None and self.config.pad_token_id is not None:
             mask = input_ids != self.config.pad_token_id
-        pooled_logits = _pool(logits, mask, self.config.pooling_in_use)
+        pooled_logits = _pool(logits, mask, cast(str, self.config.pooling))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=pooled_logits, config=self.config, logits=logits)
@@ -876,7 +875,7 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
 
 
 class ToSTForTokenClassification(ToSTPreTrainedModel):
-    """ToST with a linear head on each token, which does not return memberships (`self.model` does).
+    """ToST with a linear head on each token.
 
     Example:
 
@@ -908,7 +907,7 @@ class ToSTForTokenClassification(ToSTPreTrainedModel):
         seq_idx: torch.LongTensor | None = None,
         cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> TokenClassifierOutput:
+    ) -> ToSTTokenClassifierOutput:
         """Logits (B, T, num_labels), and the loss if labels are given. The other arguments are those of `ToSTModel.forward`.
 
         Args:
@@ -928,13 +927,17 @@ class ToSTForTokenClassification(ToSTPreTrainedModel):
         )
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
-        return TokenClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        return ToSTTokenClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            memberships=outputs.memberships,
         )
 
 
 class ToSTForQuestionAnswering(ToSTPreTrainedModel):
-    """ToST with a linear head for an answer's first and last token; returns no memberships.
+    """ToST with a linear head for an answer's first and last token.
 
     Example:
 
@@ -966,7 +969,7 @@ class ToSTForQuestionAnswering(ToSTPreTrainedModel):
         seq_idx: torch.LongTensor | None = None,
         cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> QuestionAnsweringModelOutput:
+    ) -> ToSTQuestionAnsweringModelOutput:
         """Logits (B, T) of an answer's first and last token, the dtype's minimum at padding, which answers nothing.
 
         The other arguments are those of `ToSTModel.forward`.
@@ -993,12 +996,13 @@ class ToSTForQuestionAnswering(ToSTPreTrainedModel):
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
-        return QuestionAnsweringModelOutput(
+        return ToSTQuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits,
             end_logits=end_logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            memberships=outputs.memberships,
         )
 
 

@@ -3,7 +3,8 @@
 
 The statistics of causal TSSA are sums: a shard needs only three sums per head over the previous shards. Two all-gathers per
 layer provide them: first the sums of squares, which determine the memberships, then the sums weighted by these. A layer with
-a convolution also exchanges its last inputs. The size of an exchange does not depend on the number of tokens.
+a convolution also exchanges its last inputs. The size of an exchange does not depend on the number of tokens, except in the
+softmax attention layers of hybrid models, which gather the keys and values of all shards.
 
 Within the layers of a process, `seq_idx` numbers the packed sequences of its shard. Number 0 is the sequence that continues
 from the previous shard; if the first token starts a sequence, its number is 1.
@@ -12,16 +13,18 @@ from the previous shard; if the first token starts a sequence, its number is 1.
 import functools
 import inspect
 from collections import Counter
-from typing import Any, NamedTuple, TypeVar
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from transformers.cache_utils import Cache
 
-from ..model.configuration_tost import CAUSAL_STATISTICS
-from ..model.inputs_tost import resolve_inputs
+from ..model.configuration_tost import BATCH_DEPENDENT_ROPE_TYPES, CAUSAL_STATISTICS, ToSTConfig
+from ..model.inputs_tost import create_causal_mask_mapping, resolve_inputs
 from ..model.layers_tost import (
     LayerOperators,
     ShortConvolution,
@@ -29,7 +32,7 @@ from ..model.layers_tost import (
     left_padding_indices,
     permute_tokens,
 )
-from ..model.modeling_tost import ToSTForCausalLM, ToSTModel
+from ..model.modeling_tost import ToSTAttention, ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
 from ..model.tssa_reference import TSSAState, compute_dtype, mask_padding, sequence_starts, zero_state
 from .collectives import gather
@@ -63,7 +66,7 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
     and fully_shard do: wrap the model afterwards.
 
     Args:
-        model: a `ToSTModel` or `ToSTForCausalLM` with TSSA in all layers.
+        model: a `ToSTModel` or `ToSTForCausalLM`; a hybrid one with attn_implementation "sdpa" or "eager".
         device_mesh: a mesh of one dimension, such as `mesh["cp"]`.
 
     Returns:
@@ -71,8 +74,8 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
 
     Raises:
         TypeError: `model` is of another class, or `device_mesh` is not a `DeviceMesh`.
-        ValueError: the model is an encoder, has layers of softmax attention or unnormalised scores, is already parallel, or
-            the mesh has several dimensions.
+        ValueError: the model is an encoder, has unnormalized scores, another attention implementation or rotary positions that
+            depend on the longest sequence, is already parallel, or the mesh has several dimensions.
 
     Example, in each of four processes:
 
@@ -95,12 +98,8 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
         raise ValueError(
             "parallelize does not support normalize_scores=False; train such a model without context parallelism."
         )
-    unsupported_types = set(model.config.all_layer_types) - {CAUSAL_STATISTICS}
-    if unsupported_types:
-        raise ValueError(
-            f"parallelize does not support layers of {' and '.join(sorted(unsupported_types))}: they need all tokens, not "
-            "sums over them. Train hybrid models with fully_shard or DistributedDataParallel."
-        )
+    if model.config.has_attention:
+        _check_attention(model.config)
     layers = [layer for layer in model.modules() if isinstance(layer, TokenStatisticsSelfAttention)]
     if any(layer.operators != LayerOperators() for layer in layers):
         raise ValueError("The model is context-parallel or tensor-parallel already.")
@@ -111,6 +110,9 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
     )
     for layer in layers:
         layer.operators = operators
+    for module in model.modules():
+        if isinstance(module, ToSTAttention):
+            module.register_forward_pre_hook(functools.partial(_use_earlier_key_values, device_mesh), with_kwargs=True)
     model.register_forward_pre_hook(functools.partial(_check_same_batch, device_mesh, Counter()), with_kwargs=True)
     base_model = model.model if isinstance(model, ToSTForCausalLM) else model
     base_model.register_forward_pre_hook(functools.partial(_shard_inputs, device_mesh), with_kwargs=True)
@@ -120,20 +122,37 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
     return model
 
 
+def _check_attention(config: ToSTConfig) -> None:
+    """Raises a ValueError for softmax attention that cannot be sharded."""
+    if config._attn_implementation not in ("sdpa", "eager", None):
+        raise ValueError(
+            f"parallelize does not support attn_implementation={config._attn_implementation!r}: load the model with "
+            "attn_implementation='sdpa'."
+        )
+    if config.uses_rope and (rope_type := cast(dict, config.rope_parameters)["rope_type"]) in BATCH_DEPENDENT_ROPE_TYPES:
+        raise ValueError(
+            f"parallelize does not support rope_type {rope_type!r}: it depends on the longest sequence of a batch."
+        )
+
+
 def local_tokens(length: int, device_mesh: DeviceMesh) -> slice:
     """This process's shard of a sequence of `length` tokens. The lengths of shards differ by at most one token.
 
     Raises:
         ValueError: there are more processes than tokens.
     """
-    num_shards, rank = device_mesh.size(), device_mesh.get_local_rank()
+    return _list_shards(length, device_mesh.size())[device_mesh.get_local_rank()]
+
+
+def _list_shards(length: int, num_shards: int) -> list[slice]:
+    """The shards of a sequence of `length` tokens, longer ones first."""
     if length < num_shards:
         raise ValueError(
             f"A sequence of {length} tokens cannot be sharded over {num_shards} processes: each needs at least one token."
         )
     shard_length, num_longer = divmod(length, num_shards)
-    start = rank * shard_length + min(rank, num_longer)
-    return slice(start, start + shard_length + (rank < num_longer))
+    starts = [rank * shard_length + min(rank, num_longer) for rank in range(num_shards + 1)]
+    return [slice(start, end) for start, end in pairwise(starts)]
 
 
 # Inputs and outputs of the model -----------------------------------------------------------------------------------------
@@ -165,13 +184,14 @@ def _shard_inputs(mesh: DeviceMesh, base_model: ToSTModel, args: tuple, kwargs: 
         return args, kwargs  # forward rejects them
     length = tokens.shape[1]
     shard = local_tokens(length, mesh)
-    names = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
+    embeds = torch.empty((), dtype=base_model.dtype, device=tokens.device).expand(*tokens.shape[:2], 1)  # for its shape
     full_inputs = resolve_inputs(
         base_model.config,
-        tokens.new_empty(()).expand(*tokens.shape[:2], 1),  # for its shape and device
+        embeds,
+        attention_mask={CAUSAL_STATISTICS: inputs.pop("attention_mask", None)},  # a dict, so that no other masks are built
         past_key_values=None,
         use_cache=False,
-        **{name: inputs.pop(name, None) for name in names},
+        **{name: inputs.pop(name, None) for name in ("position_ids", "seq_idx", "cu_seq_lens_q")},
     )
     shard_inputs: dict[str, Any] = {"attention_mask": full_inputs.attention_mask, "position_ids": full_inputs.position_ids}
     shard_inputs |= {name: inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None}
@@ -180,6 +200,17 @@ def _shard_inputs(mesh: DeviceMesh, base_model: ToSTModel, args: tuple, kwargs: 
         sequence_number = sequence_starts(full_inputs.seq_idx).cumsum(1)
         previous_number = sequence_number[:, shard.start - 1, None] if shard.start else 1
         shard_inputs["seq_idx"] = sequence_number[:, shard] - previous_number
+    if base_model.config.has_attention:
+        key_values, mask = EarlierKeyValues(mesh, length), full_inputs.attention_mask
+        masks = create_causal_mask_mapping(
+            base_model.config,
+            embeds[:, shard],
+            None if mask is None else mask[:, : shard.stop],
+            None if full_inputs.seq_idx is None else full_inputs.seq_idx[:, : shard.stop],
+            cast(Cache, key_values),
+            past_length=0,
+        )
+        shard_inputs["attention_mask"] = {CAUSAL_STATISTICS: shard_inputs["attention_mask"], "length": length} | masks
     return (), inputs | shard_inputs | {"use_cache": False}
 
 
@@ -254,6 +285,40 @@ def _checksum(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
 
 
 # The layers ------------------------------------------------------------------------------------------------------------
+
+
+class EarlierKeyValues:
+    """Stands in for a cache in softmax attention: the keys and values of the previous shards, gathered from their processes.
+
+    Args:
+        length: number of tokens in all shards.
+    """
+
+    def __init__(self, mesh: DeviceMesh, length: int):
+        self.mesh, self.shards = mesh, _list_shards(length, mesh.size())
+        self.shard = local_tokens(length, mesh)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.shard.start
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.shard.stop, 0
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (B, heads, tokens, p) up to the end of this shard, from those of this shard."""
+        max_length = self.shards[0].stop
+        local = F.pad(torch.cat([key, value], -1), (0, 0, 0, max_length - key.shape[2]))
+        gathered = zip(gather(local, self.mesh), self.shards)
+        key_value = torch.cat([x[:, :, : shard.stop - shard.start] for x, shard in gathered], 2)[:, :, : self.shard.stop]
+        key, value = key_value.chunk(2, -1)
+        return key, value
+
+
+def _use_earlier_key_values(mesh: DeviceMesh, module: ToSTAttention, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before `ToSTAttention.forward`."""
+    return args, kwargs | {"past_key_values": EarlierKeyValues(mesh, kwargs["causal_mask_mapping"]["length"])}
 
 
 class PrefixStates(NamedTuple):

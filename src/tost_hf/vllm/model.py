@@ -27,9 +27,9 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.sequence import IntermediateTensors
 
-from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
+from ..model.configuration_tost import BATCH_DEPENDENT_ROPE_TYPES, CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from ..model.layers_tost import ISTAStep
-from ..model.modeling_tost import add_attention_and_mlp, apply_rotary_pos_emb, rotary_embedding
+from ..model.modeling_tost import ToSTRotaryEmbedding, add_attention_and_mlp, apply_rotary_pos_emb
 from .causal_statistics import CausalStatistics, state_size
 
 
@@ -87,12 +87,13 @@ class MLP(nn.Module):
 class ToSTDecoderLayer(nn.Module):
     def __init__(self, config: ToSTConfig, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        width, layer_type = config.hidden_size, config.all_layer_types[extract_layer_index(prefix)]
+        assert config.layer_types is not None
+        width, layer_type = config.hidden_size, config.layer_types[extract_layer_index(prefix)]
         self.pre_norm = config.pre_norm
-        self.attends = layer_type != CAUSAL_STATISTICS
+        self.is_softmax_attention = layer_type != CAUSAL_STATISTICS
         self.input_layernorm = nn.LayerNorm(width, config.layer_norm_eps, bias=config.use_bias)
         self.self_attn: nn.Module
-        if self.attends:
+        if self.is_softmax_attention:
             self.self_attn = SoftmaxAttention(config, vllm_config, layer_type, f"{prefix}.self_attn")
         else:
             self.self_attn = CausalStatistics(config, vllm_config, f"{prefix}.self_attn")
@@ -113,8 +114,8 @@ class ToSTDecoderLayer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states) if self.pre_norm else hidden_states
-        attended = self.self_attn(normed, position_embeddings if self.attends else positions)
-        return add_attention_and_mlp(self, hidden_states, attended)
+        attn_output = self.self_attn(normed, position_embeddings if self.is_softmax_attention else positions)
+        return add_attention_and_mlp(self, hidden_states, attn_output)
 
 
 @support_torch_compile
@@ -128,6 +129,14 @@ class ToSTModel(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens")
         if not config.is_position_free:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.rotary_emb = None
+        if config.uses_rope:
+            if (rope_type := config.rope_parameters["rope_type"]) in BATCH_DEPENDENT_ROPE_TYPES:
+                raise ValueError(
+                    f"vLLM cannot serve a ToST model with rope_type {rope_type!r}: the frequencies depend on the longest "
+                    "position of a batch. Use yarn, or generate with transformers."
+                )
+            self.rotary_emb = ToSTRotaryEmbedding(config)
         self.start_layer, self.end_layer, self.layers = make_layers(
             config.num_hidden_layers,
             lambda prefix: ToSTDecoderLayer(config, vllm_config, prefix),
@@ -158,7 +167,7 @@ class ToSTModel(nn.Module):
         else:
             assert intermediate_tensors is not None
             hidden_states = intermediate_tensors["hidden_states"]
-        position_embeddings = rotary_embedding(self.config, hidden_states, positions) if self.config.rotates else None
+        position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, positions)
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             hidden_states = layer(hidden_states, positions, position_embeddings)
         if not get_pp_group().is_last_rank:

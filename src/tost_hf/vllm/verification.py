@@ -34,7 +34,7 @@ class ToSTVerification(VerifyAndUpdateConfig):
                 "vLLM serves causal ToST models (text, embeddings, classification by the last token). This is a "
                 f"{architecture}{', an encoder (is_causal=False)' if is_encoder else ''}: use transformers."
             )
-        if model.runner_type == "pooling" and config.pooling_in_use != "last":
+        if model.runner_type == "pooling" and config.pooling != "last":
             raise ValueError(f"vLLM pools the last token, but this classifier was trained with pooling={config.pooling!r}.")
         if vllm_config.speculative_config is not None:
             raise ValueError(
