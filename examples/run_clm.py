@@ -27,20 +27,15 @@ from transformers import (
     set_seed,
 )
 
-from tost_hf import ContextParallelTrainer, ToSTTrainingArguments
+from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.training.callbacks import TrainingFilesCallback
 from tost_hf.training.metrics import TokenAccuracy, perplexity
 from tost_hf.training.streams import collate_blocks
-from tost_hf.training.trainer_stream import StreamingTrainer
 
 
 logger = logging.getLogger("run_clm")
 
 DEFAULT_BLOCK_SIZE = 1024
-
-
-class LanguageModelTrainer(StreamingTrainer, ContextParallelTrainer):
-    """`ToSTTrainer` for blocks of tokens, also streamed, with context parallelism."""
 
 
 @dataclass
@@ -139,7 +134,7 @@ def main(args: list[str] | None = None) -> None:
 
     train_files = [data_args.dataset_name] if data_args.dataset_name else data_args.train_file or []
     training_args.include_for_metrics = ["loss"]  # for the perplexity
-    trainer = LanguageModelTrainer(
+    trainer = ToSTTrainer(
         model=model,
         args=training_args,
         train_dataset=blocks.get("train"),

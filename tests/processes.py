@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 # imports of the cases and conftest, except the modules of this folder, which the fork server does not find
 IMPORTS = ["tost_hf.parallel", "torch.distributed.fsdp", "tokenizers", "pytest", "sklearn.datasets"]
-IMPORTS += [f"tost_hf.training.trainer_{name}" for name in ("context_parallel", "tensor_parallel", "vision")]
+IMPORTS += ["tost_hf.training.trainer_vision"]
 
 
 def run_cases(cases, names: list[str], processes: int, folder) -> dict[str, list]:

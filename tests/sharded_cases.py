@@ -5,54 +5,82 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from conftest import randomize, small_config
 from cpus_as_devices import treat_cpus_as_devices
+from datasets import Dataset
 from text_runs import token_ids, train, training_args
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.distributed import DistributedConfig
 
-from tost_hf import ContextParallelTrainer, TensorParallelTrainer, ToSTForCausalLM
+from tost_hf import ToSTForCausalLM, ToSTTrainer
 from tost_hf.training.checkpoints import choose_checkpoint
+from tost_hf.training.streams import PackedStream, collate_blocks
 
 
 STEPS, EQUAL_STEPS, BATCH = 20, 10, 8
 ON_CPUS = ["ddp", "cp", "ddp and cp"]
 PARALLELISMS = [*ON_CPUS, "fsdp2", "tp"]
-FLOAT32 = [f"{parallelism}, float32" for parallelism in ("ddp and cp", "fsdp2", "tp")]
+# combinations with another model, kind of data or way to compute: "PARALLELISM, VARIANT"
+COMBINATIONS = [f"{parallelism}, float32" for parallelism in ("ddp and cp", "fsdp2", "tp")]
+COMBINATIONS += [
+    f"cp, {variant}" for variant in ("hybrid", "stream", "hybrid stream", "checkpointing", "hybrid checkpointing")
+]
+COMBINATIONS += ["tp, hybrid", "tp, stream", "tp, checkpointing"]
+COMBINATIONS += [f"{parallelism}, accumulation" for parallelism in ("ddp", "ddp and cp", "fsdp2", "tp")]
+COMBINATIONS += ["cp, hybrid accumulation", "cp, stream accumulation", "tp, stream accumulation", "config cp, hybrid"]
 # At the default rate of training_args, a channel of a first token comes within 1e-6 of 0 in step 7. There its square is
 # divided by EPS_SUM_SQ, with a gradient of 1e6, or by itself, with none: rounding decides which, and the losses diverge.
 FLOAT32_RATE = 0.003
 LAYERS = {"transformer_layer_cls_to_wrap": ToSTForCausalLM._no_split_modules}
 
 
-class ParallelTrainer(ContextParallelTrainer, TensorParallelTrainer):
-    """A trainer that supports every kind of parallelism."""
+def model_folder(variant: str = "") -> Path:
+    return Path(os.environ["TOST_TEST_MODELS"], "hybrid" if "hybrid" in variant else "model")
 
 
-def model_folder() -> Path:
-    return Path(os.environ["TOST_TEST_MODELS"], "model")
-
-
-def save_model(**options) -> None:
+def save_models(**options) -> None:
+    """A model with TSSA in all layers, and a hybrid."""
     config = small_config(vocab_size=100, forgetting="token", conv_kernel=3, **options)
     randomize(ToSTForCausalLM(config)).save_pretrained(model_folder())
+    options |= {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": None}
+    config = small_config(vocab_size=100, forgetting="token", num_key_value_heads=2, **options)
+    randomize(ToSTForCausalLM(config)).save_pretrained(model_folder("hybrid"))
 
 
-def make_trainer(parallelism: str, processes: int, output_dir: Path, dtype=torch.float64, **changes) -> ParallelTrainer:
-    """A trainer whose global batch of 8 sequences is split over the processes."""
+def make_stream() -> PackedStream:
+    """Blocks of 16 tokens from two shards of documents."""
+    documents = Dataset.from_dict({"text": [" ".join(map(str, range(number, 60))) for number in range(40)]})
+    stream = documents.to_iterable_dataset(num_shards=2)
+    return PackedStream(stream, lambda texts: [b % 97 for text in texts for b in text.encode()], "text", 16, shuffle_buffer=8)
+
+
+def make_trainer(name: str, processes: int, output_dir: Path, **changes) -> ToSTTrainer:
+    """A trainer whose global batch of 8 sequences is split over the processes, of "PARALLELISM, VARIANT"."""
+    parallelism, _, variant = name.partition(", ")
     if processes > 1:
         treat_cpus_as_devices()
-    groups = {"tp": 1, "cp": 1, "ddp and cp": processes // 2 or 1}.get(parallelism, processes)  # data-parallel groups
-    changes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH // groups} | changes
-    changes |= {"output_dir": str(output_dir), "total_batch_size": BATCH}
-    changes["use_cpu"] = parallelism in ON_CPUS
-    if "cp" in parallelism:
-        changes["context_parallel_size"] = {"cp": processes, "ddp and cp": 2}[parallelism]
+    groups = {"tp": 1, "cp": 1, "config cp": 1, "ddp and cp": processes // 2 or 1}.get(
+        parallelism, processes
+    )  # data-parallel groups
+    accumulation_steps = 2 if "accumulation" in variant else 1
+    changes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH // groups // accumulation_steps} | changes
+    changes |= {"output_dir": str(output_dir), "total_batch_size": BATCH, "gradient_checkpointing": "checkpointing" in variant}
+    changes["use_cpu"] = parallelism in (*ON_CPUS, "config cp")
+    if "float32" in variant:
+        changes["learning_rate"] = FLOAT32_RATE
+    if parallelism == "config cp" and processes > 1:
+        changes["parallelism_config"] = ParallelismConfig(cp_size=processes)
+    elif "cp" in parallelism:
+        changes["context_parallel_size"] = {"ddp and cp": 2}.get(parallelism, processes)
     if parallelism == "fsdp2":
         changes |= {"fsdp": True, "fsdp_config": LAYERS}
     load_options = {"distributed_config": DistributedConfig(tp_plan="auto")} if parallelism == "tp" else {}
-    model = ToSTForCausalLM.from_pretrained(model_folder(), dtype=dtype, **load_options)
-    return ParallelTrainer(model, training_args(output_dir.parent, bf16=False, **changes), train_dataset=token_ids(64))
+    dtype = torch.float32 if "float32" in variant else torch.float64
+    model = ToSTForCausalLM.from_pretrained(model_folder(variant), dtype=dtype, **load_options)
+    data = {"train_dataset": make_stream(), "data_collator": collate_blocks} if "stream" in variant else {}
+    args = training_args(output_dir.parent, bf16=False, **changes)
+    return ToSTTrainer(model, args, **({"train_dataset": token_ids(64)} | data))
 
 
 def count_processes() -> int:
@@ -80,13 +108,10 @@ def train_ddp(name: str) -> list[int]:
     return steps
 
 
-def run(parallelism: str) -> dict:
+def run(name: str) -> dict:
     """The losses, and the number of parameters that this process stores."""
     processes = count_processes()
-    parallelism, _, float32 = parallelism.partition(", ")
-    dtype, changes = (torch.float32, {"learning_rate": FLOAT32_RATE}) if float32 else (torch.float64, {})
-    changes["max_steps"] = EQUAL_STEPS
-    trainer = make_trainer(parallelism, processes, model_folder().parent / f"{parallelism} {processes}", dtype, **changes)
+    trainer = make_trainer(name, processes, model_folder().parent / f"{name} {processes}", max_steps=EQUAL_STEPS)
     losses = train(trainer)
     local_parameters = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in trainer.model.parameters()]
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # set by Accelerate

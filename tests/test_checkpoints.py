@@ -256,7 +256,7 @@ def test_nan_gradient_is_not_saved(make, tmp_path):
 @pytest.mark.slow
 def test_all_processes_stop_when_one_has_a_nan_loss(tmp_path, monkeypatch):
     monkeypatch.setenv("TOST_TEST_MODELS", str(tmp_path))
-    sharded_cases.save_model()
+    sharded_cases.save_models()
     for message in run_cases(sharded_cases.train_ddp, ["nan"], 2, tmp_path)["nan"]:
         assert message.startswith(
             "FloatingPointError: The loss or its gradient became NaN or infinite after step 3, by step 4."

@@ -19,7 +19,7 @@ from tost_hf import ToSTForCausalLM
 
 pytestmark = pytest.mark.slow
 STEPS = sharded_cases.STEPS
-LAUNCH_SAVING_EVERY_STEP = "sharded_cases.launch(*argv, save_steps=1, dtype=torch.float32)"
+LAUNCH_SAVING_EVERY_STEP = "sharded_cases.launch(*argv, save_steps=1)"
 LAUNCH_SAVING_ONCE = f"sharded_cases.launch(*argv, save_steps={STEPS // 2})"
 
 
@@ -30,7 +30,7 @@ def clients(hub, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, dropout in (("plain", 0.0), ("dropout", 0.1)):
             patch.setenv("TOST_TEST_MODELS", str(folder / name))
-            sharded_cases.save_model(hidden_dropout=dropout, embedding_dropout=dropout)
+            sharded_cases.save_models(hidden_dropout=dropout, embedding_dropout=dropout)
         with Clients(hub, folder, "import sharded_cases", PYTHONPATH=path, OMP_NUM_THREADS="1") as clients:
             yield clients
 
@@ -58,7 +58,7 @@ def kill_one_process(clients: Clients, run: Client, checkpoint: Path, delay: flo
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
-@pytest.mark.parametrize("parallelism, processes", [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("ddp and cp", 4)])
+@pytest.mark.parametrize("parallelism, processes", [("ddp", 2), ("fsdp2", 2), ("tp, stream", 2), ("ddp and cp, hybrid", 4)])
 def test_run_with_a_killed_process_resumes_bit_for_bit(clients, tmp_path, parallelism, processes):
     """With dropout, and a checkpoint at every step."""
     seed = random.randrange(1_000_000)

@@ -10,22 +10,29 @@ from transformers.utils import is_accelerate_available
 from tost_hf import ToSTTrainer
 
 
+NAMES = sharded_cases.PARALLELISMS + sharded_cases.COMBINATIONS
+SINGLE = ("", "float32", "hybrid", "stream", "hybrid stream")
+
+
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def trained(request, tmp_path_factory):
-    """The results of one process by dtype, and those of each of several processes by kind of parallelism."""
+    """The results of one process by variant, and those of each of several processes by kind of parallelism and variant."""
     folder = tmp_path_factory.mktemp("sharded")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOST_TEST_MODELS", str(folder))
-        sharded_cases.save_model()
-        single = {dtype: sharded_cases.run(f"ddp{dtype}") for dtype in ("", ", float32")}
-        return single, run_cases(sharded_cases.run, sharded_cases.PARALLELISMS + sharded_cases.FLOAT32, request.param, folder)
+        sharded_cases.save_models()
+        single = {variant: sharded_cases.run(f"ddp, {variant}") for variant in SINGLE}
+        return single, run_cases(sharded_cases.run, NAMES, request.param, folder)
 
 
-@pytest.mark.parametrize("parallelism", sharded_cases.PARALLELISMS + sharded_cases.FLOAT32)
-def test_losses_equal_those_of_one_process(trained, parallelism):
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_equal_those_of_one_process(trained, name):
+    """Without gradient checkpointing and accumulation."""
+    parallelism, _, variant = name.partition(", ")
     if "tp" in parallelism and not is_accelerate_available("1.12"):
         pytest.skip("transformers' Trainer is tensor-parallel with accelerate 1.12 and later")
-    single, distributed = trained[0][", float32" * ("float32" in parallelism)], trained[1][parallelism]
+    variant = variant.replace("checkpointing", "").replace("accumulation", "").strip()
+    single, distributed = trained[0][variant], trained[1][name]
     assert len(single["losses"]) == sharded_cases.EQUAL_STEPS and single["losses"][-1] < single["losses"][0] - 0.3
     for process in distributed:
         assert process["losses"] == pytest.approx(single["losses"], rel=0, abs=1e-5)

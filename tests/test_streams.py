@@ -21,7 +21,7 @@ from scripts import EXAMPLES, command_line, launch, losses
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from tost_hf.training.streams import POSITION, PackedStream, StreamCollator, collate_blocks
+from tost_hf.training.streams import POSITION, PackedStream, collate_blocks, collate_stream
 
 
 BLOCK = 8
@@ -62,7 +62,7 @@ def test_two_processes_with_two_workers_read_each_document_once_per_epoch(folder
         stream = make_stream(folder, kind, shuffle_buffer=shuffle_buffer)
         stream.shard(process, processes=2, workers=2)
         finished_workers = set()
-        for batch in DataLoader(stream, batch_size=1, num_workers=2, collate_fn=StreamCollator(collate_blocks)):
+        for batch in DataLoader(stream, batch_size=1, num_workers=2, collate_fn=partial(collate_stream, collate_blocks)):
             worker, epoch, *_ = json.loads(batch[POSITION])
             if epoch == 0:
                 counts.update(batch["input_ids"].flatten().tolist())

@@ -15,10 +15,9 @@ from transformers import Trainer
 import tost_hf
 from tost_hf.model.base_tost import code_files
 from tost_hf.training.checkpoints import CheckpointTrainer
-from tost_hf.training.trainer_context_parallel import ContextParallelTrainer
 from tost_hf.training.trainer_hub import PublishingTrainer
+from tost_hf.training.trainer_parallel import ParallelTrainer
 from tost_hf.training.trainer_stream import StreamingTrainer
-from tost_hf.training.trainer_tensor_parallel import TensorParallelTrainer
 from tost_hf.training.trainer_vision import ToSTVisionTrainer
 
 
@@ -154,9 +153,8 @@ def test_overridden_private_methods_exist():
         (CheckpointTrainer, ("_run_epoch", "_save_checkpoint")),
         (PublishingTrainer, ("_push_from_checkpoint",)),
         (StreamingTrainer, ("_init_training_state", "_save_rng_state")),
-        (ContextParallelTrainer, ("_get_dataloader", "_get_num_items_in_batch")),
-        (TensorParallelTrainer, ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_load_from_checkpoint")),
-        (TensorParallelTrainer, ("_load_best_model",)),
+        (ParallelTrainer, ("_get_dataloader", "_get_num_items_in_batch", "_load_from_checkpoint", "_load_best_model")),
+        (ParallelTrainer, ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")),
         (ToSTVisionTrainer, ("_get_train_sampler", "_load_from_checkpoint", "_save")),
     ):
         for name in names:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from accelerate import ParallelismConfig
 from scripts import EXAMPLES, launch, losses
 from transformers import default_data_collator
 
@@ -29,14 +30,16 @@ def test_context_parallel_training_equals_one_process(tmp_path, clm_args):
 
 
 @pytest.mark.parametrize(
-    "trainer_class, size, message",
+    "sizes, message",
     [
-        (tost_hf.ContextParallelTrainer, 2, "context_parallel_size 2 must divide the number of processes, 1"),
-        (tost_hf.ContextParallelTrainer, 0, "context_parallel_size must be at least 1, got 0"),
-        (tost_hf.ToSTTrainer, 2, r"context_parallel_size is for tost_hf\.ContextParallelTrainer"),
+        ({"context_parallel_size": 2}, "context_parallel_size 2 must divide the number of processes, 1"),
+        ({"context_parallel_size": 0}, "context_parallel_size must be at least 1, got 0"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "context_parallel_size 2 must divide"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2), "context_parallel_size": 4}, "cannot be combined"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "needs a model that was loaded tensor-parallel"),
     ],
 )
-def test_bad_sizes(tmp_path, text_model, trainer_class, size, message):
+def test_bad_sizes(tmp_path, text_model, sizes, message):
     with pytest.raises(ValueError, match=message):
-        args = tost_hf.ToSTTrainingArguments(tmp_path, use_cpu=True, report_to="none", context_parallel_size=size)
-        trainer_class(text_model, args, data_collator=default_data_collator)
+        args = tost_hf.ToSTTrainingArguments(tmp_path, use_cpu=True, report_to="none", **sizes)
+        tost_hf.ToSTTrainer(text_model, args, data_collator=default_data_collator)

@@ -18,25 +18,18 @@ from .model.configuration_tost import ToSTConfig
 from .model.configuration_tost_vision import ToSTVisionConfig
 from .model.layers_tost import TokenStatisticsSelfAttention
 from .model.modeling_tost import (
-    ToSTCausalLMOutputWithPast,
     ToSTForCausalLM,
     ToSTForMaskedLM,
     ToSTForQuestionAnswering,
     ToSTForSequenceClassification,
     ToSTForTokenClassification,
-    ToSTMaskedLMOutput,
     ToSTModel,
-    ToSTModelOutputWithPast,
     ToSTPreTrainedModel,
-    ToSTSequenceClassifierOutputWithPast,
 )
 from .model.modeling_tost_vision import (
     ToSTBackbone,
-    ToSTBackboneOutput,
     ToSTForImageClassification,
-    ToSTImageClassifierOutput,
     ToSTVisionModel,
-    ToSTVisionModelOutput,
     ToSTVisionPreTrainedModel,
 )
 from .model.tssa import TSSAOutput, tssa, tssa_step
@@ -47,16 +40,10 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .training.trainer import ToSTTrainer, ToSTTrainingArguments
-    from .training.trainer_context_parallel import ContextParallelTrainer
-    from .training.trainer_stream import StreamingTrainer
-    from .training.trainer_tensor_parallel import TensorParallelTrainer
     from .training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 # imported lazily: importing Trainer takes longer than everything else here
 _TRAINER_MODULES = {
-    "ContextParallelTrainer": "trainer_context_parallel",
-    "StreamingTrainer": "trainer_stream",
-    "TensorParallelTrainer": "trainer_tensor_parallel",
     "ToSTTrainer": "trainer",
     "ToSTTrainingArguments": "trainer",
     "ToSTVisionTrainer": "trainer_vision",
@@ -88,15 +75,10 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "ContextParallelTrainer",
-    "StreamingTrainer",
     "TSSAOutput",
     "TSSAState",
-    "TensorParallelTrainer",
     "ToSTBackbone",
-    "ToSTBackboneOutput",
     "ToSTCache",
-    "ToSTCausalLMOutputWithPast",
     "ToSTConfig",
     "ToSTForCausalLM",
     "ToSTForImageClassification",
@@ -104,17 +86,12 @@ __all__ = [
     "ToSTForQuestionAnswering",
     "ToSTForSequenceClassification",
     "ToSTForTokenClassification",
-    "ToSTImageClassifierOutput",
-    "ToSTMaskedLMOutput",
     "ToSTModel",
-    "ToSTModelOutputWithPast",
     "ToSTPreTrainedModel",
-    "ToSTSequenceClassifierOutputWithPast",
     "ToSTTrainer",
     "ToSTTrainingArguments",
     "ToSTVisionConfig",
     "ToSTVisionModel",
-    "ToSTVisionModelOutput",
     "ToSTVisionPreTrainedModel",
     "ToSTVisionTrainer",
     "ToSTVisionTrainingArguments",

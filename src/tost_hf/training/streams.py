@@ -200,15 +200,10 @@ def select_texts(batch: dict[str, list], column: str) -> list[str]:
     return texts
 
 
-class StreamCollator:
-    """Wraps a collator: removes `POSITION` from the blocks and adds the last one, as JSON, to the batch."""
-
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]]):
-        self.collator = collator
-
-    def __call__(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-        features = [{key: value for key, value in block.items() if key != POSITION} for block in blocks]
-        return {**self.collator(features), POSITION: json.dumps(blocks[-1][POSITION])}
+def collate_stream(collator: Callable[[list[dict[str, Any]]], dict[str, Any]], blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collates blocks without their `POSITION`, and adds that of the last one, as JSON, to the batch."""
+    positions = [block.pop(POSITION) for block in blocks]
+    return collator(blocks) | {POSITION: json.dumps(positions[-1])}
 
 
 def collate_blocks(blocks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -217,4 +212,4 @@ def collate_blocks(blocks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
-__all__ = ["POSITION", "PackedStream", "StreamCollator", "StreamError", "StreamPosition", "collate_blocks", "select_texts"]
+__all__ = ["POSITION", "PackedStream", "StreamError", "StreamPosition", "collate_blocks", "collate_stream", "select_texts"]

@@ -4,7 +4,7 @@
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ from transformers import TrainingArguments
 from ..model.layers_tost import FLOAT32_PARAMETERS
 from ..model.modeling_tost import ToSTForCausalLM
 from .callbacks import FiniteLossCallback
-from .checkpoints import CheckpointTrainer
 from .trainer_hub import PublishingTrainer
+from .trainer_parallel import ParallelTrainer
+from .trainer_stream import StreamingTrainer
 
 
 NO_WEIGHT_DECAY = FLOAT32_PARAMETERS
@@ -137,8 +138,7 @@ class ToSTTrainingArguments(BaseTrainingArguments):
         },
     )
     context_parallel_size: int = field(
-        default=1,
-        metadata={"help": "Processes that share each sequence (ContextParallelTrainer); must divide the number of processes."},
+        default=1, metadata={"help": "Processes that share each sequence; must divide the number of processes."}
     )
 
     def __post_init__(self):
@@ -155,19 +155,26 @@ class ToSTTrainingArguments(BaseTrainingArguments):
             raise ValueError("fuse_linear_cross_entropy has no logits to smooth; leave label_smoothing_factor at 0.")
 
 
-class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
+class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
     """transformers' `Trainer` with the authors' parameter groups; without `args`, with `ToSTTrainingArguments`.
 
     Weight decay applies to tensors of two or more dimensions except `temp` and `denom_bias`, which set the sharpness and the
     bias of a membership. Embeddings are decayed; tensors of one dimension (norms, biases, LayerScale) are not.
 
     It resumes from complete checkpoints only (`CheckpointTrainer`), stops when the loss becomes NaN (`FiniteLossCallback`),
-    and pushes models with their code and card (`PublishingTrainer`). Subclasses train on a stream of text
-    (`StreamingTrainer`), with context parallelism (`ContextParallelTrainer`) or with tensor parallelism
-    (`TensorParallelTrainer`); derive from several of them to combine them.
+    and pushes models with their code and card (`PublishingTrainer`). The arguments, the model and the data determine the rest,
+    in any combination:
+
+    - `context_parallel_size`, or `cp_size` of Accelerate's `ParallelismConfig`: that many processes share each sequence (see
+      `tost_hf.parallel.parallelize`). Evaluation then returns only the loss, as each process has only the logits of its shard.
+    - a model loaded with `distributed_config=DistributedConfig(tp_plan="auto")`: each process has some of the heads.
+      Checkpoints contain the whole model and optimizer, and a run may resume with another number of processes.
+    - a `tost_hf.training.streams.PackedStream` as training data: each worker reads different files, and a resumed run
+      continues at the same position; with `ignore_data_skip` it starts the stream over.
 
     Raises:
-        ValueError: the arguments do not suit the model or the processes.
+        ValueError: the arguments do not suit the model or the processes; raised by `train`: the checkpoint is incomplete, or
+            of a tensor-parallel run and the model is not, or vice versa.
         FloatingPointError: raised by `train`: the loss became NaN or infinite; nothing was saved since.
 
     Example, with `dataset` a `datasets.Dataset` of "input_ids" and "labels":
@@ -182,16 +189,10 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
     """
 
     model: nn.Module  # not None after __init__, also with `model_init`
-    context_mesh: Any = None  # set by ContextParallelTrainer
 
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
         super().__init__(model, ToSTTrainingArguments() if args is None else args, **kwargs)
         self.add_callback(FiniteLossCallback())
-        if getattr(self.args, "context_parallel_size", 1) > 1 and self.context_mesh is None:
-            raise ValueError(
-                "context_parallel_size is for tost_hf.ContextParallelTrainer; a "
-                f"{type(self).__name__} assigns each process other sequences."
-            )
         if self.model_init is None:
             self.model = self.model_wrapped = self.prepare_model(self.model)
 
@@ -209,14 +210,14 @@ class ToSTTrainer(CheckpointTrainer, PublishingTrainer):
             if not causal_lms:
                 raise ValueError("fuse_linear_cross_entropy is for ToSTForCausalLM.")
             causal_lms[0].fuse_linear_cross_entropy = True
-        return model
+        return self.shard_sequences(model)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self._check_processes()
         if isinstance(self.args, BaseTrainingArguments) and self.args.total_batch_size is not None:
-            cp_size = max(self.get_cp_size(), getattr(self.args, "context_parallel_size", 1))  # the mesh is created later
-            data_parallel_size = self.args.world_size // (self.get_tp_size() * self.get_sp_size() * cp_size)
+            group_size = self.get_tp_size() * self.get_sp_size() * self.get_cp_size()
+            data_parallel_size = self.args.world_size // group_size
             self.args.set_gradient_accumulation(data_parallel_size * max(1, self.args.n_gpu))
 
     def _check_processes(self) -> None:

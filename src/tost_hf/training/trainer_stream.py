@@ -6,6 +6,7 @@ transformers' Trainer instead reads the stream again from its beginning, from th
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ..files import staged_file
-from .streams import POSITION, PackedStream, StreamCollator
-from .trainer import ToSTTrainer
+from .checkpoints import CheckpointTrainer
+from .streams import POSITION, PackedStream, collate_stream
 
 
 class StreamLoader(DataLoader):
@@ -29,17 +30,10 @@ class StreamLoader(DataLoader):
             yield batch
 
 
-class StreamingTrainer(ToSTTrainer):
-    """`ToSTTrainer` that can train on a `PackedStream`: each worker of each process reads different files.
+class StreamingTrainer(CheckpointTrainer):
+    """`Trainer` that can train on a `PackedStream`: each worker of each data-parallel group reads different files.
 
     With `ignore_data_skip` a resumed run starts the stream over.
-
-    ```python
-    from tost_hf.training.streams import PackedStream
-
-    stream = PackedStream(dataset, encode, "text", block_size=1024)  # encode: list of documents to token ids
-    StreamingTrainer(model, ToSTTrainingArguments("out", max_steps=1000), train_dataset=stream).train()
-    ```
     """
 
     def __init__(self, *args, **kwargs):
@@ -67,7 +61,7 @@ class StreamingTrainer(ToSTTrainer):
         return StreamLoader(
             stream,
             batch_size=self._train_batch_size,
-            collate_fn=StreamCollator(self.data_collator),
+            collate_fn=partial(collate_stream, self.data_collator),
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             pin_memory=args.dataloader_pin_memory,
