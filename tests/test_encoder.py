@@ -165,12 +165,11 @@ def test_masked_labels_are_not_shifted(batch):
 
 @pytest.mark.parametrize("model_class", [ToSTForMaskedLM, ToSTForSequenceClassification])
 def test_causal_model_loaded_as_encoder(tmp_path, model_class):
-    """`use_cache` follows `is_causal`, and options of causal models are rejected, whichever way the field is set."""
+    """`use_cache` follows `is_causal`, and options of causal models are rejected."""
     tokens = torch.tensor([[5, 6, 7]])
     ToSTForCausalLM(small_config()).save_pretrained(tmp_path)
     model = model_class.from_pretrained(tmp_path, is_causal=False)
-    config = ToSTConfig.from_pretrained(tmp_path)
-    config.is_causal = False
+    config = ToSTConfig.from_pretrained(tmp_path, is_causal=False)
     for encoder in (model, model_class(config)):
         assert "past_key_values" not in encoder(tokens) and not encoder.config.to_dict()["use_cache"]
     hybrid = small_config(layer_types=["full_attention", "linear_attention"])

@@ -306,7 +306,7 @@ class ToSTConfig(ToSTBaseConfig):
         return OPTION_DEFAULTS | {
             "layer_types": [CAUSAL_STATISTICS] * self.num_hidden_layers,
             "num_key_value_heads": self.num_attention_heads,
-            "pooling": "last" if self.is_causal else "mean",
+            "pooling": "last" if self.is_causal else None,
         }
 
     def to_dict(self) -> dict:
