@@ -28,7 +28,7 @@ FILE_FORMAT = "tost_causal_statistics/1"
 
 
 class StateBytes(NamedTuple):
-    """Size of a sequence's state: running sums, last inputs of convolutions, keys and values of softmax attention."""
+    """Size of a sequence's state: recurrent states, last inputs of convolutions, keys and values of softmax attention."""
 
     saved: int  # at any length, as `save_cache` writes it, in float32; with full sliding windows
     in_memory: int  # at any length, in a cache, where two of the three sums are float64

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The cache of ToST language models: a layer of three running sums of constant size, with rollback; checks of caches."""
+"""The cache of ToST language models: a layer with a recurrent state of constant size and rollback; checks of caches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -34,25 +34,25 @@ class RecordedTokens(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """The running sums of a layer, and the state of its convolution."""
+    """The recurrent state of a layer, and the state of its convolution."""
 
-    sums: TSSAState
+    recurrent_state: TSSAState
     conv_state: torch.Tensor | None
 
 
 class CausalStatisticsLayer(CacheLayerMixin):
-    """Running statistics of one causal TSSA layer.
+    """The recurrent state of one causal TSSA layer.
 
     `sum_sq` and `sum_weighted_sq` are (B, H, p), `sum_membership` is (B, H); None until the first update. They have the dtypes
     of a `TSSAState`: the last two are float64, so that a million small terms, added one by one, are not lost. In a layer with
     a convolution `conv_state` (B, conv_kernel - 1, D) stores the layer's last inputs, oldest first; otherwise None.
 
     With `max_cache_len`, which `StaticCache` passes, the addresses of all tensors are static, including the token count: a
-    compiled decoding step is neither recompiled nor skipped by CUDA graphs. The cached sums then have no gradient.
+    compiled decoding step is neither recompiled nor skipped by CUDA graphs. The cached state then has no gradient.
     `max_cache_len` does not limit the sequence: the state has the same size at any length.
 
     While recording is on (`activate_past_recording`), the tokens since the last `crop`, and up to 64 before it, can be rolled
-    back exactly: the sums are recomputed from the state before the recorded tokens, never by subtraction.
+    back exactly: the state is recomputed from that before the recorded tokens, never by subtraction.
 
     Raises:
         ValueError: `crop` is called with a positive number, or to remove more tokens than were recorded.
@@ -70,7 +70,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     _layer_type = CAUSAL_STATISTICS
     is_croppable = True
-    supports_early_init = False  # early initialisation assumes the shapes of keys and values
+    supports_early_init = False  # early initialization assumes the shapes of keys and values
 
     def __init__(self, max_cache_len: int | None = None, **kwargs):
         super().__init__(max_cache_len=max_cache_len)
@@ -90,12 +90,12 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def state(self) -> TSSAState | None:
-        """A copy of the three running sums, which later tokens do not change; None before the first token."""
+        """A copy of the recurrent state, which later tokens do not change; None before the first token."""
         state = self.load_state()
         return None if state is None else TSSAState(*(x.clone() for x in state))
 
     def load_state(self) -> TSSAState | None:
-        """The three running sums for the next tokens, which may update them in place; None before the first token."""
+        """The recurrent state for the next tokens, which may update it in place; None before the first token."""
         if not self.is_initialized:
             return None
         self.prefetch()
@@ -106,7 +106,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def may_be_overwritten(self) -> bool:
-        """Whether a step may update the sums in place: neither other tensors nor a backward pass use them."""
+        """Whether a step may update the recurrent state in place: neither other tensors nor a backward pass use it."""
         if not self.is_initialized or self.record_past or torch.is_grad_enabled():
             return False
         state = self._stored_state()
@@ -116,14 +116,14 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences; AttributeError before the first token, as in transformers' lazily initialised layers."""
+        """Number of sequences; AttributeError before the first token, as in transformers' lazily initialized layers."""
         if self.sum_sq is None:
             raise AttributeError("The layer is empty, so its batch size is unknown.")
         return self.sum_sq.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the layer's sums and convolution state in memory, without recorded tokens."""
+        """Bytes of the layer's recurrent and convolution state in memory, without recorded tokens."""
         return sum(x.nbytes for x in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -136,7 +136,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         return TSSAState(self.sum_sq, self.sum_weighted_sq, self.sum_membership)
 
     def set_state(self, state: TSSAState) -> None:
-        """Stores new sums: in place if addresses are static and the batch size does not change."""
+        """Stores a new recurrent state: in place if addresses are static and the batch size does not change."""
         for name, new in zip(STATE_NAMES, as_state(state, state.sum_sq)):
             self._store(name, new)
 
@@ -160,7 +160,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
             torch._dynamo.mark_static_address(tensor)
 
     def lazy_initialization(self, state: TSSAState) -> None:  # type: ignore[override]  # declared for keys and values
-        """Allocates zero sums with the shapes, dtypes and device of `state`."""
+        """Allocates a zero recurrent state with the shapes, dtypes and device of `state`."""
         self.device = state.sum_sq.device
         if self.static or torch.compiler.is_compiling():  # else on the CPU, where reading it does not synchronize
             self.cumulative_length = self.cumulative_length.to(self.device)
@@ -181,7 +181,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         """Stores the state after new tokens.
 
         Args:
-            state: the sums after these tokens.
+            state: the recurrent state after these tokens.
             w: the projected tokens, (B, T, H, p).
             membership: their membership, (B, H, T), 0 at padding.
             log_decay: logarithm of their decay, (B, T, H); None without decay.
@@ -207,7 +207,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
 
     def update(self, key_states, value_states, *args, **kwargs):
         raise NotImplementedError(
-            f"{type(self).__name__} stores statistics, not keys and values: a ToST model calls update_state instead."
+            f"{type(self).__name__} stores a recurrent state, not keys and values: a ToST model calls update_state instead."
         )
 
     def get_seq_length(self) -> Any:
@@ -262,7 +262,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         self._recorded_tokens = [tokens] if num_remaining else []
         if tokens_to_remove:
             layer_state = _add_tokens(self._base_state, tokens)
-            self.set_state(layer_state.sums)
+            self.set_state(layer_state.recurrent_state)
             self.set_conv_state(layer_state.conv_state)
             self.cumulative_length += tokens_to_remove
 
@@ -273,7 +273,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         layer_state = _map_tensors(fn, LayerState(self._stored_state(), self.conv_state))
-        self.set_state(layer_state.sums)
+        self.set_state(layer_state.recurrent_state)
         self.set_conv_state(layer_state.conv_state)
         if self._base_state is not None:
             self._base_state = _map_tensors(fn, self._base_state)
@@ -335,7 +335,7 @@ def _can_update_in_place(x: torch.Tensor) -> bool:
 
 def _add_tokens(layer_state: LayerState, tokens: RecordedTokens) -> LayerState:
     """The state of a layer after more tokens."""
-    state, membership, conv_state = layer_state.sums, tokens.membership, layer_state.conv_state
+    state, membership, conv_state = layer_state.recurrent_state, tokens.membership, layer_state.conv_state
     # the membership is 0 in every head at padding, and only there
     mask = membership.sum(-1) != 0
     x = tokens.w.to(state.sum_sq.dtype).masked_fill(~mask[..., None, None], 0)
@@ -360,7 +360,7 @@ def _add_tokens(layer_state: LayerState, tokens: RecordedTokens) -> LayerState:
 
 
 class ToSTCache(Cache):
-    """The running statistics of all TSSA layers of a ToST language model; in hybrid models, keys and values as well.
+    """The recurrent states of all TSSA layers of a ToST language model; in hybrid models, keys and values as well.
 
     Args:
         config: the model's configuration.

@@ -60,7 +60,7 @@ BEYOND_PAPER = ("forgetting", "conv_kernel", "layer_types", "sliding_window", "n
 OPTION_DEFAULTS: dict[str, Any] = dict.fromkeys(BEYOND_PAPER)
 OPTION_DEFAULTS |= ABLATIONS | {"forgetting": "none", "is_causal": True, "pooling": None, "pre_norm": True}
 
-FORGETTING_TYPES = ("none", "head", "token")
+DECAY_TYPES = ("none", "head", "token")
 POOLING_TYPES = ("mean", "first", "last")
 MAX_CONV_KERNEL = 64
 SCALED_ROPE_TYPES = ("dynamic", "yarn", "longrope", "llama3")  # relative to a length
@@ -92,9 +92,9 @@ class ToSTConfig(ToSTBaseConfig):
         embedding_dropout: dropout on the embedded tokens. Also `embd_pdrop`.
         initializer_range: standard deviation of initial weights; divided by sqrt(2 * `num_hidden_layers`) for the two output
             projections of a block.
-        forgetting: decay of the running sums: "none", as published, "head" (learned, per head) or "token" (computed from each
-            token, per head).
-        conv_kernel: kernel size of the short causal convolution on each attention layer's normalised input; None for no
+        forgetting: decay of the recurrent state: "none", as published, "head" (learned, per head) or "token" (computed from
+            each token, per head).
+        conv_kernel: kernel size of the short causal convolution on each attention layer's normalized input; None for no
             convolution, as published.
         layer_types: type of each layer: "linear_attention" for TSSA, "full_attention" or "sliding_attention". At least one
             layer must be of the first type, which the attribute lists as "tost_causal_statistics", the type of its cache
@@ -116,12 +116,12 @@ class ToSTConfig(ToSTBaseConfig):
             ablation; `ISTAStep`), which replaces the MLP together with its residual connection and LayerScale.
         ista_step_size: step size of the ISTA step.
         ista_threshold: threshold of the ISTA step.
-        normalize_scores: whether memberships are computed from squares that are normalised per channel over the tokens, as
-            published, or from unnormalised squares (the paper's ablation), for which there is no Triton kernel.
+        normalize_scores: whether memberships are computed from squares that are normalized per channel over the tokens, as
+            published, or from unnormalized squares (the paper's ablation), for which there is no Triton kernel.
         pre_norm: whether LayerNorm is applied before the attention and the MLP, as published, and after the last block; if
             False, it is applied after each of the two residual connections instead.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
-        use_cache: whether forward returns the running statistics; always False in an encoder.
+        use_cache: whether forward returns the recurrent state; always False in an encoder.
         bos_token_id: id of the token that begins a text; 50256 is GPT-2's end-of-text.
         eos_token_id: id, or ids, of the token that ends a text.
         pad_token_id: id of the padding token.
@@ -221,8 +221,8 @@ class ToSTConfig(ToSTBaseConfig):
 
     def validate_architecture(self):
         check_fields(self)
-        if self.forgetting not in FORGETTING_TYPES:
-            raise ValueError(f"forgetting must be one of {', '.join(FORGETTING_TYPES)}, got {self.forgetting!r}.")
+        if self.forgetting not in DECAY_TYPES:
+            raise ValueError(f"forgetting must be one of {', '.join(DECAY_TYPES)}, got {self.forgetting!r}.")
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_CONV_KERNEL:
             raise ValueError(f"conv_kernel must be from 2 to {MAX_CONV_KERNEL}, or None for none, got {self.conv_kernel}.")
         self.validate_layer_type()

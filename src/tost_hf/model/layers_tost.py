@@ -27,7 +27,7 @@ class ShortConvolution(nn.Module):
     `t - j` counts the real tokens of one sequence: padding is skipped, packed sequences are independent, and there are zeros
     before the first token. The state of a sequence is its last `kernel_size - 1` inputs.
 
-    `weight` (D, kernel_size) is initialised to 0, so that the output equals the input.
+    `weight` (D, kernel_size) is initialized to 0, so that the output equals the input.
     """
 
     def __init__(self, hidden_size: int, kernel_size: int):
@@ -170,7 +170,7 @@ FLOAT32_PARAMETERS = ("temp", "denom_bias", "forget_bias")
 MIN_MEMORY, MAX_MEMORY = 4, 1024  # tokens
 
 
-def initial_forget_bias(num_heads: int) -> torch.Tensor:
+def initial_decay_bias(num_heads: int) -> torch.Tensor:
     """Logits (H,) of the decays 1 - 1 / tau, where tau is log-spaced over the heads from 4 to 1,024 tokens."""
     tau = torch.logspace(math.log2(MIN_MEMORY), math.log2(MAX_MEMORY), num_heads, base=2)
     return torch.log(tau - 1)
@@ -198,7 +198,7 @@ class TokenStatisticsSelfAttention(nn.Module):
         out_bias: whether the output projection has a bias.
         attention_dropout: dropout on 1 / (1 + moment), as in the paper's code.
         hidden_dropout: dropout after the output projection.
-        forgetting: decay of the running sums: "none", "head" (learned for each head) or "token" (computed for each head from
+        decay: decay of the recurrent state: "none", "head" (learned for each head) or "token" (computed for each head from
             each token); causal form only.
         conv_kernel: kernel size of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         normalize_scores: as in `tssa`.
@@ -208,7 +208,7 @@ class TokenStatisticsSelfAttention(nn.Module):
     module is cast to.
 
     Raises:
-        ValueError: the bidirectional form has `forgetting` or `conv_kernel`.
+        ValueError: the bidirectional form has a `decay` or `conv_kernel`.
 
     Example:
 
@@ -232,15 +232,15 @@ class TokenStatisticsSelfAttention(nn.Module):
         out_bias: bool = False,
         attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
-        forgetting: str = "none",
+        decay: str = "none",
         conv_kernel: int | None = None,
         normalize_scores: bool = True,
         backend: str | None = None,
     ):
         super().__init__()
         self.operators = LayerOperators()
-        if not causal and (forgetting != "none" or conv_kernel is not None):
-            raise ValueError("forgetting and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
+        if not causal and (decay != "none" or conv_kernel is not None):
+            raise ValueError("decay and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
         self.backend = backend
         self.normalize_scores = normalize_scores
         self.num_heads = num_attention_heads
@@ -258,9 +258,9 @@ class TokenStatisticsSelfAttention(nn.Module):
         if max_position_embeddings is not None:
             self.denom_bias = nn.Parameter(torch.zeros(num_attention_heads, max_position_embeddings, 1, dtype=dtype))
         self.forget_bias = self.forget_proj = None
-        if forgetting != "none":
-            self.forget_bias = nn.Parameter(initial_forget_bias(num_attention_heads).to(dtype))
-        if forgetting == "token":
+        if decay != "none":
+            self.forget_bias = nn.Parameter(initial_decay_bias(num_attention_heads).to(dtype))
+        if decay == "token":
             self.forget_proj = nn.Linear(hidden_size, num_attention_heads, bias=False)
             nn.init.zeros_(self.forget_proj.weight)
 

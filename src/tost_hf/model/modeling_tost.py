@@ -36,7 +36,7 @@ from .layers_tost import (
     MembershipsMixin,
     ShortConvolution,
     TokenStatisticsSelfAttention,
-    initial_forget_bias,
+    initial_decay_bias,
     make_dropout,
 )
 from .tssa_reference import compute_dtype, is_traced
@@ -247,7 +247,7 @@ def _make_tssa(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttenti
         out_bias=config.use_bias,
         attention_dropout=config.attention_dropout,
         hidden_dropout=config.hidden_dropout,
-        forgetting=config.forgetting,
+        decay=config.forgetting,
         conv_kernel=config.conv_kernel,
         normalize_scores=config.normalize_scores,
     )
@@ -277,7 +277,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
             self.mlp = MLP(config, bias=config.use_bias)
             self.mlp_layer_scale = nn.Parameter(torch.full((hidden_size,), float(config.layer_scale_init_value)))
         for projection in (self.self_attn.out_proj, getattr(self.mlp, "down_proj", None)):
-            if projection is not None:  # initialised with a smaller standard deviation, see _init_weights
+            if projection is not None:  # initialized with a smaller standard deviation, see _init_weights
                 projection._writes_to_residual = True
 
     def forward(
@@ -319,7 +319,7 @@ def add_attention_and_mlp(layer: Any, hidden_states: torch.Tensor, attn_output: 
 
 
 class ToSTPreTrainedModel(ToSTBaseModel):
-    """Base class of all ToST text models, and of no vision model: weight initialisation, loading and saving.
+    """Base class of all ToST text models, and of no vision model: weight initialization, loading and saving.
 
     Example:
 
@@ -352,7 +352,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             if module.denom_bias is not None:
                 init.zeros_(module.denom_bias)
             if module.forget_bias is not None:
-                init.copy_(module.forget_bias, initial_forget_bias(module.num_heads))
+                init.copy_(module.forget_bias, initial_decay_bias(module.num_heads))
             if module.forget_proj is not None:
                 init.zeros_(module.forget_proj.weight)
         elif isinstance(module, ShortConvolution):
@@ -457,10 +457,10 @@ class ToSTModel(ToSTPreTrainedModel):
             attention_mask: (B, T), or (B, cached + T) with a cache: 1 at real tokens, 0 at padding, on either side.
             position_ids: (B, T) or (1, T). By default they count the real tokens. Where they restart at 0, another packed
                 sequence begins (`DataCollatorWithFlattening`).
-            past_key_values: running statistics of the preceding tokens; updated in place.
+            past_key_values: recurrent states, keys and values of the preceding tokens; updated in place.
             inputs_embeds: (B, T, D) embedded tokens instead of `input_ids`.
-            use_cache: whether to return the running statistics. Packed sequences and encoders have none. In compiled programs
-                the values of `position_ids` are not read: sequences packed by these alone return the statistics of the last
+            use_cache: whether to return the recurrent states. Packed sequences and encoders have none. In compiled programs
+                the values of `position_ids` are not read: sequences packed by these alone return the state of the last
                 one.
             seq_idx: (B, T) sequence number of each token of packed sequences.
             cu_seq_lens_q: (sequences + 1,) cumulative lengths of the sequences packed into a batch of size 1.
@@ -537,7 +537,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     """ToST with a language-model head, tied to the token embedding by default.
 
     With the attribute `fuse_linear_cross_entropy` set (see `ToSTTrainingArguments`), training with labels returns the loss and
-    no logits, unless `lm_head` is wrapped (by an adapter, quantisation or hooks): then the logits are computed as usual.
+    no logits, unless `lm_head` is wrapped (by an adapter, quantization or hooks): then the logits are computed as usual.
 
     Raises:
         ValueError: the configuration is an encoder's (`is_causal=False`).
@@ -637,7 +637,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """transformers' ForCausalLM loss in chunks of tokens: the full logits (B, T, vocab_size) are never materialised."""
+        """transformers' ForCausalLM loss in chunks of tokens: the full logits (B, T, vocab_size) are never materialized."""
         if shift_labels is None:
             hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
         loss = F.linear_cross_entropy(
@@ -764,7 +764,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         """Logits (B, num_labels), and the loss of `config.problem_type` if labels are given.
 
         The attention mask determines which tokens are pooled. Without it a causal model pools all tokens that are not
-        `config.pad_token_id`, an encoder all tokens: it needs the mask, since its sums would include padding as well.
+        `config.pad_token_id`, an encoder all tokens: it needs the mask, since its statistics would include padding as well.
         """
         outputs = self.model(
             input_ids=input_ids,

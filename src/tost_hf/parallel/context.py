@@ -251,7 +251,7 @@ def _sum_loss(mesh: DeviceMesh, model: ToSTForCausalLM, args: tuple, kwargs: dic
 def _check_same_batch(mesh: DeviceMesh, calls: Counter, module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Before forward: raises a ValueError on every process of the mesh if their inputs differ in shape or content.
 
-    A comparison synchronises processes and devices. It runs at every `CHECK_INTERVAL`th call (`calls` counts them by mode) and
+    A comparison synchronizes processes and devices. It runs at every `CHECK_INTERVAL`th call (`calls` counts them by mode) and
     not when shapes change: if those of some processes changed, only these would compare, and wait forever.
     """
     is_due = calls[module.training] % CHECK_INTERVAL == 0
@@ -322,7 +322,7 @@ def _use_earlier_key_values(mesh: DeviceMesh, module: ToSTAttention, args: tuple
 
 
 class PrefixStates(NamedTuple):
-    """Computes the sums over the tokens before this process's shard from the sums of each shard."""
+    """Computes the recurrent state before this process's shard from the sums of each shard."""
 
     rank: int  # this process's rank in the group
     log_decay: torch.Tensor | None  # (shards, B, H), summed over the tokens of each shard
@@ -352,7 +352,7 @@ def tssa_context_parallel(
     log_decay: torch.Tensor | None = None,
     **kwargs,
 ) -> TSSAOutput:
-    """`tssa` of one shard of the tokens, (B, shard length, H, p), with the sums of the previous shards.
+    """`tssa` of one shard of the tokens, (B, shard length, H, p), with the recurrent state after the previous shards.
 
     The operator runs twice: first for the memberships and this shard's sums, then for the output.
     """

@@ -43,11 +43,11 @@ _DECREASING = 2 * [("solarize", 0.0, 1.0)] + _FACTORS_BELOW_1  # the lower the v
 
 
 class TrainingView:
-    """A random view of an image: crop, flip, RandAugment, normalisation, erasing. The same seed returns the same view.
+    """A random view of an image: crop, flip, RandAugment, normalization, erasing. The same seed returns the same view.
 
     Args:
         size: (height, width) of the view.
-        mean, std: per-channel mean and standard deviation for normalisation.
+        mean, std: per-channel mean and standard deviation for normalization.
         operations: number of RandAugment operations to choose.
         magnitude: their strength, from 0 to 30 (timm's m9 is 27).
         magnitude_std: standard deviation of the strength (timm's mstd0.5 is 1.5).

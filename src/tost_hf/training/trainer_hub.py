@@ -50,7 +50,7 @@ class PublishingTrainer(Trainer):
 
         Args:
             language, tags: a string or a list, added to the metadata, as are the Hub ids in dataset_tags.
-            license: the licence of the weights; a card without one cannot be published with `tost-hf publish`.
+            license: the license of the weights; a card without one cannot be published with `tost-hf publish`.
             args, kwargs: other arguments of `Trainer.create_model_card`; ignored, as the folder's files have their values.
         """
         folder = output_folder(self)

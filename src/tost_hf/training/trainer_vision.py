@@ -82,11 +82,11 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
         default=1.0, metadata={"help": "Probability of applying an operation that RandAugment chose."}
     )
     sync_batch_norm: bool = field(
-        default=False, metadata={"help": "Synchronise the stem's BatchNorm over all processes (SyncBatchNorm)."}
+        default=False, metadata={"help": "Synchronize the stem's BatchNorm over all processes (SyncBatchNorm)."}
     )
     freeze_batch_norm: bool = field(
         default=False,
-        metadata={"help": "Normalise by BatchNorm's running statistics in training, too, without updating them."},
+        metadata={"help": "Normalize by BatchNorm's running statistics in training, too, without updating them."},
     )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Whether to drop columns that the model's forward does not accept."}

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The causal TSSA layer in vLLM: the operator of tost_hf, with its running sums in the blocks of vLLM's cache.
+"""The causal TSSA layer in vLLM: the operator of tost_hf, with its recurrent state in the blocks of vLLM's cache.
 
 vLLM passes the new tokens of all requests in one tensor (N, D). Projections act on all of them at once, inside the compiled
 graph; the short convolution and the operator, which need to know the requests, are custom operators, at which vLLM splits the
@@ -73,7 +73,7 @@ class ToSTMetadata:
     """The requests of a forward pass with at least one new token. Decodes come first: one new token each."""
 
     starts: np.ndarray  # (requests + 1,): index of each request's first token, and the number of tokens
-    has_state: np.ndarray  # (requests,): false at the start of a prompt, where the block is uninitialised
+    has_state: np.ndarray  # (requests,): false at the start of a prompt, where the block is uninitialized
     blocks: torch.Tensor  # (requests,): the block of each request's state in vLLM's cache
 
     @property
@@ -122,7 +122,7 @@ _DTYPES = {"i": torch.long, "b": torch.bool}
 
 
 class ToSTMetadataBuilder(LinearAttentionMetadataBuilder):
-    """Builds the metadata from CPU tensors, without GPU synchronisation."""
+    """Builds the metadata from CPU tensors, without GPU synchronization."""
 
     _cudagraph_support = AttentionCGSupport.NEVER  # a captured graph would replay one batch's prompts
 
@@ -293,10 +293,10 @@ class CausalStatistics(MambaBase, nn.Module):
         w = self.in_proj(hidden_states)[0]
         log_decay = None
         if self.forget_bias is not None:
-            forget_logit = self.forget_bias.expand(len(w), -1)
+            logit = self.forget_bias.expand(len(w), -1)
             if self.forget_proj is not None:
-                forget_logit = forget_logit + self.forget_proj(hidden_states)[0]
-            log_decay = F.logsigmoid(forget_logit)
+                logit = logit + self.forget_proj(hidden_states)[0]
+            log_decay = F.logsigmoid(logit)
         output = torch.empty_like(w)
         torch.ops.vllm.tost_causal_statistics(w, log_decay, positions, output, self.prefix)
         return self.out_proj(output)[0]

@@ -38,8 +38,8 @@ class ToSTVerification(VerifyAndUpdateConfig):
             raise ValueError(f"vLLM pools the last token, but this classifier was trained with pooling={config.pooling!r}.")
         if vllm_config.speculative_config is not None:
             raise ValueError(
-                "ToST models have no speculative decoding in vLLM: a rejected token cannot be removed from the running sums. "
-                "Start without --speculative-config."
+                "ToST models have no speculative decoding in vLLM: a rejected token cannot be removed from the recurrent "
+                "state. Start without --speculative-config."
             )
         if current_platform.is_cpu():
             if vllm_config.parallel_config.pipeline_parallel_size > 1 and (model.enforce_eager or lora is not None):
