@@ -327,7 +327,8 @@ class KernelTests:
         expected = tssa(w.double(), temp.double(), bias.double(), mask=mask, log_decay=decay, backend="torch")
         for t in range(6):
             state_before = None if state is None else [x.clone() for x in state]
-            step = tssa_step(w[:, t], temp, bias[:, t], state, mask=mask[:, t], log_decay=decay, backend=self.backend)
+            options = {"mask": mask[:, t], "initial_state": state, "log_decay": decay, "backend": self.backend}
+            step = tssa_step(w[:, t], temp, bias[:, t], **options)
             assert state_before is None or all(torch.equal(x, y) for x, y in zip(state_before, state))
             torch.testing.assert_close(step.output.double(), expected.output[:, t], atol=1e-6, rtol=1e-5)
             state = step.final_state

@@ -37,7 +37,7 @@ def fake_kernels(monkeypatch):
 
     def run_step(w, temp, bias, mask, log_decay, *state):
         fake.calls.append("step")
-        out = tssa_step(w, temp, bias, TSSAState(*state), mask=mask, log_decay=log_decay, backend="torch")
+        out = tssa_step(w, temp, bias, initial_state=TSSAState(*state), mask=mask, log_decay=log_decay, backend="torch")
         for old, new in zip(state, out.final_state):
             old.copy_(new)
         return out.output, out.membership
@@ -56,19 +56,19 @@ def test_backend_by_argument_and_environment(fake_kernels, monkeypatch):
     mask = padding_mask(70)
     expected = tssa(w, temp, bias, mask=mask, backend="torch")
     state = TSSAState(*(x.clone() for x in expected.final_state))
-    expected_step = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0], backend="torch")
+    expected_step = tssa_step(w[:, 0], temp, bias[0], mask=mask[:, 0], initial_state=state, backend="torch")
     tssa(w, temp, bias, mask=mask)
     assert fake_kernels.calls == []  # auto is numba on the CPU
     torch.testing.assert_close(tssa(w, temp, bias, mask=mask, backend="triton"), expected)
     torch.testing.assert_close(tssa(w, temp, causal=False, backend="triton"), tssa(w, temp, causal=False, backend="torch"))
-    actual_step = tssa_step(w[:, 0], temp, bias[0], state, mask=mask[:, 0], backend="triton")
+    actual_step = tssa_step(w[:, 0], temp, bias[0], mask=mask[:, 0], initial_state=state, backend="triton")
     torch.testing.assert_close(actual_step, expected_step)
     torch.testing.assert_close(state, expected.final_state, rtol=0, atol=0)  # the caller's state is not modified
     assert fake_kernels.calls == ["tssa", "tssa", "step"]
 
     monkeypatch.setenv("TOST_HF_BACKEND", "triton")
     tssa(w, temp, bias)
-    tssa_step(w[:, 0], temp, bias[0], None)
+    tssa_step(w[:, 0], temp, bias[0])
     assert len(fake_kernels.calls) == 5
     tssa(w, temp, bias, backend="torch")  # the argument takes precedence
     tssa(w, temp, bias, backend="auto")
@@ -94,7 +94,7 @@ def test_unavailable_backends(fake_kernels, monkeypatch):
     fake_kernels.problem = "Triton is not installed"
     _find_backend.cache_clear()
     with pytest.raises(ValueError, match="Triton"):
-        tssa_step(w[:, 0], temp, None, None, backend="triton")
+        tssa_step(w[:, 0], temp, backend="triton")
     _warn_of_fallback.cache_clear()
     with pytest.warns(UserWarning, match="Triton"):
         assert _choose_backend("auto", "cuda", torch.float32) == "torch"
@@ -117,7 +117,7 @@ def test_without_numba(monkeypatch):
     _warn_of_fallback.cache_clear()
     with pytest.warns(UserWarning, match=r"No module named 'numba'.*pip install \"tost-hf\[cpu\]\"") as warnings:
         outputs = [tssa(w, temp), tssa(w, temp), tssa(w, temp, causal=False)]
-        tssa_step(w[:, 0], temp, None, None)
+        tssa_step(w[:, 0], temp)
     assert len(warnings) == 1 and torch.equal(outputs[0].output, tssa(w, temp, backend="torch").output)
     with pytest.raises(ValueError, match="numba"):
         tssa(w, temp, backend="numba")

@@ -208,11 +208,11 @@ def test_chunked_prefill(op, kind, lengths):
 def test_in_place_step_rejects_unsuitable_states():
     state = TSSAState(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).double(), torch.zeros(2, 3).double())
     w, temp = torch.randn(2, 3, 4), torch.ones(3)
-    assert all(x is y for x, y in zip(tssa_step(w, temp, None, state, in_place=True).final_state, state))
+    assert all(x is y for x, y in zip(tssa_step(w, temp, initial_state=state, in_place=True).final_state, state))
     float32 = state._replace(sum_membership=torch.zeros(2, 3))
     for tokens, initial_state in ((w, float32), (w.requires_grad_(), state)):
         with pytest.raises(ValueError, match="in place"):
-            tssa_step(tokens, temp, None, initial_state, in_place=True)
+            tssa_step(tokens, temp, initial_state=initial_state, in_place=True)
 
 
 @pytest.mark.parametrize("kind", [None, "head", "token"])
@@ -223,7 +223,7 @@ def test_steps_equal_the_sequence(kind):
     state, outputs = None, []
     for t in range(70):
         log_decay = decay[:, t] if kind == "token" else decay
-        out = tssa_step(w[:, t], temp, bias[t], state, mask=mask[:, t], log_decay=log_decay)
+        out = tssa_step(w[:, t], temp, bias[t], mask=mask[:, t], initial_state=state, log_decay=log_decay)
         state = out.final_state
         outputs.append(out.output)
         torch.testing.assert_close(out.membership, full.membership[..., t], **F64)
@@ -239,7 +239,7 @@ def test_low_precision_has_float32_statistics(op, dtype, tolerance, form):
     """Relative RMS error against float64 with the same rounded inputs, over 1,500 tokens; with bf16 sums it would be 30 %."""
     w, temp, bias = make(1, 1500, 4, 8)
     w = w.detach().to(dtype).requires_grad_()
-    options = {"causal": form != "bidirectional", "denom_bias": None if form == "bidirectional" else bias.float()}
+    options = {"causal": form != "bidirectional", "bias": None if form == "bidirectional" else bias.float()}
     if form == "decay":  # half-lives from one token to a thousand
         options["log_decay"] = -torch.tensor([0.7, 0.1, 0.01, 0.0007])
     out = op(w, temp.float(), **options)
@@ -269,7 +269,7 @@ def test_steps_forget_as_much_as_the_decay_says(log_decay, first, in_place):
     for token in w.unbind(1):
         for i, dtype in enumerate((torch.float32, torch.float64)):
             options = {"log_decay": decay.to(dtype), "in_place": in_place and states[i] is not None}
-            result = tssa_step(token.to(dtype), temp.to(dtype), None, states[i], **options)
+            result = tssa_step(token.to(dtype), temp.to(dtype), initial_state=states[i], **options)
             states[i] = result.final_state
     for actual, expected in zip(*states):
         torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=0)
@@ -281,7 +281,7 @@ def test_many_steps_of_weak_decay_do_not_drift():
     expected = tssa(w.transpose(0, 1).double(), torch.ones(2).double(), log_decay=log_decay.double()).final_state
     state = None
     for x in w:
-        state = tssa_step(x, torch.ones(2), None, state, log_decay=log_decay).final_state
+        state = tssa_step(x, torch.ones(2), initial_state=state, log_decay=log_decay).final_state
     for x, y in zip(state, expected):
         assert (x - y).norm() < 1e-5 * y.norm()
 
@@ -293,7 +293,7 @@ def test_padding_may_contain_nan(op, form):
     mask = torch.ones(70, dtype=torch.bool)
     mask[0:9] = mask[30:47] = mask[60:] = False
     poisoned = w.detach().masked_fill(~mask[:, None, None], float("nan")).requires_grad_()
-    token_inputs = {} if form == "bidirectional" else {"denom_bias": bias}
+    token_inputs = {} if form == "bidirectional" else {"bias": bias}
     token_inputs |= {"log_decay": make_log_decay("position")} if form == "decay" else {}
     padded = op(poisoned, temp, mask=mask[None], causal=form != "bidirectional", **token_inputs)
     unpadded = op(w[:, mask], temp, causal=form != "bidirectional", **{name: x[mask] for name, x in token_inputs.items()})
@@ -373,7 +373,7 @@ def test_fifty_thousand_tokens():
     expected = tssa(w.double(), temp.double()).output[:, -steps:]
     state, outputs = tssa(w[:, :-steps], temp).final_state, []
     for x in w[:, -steps:].unbind(1):
-        out = tssa_step(x, temp, None, state)
+        out = tssa_step(x, temp, initial_state=state)
         state = out.final_state
         outputs.append(out.output)
     for output in (tssa(w, temp).output[:, -steps:], torch.stack(outputs, 1)):
@@ -389,15 +389,15 @@ def test_fifty_thousand_tokens():
         ({"w": torch.randn(2, 8, 12)}, "shape"),
         ({"w": torch.ones(2, 8, 3, 4, dtype=torch.long)}, "floating-point"),
         ({"temp": torch.ones(4)}, "temp"),
-        ({"denom_bias": torch.zeros(3, 8)}, "denom_bias"),
+        ({"bias": torch.zeros(3, 8)}, "bias"),
         ({"mask": torch.ones(2, 7)}, "mask"),
         ({"mask": torch.tensor([[0.0, float("-inf")] * 4] * 2)}, "mask"),
         ({"mask": torch.full((2, 8), 2)}, "mask"),
         ({"seq_idx": torch.ones(1, 8, dtype=torch.long)}, "seq_idx"),
         ({"seq_idx": torch.full((2, 8), float("nan"))}, "seq_idx"),
-        ({"denom_bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.bool)}, "positions"),
-        ({"denom_bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.uint8)}, "positions"),
-        ({"causal": False, "denom_bias": torch.zeros(8, 3)}, "causal form"),
+        ({"bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.bool)}, "positions"),
+        ({"bias": torch.zeros(9, 3), "positions": torch.ones(2, 8, dtype=torch.uint8)}, "positions"),
+        ({"causal": False, "bias": torch.zeros(8, 3)}, "causal form"),
         ({"initial_state": TSSAState(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.zeros(1, 3))}, "initial_state"),
         ({"log_decay": torch.zeros(3, 8)}, "shapes"),
         ({"log_decay": torch.tensor([0.0, 0.5, 0.0])}, "at most 0"),

@@ -62,7 +62,7 @@ class TSSAOutput(NamedTuple):
 def tssa(
     w: torch.Tensor,
     temp: torch.Tensor,
-    denom_bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     *,
     positions: torch.Tensor | None = None,
     causal: bool = True,
@@ -79,9 +79,9 @@ def tssa(
     Args:
         w: projected tokens, (B, T, H, p), in the layout of the input projection's output (no transpose needed).
         temp: one learned scalar per head, H numbers of any shape.
-        denom_bias: learned score bias of each token, (T, H) or (B, T, H), or of each position, (positions, H); causal form
+        bias: learned score bias of each token, (T, H) or (B, T, H), or of each position, (positions, H); causal form
             only.
-        positions: (B, T) or (1, T) integers, the tokens' indices into a `denom_bias` of positions.
+        positions: (B, T) or (1, T) integers, the tokens' indices into a `bias` of positions.
         causal: prefix sums over positions (language) or sums over all tokens (vision, encoders).
         mask: (B, T), true or 1 at real tokens. Padding adds nothing to any sum and its output is 0.
         seq_idx: (B, T) integers, the sequence numbers of packed sequences, whose tokens are adjacent. Packed sequences are
@@ -100,9 +100,9 @@ def tssa(
         sums after the last token (of each batch element's last packed sequence). All three are differentiable once.
 
     Raises:
-        ValueError: shapes disagree, `initial_state` / `denom_bias` / `log_decay` is passed to the bidirectional form,
+        ValueError: shapes disagree, `initial_state` / `bias` / `log_decay` is passed to the bidirectional form,
             `log_decay` is above 0, or the backend is unknown or does not support these tokens.
-        IndexError: a position is not an index into `denom_bias` (on a CPU).
+        IndexError: a position is not an index into `bias` (on a CPU).
         RuntimeError: the requested backend is "triton", and its kernels fail or are wrong on this device.
 
     Example:
@@ -115,12 +115,12 @@ def tssa(
     True
     ```
     """
-    temp = _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state)
+    temp = _check_inputs(w, temp, bias, positions, causal, mask, seq_idx, initial_state)
     _check_log_decay(log_decay, w, causal)
     dtype = compute_dtype(w.dtype)
     mask = None if mask is None else mask.bool()
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], dtype)
-    needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(initial_state or ()))
+    needs_grad = _needs_grad(w, temp, bias, log_decay, *(initial_state or ()))
     if causal and seq_idx is not None:
         log_decay = reset_at_starts(log_decay, seq_idx, dtype)
     temp, form = temp.to(dtype), "causal" if causal else "bidirectional"
@@ -130,13 +130,13 @@ def tssa(
     if kernels == "numba":
         from .tssa_cpu import tssa_cpu
 
-        bias = None if denom_bias is None else denom_bias.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
         state = None if initial_state is None else as_state(initial_state, w)
         output, membership, final_state = tssa_cpu(
             w, temp, bias, positions, mask, log_decay, state, normalize_scores, causal, needs_grad
         )
         return TSSAOutput(output, membership.transpose(1, 2), final_state)
-    bias = select_bias(denom_bias, positions, dtype)
+    bias = select_bias(bias, positions, dtype)
     if kernels == "triton":
         from .tssa_triton import tssa_triton
 
@@ -155,11 +155,11 @@ def tssa(
 def tssa_step(
     w: torch.Tensor,
     temp: torch.Tensor,
-    denom_bias: torch.Tensor | None,
-    state: TSSAState | None,
+    bias: torch.Tensor | None = None,
     *,
     positions: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    initial_state: TSSAState | None = None,
     log_decay: torch.Tensor | None = None,
     normalize_scores: bool = True,
     softmax: Callable[..., torch.Tensor] | None = None,
@@ -171,15 +171,15 @@ def tssa_step(
     Args:
         w: the projected token, (B, H, p).
         temp: H numbers of any shape.
-        denom_bias: score bias of the token, (H,) or (B, H), or of each position, (positions, H), or None.
-        state: the running sums before the token; None at the start of a sequence. Not modified unless `in_place`.
+        bias: score bias of the token, (H,) or (B, H), or of each position, (positions, H).
         positions: (B,) integers; as in `tssa`.
         mask: (B,), true or 1 where the token is real; padding leaves the state unchanged.
+        initial_state: the state before the token; None at the start of a sequence. Not modified unless `in_place`.
         log_decay: (H,) or (B, H); as in `tssa`.
         normalize_scores: as in `tssa`.
         softmax: as in `tssa`.
         backend: as in `tssa`. The Triton kernel has no gradient: where one is needed, the reference runs.
-        in_place: whether the tensors of `state` are updated in place, as in decoding. They must have the dtypes of a
+        in_place: whether the tensors of `initial_state` are updated in place, as in decoding. They must have the dtypes of a
             `TSSAState`, and nothing may need a gradient.
 
     Returns:
@@ -187,25 +187,25 @@ def tssa_step(
 
     Raises:
         ValueError: `log_decay` has another shape or is above 0, the backend is unknown or does not support these tokens, or
-            `state` cannot be updated in place.
+            `initial_state` cannot be updated in place.
         RuntimeError: as in `tssa`.
 
     Example:
 
     ```python
     >>> state = tssa(torch.randn(2, 100, 4, 16), temp=torch.ones(4)).final_state
-    >>> tssa_step(torch.randn(2, 4, 16), torch.ones(4), denom_bias=None, state=state).output.shape
+    >>> tssa_step(torch.randn(2, 4, 16), torch.ones(4), initial_state=state).output.shape
     torch.Size([2, 4, 16])
     ```
     """
     _check_log_decay(log_decay, w, causal=True)
-    needs_grad = _needs_grad(w, temp, denom_bias, log_decay, *(state or ()))
-    cast_state = zero_state(w.unsqueeze(1)) if state is None else as_state(state, w)
-    if in_place and state is not None and (needs_grad or any(x is not y for x, y in zip(cast_state, state))):
+    needs_grad = _needs_grad(w, temp, bias, log_decay, *(initial_state or ()))
+    state = zero_state(w.unsqueeze(1)) if initial_state is None else as_state(initial_state, w)
+    if in_place and initial_state is not None and (needs_grad or any(x is not y for x, y in zip(state, initial_state))):
         raise ValueError(
             "tssa_step cannot update a state in place if a gradient is needed or if it has other dtypes than a TSSAState."
         )
-    state, dtype, mask = cast_state, compute_dtype(w.dtype), None if mask is None else mask.bool()
+    dtype, mask = compute_dtype(w.dtype), None if mask is None else mask.bool()
     temp = temp.reshape(-1).to(dtype)
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
     kernels = None
@@ -214,7 +214,7 @@ def tssa_step(
     if kernels == "numba":
         from .tssa_cpu import step_cpu, tssa_cpu
 
-        bias = None if denom_bias is None else denom_bias.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
         if in_place:
             output, membership = step_cpu(w, temp, bias, positions, mask, log_decay, state, normalize_scores)
             return TSSAOutput(output, membership, state)
@@ -224,7 +224,7 @@ def tssa_step(
             w.unsqueeze(1), temp, bias, positions, mask, log_decay, state, normalize_scores, True, needs_grad
         )
         return TSSAOutput(output.squeeze(1), membership.squeeze(1), final_state)
-    bias = select_bias(denom_bias, positions, dtype)
+    bias = select_bias(bias, positions, dtype)
     if kernels == "triton" and not needs_grad:
         from .tssa_triton import tssa_step_triton
 
@@ -310,7 +310,7 @@ def _warn_of_fallback(reason: str) -> None:
     )
 
 
-def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial_state) -> torch.Tensor:
+def _check_inputs(w, temp, bias, positions, causal, mask, seq_idx, initial_state) -> torch.Tensor:
     """Raises for shapes that disagree; returns `temp` as (H,)."""
     if w.ndim != 4:
         raise ValueError(f"tssa expects projected tokens of shape (batch, tokens, heads, head_dim), got {tuple(w.shape)}.")
@@ -327,16 +327,13 @@ def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial
     _check_mask(mask)
     # dimension by dimension, as exporters would compare batch sizes with numbers of tokens in whole shapes
     if positions is not None:
-        _check_positions(w, denom_bias, positions)
-    elif denom_bias is not None and (
-        denom_bias.ndim > 3 or denom_bias.shape[-2:] != (T, H) or (denom_bias.ndim == 3 and denom_bias.shape[0] not in (B, 1))
-    ):
+        _check_positions(w, bias, positions)
+    elif bias is not None and (bias.ndim > 3 or bias.shape[-2:] != (T, H) or (bias.ndim == 3 and bias.shape[0] not in (B, 1))):
         raise ValueError(
-            f"denom_bias must have shape (tokens, heads) = ({T}, {H}) or (batch, tokens, heads), got "
-            f"{tuple(denom_bias.shape)}."
+            f"bias must have shape (tokens, heads) = ({T}, {H}) or (batch, tokens, heads), got {tuple(bias.shape)}."
         )
-    if not causal and (denom_bias is not None or initial_state is not None):
-        raise ValueError("denom_bias and initial_state belong to the causal form; bidirectional TSSA has neither.")
+    if not causal and (bias is not None or initial_state is not None):
+        raise ValueError("bias and initial_state belong to the causal form; bidirectional TSSA has neither.")
     if initial_state is not None:
         expected = tuple(state_shapes(w))
         actual = tuple(tuple(x.shape) for x in initial_state)
@@ -345,12 +342,12 @@ def _check_inputs(w, temp, denom_bias, positions, causal, mask, seq_idx, initial
     return temp.reshape(-1)
 
 
-def _check_positions(w: torch.Tensor, denom_bias: torch.Tensor | None, positions: torch.Tensor) -> None:
-    """Raises for positions that are not indices into a `denom_bias`."""
+def _check_positions(w: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor) -> None:
+    """Raises for positions that are not indices into a `bias`."""
     B, T, H, _ = w.shape
-    if denom_bias is None or denom_bias.ndim != 2 or denom_bias.shape[1] != H:
-        shape = None if denom_bias is None else tuple(denom_bias.shape)
-        raise ValueError(f"With positions, denom_bias must have shape (positions, heads = {H}), got {shape}.")
+    if bias is None or bias.ndim != 2 or bias.shape[1] != H:
+        shape = None if bias is None else tuple(bias.shape)
+        raise ValueError(f"With positions, bias must have shape (positions, heads = {H}), got {shape}.")
     if (
         positions.dtype not in (torch.int32, torch.int64)
         or positions.ndim != 2

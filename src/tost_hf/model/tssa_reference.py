@@ -109,14 +109,14 @@ def softmax_over_heads(score: torch.Tensor, temp: torch.Tensor, padding: torch.T
     return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
 
 
-def select_bias(denom_bias: torch.Tensor | None, positions: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The score bias of the tokens in `dtype`: `denom_bias` itself or, with `positions`, its entries at these."""
-    if denom_bias is None:
+def select_bias(bias: torch.Tensor | None, positions: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The score bias of the tokens in `dtype`: `bias` itself or, with `positions`, its entries at these."""
+    if bias is None:
         return None
     if positions is not None and positions.ndim == 2 and positions.stride(0) == 0:
         positions = positions[:1]  # shared by the batch: one look-up and one gradient
     # F.embedding, as the gradient of indexing is summed in no fixed order
-    return (denom_bias if positions is None else F.embedding(positions, denom_bias)).to(dtype)
+    return (bias if positions is None else F.embedding(positions, bias)).to(dtype)
 
 
 def mask_padding(w: torch.Tensor, padding: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -171,7 +171,7 @@ def causal(
     """Causal TSSA: prefix sums over the tokens.
 
     Args:
-        bias: `denom_bias` at each token, (T, H) or (B, T, H), in the compute dtype.
+        bias: the score bias of each token, (T, H) or (B, T, H), in the compute dtype.
         state: the sums before the first token.
         softmax: computes the memberships, with the arguments of `softmax_over_heads`; another one under tensor parallelism.
 

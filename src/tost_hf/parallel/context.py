@@ -345,7 +345,7 @@ def tssa_context_parallel(
     mesh: DeviceMesh,
     w: torch.Tensor,
     temp: torch.Tensor,
-    denom_bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     *,
     mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
@@ -369,12 +369,12 @@ def tssa_context_parallel(
     prefix = PrefixStates(mesh.get_local_rank(), shard_log_decay, None if seq_idx is None else seq_idx[:, 0] == 0)
     zero = zero_state(w)
     state = zero._replace(sum_sq=prefix.compute_prefix_sum(gathered))
-    shard_state = tssa(w, temp, denom_bias, initial_state=state, **kwargs).final_state
+    shard_state = tssa(w, temp, bias, initial_state=state, **kwargs).final_state
     assert shard_state is not None  # the causal form has one
     gathered = gather(torch.cat([shard_state.sum_weighted_sq, shard_state.sum_membership.unsqueeze(-1)], -1), mesh)
     sum_weighted_sq, sum_membership = prefix.compute_prefix_sum(gathered).split([p, 1], -1)
     state = TSSAState(state.sum_sq, sum_weighted_sq, sum_membership.squeeze(-1))
-    return tssa(w, temp, denom_bias, initial_state=state, **kwargs)
+    return tssa(w, temp, bias, initial_state=state, **kwargs)
 
 
 def _compute_sum_sq(

@@ -367,7 +367,7 @@ class CausalStatistics(MambaBase, nn.Module):
         if n := len(batch.decodes):
             decode_inputs: dict[str, Any] = {name: None if x is None else x[:n] for name, x in inputs.items()}
             state = TSSAState(*(x[batch.decodes] for x in sums))
-            result = tssa_step(w[:n], self.temp, bias, state, **decode_inputs, **options, in_place=True)
+            result = tssa_step(w[:n], self.temp, bias, initial_state=state, **decode_inputs, **options, in_place=True)
             output[:n] = result.output
             _store_state(sums, batch.decodes, result.final_state)
         for prompts in batch.prompts:
